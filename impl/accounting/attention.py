@@ -1,0 +1,77 @@
+"""Attention in closed form: FLOPs, bytes moved and bytes at the peak, of the three passes that are measured.
+
+Bytes at the peak count what the caller holds too: q, k, v, and the output's gradient once there is a backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+
+from shardmark.cases import AttentionCase
+from shardmark.hardware import Work
+from shardmark.world import available_cores
+
+TILE = 256
+"""Queries and keys in one tile of `flash_pytorch`: 256 is its fastest on CPU from 1,024 tokens on."""
+
+# Passes of (queries x keys x head_dim) multiply-adds: q kᵀ and p v forward; their four gradients and q kᵀ again backward.
+_PRODUCTS = {"forward": 2, "backward": 5, "both": 7}
+
+
+def work(case: AttentionCase) -> Work:
+    """FLOPs of the matrix products, half of them when causal, and the least bytes: each input and output once."""
+    batch, seq, head_dim, size = _sizes(case)
+    flops = 2 * _PRODUCTS[case.mode] * batch * seq * seq * head_dim // (2 if case.is_causal else 1)
+    tensors = {"forward": 4, "backward": 8, "both": 12}[case.mode]  # q k v o; q k v o do dq dk dv; one after the other
+    return Work(flops, tensors * batch * seq * head_dim * size)
+
+
+def eager_peak(case: AttentionCase) -> int:
+    """Peak of eager attention, in bytes: two matrices of scores at once forward, three backward."""
+    batch, seq, head_dim, size = _sizes(case)
+    tensor = batch * seq * head_dim * size  # as large as q
+    scores = batch * seq * seq * size
+    mask = seq * seq if case.is_causal else 0  # one byte an entry
+    root = 8  # sqrt(head_dim): the division saves it as a float64
+    if case.mode == "forward":
+        return 4 * tensor + 2 * scores + mask + root  # q k v o; masked scores and their softmax
+    return 6 * tensor + 3 * scores + mask + root  # q k v o do dv; the softmax, its gradient and that of the scores
+
+
+def flash_peak(case: AttentionCase) -> int:
+    """Peak of attention with nothing quadratic, in bytes: inputs, output, log-sum-exp and gradients."""
+    batch, seq, head_dim, size = _sizes(case)
+    tensors = 4 if case.mode == "forward" else 8  # q k v o; and do dq dk dv
+    return tensors * batch * seq * head_dim * size + batch * seq * max(size, 4)
+
+
+def flash_pytorch_peak(case: AttentionCase) -> int:
+    """Peak of `flash_pytorch`, in bytes: `flash_peak` and one tile's intermediates, which do not grow with seq."""
+    batch, seq, head_dim, size = _sizes(case)
+    compute = max(size, 4)  # half precision is computed in float32
+    rows = min(TILE, seq)
+    tile = batch * rows * rows * compute
+    column = batch * rows * compute  # one value a row
+    slab = column * head_dim  # a tile of q, k, v or of the accumulator
+    if case.mode == "forward":
+        mask = 2 * rows * rows if case.is_causal else 0  # made as ones, then its upper triangle
+        upcast = 2 * slab if size < compute else 0  # k, v
+        return flash_peak(case) + 2 * slab + 2 * column + tile + max(mask, 3 * column) + upcast
+    if size == compute:
+        return flash_peak(case) + slab + column + 2 * tile
+    rounded = 3 * batch * seq * head_dim * size  # dq dk dv in the inputs' dtype, made from accumulators when all is done
+    accumulators = 3 * batch * seq * head_dim * compute
+    upcast = 4 * slab + column  # q, do, k, v, delta
+    return flash_peak(case) - rounded + accumulators + upcast + max(2 * tile, rounded)
+
+
+def sdpa_peak(case: AttentionCase) -> int:
+    """Peak of PyTorch's fused kernels, in bytes: `flash_peak` and two tiles of 256 x 512 scores for each CPU thread."""
+    _, seq, _, _ = _sizes(case)
+    tile = min(256, seq) * min(512, seq) * 4
+    return flash_peak(case) + 2 * available_cores() * tile
+
+
+def _sizes(case: AttentionCase) -> tuple[int, int, int, int]:
+    """Batch (all leading dims), seq, head_dim, bytes an element."""
+    return math.prod(case.shape[:-2]), case.seq, case.head_dim, case.torch_dtype.itemsize

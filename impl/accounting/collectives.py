@@ -1,0 +1,20 @@
+"""Collectives in closed form: bytes each rank must send, and the bandwidths people quote."""
+
+from __future__ import annotations
+
+from shardmark.cases import AllReduceCase
+
+
+def all_reduce_bytes_sent(nbytes: int, ranks: int) -> int:
+    """Bytes each rank must send for an all-reduce of `nbytes`: 2(n-1)/n of them (Patarasuk and Yuan, 2009)."""
+    return 2 * (ranks - 1) * nbytes // ranks
+
+
+def bus_bandwidth(nbytes: int, seconds: float, ranks: int) -> float:
+    """Bytes a second across each link during an all-reduce, as NCCL's tests define it."""
+    return nbytes / seconds * 2 * (ranks - 1) / ranks
+
+
+def in_place_peak(case: AllReduceCase) -> int:
+    """Peak of an all-reduce in place, in bytes: the tensor."""
+    return case.bytes

@@ -1,0 +1,51 @@
+"""Data parallelism in closed form: bytes at the peak of one rank's training step, and bytes it must send.
+
+Each peak is the larger of two moments: when backward begins, with every activation and the logits' gradients; and when
+the gradients are all there, with the copies of them that are communicated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from impl.accounting.collectives import all_reduce_bytes_sent
+from impl.accounting.model import training_bytes, training_work
+from shardmark.cases import TrainingStepCase
+from shardmark.hardware import Work
+
+
+def work(case: TrainingStepCase, ranks: int) -> Work:
+    """All ranks' FLOPs and bytes moved, and what each must send to average its gradients."""
+    one = training_work(case)
+    return replace(
+        one,
+        flops=ranks * one.flops,
+        bytes_moved=ranks * one.bytes_moved,
+        bytes_communicated=all_reduce_bytes_sent(training_bytes(case).parameters, ranks),
+    )
+
+
+def naive_peak(case: TrainingStepCase) -> int:
+    """Peak in bytes when gradients are reduced in place."""
+    step = training_bytes(case)
+    return max(step.peak_at_loss, step.peak_at_embedding)
+
+
+overlapped_peak = naive_peak
+
+
+def flat_peak(case: TrainingStepCase) -> int:
+    """Peak in bytes when all gradients are copied into one tensor after backward."""
+    step = training_bytes(case)
+    return max(naive_peak(case), step.after_backward + step.parameters)
+
+
+def bucketed_peak(case: TrainingStepCase) -> int:
+    """Peak in bytes when gradients are copied into buckets as backward produces them."""
+    step = training_bytes(case)
+    return max(step.peak_at_loss, step.peak_at_embedding + step.parameters)
+
+
+def ddp_peak(case: TrainingStepCase) -> int:
+    """Peak in bytes of torch DDP, whose buckets exist from the start."""
+    return naive_peak(case) + training_bytes(case).parameters

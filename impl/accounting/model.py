@@ -1,0 +1,78 @@
+"""The language model's training step in closed form: FLOPs, and bytes live at the end of each of its phases.
+
+One AdamW step (fused, so without temporaries) in float32 with `sdpa` attention; T tokens, d = d_model, f = d_ff.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from impl.model.sizes import SIZES, TransformerSize
+from shardmark.cases import TrainingStepCase
+from shardmark.hardware import Work
+
+_FLOAT = 4  # bytes of a float32
+
+
+@dataclass(frozen=True)
+class TrainingBytes:
+    """Bytes live on one rank through a training step without any wrapper, at the end of each phase."""
+
+    after_init: int
+    before_step: int
+    after_forward: int
+    after_backward: int
+    parameters: int
+    peak_at_loss: int
+    """When backward begins: log-probabilities, their gradient and the logits' gradient exist at once."""
+    peak_at_embedding: int
+    """When backward ends: every gradient is there, and still the one that flows into the embedding."""
+
+
+def activation_bytes(size: TransformerSize, batch: int, context: int) -> int:
+    """Bytes that forward leaves for backward, the loss included.
+
+    A layer keeps 11 T d: input, normed (before and after its weight), rotated q and k, v, attention's output (as the
+    kernel and as the projection want it), the sum with the input, and that normed (twice); 4 T f: both projections,
+    the gate, the product; and per token two norms' rms and each head's log-sum-exp.
+    """
+    tokens = batch * context
+    layer = 11 * tokens * size.d_model + 4 * tokens * size.d_ff + 2 * tokens + tokens * size.heads
+    head = 3 * tokens * size.d_model + tokens + tokens * size.vocab  # final norm, log-probabilities
+    scalars = 2  # the loss, and the number of targets in it
+    return _FLOAT * (size.layers * layer + head + scalars)
+
+
+def training_bytes(case: TrainingStepCase) -> TrainingBytes:
+    """Bytes live through one training step of that case."""
+    size = SIZES[case.model]
+    tokens = case.batch * case.context
+    parameters = _FLOAT * size.parameters
+    rotary = _FLOAT * case.context * size.head_dim  # sines and cosines
+    tensors = 3 + 9 * size.layers  # parameters, each with a step counter in AdamW
+    after_init = parameters + rotary
+    before_step = after_init + 2 * parameters + _FLOAT * tensors + 16 * tokens  # moments; int64 tokens and targets
+    after_forward = before_step + activation_bytes(size, case.batch, case.context)
+    after_backward = before_step + parameters + _FLOAT  # gradients, and the loss
+    return TrainingBytes(
+        after_init=after_init,
+        before_step=before_step,
+        after_forward=after_forward,
+        after_backward=after_backward,
+        parameters=parameters,
+        peak_at_loss=after_forward + 2 * _FLOAT * tokens * size.vocab,
+        peak_at_embedding=after_backward + _FLOAT * tokens * size.d_model,
+    )
+
+
+def training_work(case: TrainingStepCase) -> Work:
+    """FLOPs and least bytes of one training step on one rank.
+
+    6 FLOPs a token for each parameter that multiplies (all but the embedding), and causal attention's seven products;
+    bytes: weights read twice, gradients written, and AdamW's 28 a parameter.
+    """
+    size = SIZES[case.model]
+    tokens = case.batch * case.context
+    matrices = size.parameters - size.vocab * size.d_model
+    attention = 7 * tokens * case.context * size.d_model * size.layers
+    return Work(flops=6 * tokens * matrices + attention, bytes_moved=40 * size.parameters)

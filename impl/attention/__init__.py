@@ -1,0 +1,82 @@
+"""Attention: softmax(q kᵀ / sqrt(head_dim)) v (Vaswani et al., "Attention Is All You Need", 2017, section 3.2.1).
+
+    from impl.attention import eager_attention, FlashAttentionPyTorch
+
+    out = eager_attention(q, k, v, is_causal=True)
+    out = FlashAttentionPyTorch.apply(q, k, v, True)
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from impl.accounting.attention import flash_pytorch_peak
+from shardmark.registry import Family, RegistryError, add_family
+
+
+class Attention(Protocol):
+    """`attention(q, k, v, *, is_causal=False) -> out`, differentiable in q, k and v.
+
+    q: (..., q_len, head_dim), k and v: (..., k_len, head_dim), any number of leading dims, the same in all three;
+    out has q's shape and dtype. Causal means that query i sees keys 0 to i (aligned top-left, as SDPA's `is_causal`).
+    A `torch.autograd.Function` whose `apply` takes (q, k, v, is_causal) meets the contract too. ValueError for shapes,
+    dtypes or devices that do not go together.
+    """
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor: ...
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError, in one line, unless q, k and v go together as the contract says."""
+    if q.ndim < 2 or q.shape[:-2] != k.shape[:-2] or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            "attention takes q (..., q_len, head_dim) and k, v (..., k_len, head_dim) with the same leading dims, got "
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
+    if 0 in q.shape or 0 in k.shape:
+        raise ValueError(f"attention over nothing: q {tuple(q.shape)}, k {tuple(k.shape)}")
+    if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
+        raise ValueError(f"attention takes q, k, v of one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"attention takes q, k, v on one device, got {q.device}, {k.device}, {v.device}")
+
+
+def as_attention(target: Any) -> Attention:
+    """A function with the contract's signature, from one or from a `torch.autograd.Function`."""
+    if isinstance(target, type) and issubclass(target, torch.autograd.Function):
+        return partial(_apply, target)
+    return target
+
+
+def _apply(function: type[torch.autograd.Function], q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False):
+    return function.apply(q, k, v, is_causal)
+
+
+def _check(target: Any, device: str) -> None:
+    """One tiny call, backward included, tells whether a target is attention at all."""
+    if not callable(target):
+        raise RegistryError(f"{target!r} is not callable; attention is attention(q, k, v, *, is_causal=False)")
+    q, k, v = (torch.randn(2, 4, 16, device=device, requires_grad=True) for _ in range(3))
+    out = as_attention(target)(q, k, v, is_causal=True)
+    if not isinstance(out, Tensor) or out.shape != q.shape or out.dtype != q.dtype:
+        found = f"{tuple(out.shape)} of {out.dtype}" if isinstance(out, Tensor) else repr(out)
+        raise RegistryError(f"for q {tuple(q.shape)} of {q.dtype} it returned {found}, and not q's shape and dtype")
+    out.sum().backward()
+    if any(x.grad is None for x in (q, k, v)):
+        raise RegistryError("its output is not differentiable in q, k and v")
+
+
+FAMILY = add_family(
+    # A user's own is held to what FlashAttention is for: nothing quadratic in memory.
+    Family("attention", Attention, reference="eager", check=_check, adapt=as_attention, memory=flash_pytorch_peak)
+)
+
+from impl.attention.eager import eager_attention  # noqa: E402  (they register in the family above)
+from impl.attention.flash_pytorch import FlashAttentionPyTorch  # noqa: E402
+from impl.attention.library import sdpa  # noqa: E402
+
+__all__ = ["Attention", "FlashAttentionPyTorch", "as_attention", "check_inputs", "eager_attention", "sdpa"]

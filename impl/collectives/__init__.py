@@ -1,0 +1,53 @@
+"""Collectives: all-reduce, reduce-scatter and all-gather between the ranks of a process group.
+
+Bandwidths are the ones NCCL's tests report: the algorithm bandwidth is bytes of one rank over time; the bus bandwidth
+multiplies it by the share of them that must cross each link, 2(n-1)/n for an all-reduce.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from impl.accounting.collectives import in_place_peak
+from shardmark.registry import Family, RegistryError, add_family
+
+
+class Collectives(Protocol):
+    """An object with three methods; all sum, all return when their result is there (ordered with the current stream).
+
+    With n ranks, `output` and `input` are contiguous, of one dtype, and one is n times as large as the other.
+    """
+
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """Replace `tensor`, of any shape, by its sum over the ranks."""
+        ...
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """Put into rank i's `output` the sum over the ranks of the i-th of n equal parts of `input`."""
+        ...
+
+    def all_gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """Put every rank's `input`, in rank order, into `output` on every rank."""
+        ...
+
+
+def _check(target: Any, device: str) -> None:
+    for name, arguments in {"all_reduce": 2, "reduce_scatter": 3, "all_gather": 3}.items():
+        method = getattr(target, name, None)
+        if not callable(method):
+            raise RegistryError(f"it has no {name}()")
+        try:
+            inspect.signature(method).bind(*[None] * arguments)
+        except TypeError as error:
+            raise RegistryError(f"{name}() does not take {arguments} arguments: {error}") from None
+
+
+FAMILY = add_family(Family("collectives", Collectives, reference="backend", check=_check, memory=in_place_peak))
+
+from impl.collectives.library import Backend  # noqa: E402  (it registers in the family above)
+
+__all__ = ["Backend", "Collectives"]

@@ -1,0 +1,31 @@
+"""The collectives of the process group's own backend: NCCL's or Gloo's."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from impl.accounting.collectives import in_place_peak
+from shardmark.registry import register
+
+
+class Backend:
+    """Contract: `impl.collectives.Collectives`."""
+
+    @staticmethod
+    def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """Replace `tensor` by its sum over the ranks."""
+        dist.all_reduce(tensor, group=group)
+
+    @staticmethod
+    def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """Put into rank i's `output` the sum of the i-th part of `input`."""
+        dist.reduce_scatter_tensor(output, input, group=group)
+
+    @staticmethod
+    def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """Put every rank's `input` into `output` on every rank."""
+        dist.all_gather_into_tensor(output, input, group=group)
+
+
+register("collectives", "backend", Backend, memory=in_place_peak)

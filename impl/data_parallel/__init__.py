@@ -1,0 +1,83 @@
+"""Data parallelism: every rank holds the whole module, computes on its own share of the batch, and averages gradients.
+
+    model = BucketedDataParallel(model, bucket_mb=25)
+    loss(model(inputs)).backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+
+From the simplest to the fastest: `naive` (one all-reduce a parameter, after backward), `flat` (one for all of them),
+`overlapped` (one a parameter, during backward), `bucketed` (one a bucket, during backward), and PyTorch's own `ddp`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import nn
+
+from impl.accounting.data_parallel import ddp_peak
+from shardmark.budget import TimeBudget
+from shardmark.registry import Family, RegistryError, add_family
+
+
+class DataParallelWrapper(Protocol):
+    """`Wrapper(module, *, process_group=None, **options)`, called as the module is.
+
+    Wrapping gives every rank rank 0's parameters and buffers; it raises ValueError for a module with no trainable
+    parameter, and on every rank when the ranks' modules differ, naming the first parameter that does. After
+    `finish_gradient_synchronization`, between backward and `optimizer.step()`, each trainable parameter's `.grad` is
+    the average over the ranks, and a gradient that this rank does not have counts as zero. Frozen parameters keep no
+    gradient; tied ones are communicated once. `state_dict` has the module's own names.
+    """
+
+    module: nn.Module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def finish_gradient_synchronization(self) -> None:
+        """Return when every gradient is the average over the ranks."""
+        ...
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Gradients of backward passes in this context stay local and accumulate."""
+        ...
+
+
+def _check(target: Any, device: str) -> None:
+    """What can be told without ranks: the signature and the methods. The rest is the correctness tests' to find."""
+    try:
+        inspect.signature(target).bind(nn.Linear(1, 1), process_group=None)
+    except TypeError as error:
+        raise RegistryError(f"it is called as Wrapper(module, *, process_group=None, **options): {error}") from None
+    for method in ("finish_gradient_synchronization", "no_sync"):
+        if not callable(getattr(target, method, None)):
+            raise RegistryError(f"it has no method {method}()")
+
+
+FAMILY = add_family(
+    Family(
+        "data_parallel",
+        DataParallelWrapper,
+        reference="naive",
+        check=_check,
+        memory=ddp_peak,
+        time=TimeBudget("ddp", 1.5),
+    )
+)
+
+from impl.data_parallel.naive import NaiveDataParallel  # noqa: E402  (they register in the family above)
+from impl.data_parallel.flat import FlatDataParallel  # noqa: E402, I001  (simplest first)
+from impl.data_parallel.overlapped import OverlappedDataParallel  # noqa: E402
+from impl.data_parallel.bucketed import BucketedDataParallel  # noqa: E402
+from impl.data_parallel.library import TorchDataParallel  # noqa: E402
+
+__all__ = [
+    "BucketedDataParallel",
+    "DataParallelWrapper",
+    "FlatDataParallel",
+    "NaiveDataParallel",
+    "OverlappedDataParallel",
+    "TorchDataParallel",
+]

@@ -1,0 +1,92 @@
+"""What the four wrappers share: the same start on every rank, and the module's own face to the outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class DataParallel(nn.Module):
+    """Wrap `module`: check that the ranks agree on it, and give every rank rank 0's parameters and buffers.
+
+    Subclasses communicate gradients. Contract and errors: `impl.data_parallel.DataParallelWrapper`.
+    """
+
+    def __init__(self, module: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.module = module
+        self.process_group = process_group or dist.group.WORLD
+        self.world_size = dist.get_world_size(self.process_group)
+        self.synchronizing = True  # False inside no_sync
+        self.trainable = [p for p in module.parameters() if p.requires_grad]  # a tied parameter comes once
+        check_same_module(module, self.process_group)
+        with torch.no_grad():
+            for tensor in chain(module.parameters(), module.buffers()):
+                dist.broadcast(tensor, group=self.process_group, group_src=0)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns."""
+        return self.module(*args, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Return when every gradient is the average over the ranks; inside `no_sync`, do nothing."""
+        raise NotImplementedError
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backward passes in this context stay local and accumulate."""
+        before, self.synchronizing = self.synchronizing, False
+        try:
+            yield
+        finally:
+            self.synchronizing = before
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The module's own, with the module's own names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the module's own `state_dict`."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+def check_same_module(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
+    """Raise ValueError, the same on every rank, for nothing to train or for modules that differ between ranks.
+
+    Names, shapes, dtypes and `requires_grad` must be the same everywhere: a collective between ranks that do not
+    agree on them would hang or mix up parameters.
+    """
+    mine = [
+        (name, f"{tuple(p.shape)} of {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}")
+        for name, p in chain(module.named_parameters(), module.named_buffers())
+    ]
+    everyone: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, mine, group=process_group)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            name, here, there = _first_difference(everyone[0], theirs)
+            raise ValueError(f"the ranks' modules differ at {name!r}: {here} on rank 0, {there} on rank {rank}")
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ValueError(f"{type(module).__name__} has no trainable parameters, so there is no gradient to average")
+
+
+def _first_difference(mine: list[tuple[str, str]], theirs: list[tuple[str, str]]) -> tuple[str, str, str]:
+    """The first name at which two descriptions part, and what each has there."""
+    here, there = dict(mine), dict(theirs)
+    for name in here | there:
+        if here.get(name) != there.get(name):
+            return name, here.get(name, "missing"), there.get(name, "missing")
+    return mine[0][0], "in another order", "in another order"  # all of them are there, with other neighbours
+
+
+def gradient(parameter: nn.Parameter) -> Tensor:
+    """The parameter's gradient; zeros, put in its place, where this rank's loss did not reach it."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

@@ -1,0 +1,52 @@
+"""Data parallelism as PyTorch ships it: the peer of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from impl.accounting.data_parallel import ddp_peak
+from impl.data_parallel.base import check_same_module
+from shardmark.budget import TimeBudget
+from shardmark.registry import register
+
+
+class TorchDataParallel(DistributedDataParallel):
+    """`torch.nn.parallel.DistributedDataParallel` under the family's contract; `bucket_mb` is its `bucket_cap_mb`.
+
+    It waits for its collectives at the end of backward. A gradient that this rank does not have is looked for
+    (`find_unused_parameters`) only when asked, as the search costs time.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_mb: float = 25,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        check_same_module(module, process_group)
+        super().__init__(
+            module,
+            process_group=process_group,
+            bucket_cap_mb=bucket_mb,
+            find_unused_parameters=find_unused_parameters,
+        )
+
+    def finish_gradient_synchronization(self) -> None:
+        """Nothing is left to do once backward has returned."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The module's own, with the module's own names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the module's own `state_dict`."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+register("data_parallel", "ddp", TorchDataParallel, memory=ddp_peak, time=TimeBudget("naive", 1.0))

@@ -1,0 +1,25 @@
+"""One all-reduce a parameter, after backward: what the others are held to."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from impl.accounting.data_parallel import naive_peak
+from impl.data_parallel.base import DataParallel, gradient
+from shardmark.budget import TimeBudget
+from shardmark.registry import register
+
+
+class NaiveDataParallel(DataParallel):
+    """Nothing overlaps and every parameter pays a collective's latency."""
+
+    def finish_gradient_synchronization(self) -> None:
+        """Average each gradient over the ranks, one after the other."""
+        if not self.synchronizing:
+            return
+        for parameter in self.trainable:
+            dist.all_reduce(gradient(parameter), group=self.process_group)
+            gradient(parameter).div_(self.world_size)
+
+
+register("data_parallel", "naive", NaiveDataParallel, memory=naive_peak, time=TimeBudget("ddp", 10.0))

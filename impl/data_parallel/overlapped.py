@@ -1,0 +1,57 @@
+"""One all-reduce a parameter, each begun as soon as backward has its gradient: communication hides behind computation."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+
+from impl.accounting.data_parallel import overlapped_peak
+from impl.data_parallel.base import DataParallel, gradient
+from shardmark.budget import TimeBudget
+from shardmark.registry import register
+
+
+class OverlappedDataParallel(DataParallel):
+    """No copies, and a latency for every parameter.
+
+    Collectives are launched in the reverse order of the parameters on every rank, whichever gradients come first, so
+    that the ranks' collectives match.
+    """
+
+    def __init__(self, module: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(module, process_group=process_group)
+        self._order = self.trainable[::-1]  # backward runs from the last layer to the first
+        self._ready: set[nn.Parameter] = set()
+        self._works: list[dist.Work] = []  # of the first len(_works) parameters in order
+        for parameter in self._order:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Launch what backward did not reach, wait for every all-reduce, and average."""
+        if not self.synchronizing:
+            return
+        while len(self._works) < len(self._order):
+            self._launch_next()
+        for parameter, work in zip(self._order, self._works, strict=True):
+            work.wait()
+            gradient(parameter).div_(self.world_size)
+        self._ready.clear()
+        self._works.clear()
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if not self.synchronizing:
+            return
+        if parameter in self._ready:
+            raise RuntimeError(
+                "backward ran twice before finish_gradient_synchronization(); run all but the last in no_sync()"
+            )
+        self._ready.add(parameter)
+        while len(self._works) < len(self._order) and self._order[len(self._works)] in self._ready:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        tensor = gradient(self._order[len(self._works)])
+        self._works.append(dist.all_reduce(tensor, group=self.process_group, async_op=True))
+
+
+register("data_parallel", "overlapped", OverlappedDataParallel, memory=overlapped_peak, time=TimeBudget("naive", 1.1))

@@ -1,0 +1,106 @@
+"""The layers of the transformer, none with biases or dropout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from impl.attention import Attention
+
+
+class Linear(nn.Linear):
+    """x (..., inputs) -> (..., outputs), no bias; weights from a normal of variance 2 / (inputs + outputs)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Glorot and Bengio, 2010, cut off at three standard deviations."""
+        std = (2 / (self.in_features + self.out_features)) ** 0.5
+        nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dim (Zhang and Sennrich, 2019). Keeps shape (..., d_model) and dtype."""
+
+    def __init__(self, d_model: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale each vector to a root mean square of one, then by the weight."""
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class RotaryEmbedding(nn.Module):
+    """Turn each pair (x[2i], x[2i+1]) by position / theta^(2i / head_dim) (Su et al., RoFormer, 2021).
+
+    x: (batch, heads, context, head_dim), the same shape and dtype out.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, context_length: int, theta: float = 10_000.0) -> None:
+        super().__init__()
+        frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        angles = torch.outer(torch.arange(context_length, dtype=torch.float64), frequencies)
+        # Made from the model's sizes, so not part of its state.
+        self.register_buffer("cos", angles.cos().to(torch.get_default_dtype()), persistent=False)
+        self.register_buffer("sin", angles.sin().to(torch.get_default_dtype()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Turn the vector at each position of the context."""
+        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]  # (context, head_dim / 2)
+        even, odd = x[..., 0::2], x[..., 1::2]
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head causal self-attention with RoPE: (batch, context, d_model) -> the same shape."""
+
+    def __init__(self, d_model: int, heads: int, rotary: RotaryEmbedding, attention: Attention) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention = attention
+        self.rotary = rotary
+        self.query, self.key, self.value, self.output = (Linear(d_model, d_model) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix each position with those before it."""
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )  # (batch, heads, context, head_dim)
+        mixed = self.attention(self.rotary(q), self.rotary(k), v, is_causal=True)
+        return self.output(mixed.transpose(1, 2).flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    """W2 (silu(W1 x) * W3 x) (Shazeer, "GLU Variants Improve Transformer", 2020); keeps the shape (..., d_model)."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.w1 = Linear(d_model, d_ff)
+        self.w2 = Linear(d_ff, d_model)
+        self.w3 = Linear(d_model, d_ff)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gate one projection by the silu of the other and project back."""
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    """Pre-norm: x + attention(norm(x)), then x + feed_forward(norm(x)); keeps (batch, context, d_model)."""
+
+    def __init__(self, d_model: int, d_ff: int, heads: int, rotary: RotaryEmbedding, attention: Attention) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(d_model)
+        self.attention = CausalSelfAttention(d_model, heads, rotary, attention)
+        self.feed_forward_norm = RMSNorm(d_model)
+        self.feed_forward = SwiGLU(d_model, d_ff)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add what attention says, then what the feed-forward says."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.feed_forward_norm(x))

@@ -1,0 +1,89 @@
+"""The device clock that pytest-benchmark reads, and the stopwatch whose readings advance it.
+
+pytest-benchmark takes a `timer` and calls it before and after what it measures. Ours stands still until a test advances
+it by what was measured elsewhere: CUDA events on a GPU, the slowest rank's time for a step on a world. So every figure
+goes through pytest-benchmark's public interface, and its statistics, compare and histogram keep working.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+
+class DeviceClock:
+    """A timer in seconds that moves only when told to. `benchmark(timer=clock)` is how pytest-benchmark takes it."""
+
+    __name__ = "device_clock"  # pytest-benchmark writes the timer's name into its JSON
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        """The time now, in seconds."""
+        return self.now
+
+    def reset(self) -> None:
+        """Back to zero, so that the next difference is exact whatever went before."""
+        self.now = 0.0
+
+    def advance(self, seconds: float) -> None:
+        """Let `seconds` pass."""
+        if not seconds >= 0:
+            raise ValueError(f"the device clock cannot advance by {seconds} s")
+        self.now += seconds
+
+
+@dataclass
+class Laps:
+    """What one timed step took, in seconds: in all, and part by part in the order they ended."""
+
+    seconds: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+class Stopwatch:
+    """Time one step on a device, part by part.
+
+    On CUDA the marks are events on the current stream, so nothing waits until `stop`; on CPU they are `perf_counter`.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._marks: list[tuple[str, torch.cuda.Event | float]] = []
+
+    def start(self) -> None:
+        """Begin: work queued on the device before now is not counted."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self._marks = [("", self._now())]
+
+    def mark(self, part: str) -> None:
+        """A part called `part` ends here and the next one begins."""
+        self._marks.append((part, self._now()))
+
+    def stop(self) -> Laps:
+        """End, wait for the device, and read: what follows the last mark counts in the whole and in no part."""
+        last = self._now()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        parts: dict[str, float] = {}
+        for (_, before), (part, after) in zip(self._marks, self._marks[1:], strict=False):
+            parts[part] = parts.get(part, 0.0) + _seconds(before, after)
+        return Laps(_seconds(self._marks[0][1], last), parts)
+
+    def _now(self) -> torch.cuda.Event | float:
+        if self.device != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _seconds(before: torch.cuda.Event | float, after: torch.cuda.Event | float) -> float:
+    if isinstance(before, float) and isinstance(after, float):
+        return after - before
+    assert isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event)
+    return before.elapsed_time(after) / 1e3

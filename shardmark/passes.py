@@ -1,0 +1,163 @@
+"""The two passes over a case: one under the memory meter, then alternating timed rounds of it and its peer.
+
+Everything here runs on the ranks of a world, in the process that holds the device; a single-device case is a world of
+one. What comes back are plain numbers.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardmark.clock import Laps, Stopwatch
+from shardmark.memory import Memory, meter
+from shardmark.registry import Implementation
+
+Mark = Callable[[str], None]
+
+IMPLEMENTATION, PEER, COMPUTE = "implementation", "peer", "compute"
+
+
+class Workload(Protocol):
+    """One case made ready to run on one rank: `Workload(implementation, case, device)` makes its tensors and modules.
+
+    `backend` names what runs underneath (a process-group backend, an attention kernel). A workload may also have
+    `compute_step(mark)`: the same step without its communication, timed in the same rounds, so that what communication
+    adds to the "backward" and "communication" parts together can be told.
+    """
+
+    backend: str
+
+    def __init__(self, implementation: Implementation, case: Any, device: str) -> None: ...
+
+    def prepare(self) -> None:
+        """What comes before each step and is not timed."""
+        ...
+
+    def step(self, mark: Mark) -> None:
+        """The work. `mark(part)` ends a part of it: the stopwatch and the memory meter both listen."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How often to measure, in the terms of pytest-benchmark's options."""
+
+    minimum: int = 5
+    maximum: int = 100
+    max_seconds: float = 1.0
+    """Rounds go on past the minimum until the implementation's own steps took this long."""
+    warmups: int = 1
+    max_warmup_seconds: float = math.inf
+    disable_gc: bool = False
+
+    def count(self, seconds: float) -> int:
+        """Rounds for a step that takes about `seconds`."""
+        wanted = math.ceil(self.max_seconds / max(seconds, 1e-9))
+        return max(self.minimum, min(self.maximum, wanted))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a rank needs to know to measure a case."""
+
+    workload: type[Workload]
+    implementation: Implementation
+    peer: Implementation | None
+    case: Any
+    device: str
+    world_size: int
+    rounds: Rounds
+
+
+@dataclass
+class Measured:
+    """What one rank measured: its memory, and each round's times of the implementation, its peer and compute alone."""
+
+    backend: str
+    memory: Memory
+    laps: dict[str, list[Laps]] = field(default_factory=dict)
+
+
+def measure(plan: Plan) -> Measured:
+    """Meter, then time, on this rank. Every rank of the world must be in here together."""
+    memory = _meter(plan)
+    return _time(plan, memory)
+
+
+def _meter(plan: Plan) -> Memory:
+    """One pass under the meter, from nothing, so that every byte of the case is seen."""
+    gc.collect()
+    with meter(plan.device) as memory:
+        workload = plan.workload(plan.implementation, plan.case, plan.device)
+        memory.mark("after_init")
+        for _ in range(2):  # optimizer state comes with the first step, torch DDP's final buckets with the second
+            workload.prepare()
+            workload.step(lambda part: None)
+        workload.prepare()
+        memory.mark("before_step")
+        memory.reset_peak()
+        workload.step(lambda part: memory.mark(f"after_{part}"))
+        memory.mark("after_step")
+    return Memory(memory.phases, memory.peak)
+
+
+def _time(plan: Plan, memory: Memory) -> Measured:
+    """Rounds in which the implementation, its peer and compute alone take turns, the order reversed every round."""
+    mine = plan.workload(plan.implementation, plan.case, plan.device)
+    steps: dict[str, tuple[Workload, Callable[[Mark], None]]] = {IMPLEMENTATION: (mine, mine.step)}
+    if hasattr(mine, "compute_step"):
+        steps[COMPUTE] = (mine, mine.compute_step)
+    if plan.peer is not None:
+        theirs = plan.workload(plan.peer, plan.case, plan.device)
+        steps[PEER] = (theirs, theirs.step)
+
+    warmup_began = time.perf_counter()
+    for warmup in range(plan.rounds.warmups):
+        estimate = {name: _timed(plan, *step).seconds for name, step in steps.items()}
+        elapsed = _slowest(plan, time.perf_counter() - warmup_began)
+        if warmup > 0 and elapsed > plan.rounds.max_warmup_seconds:
+            break
+    rounds = plan.rounds.count(_slowest(plan, estimate[IMPLEMENTATION]))
+
+    measured = Measured(mine.backend, memory, {name: [] for name in steps})
+    with _no_gc() if plan.rounds.disable_gc else nullcontext():
+        for i in range(rounds):
+            for name in list(steps)[:: -1 if i % 2 else 1]:
+                measured.laps[name].append(_timed(plan, *steps[name]))
+    return measured
+
+
+def _timed(plan: Plan, workload: Workload, step: Callable[[Mark], None]) -> Laps:
+    workload.prepare()
+    if plan.world_size > 1:
+        dist.barrier()  # the ranks begin together
+    watch = Stopwatch(plan.device)
+    watch.start()
+    step(watch.mark)
+    return watch.stop()
+
+
+def _slowest(plan: Plan, seconds: float) -> float:
+    """The largest of the ranks' values, so that all of them decide alike."""
+    if plan.world_size == 1:
+        return seconds
+    tensor = torch.tensor(seconds, dtype=torch.float64, device=plan.device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.item()
+
+
+class _no_gc(AbstractContextManager[None]):
+    def __enter__(self) -> None:
+        gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        gc.enable()

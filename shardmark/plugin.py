@@ -1,0 +1,180 @@
+"""The pytest plugin: options and fixtures, each a few lines over the modules beside it.
+
+    @pytest.mark.family("attention")                       # `implementation` runs over the family's implementations
+    @pytest.mark.cases(cases.ATTENTION)                    # `case` runs over the grid at --scale
+    @pytest.mark.question("What does attention cost?")     # rows of one question share a table
+    def test_forward(implementation, case, measure): ...
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from shardmark import registry, torchrun
+from shardmark.clock import DeviceClock
+from shardmark.measure import Measure
+from shardmark.registry import Implementation
+from shardmark.report import tables
+from shardmark.rows import describe_machine
+from shardmark.session import SESSION, start_session
+from shardmark.world import World, WorldError
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of DESIGN: `shardmark.session` checks them."""
+    group = parser.getgroup("shardmark")
+    group.addoption("--device", default="auto", help="where tensors live: auto (CUDA where it works), cpu or cuda")
+    group.addoption("--scale", default="auto", help="grid of cases: auto (paper on CUDA, laptop on CPU), "
+                    "smoke (seconds), laptop (minutes on two cores) or paper (the sizes people publish)")
+    group.addoption("--ranks", default=None, metavar="N,N", help="world sizes to use, such as 2,4")
+    group.addoption("--impl", action="append", default=[], metavar="FAMILY=TARGET",
+                    help="run one family alone, on this implementation: a registered name, module:attribute or "
+                    "file.py:attribute; repeatable")
+    group.addoption("--implementations", action="store_true", help="print every family's implementations and whether "
+                    "each runs here, and stop")
+    group.addoption("--budgets", default=None, metavar="FILE", help="your own limits, a TOML table per test-id pattern "
+                    "with `seconds` (median of a step) and `bytes` (peak)")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Print the listing, or serve rank 0 when torchrun started us as another rank; then stop."""
+    if config.getoption("implementations"):
+        print(registry.listing(start_session(config).device))
+        return 0
+    if torchrun.launched() and torchrun.rank() > 0:
+        torchrun.serve(start_session(config).device)
+        return 0
+    return None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Check the options and have SIGTERM end the run as Ctrl-C does: rows saved, ranks ended."""
+    for marker in (
+        "family(name, option=None): run over the family's implementations (those whose target takes `option`)",
+        "cases(grid): run over the grid's cases at --scale",
+        "question(text): the question that the rows of these tests answer; rows of one question share a table",
+    ):
+        config.addinivalue_line("markers", marker)
+    config.stash[SESSION] = start_session(config)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End every rank."""
+    session = config.stash.get(SESSION, None)
+    if session is not None:
+        session.close()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrize `implementation`, `case` and `world` from markers and options."""
+    session = metafunc.config.stash[SESSION]
+    family, grid = (metafunc.definition.get_closest_marker(name) for name in ("family", "cases"))
+    if "implementation" in metafunc.fixturenames and family is not None:
+        option = family.kwargs.get("option")
+        metafunc.parametrize(
+            "implementation",
+            [
+                pytest.param(entry, id=entry.name, marks=_skip_unless_it_runs(entry, session.device))
+                for entry in session.implementations(family.args[0])
+                if option is None or entry.accepts(option)
+            ],
+        )
+    if "case" in metafunc.fixturenames and grid is not None:
+        metafunc.parametrize("case", grid.args[0].at(session.scale), ids=str)
+    if "world" in metafunc.fixturenames:
+        metafunc.parametrize("world", session.ranks, ids=[f"{n}ranks" for n in session.ranks], indirect=True)
+
+
+def _skip_unless_it_runs(entry: Implementation, device: str) -> tuple[pytest.MarkDecorator, ...]:
+    reason = entry.missing(device)
+    return () if reason is None else (pytest.mark.skip(reason=f"{entry.name}: {reason}"),)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--impl`, keep the tests that run over an implementation of those families; give benchmarks our clock."""
+    session = config.stash[SESSION]
+    kept, dropped = [], []
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        implementation = parameters.get("implementation")
+        chosen = isinstance(implementation, Implementation) and implementation.family in session.selected
+        (kept if chosen or not session.selected else dropped).append(item)
+        if "measure" in getattr(item, "fixturenames", ()):
+            _use_device_clock(item, session.clock)
+    items[:] = kept
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+
+
+def _use_device_clock(item: pytest.Item, clock: DeviceClock) -> None:
+    """Set pytest-benchmark's `timer`, and its `group` to the question, on top of the test's own marker."""
+    own = item.get_closest_marker("benchmark")
+    question = item.get_closest_marker("question")
+    options = {"group": question.args[0] if question else None, **(own.kwargs if own else {}), "timer": clock}
+    item.add_marker(pytest.mark.benchmark(**options), append=False)
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> str:
+    """"cpu" or "cuda", from --device."""
+    return pytestconfig.stash[SESSION].device
+
+
+@pytest.fixture
+def worlds(pytestconfig: pytest.Config) -> Callable[[int], World]:
+    """`worlds(n)` is a warm world of n ranks; the test is skipped where the machine has no room for it."""
+
+    def get(size: int) -> Any:
+        try:
+            return pytestconfig.stash[SESSION].worlds.get(size)
+        except WorldError as error:
+            pytest.skip(str(error))
+
+    return get
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest, worlds: Callable[[int], World]) -> World:
+    """A warm world of each size in --ranks."""
+    return worlds(request.param)
+
+
+@pytest.fixture
+def measure(request: pytest.FixtureRequest, benchmark: Any) -> Iterator[Measure]:
+    """Measure a case, hold it to its budgets, and save its row: see `shardmark.measure.Measure`."""
+    yield Measure(request.config.stash[SESSION], request.node, benchmark)
+
+
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    """Name the GPUs, driver, torch and triton, and the attention backend that ran."""
+    session = config.stash[SESSION]
+    machine_info.update(describe_machine(session.device))
+    backends = {row["extra_info"]["backend"] for row in session.rows.rows if row["extra_info"]["family"] == "attention"}
+    machine_info["attention_backend"] = ", ".join(sorted(filter(None, backends))) or None
+
+
+def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
+    """Add the rows without times, and write parameters as the ids a person can type into -k."""
+    output_json["unmeasured"] = config.stash[SESSION].rows.unmeasured
+    for entry in output_json["benchmarks"]:
+        entry["params"] = {name: str(value) for name, value in (entry["params"] or {}).items()}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """A table per question, where the rows are, and the budgets that no test matched."""
+    session = config.stash[SESSION]
+    for title, lines in tables.render(session.rows.rows):
+        terminalreporter.section(title, sep="-")
+        for line in lines:
+            terminalreporter.write_line(line)
+    if session.rows.rows and session.rows.path is not None:
+        terminalreporter.write_line(f"\n{len(session.rows.rows)} rows in {session.rows.path}")
+    for budget in session.budgets:
+        if budget.pattern not in session.matched_budgets:
+            terminalreporter.write_line(f'--budgets: no measured test matches "{budget.pattern}"', yellow=True)

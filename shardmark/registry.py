@@ -1,0 +1,205 @@
+"""Families of techniques, the implementations of each, and what each one requires.
+
+A family is a contract (a `typing.Protocol`), a reference that defines what is right, and a check that tells in one line
+why a target does not meet the contract. `impl` fills the registry; `--impl` adds a user's own target to it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardmark.budget import TimeBudget
+
+
+class RegistryError(ValueError):
+    """A family, an implementation or a target that is not there or does not fit, in one line."""
+
+
+Requirement = Callable[[str], str | None]
+"""Given the device ("cpu" or "cuda"): None where the implementation runs, else the reason why not."""
+
+
+def requires_cuda(device: str) -> str | None:
+    """Reason unless the run is on CUDA."""
+    return None if device == "cuda" else "needs a CUDA device"
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to do what a family does.
+
+    `target` is what the user calls (a function, a class, an object with methods), `memory` the closed form of its peak
+    in bytes for a case, `time` its budget relative to a peer.
+    """
+
+    family: str
+    name: str
+    target: Any
+    memory: Callable[[Any], int] | None = None
+    time: TimeBudget | None = None
+    requires: tuple[Requirement, ...] = ()
+    spec: str = ""
+    """What finds it again in another process: its name, or an `--impl` target with an absolute path."""
+
+    @property
+    def adapted(self) -> Any:
+        """The target as its family's tests call it."""
+        return FAMILIES[self.family].adapt(self.target)
+
+    def missing(self, device: str) -> str | None:
+        """Why it does not run on `device`, or None where it does."""
+        reasons = [reason for requirement in self.requires if (reason := requirement(device))]
+        return "; ".join(reasons) or None
+
+    def accepts(self, option: str) -> bool:
+        """Whether the target has a parameter of that name."""
+        return option in inspect.signature(self.target).parameters
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ranks get it by name: they import the family's package, which registers everything in it again.
+        return _restore, (FAMILIES[self.family].contract.__module__, self.family, self.spec)
+
+
+@dataclass
+class Family:
+    """A contract, its reference, and the implementations registered for it.
+
+    `check(target, device)` raises with one line when a target does not meet the contract; `memory` and `time` are the
+    budgets that a user's own target is held to; `adapt` turns a target into what tests call.
+    """
+
+    name: str
+    contract: type
+    reference: str
+    check: Callable[[Any, str], None]
+    memory: Callable[[Any], int] | None = None
+    time: TimeBudget | None = None
+    adapt: Callable[[Any], Any] = lambda target: target
+    implementations: dict[str, Implementation] = field(default_factory=dict)
+
+
+FAMILIES: dict[str, Family] = {}
+
+
+def add_family(family: Family) -> Family:
+    """Put a family in the registry and give it back."""
+    FAMILIES[family.name] = family
+    return family
+
+
+def family(name: str) -> Family:
+    """The family of that name; RegistryError names the families there are."""
+    if name not in FAMILIES:
+        raise RegistryError(f"no family {name!r}; the families are {', '.join(sorted(FAMILIES)) or 'none'}")
+    return FAMILIES[name]
+
+
+def register(
+    family_name: str,
+    name: str,
+    target: Any,
+    *,
+    memory: Callable[[Any], int] | None = None,
+    time: TimeBudget | None = None,
+    requires: tuple[Requirement, ...] = (),
+) -> Implementation:
+    """Add an implementation to a family: the one call that every test, table and listing picks up."""
+    entry = Implementation(family_name, name, target, memory, time, requires, spec=name)
+    family(family_name).implementations[name] = entry
+    return entry
+
+
+def resolve(family_name: str, spec: str) -> Implementation:
+    """Find an implementation by registered name, `module:attribute` or `file.py:attribute`.
+
+    Raises RegistryError, in one line, when the target cannot be found or imported. Whether it meets its family's
+    contract is `check_contract`'s to say.
+    """
+    owner = family(family_name)
+    if spec in owner.implementations:
+        return owner.implementations[spec]
+    source, colon, attribute = spec.rpartition(":")
+    if not (colon and source and attribute):
+        raise RegistryError(
+            f"{family_name} has no implementation {spec!r}; registered are {', '.join(owner.implementations)}; "
+            "your own is given as module:attribute or file.py:attribute"
+        )
+    if source.endswith(".py"):
+        source = str(Path(source).absolute())
+    module = _import(family_name, spec, source)
+    try:
+        target = getattr(module, attribute)
+    except AttributeError:
+        raise RegistryError(f"{family_name}={spec}: {source} has no {attribute!r}") from None
+    return Implementation(
+        family_name, attribute, target, owner.memory, owner.time, spec=f"{source}:{attribute}"
+    )
+
+
+def check_contract(implementation: Implementation, device: str) -> None:
+    """Raise RegistryError, in one line, where the target does not meet its family's contract on `device`."""
+    try:
+        FAMILIES[implementation.family].check(implementation.target, device)
+    except Exception as error:  # whatever a user's own code raises is the answer to "does it meet the contract?"
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        kind = "" if isinstance(error, RegistryError) else f"{type(error).__name__}: "
+        raise RegistryError(
+            f"{implementation.family}={implementation.spec} does not meet the {implementation.family} contract: "
+            f"{kind}{first_line}"
+        ) from error
+
+
+def listing(device: str) -> str:
+    """Every family's implementations, whether each runs on `device`, and if not why: what `--implementations` prints."""
+    lines = [f"torch {torch.__version__}, device {device}"]
+    for owner in FAMILIES.values():
+        lines += ["", f"{owner.name} (reference: {owner.reference})"]
+        for entry in owner.implementations.values():
+            reason = entry.missing(device)
+            lines.append(f"  {entry.name:<16} {'runs here' if reason is None else f'does not run here: {reason}'}")
+    return "\n".join(lines)
+
+
+def _import(family_name: str, spec: str, source: str) -> Any:
+    """Import a module by name or by absolute file path."""
+    try:
+        if not source.endswith(".py"):
+            return importlib.import_module(source)
+        name = f"shardmark_user_{Path(source).stem}"
+        if name in sys.modules and getattr(sys.modules[name], "__file__", None) == source:
+            return sys.modules[name]
+        module_spec = importlib.util.spec_from_file_location(name, source)
+        assert module_spec is not None and module_spec.loader is not None  # a .py path always has a loader
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[name] = module
+        folder = str(Path(source).parent)
+        if folder not in sys.path:  # so that the file finds its neighbours
+            sys.path.append(folder)
+        try:
+            module_spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
+    except Exception as error:  # a user's module may fail to import in any way
+        first_line = str(error).splitlines()[0] if str(error) else ""
+        raise RegistryError(
+            f"{family_name}={spec}: cannot import {source}: {type(error).__name__}: {first_line}"
+        ) from error
+
+
+def _restore(contract_module: str, family_name: str, spec: str) -> Implementation:
+    importlib.import_module(contract_module)
+    return resolve(family_name, spec)

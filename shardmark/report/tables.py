@@ -1,0 +1,101 @@
+"""The terminal tables: one per question, in the form people publish. MiB and ms here; bytes and seconds in the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any
+
+Entry = dict[str, Any]
+Cell = Callable[[Entry, dict[str, Any]], str | None]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3f}" if seconds < 0.1 else f"{seconds * 1e3:,.1f}"
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:,.2f}"
+
+
+def _step(entry: Entry, row: dict[str, Any]) -> str | None:
+    stats = entry["stats"]
+    return None if stats is None else f"{_ms(stats['mean'])} ± {_ms(stats['stddev'])}"
+
+
+def _part(part: str) -> Cell:
+    def cell(entry: Entry, row: dict[str, Any]) -> str | None:
+        parts = row["time"].get("parts", {})
+        return _ms(parts[part]) if part in parts and len(parts) > 1 else None
+
+    return cell
+
+
+def _ratio(entry: Entry, row: dict[str, Any]) -> str | None:
+    time = row["time"]
+    if time.get("ratio") is None:
+        return None
+    low, high = time["interval"]
+    return f"{time['ratio']:.2f} [{low:.2f}, {high:.2f}] {time['peer']}"
+
+
+def _fastest_and_slowest(entry: Entry, row: dict[str, Any]) -> str | None:
+    ranks = row["time"].get("mean_by_rank", [])
+    return f"{_ms(min(ranks))} / {_ms(max(ranks))}" if len(ranks) > 1 else None
+
+
+def _rate(name: str) -> Cell:
+    return lambda entry, row: f"{row['work'][name] / 1e9:.3f}" if name in row["work"] else None
+
+
+def _memory(entry: Entry, row: dict[str, Any]) -> str | None:
+    memory = row["memory"]
+    if "needed" in memory:
+        return f"needs {_mib(memory['needed'])} of {_mib(memory['available'])}"
+    return f"{_mib(memory['peak'])}" if "peak" in memory else None
+
+
+COLUMNS: list[tuple[str, Cell]] = [
+    ("case", lambda entry, row: row["case"]["id"]),
+    ("implementation", lambda entry, row: row["implementation"]),
+    ("ranks", lambda entry, row: str(row["world_size"]) if row["world_size"] > 1 else None),
+    ("step ms", _step),
+    ("forward", _part("forward")),
+    ("backward", _part("backward")),
+    ("exposed comm.", _part("communication")),
+    ("optimizer", _part("optimizer")),
+    ("rank min / max", _fastest_and_slowest),
+    ("alg GB/s", _rate("algorithm_bandwidth")),
+    ("bus GB/s", _rate("bus_bandwidth")),
+    ("ratio to peer", _ratio),
+    ("of limit", lambda entry, row: f"{row['limit']['fraction']:.0%}" if row["limit"].get("fraction") else None),
+    ("peak MiB", _memory),
+    ("budget MiB", lambda entry, row: _mib(row["memory"]["budget"]) if "budget" in row["memory"] else None),
+    ("verdict", lambda entry, row: row["verdict"]),
+]
+"""A column appears where some row of the question fills it."""
+
+LEFT = ("case", "implementation", "ratio to peer", "verdict")
+
+
+def render(entries: list[Entry]) -> Iterator[tuple[str, list[str]]]:
+    """(title, lines) of each question's table, in the order the rows came; empty cells are a dash."""
+    order = list(dict.fromkeys(entry["group"] for entry in entries))
+    in_order = sorted(entries, key=lambda entry: order.index(entry["group"]))  # stable: rows keep theirs
+    for question, group in groupby(in_order, key=lambda entry: entry["group"]):
+        yield question or "other measurements", _table(list(group))
+
+
+def _table(entries: list[Entry]) -> list[str]:
+    grid = {
+        name: values
+        for name, cell in COLUMNS
+        if any(values := [cell(entry, entry["extra_info"]) for entry in entries])
+    }
+    columns = []
+    for name, values in grid.items():
+        texts = [name, *(value or "-" for value in values)]
+        width = max(map(len, texts))
+        columns.append([text.ljust(width) if name in LEFT else text.rjust(width) for text in texts])
+    lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

@@ -1,0 +1,189 @@
+"""Rows: what one measured case says, and the file that holds every row as soon as it is measured.
+
+A row is the `extra_info` of a pytest-benchmark entry. Cases that have no times (not started, out of memory) are entries
+of the same form under the JSON's own key "unmeasured", as pytest-benchmark's tools expect times in "benchmarks".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from dataclasses import asdict, is_dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+
+from shardmark.budget import Interval, MemoryBudget, TimeBudget, median_interval, paired_ratios
+from shardmark.clock import Laps
+from shardmark.hardware import Roofline, Work
+from shardmark.passes import COMPUTE, IMPLEMENTATION, PEER, Measured, Plan
+
+Row = dict[str, Any]
+
+
+def new_row(plan: Plan, scale: str) -> Row:
+    """The part of a row that is known before anything is measured."""
+    case = asdict(plan.case) if is_dataclass(plan.case) and not isinstance(plan.case, type) else {}
+    return {
+        "family": plan.implementation.family,
+        "implementation": plan.implementation.name,
+        "case": {"id": str(plan.case), **case},
+        "device": plan.device,
+        "backend": None,
+        "world_size": plan.world_size,
+        "dtype": case.get("dtype"),
+        "scale": scale,
+        "simulated": False,
+        "memory": {},
+        "time": {},
+        "work": {},
+        "limit": {},
+        "verdict": None,
+    }
+
+
+def step_seconds(ranks: list[Measured], name: str = IMPLEMENTATION) -> list[float]:
+    """Each round's time: the slowest rank's."""
+    return [max(laps.seconds for laps in round_) for round_ in zip(*(rank.laps[name] for rank in ranks), strict=True)]
+
+
+def memory_entry(ranks: list[Measured], budget: MemoryBudget) -> Row:
+    """Bytes by phase and at the peak, on the rank that held most, beside the budget."""
+    most = max(ranks, key=lambda rank: rank.memory.peak).memory
+    return {
+        "phases": most.phases,
+        "peak": most.peak,
+        "peak_by_rank": [rank.memory.peak for rank in ranks],
+        "formula": budget.formula,
+        "slack": budget.slack,
+        "budget": budget.bytes,
+    }
+
+
+def time_entry(ranks: list[Measured], budget: TimeBudget | None) -> tuple[Row, Interval | None]:
+    """Times by part and by rank, and the interval of the ratio to the peer, if there is one."""
+    entry: Row = {
+        "parts": _parts(ranks),
+        "mean_by_rank": [fmean(laps.seconds for laps in rank.laps[IMPLEMENTATION]) for rank in ranks],
+        "peer": None,
+        "ratio": None,
+        "interval": None,
+        "budget": None,
+    }
+    if budget is None or PEER not in ranks[0].laps:
+        return entry, None
+    peer_seconds = step_seconds(ranks, PEER)
+    interval = median_interval(paired_ratios(step_seconds(ranks), peer_seconds))
+    entry |= {
+        "peer": budget.peer,
+        "peer_mean": fmean(peer_seconds),
+        "ratio": interval.median,
+        "interval": [interval.low, interval.high],
+        "coverage": interval.coverage,
+        "budget": budget.ratio,
+    }
+    return entry, interval
+
+
+def work_entry(work: Work) -> Row:
+    """FLOPs, bytes moved and bytes communicated of one step."""
+    return asdict(work)
+
+
+def limit_entry(work: Work, roofline: Roofline, devices: int, seconds: float) -> Row:
+    """The roofline's time for this work on `devices` of them, and the fraction of it that was reached."""
+    limit = roofline.seconds(work) / devices
+    return {"seconds": limit, "fraction": limit / seconds if seconds else None, **asdict(roofline)}
+
+
+def _parts(ranks: list[Measured]) -> dict[str, float]:
+    """Mean seconds of each part over rounds and ranks.
+
+    With compute alone in the same rounds, "backward" is compute's, and "communication" what the ranks spent in the
+    two parts beyond it: the communication that computation did not hide.
+    """
+    parts = _mean_parts([laps for rank in ranks for laps in rank.laps[IMPLEMENTATION]])
+    if COMPUTE in ranks[0].laps:
+        compute = _mean_parts([laps for rank in ranks for laps in rank.laps[COMPUTE]])
+        both = parts["backward"] + parts["communication"]
+        parts |= {"backward": compute["backward"], "communication": both - compute["backward"]}
+    return parts
+
+
+def _mean_parts(laps: list[Laps]) -> dict[str, float]:
+    return {part: fmean(lap.parts[part] for lap in laps) for part in laps[0].parts}
+
+
+class RowFile:
+    """The file of `--benchmark-json`, written whole after every row, so that whatever ends the run loses none."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.path: Path | None = config.getoption("benchmark_json", None)
+        self.unmeasured: list[Row] = []
+        self.rows: list[Row] = []
+        """Every row of this run, as its test made it: an entry with name, group, stats and extra_info."""
+
+    def add(self, entry: Row) -> None:
+        """Take a row and save all of them. Those with `stats` are in pytest-benchmark's own list already."""
+        self.rows.append(entry)
+        if entry["stats"] is None:
+            self.unmeasured.append(entry)
+        self._save()
+
+    def _save(self) -> None:
+        session: Any = self.config.pluginmanager.get_plugin("pytest-benchmark")
+        if self.path is None:
+            return
+        hook = self.config.hook
+        output = hook.pytest_benchmark_generate_json(
+            config=self.config,
+            benchmarks=session.benchmarks,
+            include_data=True,
+            machine_info=self._machine_info,
+            commit_info=self._commit_info,
+        )
+        hook.pytest_benchmark_update_json(config=self.config, benchmarks=session.benchmarks, output_json=output)
+        partial = self.path.with_name(self.path.name + ".partial")
+        partial.write_text(json.dumps(output, indent=4))
+        os.replace(partial, self.path)  # a reader finds the old file or the new one, never half of one
+
+    @cached_property
+    def _machine_info(self) -> Row:
+        session: Any = self.config.pluginmanager.get_plugin("pytest-benchmark")
+        return session.get_machine_info()
+
+    @cached_property
+    def _commit_info(self) -> Row:
+        return self.config.hook.pytest_benchmark_generate_commit_info(config=self.config)
+
+
+def describe_machine(device: str) -> Row:
+    """What `machine_info` says beside pytest-benchmark's own: GPUs and driver, torch and triton."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if device == "cuda" else []
+    try:
+        from triton import __version__ as triton_version
+    except ImportError:
+        triton_version = None
+    return {
+        "device": device,
+        "gpus": gpus,
+        "driver": _driver_version() if gpus else None,
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "libc": " ".join(platform.libc_ver()),
+    }
+
+
+def _driver_version() -> str | None:
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return None

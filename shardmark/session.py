@@ -1,0 +1,129 @@
+"""One pytest session: its options, checked, and what its tests share. A bad value is one line and exit status 4."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardmark import registry, torchrun
+from shardmark.budget import AbsoluteBudget, read_budgets
+from shardmark.cases import SCALES
+from shardmark.clock import DeviceClock
+from shardmark.hardware import Roofline, measure_roofline
+from shardmark.registry import Implementation
+from shardmark.rows import RowFile
+from shardmark.world import WorldError, Worlds, available_cores, check_size
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+class Session:
+    """What the options say, checked, and what the tests share: worlds, clock, rows.
+
+    Raises ValueError (of which RegistryError, WorldError and BudgetFileError are kinds), in one line, for a bad value.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        option = config.getoption
+        self.config = config
+        self.device = _device(option("device"), option("ranks"))
+        self.scale = _one_of("--scale", option("scale"), ("auto", *SCALES))
+        if self.scale == "auto":
+            self.scale = "paper" if self.device == "cuda" else "laptop"
+        self.ranks = _ranks(option("ranks"), self.device)
+        self.selected = _selected(option("impl"), self.device)
+        self.budgets: list[AbsoluteBudget] = read_budgets(Path(option("budgets"))) if option("budgets") else []
+        self.matched_budgets: set[str] = set()
+        self.rows = RowFile(config)
+        self.clock = DeviceClock()
+        self._worlds: Worlds | torchrun.TorchrunWorlds | None = None
+        self._rooflines: dict[str, Roofline] = {}
+
+    @property
+    def worlds(self) -> Worlds | torchrun.TorchrunWorlds:
+        """The session's worlds, made when first asked for."""
+        if self._worlds is None:
+            self._worlds = torchrun.TorchrunWorlds(self.device) if torchrun.launched() else Worlds(self.device)
+        return self._worlds
+
+    def implementations(self, family: str) -> list[Implementation]:
+        """The family's implementations that this run is about: those of `--impl`, else all registered."""
+        return self.selected.get(family) or list(registry.family(family).implementations.values())
+
+    def roofline(self, dtype: str) -> Roofline:
+        """This machine's rates for that dtype, measured once a session."""
+        if dtype not in self._rooflines:
+            run = self.worlds.get(1).run
+            self._rooflines[dtype] = run(measure_roofline, self.device, getattr(torch, dtype))[0]
+        return self._rooflines[dtype]
+
+    def budgets_for(self, test_id: str) -> list[AbsoluteBudget]:
+        """The `--budgets` that speak of that test; from now on they count as matched."""
+        found = [budget for budget in self.budgets if budget.matches(test_id)]
+        self.matched_budgets.update(budget.pattern for budget in found)
+        return found
+
+    def close(self) -> None:
+        """End the worlds."""
+        if self._worlds is not None:
+            self._worlds.close()
+
+
+SESSION = pytest.StashKey[Session]()
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"{name} is one of {', '.join(allowed)}, not {value!r}")
+    return value
+
+
+def _device(value: str, ranks: str | None) -> str:
+    _one_of("--device", value, DEVICES)
+    if value == "cuda" and not torch.cuda.is_available():
+        needed = max([int(n) for n in (ranks or "").split(",") if n.strip().isdigit()], default=1)
+        raise ValueError(f"--device cuda needs {needed} CUDA device{'s'[: needed > 1]}, and this machine has 0")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if value == "auto" else value
+
+
+def _ranks(value: str | None, device: str) -> list[int]:
+    """`--ranks` as numbers; by default torchrun's ranks, else every GPU, else 2 (1 on a single core)."""
+    if value is None:
+        if torchrun.launched():
+            return [torchrun.world_size()]
+        return [torch.cuda.device_count() if device == "cuda" else min(2, available_cores())]
+    try:
+        sizes = [int(part) for part in value.split(",")]
+    except ValueError:
+        raise ValueError(f"--ranks takes world sizes such as 2,4, not {value!r}") from None
+    for size in sizes:
+        try:
+            check_size(size, device)
+        except WorldError as error:
+            raise ValueError(f"--ranks {value}: {error}") from None
+    return list(dict.fromkeys(sizes))
+
+
+def _selected(options: list[str], device: str) -> dict[str, list[Implementation]]:
+    selected: dict[str, list[Implementation]] = {}
+    for option in options:
+        family, equals, spec = option.partition("=")
+        if not (family and equals and spec):
+            raise ValueError(f"--impl takes FAMILY=TARGET, not {option!r}")
+        implementation = registry.resolve(family, spec)
+        if implementation.missing(device) is None:
+            registry.check_contract(implementation, device)
+        selected.setdefault(family, []).append(implementation)
+    return selected
+
+
+def start_session(config: pytest.Config) -> Session:
+    """The session's state; what a user got wrong becomes pytest's one-line usage error, exit status 4."""
+    try:
+        return Session(config)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+
+

@@ -1,0 +1,168 @@
+"""The ranks that torchrun started, as a world: rank 0 runs pytest, the others serve it.
+
+    torchrun --nproc-per-node 4 -m pytest correctness
+
+On one machine or many: calls and answers go through torchrun's own store, so nothing but torch is needed in between.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardmark.world import DEADLINE, GRACE, RankError, WorldError, backend_of, perform, pickled_call
+
+_FOREVER = timedelta(days=30)
+_STOP = b""
+
+
+def launched() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def rank() -> int:
+    """This process's rank among those torchrun started."""
+    return int(os.environ["RANK"])
+
+
+def world_size() -> int:
+    """How many ranks torchrun started."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _join(device: str) -> dist.Store:
+    """Join the process group and return the store that carries calls and answers."""
+    store, rank_, size = next(dist.rendezvous("env://"))
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
+    group_store = dist.PrefixStore("shardmark/group", store)
+    dist.init_process_group(backend_of(device), store=group_store, rank=rank_, world_size=size)
+    return dist.PrefixStore("shardmark/calls", store)
+
+
+def serve(device: str) -> None:
+    """Do what rank 0 asks until it says stop; torchrun's SIGTERM ends a rank that is stuck."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    store = _join(device)
+    call = 0
+    while True:
+        store.wait([f"{call}"], _FOREVER)
+        message = store.get(f"{call}")
+        if message == _STOP:
+            return
+        deadline, work = pickle.loads(message)
+        faulthandler.dump_traceback_later(deadline)  # a hung rank shows its stack where torchrun shows its errors
+        store.set(f"{call}/{rank()}", perform(work))
+        faulthandler.cancel_dump_traceback_later()
+        call += 1
+
+
+class TorchrunWorld:
+    """`shardmark.world.World`'s interface over torchrun's ranks. Made once, on rank 0.
+
+    The ranks cannot be replaced from here: after one has died or hung, the world is no longer alive.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.size = world_size()
+        self.device = device
+        self.alive = True
+        self._store = _join(device)
+        self._call = 0
+
+    def run(self, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
+        """Call `function(*args)` on every rank; see `World.run`."""
+        if not self.alive:
+            raise WorldError("a rank that torchrun started has died or hung, and cannot be replaced from here")
+        work = pickled_call(function, args)
+        call, self._call = self._call, self._call + 1
+        self._store.set(f"{call}", pickle.dumps((deadline, work)))
+        # Our own share runs in a thread: if another rank fails, we may be stuck in a collective with it.
+        answers: dict[int, bytes] = {}
+        own_share = threading.Thread(target=self._perform_own, args=(work, answers), daemon=True)
+        own_share.start()
+        end = time.monotonic() + deadline
+        failures: dict[int, Any] = {}
+        while len(answers) < self.size and time.monotonic() < end:
+            own_share.join(0.001)
+            for other in range(1, self.size):
+                if other not in answers and self._store.check([f"{call}/{other}"]):
+                    answers[other] = self._store.get(f"{call}/{other}")
+                    self._store.delete_key(f"{call}/{other}")
+            for rank_, answer in list(answers.items()):
+                succeeded, value = pickle.loads(answer)
+                if not succeeded and rank_ not in failures:
+                    failures[rank_] = value
+                    end = min(end, time.monotonic() + GRACE)
+        self.alive = len(answers) == self.size
+        if failures or not self.alive:
+            raise self._error(answers, failures)
+        self._store.delete_key(f"{call}")
+        return [pickle.loads(answers[rank_])[1] for rank_ in range(self.size)]
+
+    def close(self) -> None:
+        """Let the other ranks go."""
+        if self.alive:
+            self._store.set(f"{self._call}", _STOP)
+            dist.destroy_process_group()
+            self.alive = False
+
+    def _perform_own(self, work: bytes, answers: dict[int, bytes]) -> None:
+        if self.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # the current device is each thread's own
+        answers[0] = perform(work)
+
+    def _error(self, answers: dict[int, bytes], failures: dict[int, Any]) -> RankError:
+        report = [f"rank {rank_} of {self.size} {text}" for rank_, (text, _) in failures.items()]
+        silent = [rank_ for rank_ in range(self.size) if rank_ not in answers]
+        report += [f"rank {rank_} of {self.size} had not answered; its stack is in its own output" for rank_ in silent]
+        first = next(iter(failures), silent[0] if silent else 0)
+        return RankError("\n".join(report), first, failures[first][1] if first in failures else None)
+
+
+class LocalWorld:
+    """A world of one rank in this process: what single-device cases run on when torchrun's ranks are the world."""
+
+    size = 1
+    alive = True
+
+    def run(self, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
+        """Call `function(*args)` here. There is no second rank to watch the deadline."""
+        return [function(*args)]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class TorchrunWorlds:
+    """`shardmark.world.Worlds`' interface: the one world that torchrun started, and a local world of one."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._worlds: dict[int, TorchrunWorld | LocalWorld] = {1: LocalWorld()}
+        self._worlds[world_size()] = TorchrunWorld(device)
+
+    def get(self, size: int) -> TorchrunWorld | LocalWorld:
+        """The world of that size; WorldError for a size that torchrun did not start."""
+        if size not in self._worlds:
+            raise WorldError(f"torchrun started {world_size()} ranks, so there is no world of {size}")
+        return self._worlds[size]
+
+    def close(self) -> None:
+        """Let the other ranks go."""
+        for world in self._worlds.values():
+            world.close()

@@ -1,0 +1,323 @@
+"""Ranks in a process group, kept warm between tests, replaced when they fail.
+
+    with World(2, "cpu") as world:
+        world.run(all_reduce_of_ones, 1024)  # [result of rank 0, result of rank 1]
+
+Ranks come from a forkserver that has torch imported already, meet through a file in a private directory, and talk over
+the loopback interface. Whatever happens to the process that started them, they do not outlive it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import multiprocessing
+import os
+import pickle
+import re
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DEADLINE = 120.0
+"""Seconds that a call may take on a world before its ranks count as hung."""
+GRACE = 1.0
+"""Seconds that the other ranks get to answer once one has failed."""
+RANKS_PER_CORE = 8
+"""Ranks that may share a core: enough for correctness at any world size, too many to measure."""
+
+
+class WorldError(ValueError):
+    """A world that cannot be, or work that cannot be sent to one, in one line."""
+
+
+class RankError(RuntimeError):
+    """What happened on the ranks: the failing rank's own traceback, or every rank's stack when one died or hung.
+
+    `rank` is the one that failed first, `exception` what it raised (None if it died, hung, or cannot be pickled).
+    """
+
+    def __init__(self, message: str, rank: int, exception: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exception = exception
+
+
+def available_ranks(device: str) -> int:
+    """The largest world this machine allows: a rank per GPU on CUDA, `RANKS_PER_CORE` per core on CPU."""
+    return torch.cuda.device_count() if device == "cuda" else RANKS_PER_CORE * available_cores()
+
+
+def available_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def check_size(size: int, device: str) -> None:
+    """Raise WorldError, in one line, for a world larger than the machine allows."""
+    allowed = available_ranks(device)
+    if size > allowed and device == "cuda":
+        raise WorldError(f"{size} ranks need {size} CUDA devices, and this machine has {allowed}")
+    if size > allowed:
+        raise WorldError(
+            f"{size} ranks are more than this machine allows: {allowed} "
+            f"({RANKS_PER_CORE} for each of {available_cores()} cores)"
+        )
+    if size < 1:
+        raise WorldError(f"a world has at least one rank, not {size}")
+
+
+class World:
+    """`size` ranks of one process group (NCCL on "cuda", Gloo on "cpu"), each a process that waits for work.
+
+    Raises WorldError when the machine does not allow that many, RankError when they do not come up.
+    """
+
+    def __init__(self, size: int, device: str = "cpu") -> None:
+        check_size(size, device)
+        self.size = size
+        self.device = device
+        self._directory = Path(tempfile.mkdtemp(prefix="shardmark-"))  # readable by this user only
+        self._connections: list[connection.Connection] = []
+        self._processes: list[Any] = []
+        context = multiprocessing.get_context("forkserver")
+        # "__main__" is imported once in the server instead of once in every rank.
+        context.set_forkserver_preload(["__main__", "torch", "torch.distributed", "shardmark.world"])
+        try:
+            for rank in range(size):
+                ours, theirs = context.Pipe()
+                self._connections.append(ours)
+                with theirs:
+                    process = context.Process(
+                        target=_serve, args=(rank, size, device, self._directory, theirs), daemon=True
+                    )
+                    process.start()
+                self._processes.append(process)
+            self._collect(time.monotonic(), DEADLINE)  # each rank answers once it has joined the group
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
+        """Call `function(*args)` on every rank and return the results in rank order.
+
+        `function` is module-level and, like `args` and the results, goes by pickle: tensors are copied. The world is
+        closed when a rank raises, dies, or has not answered after `deadline` seconds; RankError tells what happened.
+        """
+        work = pickled_call(function, args)
+        start = time.monotonic()
+        try:
+            for pipe in self._connections:
+                with contextlib.suppress(BrokenPipeError):  # a rank that is gone is reported below, with the others
+                    pipe.send_bytes(work)
+            return self._collect(start, deadline)
+        except BaseException:  # Ctrl-C too: ranks that are still at work are of no use to the next test
+            self.close()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """Whether every rank is there to take work."""
+        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' process ids."""
+        return [process.pid for process in self._processes]
+
+    def close(self) -> None:
+        """End every rank and remove the private directory. A closed world stays closed."""
+        for process in self._processes:
+            process.kill()  # a rank holds nothing that needs saving, and a hung one would ignore anything softer
+        for process in self._processes:
+            process.join()
+            process.close()
+        for pipe in self._connections:
+            pipe.close()
+        self._processes, self._connections = [], []
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _collect(self, start: float, deadline: float) -> list[Any]:
+        """One answer from each rank, or RankError about the first that failed."""
+        answers: dict[int, Any] = {}
+        failures: dict[int, tuple[str, BaseException | None]] = {}
+        end = start + deadline
+        while len(answers) + len(failures) < self.size:
+            waiting = {
+                self._connections[rank]: rank for rank in range(self.size) if rank not in answers | failures
+            }
+            ready = connection.wait(list(waiting), max(0.0, end - time.monotonic()))
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                try:
+                    succeeded, value = pickle.loads(self._connections[rank].recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    failures[rank] = (self._obituary(rank), None)
+                except Exception as error:  # an answer that cannot be unpickled here
+                    failures[rank] = (f"answered what cannot be read here: {error!r}", error)
+                else:
+                    if succeeded:
+                        answers[rank] = value
+                    else:
+                        failures[rank] = value
+                if len(failures) == 1:  # the others are likely to be waiting for it in a collective
+                    end = min(end, time.monotonic() + GRACE)
+            if not ready:
+                break
+        if len(answers) < self.size:
+            raise self._error(answers, failures, time.monotonic() - start)
+        return [answers[rank] for rank in range(self.size)]
+
+    def _error(self, answers: dict[int, Any], failures: dict[int, Any], seconds: float) -> RankError:
+        """Tell what each rank did, the first to fail first."""
+        silent = [rank for rank in range(self.size) if rank not in answers and rank not in failures]
+        stacks = self._stacks(silent)
+        report = [f"rank {rank} of {self.size} {text}" for rank, (text, _) in failures.items()]
+        for rank in silent:
+            report.append(f"rank {rank} of {self.size} had not answered after {seconds:.1f} s; it was at\n{stacks[rank]}")
+        report += [f"rank {rank} of {self.size} finished" for rank in answers]
+        first = next(iter(failures), silent[0] if silent else 0)
+        return RankError("\n".join(report), first, failures[first][1] if first in failures else None)
+
+    def _obituary(self, rank: int) -> str:
+        """How a rank ended, with the stack that faulthandler left if a signal like SIGSEGV ended it."""
+        process = self._processes[rank]
+        process.join(GRACE)
+        code = process.exitcode
+        cause = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with {code}"
+        last_words = self._stack_file(rank).read_text() if self._stack_file(rank).exists() else ""
+        return f"{cause}\n{last_words}" if last_words else cause
+
+    def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Ask each rank for the stacks of its threads: the handler is in C, so a rank stuck in C answers too."""
+        for rank in ranks:
+            if self._stack_file(rank).exists():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        stacks = dict.fromkeys(ranks, "")
+        end = time.monotonic() + GRACE
+        while time.monotonic() < end and not all(text.endswith("\n") for text in stacks.values()):
+            time.sleep(0.02)
+            stacks = {rank: self._stack_file(rank).read_text() for rank in ranks if self._stack_file(rank).exists()}
+        return {
+            # what lies below `perform` is the same for every rank and every call
+            rank: re.sub(r"(?<= in perform\n).*?(?=\n\n|\Z)", "", stacks.get(rank, ""), flags=re.DOTALL).strip("\n")
+            or "  (no stack: the process does not react)"
+            for rank in ranks
+        }
+
+    def _stack_file(self, rank: int) -> Path:
+        return self._directory / f"rank{rank}.stacks"
+
+
+def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """A call as bytes; WorldError, in one line, for what cannot be sent."""
+    try:
+        return pickle.dumps((function, args))
+    except Exception as error:  # pickle raises as many kinds as there are things it cannot pickle
+        raise WorldError(f"a world runs module-level functions with arguments that pickle: {error}") from error
+
+
+def perform(work: bytes) -> bytes:
+    """Do a pickled call; the answer, as bytes, is (True, result) or (False, (traceback, exception or None))."""
+    try:
+        function, args = pickle.loads(work)
+        return pickle.dumps((True, function(*args)))
+    except Exception as error:
+        own = error.__traceback__.tb_next if error.__traceback__ else None  # without this frame
+        text = f"raised {type(error).__name__}: {error}\n" + "".join(traceback.format_exception(error.with_traceback(own)))
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # an exception of unusual construction travels as text alone
+            return pickle.dumps((False, (text, None)))
+        return pickle.dumps((False, (text, error)))
+
+
+def _serve(rank: int, size: int, device: str, directory: Path, pipe: connection.Connection) -> None:
+    """A rank's life: join the group, then answer each call until the pipe closes."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us, which then ends us
+    stacks = (directory / f"rank{rank}.stacks").open("w")
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks)
+    pipe.send_bytes(perform(pickle.dumps((_join, (rank, size, device, directory)))))
+    while True:
+        try:
+            work = pipe.recv_bytes()
+        except EOFError:
+            return
+        answer = perform(work)
+        sys.stdout.flush()
+        pipe.send_bytes(answer)
+
+
+def _join(rank: int, size: int, device: str, directory: Path) -> None:
+    torch.set_num_threads(max(1, available_cores() // size))
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend_of(device), store=dist.FileStore(str(directory / "rendezvous"), size), rank=rank, world_size=size
+    )
+
+
+def backend_of(device: str) -> str:
+    """The process-group backend for a device: "nccl" or "gloo"."""
+    return "nccl" if device == "cuda" else "gloo"
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the one that asked for it ends, however it ends and whatever we do.
+
+    The parent holds the write end of a pipe whose read end is its sentinel here; the pipe signals us when it closes.
+    A thread that watches the sentinel would do the same only while something releases the interpreter lock.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent.sentinel, getattr(fcntl, "F_SETSIG", 10), signal.SIGKILL)
+    flags = fcntl.fcntl(parent.sentinel, fcntl.F_GETFL)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if select.select([parent.sentinel], [], [], 0)[0]:  # it was gone before the signal was armed
+        os._exit(1)
+
+
+class Worlds:
+    """The worlds of a session: one of each size, started when first asked for and replaced when it has failed."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._worlds: dict[int, World] = {}
+
+    def get(self, size: int) -> World:
+        """A live world of `size` ranks; WorldError when the machine does not allow that many."""
+        world = self._worlds.get(size)
+        if world is None or not world.alive:
+            if world is not None:
+                world.close()
+            world = self._worlds[size] = World(size, self.device)
+        return world
+
+    def close(self) -> None:
+        """End every rank of every world."""
+        for world in self._worlds.values():
+            world.close()
+        self._worlds.clear()
