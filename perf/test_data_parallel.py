@@ -24,7 +24,8 @@ class TrainingStep:
     def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
         size = SIZES[case.model]
         self.backend = dist.get_backend()
-        options = {} if case.bucket_mb is None else {"bucket_mb": case.bucket_mb}
+        takes_buckets = case.bucket_mb is not None and implementation.accepts("bucket_mb")  # its peer may not
+        options = {"bucket_mb": case.bucket_mb} if takes_buckets else {}
         with torch.device(device):
             self.model = implementation.adapted(Transformer(size, context_length=case.context), **options)
             self.tokens, self.targets = (torch.randint(size.vocab, (case.batch, case.context)) for _ in range(2))

@@ -89,8 +89,10 @@ class MemoryBudget:
         return PASS if peak <= self.bytes else FAIL
 
 
-def combined(verdicts: Sequence[str]) -> str:
-    """One verdict for a row: any failure fails it, then anything undecided leaves it undecided."""
+def combined(verdicts: Sequence[str]) -> str | None:
+    """One verdict for a row: any failure fails it, then anything undecided leaves it undecided. None: no budget."""
+    if not verdicts:
+        return None
     return FAIL if FAIL in verdicts else UNDECIDED if UNDECIDED in verdicts else PASS
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardmark import budget, registry
-from shardmark.budget import MEMORY_SLACK, MemoryBudget, TimeBudget, median_interval
+from shardmark.budget import MEMORY_SLACK, AbsoluteBudget, Interval, MemoryBudget, TimeBudget, median_interval
 from shardmark.hardware import Work
 from shardmark.memory import available_bytes, is_out_of_memory
 from shardmark.passes import Measured, Plan, Rounds, Workload, measure
@@ -59,31 +59,56 @@ class Measure:
         session = self._session
         peer = self._peer(implementation)
         plan = Plan(workload, implementation, peer, case, session.device, world_size, self._rounds())
-        row = new_row(plan, session.scale)
         memory_budget = MemoryBudget(_formula(implementation, case), slack)
-        self._admit(row, memory_budget, memory_budget.formula + (_formula(peer, case) if peer else 0), world_size)
+        self._admit(plan, memory_budget, memory_budget.formula + (_formula(peer, case) if peer else 0))
         try:
             ranks = session.worlds.get(world_size).run(measure, plan, deadline=DEADLINE)
         except RankError as error:
             if not is_out_of_memory(error.exception):
                 raise
-            self._unmeasured(row, budget.OUT_OF_MEMORY)
+            self._unmeasured(plan, memory_budget, budget.OUT_OF_MEMORY)
             pytest.fail(f"out of memory: {error.exception}", pytrace=False)
 
+        return self.record(plan, ranks, implementation.time, memory_budget, work, rates)
+
+    def record(
+        self,
+        plan: Plan,
+        ranks: list[Measured],
+        time_budget: TimeBudget | None = None,
+        memory_budget: MemoryBudget | None = None,
+        work: Work | None = None,
+        rates: Callable[[float], dict[str, float]] = lambda seconds: {},
+        limits: Sequence[AbsoluteBudget] = (),
+    ) -> Row:
+        """Judge and save what each rank measured; `limits` are held to beside those of `--budgets`. Returns the row."""
+        session = self._session
+        row = new_row(plan, session.scale)
         seconds = step_seconds(ranks)
         self._replay(seconds)
         row["backend"] = ranks[0].backend
-        row["memory"] = memory_entry(ranks, memory_budget)
-        row["work"] = asdict(work) | rates(fmean(seconds))
-        devices = world_size if session.device == "cuda" else 1
-        row["limit"] = limit_entry(work, session.roofline(case.dtype), devices, fmean(seconds))
-        row["time"], complaints = self._judge(row, ranks, memory_budget, implementation.time)
-        if not self._benchmark.disabled:
+        if memory_budget is not None:
+            row["memory"] = memory_entry(ranks, memory_budget)
+        if work is not None:
+            row["work"] = asdict(work) | rates(fmean(seconds))
+            devices = plan.world_size if session.device == "cuda" else 1
+            row["limit"] = limit_entry(work, session.roofline(plan.case.dtype), devices, fmean(seconds))
+        row["time"], ratio = time_entry(ranks, time_budget)
+        limits = [*limits, *session.budgets_for(self._item.nodeid)]
+        verdicts = list(_verdicts(row, seconds, ratio, time_budget, memory_budget, limits))
+        row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
+        if self._benchmark.disabled:
+            verdicts = [(verdict, why) for verdict, why in verdicts if verdict != budget.UNDECIDED]
+        else:
             self._save(row, {"mean": fmean(seconds), "stddev": stdev(seconds) if len(seconds) > 1 else 0.0})
-        if row["verdict"] == budget.FAIL:
-            pytest.fail("; ".join(complaints), pytrace=False)
-        if row["verdict"] == budget.UNDECIDED and not self._benchmark.disabled:
-            pytest.skip("undecided: " + "; ".join(complaints))
+        complaints = {
+            outcome: "; ".join(why for verdict, why in verdicts if verdict == outcome)
+            for outcome in (budget.FAIL, budget.UNDECIDED)
+        }
+        if complaints[budget.FAIL]:
+            pytest.fail(complaints[budget.FAIL], pytrace=False)
+        if complaints[budget.UNDECIDED]:
+            pytest.skip(f"undecided: {complaints[budget.UNDECIDED]}")
         return row
 
     def _peer(self, implementation: Implementation) -> Implementation | None:
@@ -111,71 +136,24 @@ class Measure:
             disable_gc=option("disable_gc"),
         )
 
-    def _admit(self, row: Row, memory_budget: MemoryBudget, formula: int, world_size: int) -> None:
+    def _admit(self, plan: Plan, memory_budget: MemoryBudget, formula: int) -> None:
         """Skip a case that would not fit by its own formula, with a row that says what it needs and what there is."""
-        world = self._session.worlds.get(world_size)
-        needed = formula * (1 if self._session.device == "cuda" else world_size)  # ranks on CPU share the RAM
-        available = min(world.run(available_bytes, self._session.device))
-        if needed <= available:
-            return
-        row["memory"] = {
-            "formula": memory_budget.formula,
-            "slack": memory_budget.slack,
-            "budget": memory_budget.bytes,
-            "needed": needed,
-            "available": available,
-        }
-        self._unmeasured(row, budget.NOT_STARTED)
-        pytest.skip(f"not started: needs {needed / MIB:,.0f} MiB of {available / MIB:,.0f} MiB available")
-
-    def _judge(
-        self, row: Row, ranks: list[Measured], memory_budget: MemoryBudget, time_budget: TimeBudget | None
-    ) -> tuple[Row, list[str]]:
-        """Set the row's verdict; the row's time, and a line for every budget that is not met or not decided."""
-        verdicts: list[str] = []
-        complaints: list[str] = []
-
-        def judge(verdict: str, complaint: str) -> None:
-            verdicts.append(verdict)
-            if verdict != budget.PASS:
-                complaints.append(complaint)
-
-        peak = row["memory"]["peak"]
-        judge(
-            memory_budget.verdict(peak),
-            f"peak of {peak / MIB:.2f} MiB, over the budget of {memory_budget.bytes / MIB:.2f} MiB "
-            f"(formula {memory_budget.formula / MIB:.2f} MiB x {memory_budget.slack})",
-        )
-        time, ratio = time_entry(ranks, time_budget)
-        if ratio is not None and time_budget is not None and time_budget.ratio is not None:
-            judge(
-                ratio.verdict(time_budget.ratio),
-                f"{ratio.median:.3f}x {time_budget.peer}'s step time, {ratio.coverage:.1%} interval "
-                f"[{ratio.low:.3f}, {ratio.high:.3f}], against the budget of {time_budget.ratio}x",
-            )
-        for own in self._session.budgets_for(self._item.nodeid):
-            if own.bytes is not None:
-                judge(
-                    MemoryBudget(own.bytes, slack=1).verdict(peak),
-                    f'peak of {peak:,} bytes, over the {own.bytes:,} of --budgets "{own.pattern}"',
-                )
-            if own.seconds is not None:
-                step = median_interval(step_seconds(ranks))
-                judge(
-                    step.verdict(own.seconds),
-                    f"step time of {step.median:.6f} s, {step.coverage:.1%} interval [{step.low:.6f}, {step.high:.6f}],"
-                    f' against the {own.seconds} s of --budgets "{own.pattern}"',
-                )
-        row["verdict"] = budget.combined(verdicts)
-        return time, complaints
+        needed = formula * (1 if plan.device == "cuda" else plan.world_size)  # ranks on CPU share the RAM
+        available = min(self._session.worlds.get(plan.world_size).run(available_bytes, plan.device))
+        if needed > available:
+            self._unmeasured(plan, memory_budget, budget.NOT_STARTED, needed=needed, available=available)
+            pytest.skip(f"not started: needs {needed / MIB:,.0f} MiB of {available / MIB:,.0f} MiB available")
 
     def _replay(self, seconds: list[float]) -> None:
         """Hand the measured times to pytest-benchmark, round by round, through the clock it reads."""
         clock, remaining = self._session.clock, iter(seconds)
         self._benchmark.pedantic(lambda: clock.advance(next(remaining)), setup=clock.reset, rounds=len(seconds))
 
-    def _unmeasured(self, row: Row, verdict: str) -> None:
-        self._benchmark.skipped = True  # so that pytest-benchmark does not warn of an unused fixture
+    def _unmeasured(self, plan: Plan, memory_budget: MemoryBudget, verdict: str, **memory: int) -> None:
+        """Save a row without times."""
+        self._benchmark.skipped = True  # or pytest-benchmark warns of a fixture that was not used
+        row = new_row(plan, self._session.scale)
+        row["memory"] = {**asdict(memory_budget), "budget": memory_budget.bytes, **memory}
         row["verdict"] = verdict
         self._save(row, None)
 
@@ -198,3 +176,40 @@ def _formula(implementation: Implementation, case: Any) -> int:
     if implementation.memory is None:
         raise ValueError(f"{implementation.family} {implementation.name} is registered without a memory formula")
     return implementation.memory(case)
+
+
+def _verdicts(
+    row: Row,
+    seconds: list[float],
+    ratio: Interval | None,
+    time_budget: TimeBudget | None,
+    memory_budget: MemoryBudget | None,
+    limits: Sequence[AbsoluteBudget],
+) -> Iterator[tuple[str, str]]:
+    """Each budget's verdict, with what to say when it is not met or not decided."""
+    peak = row["memory"].get("peak")
+    if memory_budget is not None:
+        yield (
+            memory_budget.verdict(peak),
+            f"peak of {peak / MIB:.2f} MiB, over the budget of {memory_budget.bytes / MIB:.2f} MiB "
+            f"(formula {memory_budget.formula / MIB:.2f} MiB x {memory_budget.slack})",
+        )
+    if ratio is not None and time_budget is not None and time_budget.ratio is not None:
+        yield (
+            ratio.verdict(time_budget.ratio),
+            f"{ratio.median:.3f}x {time_budget.peer}'s time, {ratio.coverage:.1%} interval "
+            f"[{ratio.low:.3f}, {ratio.high:.3f}], against the budget of {time_budget.ratio}x",
+        )
+    for limit in limits:
+        if limit.bytes is not None and peak is not None:
+            yield (
+                MemoryBudget(limit.bytes, slack=1).verdict(peak),
+                f'peak of {peak:,} bytes, over the {limit.bytes:,} of "{limit.pattern}"',
+            )
+        if limit.seconds is not None:
+            step = median_interval(seconds)
+            yield (
+                step.verdict(limit.seconds),
+                f"{step.median:.6f} s, {step.coverage:.1%} interval [{step.low:.6f}, {step.high:.6f}], "
+                f'against the {limit.seconds} s of "{limit.pattern}"',
+            )

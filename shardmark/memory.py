@@ -9,19 +9,23 @@
     memory.peak    # 8000
 
 On CPU the profiler reports every allocation and release of PyTorch's allocator, so the figures are exact to the byte;
-what is allocated in another thread (a Gloo worker, say) or by a library for itself is not PyTorch's, and is not seen.
+what a library allocates for itself (Gloo's scratch space, say) is not seen.
 On CUDA they are the bytes requested from the caching allocator, before it rounds them up; workspaces it keeps for
 libraries are in them.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
 
 _MARK = "shardmark_mark:"
@@ -81,7 +85,7 @@ class _CudaMeter(Meter):
 class _CpuMeter(Meter):
     @contextmanager
     def recording(self) -> Iterator[None]:
-        with profile(profile_memory=True) as self._profile:
+        with _workers_let_go_first(), profile(profile_memory=True) as self._profile:
             yield
 
     def mark(self, phase: str) -> None:
@@ -92,17 +96,56 @@ class _CpuMeter(Meter):
         self.mark("")
 
     def read(self) -> None:
-        live = 0
-        # Events carry the time they began at; the sort is stable, so those of one nanosecond keep their order.
-        for event in sorted(self._profile.kineto_results.events(), key=lambda event: event.start_ns()):
-            name = event.name()
-            if name == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
-                live += event.nbytes()
-                self.peak = max(self.peak, live)
-            elif name == _MARK:
-                self.peak = live
-            elif name.startswith(_MARK):
-                self.phases[name.removeprefix(_MARK)] = live
+        live: dict[int, int] = {}  # bytes of each block by its address
+        total = 0
+        for event in _in_order(self._profile.kineto_results.experimental_event_tree()):
+            kind, fields = event.typed
+            if kind == _EventType.Allocation and fields.device.type == "cpu":
+                size = fields.alloc_size
+                if size > 0:
+                    # A release by another thread is not reported, but what lies where a new block is given out must
+                    # have been released.
+                    gone = [at for at, n in live.items() if at < fields.ptr + size and fields.ptr < at + n]
+                    total += size - sum(live.pop(at) for at in gone)
+                    live[fields.ptr] = size
+                else:
+                    total -= live.pop(fields.ptr, 0)  # 0: a block from before we began is not ours
+                self.peak = max(self.peak, total)
+            elif event.name == _MARK:
+                self.peak = total
+            elif event.name.startswith(_MARK):
+                self.phases[event.name.removeprefix(_MARK)] = total
+
+
+@contextmanager
+def _workers_let_go_first() -> Iterator[None]:
+    """Have every wait for a collective last a moment longer.
+
+    The backend's worker thread lets go of a tensor just after it reports it done, and what another thread releases is
+    not metered: unless the worker is first, a tensor that is gone would count as live.
+    """
+    wait = dist.Work.wait
+
+    def patient_wait(*args: Any) -> bool:
+        done = wait(*args)
+        time.sleep(0.002)
+        return done
+
+    dist.Work.wait = patient_wait  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        dist.Work.wait = wait  # type: ignore[method-assign]
+
+
+def _in_order(roots: list[Any]) -> list[Any]:
+    """Every event below `roots` by the time it began."""
+    events, stack = [], list(roots)
+    while stack:
+        event = stack.pop()
+        events.append(event)
+        stack.extend(event.children)
+    return sorted(events, key=lambda event: (event.start_time_ns, event.id))
 
 
 def available_bytes(device: str) -> int:

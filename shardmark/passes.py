@@ -69,7 +69,7 @@ class Rounds:
 class Plan:
     """What a rank needs to know to measure a case."""
 
-    workload: type[Workload]
+    workload: type[Any]  # a Workload
     implementation: Implementation
     peer: Implementation | None
     case: Any

@@ -60,8 +60,7 @@ def memory_entry(ranks: list[Measured], budget: MemoryBudget) -> Row:
         "phases": most.phases,
         "peak": most.peak,
         "peak_by_rank": [rank.memory.peak for rank in ranks],
-        "formula": budget.formula,
-        "slack": budget.slack,
+        **asdict(budget),
         "budget": budget.bytes,
     }
 
@@ -89,11 +88,6 @@ def time_entry(ranks: list[Measured], budget: TimeBudget | None) -> tuple[Row, I
         "budget": budget.ratio,
     }
     return entry, interval
-
-
-def work_entry(work: Work) -> Row:
-    """FLOPs, bytes moved and bytes communicated of one step."""
-    return asdict(work)
 
 
 def limit_entry(work: Work, roofline: Roofline, devices: int, seconds: float) -> Row:

@@ -93,8 +93,8 @@ class World:
         self._connections: list[connection.Connection] = []
         self._processes: list[Any] = []
         context = multiprocessing.get_context("forkserver")
-        # "__main__" is imported once in the server instead of once in every rank.
-        context.set_forkserver_preload(["__main__", "torch", "torch.distributed", "shardmark.world"])
+        # Imported once in the server instead of once in every rank; test modules, which ranks import, need pytest.
+        context.set_forkserver_preload(["__main__", "torch", "torch.distributed", "shardmark.world", "pytest"])
         try:
             for rank in range(size):
                 ours, theirs = context.Pipe()

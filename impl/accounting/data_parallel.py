@@ -41,9 +41,10 @@ def flat_peak(case: TrainingStepCase) -> int:
 
 
 def bucketed_peak(case: TrainingStepCase) -> int:
-    """Peak in bytes when gradients are copied into buckets as backward produces them."""
+    """Peak in bytes when gradients move into buckets that exist from the start; the last to come is the embedding's."""
     step = training_bytes(case)
-    return max(step.peak_at_loss, step.peak_at_embedding + step.parameters)
+    before_embedding = step.peak_at_embedding - step.parameters + step.embedding
+    return max(step.peak_at_loss, before_embedding) + step.parameters
 
 
 def ddp_peak(case: TrainingStepCase) -> int:

@@ -23,6 +23,7 @@ class TrainingBytes:
     after_forward: int
     after_backward: int
     parameters: int
+    embedding: int
     peak_at_loss: int
     """When backward begins: log-probabilities, their gradient and the logits' gradient exist at once."""
     peak_at_embedding: int
@@ -60,6 +61,7 @@ def training_bytes(case: TrainingStepCase) -> TrainingBytes:
         after_forward=after_forward,
         after_backward=after_backward,
         parameters=parameters,
+        embedding=_FLOAT * size.vocab * size.d_model,
         peak_at_loss=after_forward + 2 * _FLOAT * tokens * size.vocab,
         peak_at_embedding=after_backward + _FLOAT * tokens * size.d_model,
     )

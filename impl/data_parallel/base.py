@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
+BACKWARD_TWICE = "backward ran twice before finish_gradient_synchronization(); run all but the last in no_sync()"
+
+
 class DataParallel(nn.Module):
     """Wrap `module`: check that the ranks agree on it, and give every rank rank 0's parameters and buffers.
 

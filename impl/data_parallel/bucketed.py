@@ -6,47 +6,53 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
+from itertools import takewhile
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from impl.accounting.data_parallel import bucketed_peak
-from impl.data_parallel.base import DataParallel, gradient
+from impl.data_parallel.base import BACKWARD_TWICE, DataParallel
 from shardmark.budget import TimeBudget
 from shardmark.cases import MB
 from shardmark.registry import register
 
 
 class Bucket:
-    """Gradients of one dtype that are communicated together, from one flat tensor."""
+    """Gradients of one dtype that are communicated together: each lives in its slot of one flat tensor."""
 
-    def __init__(self, parameters: list[nn.Parameter], process_group: dist.ProcessGroup | None) -> None:
-        self.parameters = parameters
-        self.process_group = process_group
-        self.missing = len(parameters)  # gradients that backward has yet to produce
-        self._flat: Tensor | None = None
-        self._work: dist.Work | None = None
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        sizes = [p.numel() for p in parameters]
+        self.flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        self.slots = {p: slot.view_as(p) for p, slot in zip(parameters, self.flat.split(sizes), strict=True)}
+        self.missing = set(parameters)  # those whose gradient backward has yet to produce
+        self.work: dist.Work | None = None
 
-    @property
-    def launched(self) -> bool:
-        """Whether its all-reduce is under way."""
-        return self._work is not None
+    def take(self, parameter: nn.Parameter) -> None:
+        """Move the parameter's gradient into its slot, where it stays: nothing is copied back."""
+        slot = self.slots[parameter]
+        if parameter.grad is None:
+            slot.zero_()  # this rank's loss did not reach it
+        elif parameter.grad is not slot:
+            slot.copy_(parameter.grad)
+        parameter.grad = slot
+        self.missing.discard(parameter)
 
-    def launch(self) -> None:
-        """Begin the all-reduce of a copy of the gradients."""
-        self._flat = torch.cat([gradient(p).flatten() for p in self.parameters])
-        self._work = dist.all_reduce(self._flat, group=self.process_group, async_op=True)
+    def launch(self, process_group: dist.ProcessGroup | None) -> None:
+        """Begin the all-reduce."""
+        for parameter in list(self.missing):
+            self.take(parameter)
+        self.work = dist.all_reduce(self.flat, group=process_group, async_op=True)
 
     def finish(self, world_size: int) -> None:
-        """Wait for the sum and put the average in each parameter's gradient."""
-        assert self._work is not None and self._flat is not None
-        self._work.wait()
-        self._flat.div_(world_size)
-        for p, average in zip(self.parameters, self._flat.split([p.numel() for p in self.parameters]), strict=True):
-            gradient(p).copy_(average.view_as(p))
-        self._flat = self._work = None
-        self.missing = len(self.parameters)
+        """Wait for the sum and make it the average."""
+        assert self.work is not None
+        self.work.wait()
+        self.flat.div_(world_size)
+        self.work = None
+        self.missing = set(self.slots)
 
 
 def partition(parameters: Iterable[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
@@ -76,35 +82,35 @@ class BucketedDataParallel(DataParallel):
         if not bucket_mb > 0:
             raise ValueError(f"bucket_mb is a positive number of megabytes, not {bucket_mb}")
         super().__init__(module, process_group=process_group)
-        self._buckets = [
-            Bucket(parameters, self.process_group) for parameters in partition(self.trainable[::-1], bucket_mb * MB)
-        ]
+        self._buckets = [Bucket(run) for run in partition(self.trainable[::-1], bucket_mb * MB)]
         self._next = 0  # the first bucket not launched yet
         for bucket in self._buckets:
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._on_gradient(bucket))
+            for parameter in bucket.slots:
+                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket))
 
     def finish_gradient_synchronization(self) -> None:
         """Launch what backward did not fill (parameters the loss did not reach), then wait for every bucket."""
         if not self.synchronizing:
             return
-        for bucket in self._buckets[self._next :]:
-            bucket.launch()
+        self._launch(len(self._buckets))
         for bucket in self._buckets:
             bucket.finish(self.world_size)
         self._next = 0
 
-    def _on_gradient(self, bucket: Bucket) -> None:
+    def _on_gradient(self, bucket: Bucket, parameter: nn.Parameter) -> None:
         if not self.synchronizing:
             return
-        bucket.missing -= 1
-        if bucket.launched or bucket.missing < 0:
-            raise RuntimeError(
-                "backward ran twice before finish_gradient_synchronization(); run all but the last in no_sync()"
-            )
-        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
-            self._buckets[self._next].launch()
-            self._next += 1
+        if parameter not in bucket.missing:
+            raise RuntimeError(BACKWARD_TWICE)
+        bucket.take(parameter)
+        full = takewhile(lambda b: not b.missing, self._buckets[self._next :])
+        self._launch(self._next + len(list(full)))
+
+    def _launch(self, end: int) -> None:
+        """Launch the buckets before `end` that are not yet."""
+        for bucket in self._buckets[self._next : end]:
+            bucket.launch(self.process_group)
+        self._next = end
 
 
-register("data_parallel", "bucketed", BucketedDataParallel, memory=bucketed_peak, time=TimeBudget("ddp", 1.25))
+register("data_parallel", "bucketed", BucketedDataParallel, memory=bucketed_peak, time=TimeBudget("ddp", 1.1))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import groupby
 
+import torch
 import torch.distributed as dist
 
 from impl.accounting.data_parallel import flat_peak
-from impl.data_parallel.base import DataParallel
-from impl.data_parallel.bucketed import Bucket
+from impl.data_parallel.base import DataParallel, gradient
 from shardmark.budget import TimeBudget
 from shardmark.registry import register
 
@@ -20,10 +20,13 @@ class FlatDataParallel(DataParallel):
         """Average all gradients over the ranks in one collective a dtype."""
         if not self.synchronizing:
             return
-        for _, group in groupby(sorted(self.trainable, key=lambda p: str(p.dtype)), key=lambda p: p.dtype):
-            bucket = Bucket(list(group), self.process_group)
-            bucket.launch()
-            bucket.finish(self.world_size)
+        by_dtype = sorted(self.trainable, key=lambda p: str(p.dtype))
+        for _, group in groupby(by_dtype, key=lambda p: p.dtype):
+            parameters = list(group)
+            flat = torch.cat([gradient(p).flatten() for p in parameters])
+            dist.all_reduce(flat, group=self.process_group)
+            for p, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+                torch.div(total.view_as(p), self.world_size, out=p.grad)
 
 
 register("data_parallel", "flat", FlatDataParallel, memory=flat_peak, time=TimeBudget("naive", 1.1))

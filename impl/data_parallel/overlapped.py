@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from impl.accounting.data_parallel import overlapped_peak
-from impl.data_parallel.base import DataParallel, gradient
+from impl.data_parallel.base import BACKWARD_TWICE, DataParallel, gradient
 from shardmark.budget import TimeBudget
 from shardmark.registry import register
 
@@ -42,9 +42,7 @@ class OverlappedDataParallel(DataParallel):
         if not self.synchronizing:
             return
         if parameter in self._ready:
-            raise RuntimeError(
-                "backward ran twice before finish_gradient_synchronization(); run all but the last in no_sync()"
-            )
+            raise RuntimeError(BACKWARD_TWICE)
         self._ready.add(parameter)
         while len(self._works) < len(self._order) and self._order[len(self._works)] in self._ready:
             self._launch_next()

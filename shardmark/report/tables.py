@@ -36,7 +36,7 @@ def _ratio(entry: Entry, row: dict[str, Any]) -> str | None:
     if time.get("ratio") is None:
         return None
     low, high = time["interval"]
-    return f"{time['ratio']:.2f} [{low:.2f}, {high:.2f}] {time['peer']}"
+    return f"{time['ratio']:.3g} [{low:.3g}, {high:.3g}] {time['peer']}"
 
 
 def _fastest_and_slowest(entry: Entry, row: dict[str, Any]) -> str | None:

@@ -1,0 +1,98 @@
+"""What does a test on real ranks cost: on a warm world, on a fresh one, and with a plain spawn?"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardmark.budget import AbsoluteBudget, TimeBudget
+from shardmark.clock import Laps
+from shardmark.measure import Measure
+from shardmark.memory import Memory
+from shardmark.passes import IMPLEMENTATION, PEER, Measured, Plan, Rounds
+from shardmark.registry import Implementation
+from shardmark.world import World
+
+pytestmark = pytest.mark.question("What does a test on two real ranks cost?")
+
+RANKS = 2
+ROUNDS = 6  # the fewest that a 95% interval of a median can be told from
+
+
+@dataclass(frozen=True)
+class OneCollective:
+    """The work of the test: an all-reduce of one element."""
+
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        return f"{RANKS}ranks-one-all-reduce"
+
+
+def all_reduce_one() -> float:
+    """Runs on every rank."""
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    return ones.item()
+
+
+def _spawned(rank: int, directory: str) -> None:
+    store = dist.FileStore(f"{directory}/rendezvous", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    assert all_reduce_one() == RANKS
+    dist.destroy_process_group()
+
+
+def spawn() -> None:
+    """As PyTorch's own documentation does it: two new interpreters for the test."""
+    with tempfile.TemporaryDirectory() as directory:
+        torch.multiprocessing.spawn(_spawned, args=(directory,), nprocs=RANKS)
+
+
+def fresh() -> None:
+    """A new world for the test, from the warm forkserver."""
+    with World(RANKS) as world:
+        assert world.run(all_reduce_one) == [RANKS] * RANKS
+
+
+@pytest.fixture(scope="module")
+def times() -> dict[str, list[Laps]]:
+    """Each way's time in each of the alternating rounds."""
+    fresh()  # starts the forkserver
+    with World(RANKS) as world:
+
+        def warm() -> None:
+            assert world.run(all_reduce_one) == [RANKS] * RANKS
+
+        ways: dict[str, Callable[[], None]] = {"spawn": spawn, "fresh": fresh, "warm": warm}
+        warm()
+        laps: dict[str, list[Laps]] = {name: [] for name in ways}
+        for i in range(ROUNDS):
+            for name in list(ways)[:: -1 if i % 2 else 1]:
+                began = time.perf_counter()
+                ways[name]()
+                laps[name].append(Laps(time.perf_counter() - began))
+    return laps
+
+
+@pytest.mark.parametrize(
+    ("way", "budget", "seconds"),
+    [
+        pytest.param("spawn", None, None, id="spawn"),
+        pytest.param("fresh", TimeBudget("spawn"), 0.5, id="fresh"),
+        pytest.param("warm", TimeBudget("spawn", 1 / 50), 0.02, id="warm"),
+    ],
+)
+def test_world(
+    way: str, budget: TimeBudget | None, seconds: float | None, times: dict[str, list[Laps]], measure: Measure
+) -> None:
+    laps = {IMPLEMENTATION: times[way]} | ({PEER: times[budget.peer]} if budget else {})
+    plan = Plan(World, Implementation("world", way, World), None, OneCollective(), "cpu", RANKS, Rounds())
+    limits = [AbsoluteBudget("perf/test_world.py", seconds=seconds)] if seconds else []
+    measure.record(plan, [Measured("gloo", Memory(), laps)], budget, limits=limits)
