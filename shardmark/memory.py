@@ -170,6 +170,6 @@ def _cgroup_room() -> Iterator[int]:
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether `error` is the allocator's "no more", on CUDA or on CPU (where it is a plain RuntimeError)."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "not enough memory" in str(error) or "can't allocate memory" in str(error)
-    )
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

@@ -272,6 +272,8 @@ def _serve(rank: int, size: int, device: str, directory: Path, pipe: connection.
 def _join(rank: int, size: int, device: str, directory: Path) -> None:
     torch.set_num_threads(max(1, available_cores() // size))
     os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    # The flight recorder keeps the last 2,000 collectives, which grows like a leak; who wants it sets the variable.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(

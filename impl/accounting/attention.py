@@ -56,7 +56,7 @@ def flash_pytorch_peak(case: AttentionCase) -> int:
     if case.mode == "forward":
         mask = 2 * rows * rows if case.is_causal else 0  # made as ones, then its upper triangle
         upcast = 2 * slab if size < compute else 0  # k, v
-        return flash_peak(case) + 2 * slab + 2 * column + tile + max(mask, 3 * column) + upcast
+        return flash_peak(case) + 2 * slab + 2 * column + tile + max(mask, 2 * column) + upcast
     if size == compute:
         return flash_peak(case) + slab + column + 2 * tile
     rounded = 3 * batch * seq * head_dim * size  # dq dk dv in the inputs' dtype, made from accumulators when all is done

@@ -37,7 +37,8 @@ overlapped_peak = naive_peak
 def flat_peak(case: TrainingStepCase) -> int:
     """Peak in bytes when all gradients are copied into one tensor after backward."""
     step = training_bytes(case)
-    return max(naive_peak(case), step.after_backward + step.parameters)
+    divisor = 8 + 4  # the number of ranks as an int64, then as a float32
+    return max(naive_peak(case), step.after_backward + step.parameters + divisor)
 
 
 def bucketed_peak(case: TrainingStepCase) -> int:

@@ -51,8 +51,8 @@ def training_bytes(case: TrainingStepCase) -> TrainingBytes:
     parameters = _FLOAT * size.parameters
     rotary = _FLOAT * case.context * size.head_dim  # sines and cosines
     tensors = 3 + 9 * size.layers  # parameters, each with a step counter in AdamW
-    after_init = parameters + rotary
-    before_step = after_init + 2 * parameters + _FLOAT * tensors + 16 * tokens  # moments; int64 tokens and targets
+    after_init = parameters + rotary + 16 * tokens  # int64 tokens and targets
+    before_step = after_init + 2 * parameters + _FLOAT * tensors  # moments
     after_forward = before_step + activation_bytes(size, case.batch, case.context)
     after_backward = before_step + parameters + _FLOAT  # gradients, and the loss
     return TrainingBytes(
@@ -70,11 +70,11 @@ def training_bytes(case: TrainingStepCase) -> TrainingBytes:
 def training_work(case: TrainingStepCase) -> Work:
     """FLOPs and least bytes of one training step on one rank.
 
-    6 FLOPs a token for each parameter that multiplies (all but the embedding), and causal attention's seven products;
-    bytes: weights read twice, gradients written, and AdamW's 28 a parameter.
+    6 FLOPs a token for each parameter of a matrix that multiplies (all but the embedding and the norms), and causal
+    attention's seven products; bytes: weights read twice, gradients written, and AdamW's 28 a parameter.
     """
     size = SIZES[case.model]
     tokens = case.batch * case.context
-    matrices = size.parameters - size.vocab * size.d_model
+    matrices = size.parameters - size.vocab * size.d_model - (2 * size.layers + 1) * size.d_model
     attention = 7 * tokens * case.context * size.d_model * size.layers
     return Work(flops=6 * tokens * matrices + attention, bytes_moved=40 * size.parameters)

@@ -1,0 +1,129 @@
+"""Budgets: intervals that hold what they say, verdicts that noise does not decide, and the file of a team's own."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from shardmark.budget import (
+    FAIL,
+    PASS,
+    UNDECIDED,
+    AbsoluteBudget,
+    BudgetFileError,
+    Interval,
+    MemoryBudget,
+    combined,
+    median_interval,
+    paired_ratios,
+    read_budgets,
+)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "coverage"),
+    [(6, 1, 0.96875), (8, 1, 0.9921875), (9, 2, 0.9609375), (15, 4, 0.96484375), (20, 6, 0.958610534667969)],
+)
+def test_interval_is_the_tabulated_one(n: int, k: int, coverage: float) -> None:
+    """Conover's table: for n samples, the k-th from each end."""
+    interval = median_interval(random.sample(range(1, n + 1), n))
+    assert (interval.low, interval.high) == (k, n + 1 - k)
+    assert interval.coverage == pytest.approx(coverage)
+    assert interval.median == (n + 1) / 2
+
+
+@pytest.mark.parametrize("n", [7, 15, 40])
+def test_interval_holds_the_median_as_often_as_it_says(n: int) -> None:
+    """Of a skewed distribution with outliers; 3 standard deviations of 2,000 draws."""
+    generator = random.Random(n)
+    draws = 2000
+    true_median = 0.6931471805599453  # of an exponential distribution
+    intervals = [median_interval([generator.expovariate(1) for _ in range(n)]) for _ in range(draws)]
+    held = sum(i.low <= true_median <= i.high for i in intervals) / draws
+    coverage = intervals[0].coverage
+    assert coverage >= 0.95
+    assert abs(held - coverage) < 3 * (coverage * (1 - coverage) / draws) ** 0.5
+
+
+def test_too_few_samples_decide_nothing() -> None:
+    interval = median_interval([1.0, 1.0, 1.0, 1.0, 1.0])
+    assert interval.coverage == pytest.approx(0.9375)
+    assert interval.verdict(2.0) == interval.verdict(0.5) == UNDECIDED
+    assert median_interval([1.0]).coverage == 0
+    with pytest.raises(ValueError, match="at least one sample"):
+        median_interval([])
+
+
+@pytest.mark.parametrize(
+    ("budget", "verdict"), [(1.2, PASS), (1.1, PASS), (1.0, UNDECIDED), (0.9, UNDECIDED), (0.89, FAIL)]
+)
+def test_the_whole_interval_decides(budget: float, verdict: str) -> None:
+    assert Interval(1.0, 0.9, 1.1, 0.96).verdict(budget) == verdict
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_alone_neither_fails_nor_passes(seed: int) -> None:
+    """Equal implementations with 20% noise and a drift of the machine: 1.0x may be undecided, 0.5x and 2x are not."""
+    generator = random.Random(seed)
+    rounds = [(1 + i / 10, generator.gauss(1, 0.2), generator.gauss(1, 0.2)) for i in range(15)]
+    ratios = paired_ratios([d * max(a, 0.2) for d, a, _ in rounds], [d * max(b, 0.2) for d, _, b in rounds])
+    assert median_interval(ratios).verdict(2.0) == PASS
+    assert median_interval(ratios).verdict(0.5) == FAIL
+
+
+def test_pairs_cancel_the_drift_of_the_machine() -> None:
+    drift = [1.0, 10.0, 100.0]
+    assert paired_ratios([2 * d for d in drift], drift) == [2.0, 2.0, 2.0]
+    with pytest.raises(ValueError):
+        paired_ratios([1.0], [1.0, 1.0])
+
+
+def test_a_memory_budget_is_the_formula_times_its_slack() -> None:
+    budget = MemoryBudget(formula=1000, slack=1.05)
+    assert budget.bytes == 1050
+    assert budget.verdict(1050) == PASS and budget.verdict(1051) == FAIL
+
+
+def test_one_failure_fails_the_row() -> None:
+    assert combined([PASS, UNDECIDED, FAIL]) == FAIL
+    assert combined([PASS, UNDECIDED]) == UNDECIDED
+    assert combined([PASS, PASS]) == PASS
+    assert combined([]) is None
+
+
+def test_patterns_take_brackets_as_they_are() -> None:
+    budget = AbsoluteBudget("perf/test_attention.py::test_attention[flash*-both]")
+    assert budget.matches("perf/test_attention.py::test_attention[flash_pytorch-b4-both]")
+    assert not budget.matches("perf/test_attention.py::test_attention[eager-b4-both]")
+    assert not budget.matches("perf/test_attention.py::test_attentionf")
+    assert AbsoluteBudget("*[case?]").matches("x[case1]")
+
+
+def test_a_budget_file_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "budgets.toml"
+    file.write_text('["*eager*"]\nseconds = 0.5\n["*flash*"]\nbytes = 1_000\n')
+    assert read_budgets(file) == [AbsoluteBudget("*eager*", seconds=0.5), AbsoluteBudget("*flash*", bytes=1000)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('["*"]\nminutes = 1', "takes `seconds` and `bytes`, and nothing else"),
+        ('["*"]', "takes `seconds` and `bytes`"),
+        ("seconds = 1", "takes `seconds` and `bytes`"),
+        ('["*"]\nseconds = "fast"', "seconds = 'fast' is not a positive number"),
+        ('["*"]\nbytes = -1', "bytes = -1 is not a positive number"),
+        ('["*"]\nbytes = true', "bytes = True is not a positive number"),
+        ("[", "is not TOML"),
+    ],
+)
+def test_a_wrong_budget_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "budgets.toml"
+    file.write_text(text)
+    with pytest.raises(BudgetFileError) as caught:
+        read_budgets(file)
+    assert message in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(BudgetFileError, match="missing.toml: No such file"):
+        read_budgets(tmp_path / "missing.toml")

@@ -1,0 +1,99 @@
+"""The memory meter: exact bytes, phases, peaks, and what must not confuse it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardmark.memory import Memory, available_bytes, is_out_of_memory, meter
+from shardmark.world import World
+
+N = 100_000
+
+
+def test_bytes_equal_those_counted_by_hand(device: str) -> None:
+    """A linear layer's SGD step in float32, every tensor of it counted."""
+    rows, inputs, outputs, size = 64, 128, 256, 4
+    with meter(device) as memory:
+        x = torch.randn(rows, inputs, device=device)
+        weight = torch.randn(outputs, inputs, device=device).requires_grad_()
+        grad_y = torch.randn(rows, outputs, device=device)
+        memory.mark("after_init")
+        y = x @ weight.T
+        memory.mark("after_forward")
+        y.backward(grad_y)
+        memory.mark("after_backward")
+        with torch.no_grad():
+            weight -= 0.1 * weight.grad  # a temporary as large as the weight; 0.1 as a float64, then as a float32
+        memory.mark("after_step")
+    bytes_x, bytes_weight, bytes_y = (size * n for n in (rows * inputs, outputs * inputs, rows * outputs))
+    assert memory.phases["after_init"] == bytes_x + bytes_weight + bytes_y
+    assert memory.phases["after_forward"] == bytes_x + bytes_weight + 2 * bytes_y
+    assert memory.phases["after_backward"] == memory.phases["after_step"] == bytes_x + 2 * bytes_weight + 2 * bytes_y
+    assert memory.peak == bytes_x + 3 * bytes_weight + 2 * bytes_y + (8 + 4 if device == "cpu" else 0)
+
+
+def test_the_peak_is_between_the_phases(device: str) -> None:
+    with meter(device) as memory:
+        torch.empty(N, device=device)
+        memory.mark("after_init")
+    assert memory.phases == {"after_init": 0} and memory.peak == 4 * N
+
+
+def test_the_peak_can_begin_again(device: str) -> None:
+    with meter(device) as memory:
+        kept = torch.empty(N, device=device)
+        torch.empty(9 * N, device=device)
+        memory.reset_peak()
+        torch.empty(N, device=device)
+    assert memory.peak == 8 * N and kept.numel() == N
+
+
+def test_what_was_there_before_does_not_count(device: str) -> None:
+    before = torch.empty(N, device=device)
+    with meter(device) as memory:
+        if device == "cpu":
+            del before  # its release is not ours: a meter that subtracted it would read less than nothing
+        new = torch.empty(10, device=device)
+        memory.mark("after_init")
+    assert memory.phases["after_init"] == 40 and new.numel() == 10
+
+
+def test_a_pass_that_raises_still_ends_the_meter(device: str) -> None:
+    with pytest.raises(LookupError), meter(device):
+        raise LookupError
+    with meter(device) as memory:
+        torch.empty(N, device=device)
+    assert memory.peak == 4 * N
+
+
+def metered_collectives() -> Memory:
+    with meter("cpu") as memory:
+        for _ in range(50):
+            work = dist.all_reduce(torch.ones(N), async_op=True)  # the worker holds the only reference
+            assert work is not None
+            work.wait()
+        memory.mark("after_step")
+    return Memory(memory.phases, memory.peak)
+
+
+def test_tensors_that_a_backends_thread_releases_are_not_live(device: str) -> None:
+    with World(2, "cpu") as world:
+        for memory in world.run(metered_collectives):
+            assert memory.phases["after_step"] <= 4 * N  # the last one's release, in another thread, is not reported
+            assert memory.peak <= 2 * 4 * N
+
+
+def test_available_bytes_are_within_the_machine(device: str) -> None:
+    assert 2**20 < available_bytes(device) < 2**50
+
+
+def test_out_of_memory_is_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("can't allocate memory for names"))
+    assert not is_out_of_memory(None)

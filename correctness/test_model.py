@@ -1,0 +1,96 @@
+"""The language model: its published sizes, and every implementation against the plain one in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from impl.attention import eager_attention
+from impl.model import SIZES, PlainTransformer, Transformer, TransformerSize
+from impl.model.layers import RotaryEmbedding
+from shardmark.registry import Implementation
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("small", 128_625_408),
+        ("medium", 423_183_360),
+        ("large", 969_411_840),
+        ("xl", 1_998_235_200),
+        ("2.7b", 3_406_809_600),
+    ],
+)
+def test_published_sizes_have_their_parameter_counts(name: str, parameters: int) -> None:
+    with torch.device("meta"):
+        model = Transformer(SIZES[name], context_length=128)
+    assert sum(p.numel() for p in model.parameters()) == parameters == SIZES[name].parameters
+
+
+@pytest.mark.parametrize("name", ["tiny", "mini"])
+def test_formula_counts_the_parameters_of_small_sizes(name: str) -> None:
+    with torch.device("meta"):
+        model = Transformer(SIZES[name], context_length=128)
+    assert sum(p.numel() for p in model.parameters()) == SIZES[name].parameters
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """Everything made in the test is float64, the tables of sines and cosines too."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.family("model")
+@pytest.mark.usefixtures("in_float64")
+def test_logits_and_gradients_match_the_plain_model(implementation: Implementation, device: str) -> None:
+    size = TransformerSize(d_model=24, d_ff=40, layers=3, heads=2, vocab=50)
+    tokens = torch.randint(size.vocab, (2, 13), device=device)
+    weights = torch.randn(2, 13, size.vocab, device=device)
+    plain = PlainTransformer(size, context_length=16).to(device)
+    model = implementation.adapted(size, context_length=16).to(device)
+    model.load_state_dict(plain.state_dict())
+    for m in (plain, model):
+        (m(tokens) * weights).sum().backward()
+    torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-12, atol=1e-12)
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(
+            mine.grad, theirs.grad, rtol=1e-11, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.family("model")
+def test_a_context_too_long_is_one_line(implementation: Implementation, device: str) -> None:
+    model = implementation.adapted(SIZES["tiny"], context_length=8).to(device)
+    with pytest.raises(ValueError, match=r"context up to 8\), got \(2, 9\)"):
+        model(torch.zeros(2, 9, dtype=torch.int64, device=device))
+
+
+@pytest.mark.family("attention")
+@pytest.mark.usefixtures("in_float64")
+def test_the_model_takes_any_attention(implementation: Implementation, device: str) -> None:
+    size = SIZES["tiny"]
+    tokens = torch.randint(size.vocab, (2, 40), device=device)
+    reference = Transformer(size, context_length=40, attention=eager_attention).to(device)
+    model = Transformer(size, context_length=40, attention=implementation.adapted).to(device)
+    model.load_state_dict(reference.state_dict())
+    torch.testing.assert_close(model(tokens), reference(tokens), rtol=1e-12, atol=1e-12)
+
+
+def test_positions_are_relative(device: str) -> None:
+    """A score between two turned vectors depends on the distance of their positions alone."""
+    rotary = RotaryEmbedding(head_dim=16, context_length=64).to(device)
+    q, k = (torch.randn(16, device=device).expand(64, 16) for _ in range(2))
+    scores = rotary(q) @ rotary(k).T
+    for distance in (0, 1, 30):
+        along = scores.diagonal(distance)
+        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("d_model", "heads"), [(64, 3), (12, 4)], ids=["heads_do_not_divide", "odd_head_dim"])
+def test_widths_that_do_not_divide_are_one_line(d_model: int, heads: int) -> None:
+    with pytest.raises(ValueError, match=rf"d_model {d_model} does not divide into {heads} heads of an even size"):
+        TransformerSize(d_model, d_ff=64, layers=1, heads=heads)
