@@ -122,7 +122,12 @@ def test_large_scores_do_not_overflow(implementation: Implementation, device: st
     ],
 )
 def test_shapes_that_do_not_go_together_are_one_line(
-    implementation: Implementation, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], message: str, device: str
+    implementation: Implementation,
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    message: str,
+    device: str,
 ) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         implementation.adapted(*(torch.randn(shape, device=device) for shape in (q, k, v)))

@@ -56,5 +56,5 @@ def test_the_stopwatch_splits_a_step_into_its_parts(device: str) -> None:
     laps = watch.stop()
     assert list(laps.parts) == ["forward", "backward"]
     if device == "cpu":  # a sleeping host is not work on a GPU
-        assert 0.02 <= laps.parts["forward"] and 0.04 <= laps.parts["backward"]
+        assert laps.parts["forward"] >= 0.02 and laps.parts["backward"] >= 0.04
         assert sum(laps.parts.values()) <= laps.seconds < 10

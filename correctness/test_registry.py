@@ -10,7 +10,7 @@ import pytest
 from shardmark import registry
 from shardmark.registry import FAMILIES, RegistryError, check_contract, family, resolve
 
-OWN = '''
+OWN = """
 import torch
 from neighbour import SCALE
 
@@ -30,7 +30,7 @@ def raises(q, k, v, *, is_causal=False):
     raise RuntimeError("first line\\nsecond line")
 
 number = 3
-'''
+"""
 
 
 @pytest.fixture
@@ -81,7 +81,11 @@ def test_a_target_that_is_not_there_is_one_line(own: Path, spec: str, message: s
 
 
 def test_a_file_that_does_not_import_is_one_line(tmp_path: Path) -> None:
-    for text, error in (("import nonesuch", "ModuleNotFoundError"), ("def f(:", "SyntaxError"), ("1 / 0", "ZeroDivision")):
+    for text, error in (
+        ("import nonesuch", "ModuleNotFoundError"),
+        ("def f(:", "SyntaxError"),
+        ("1 / 0", "ZeroDivision"),
+    ):
         file = tmp_path / "broken.py"
         file.write_text(text)
         with pytest.raises(RegistryError, match=f"cannot import .*broken.py: {error}") as caught:

@@ -1,4 +1,4 @@
-"""The grids of cases at each scale: smoke (seconds), laptop (minutes on two cores), paper (the sizes people publish)."""
+"""The grids of cases at each scale: smoke (seconds), laptop (minutes on two cores), paper (sizes people publish)."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def _workers_let_go_first() -> Iterator[None]:
         time.sleep(0.002)
         return done
 
-    dist.Work.wait = patient_wait  # type: ignore[method-assign]
+    dist.Work.wait = patient_wait  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

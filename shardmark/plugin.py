@@ -1,15 +1,15 @@
 """The pytest plugin: options and fixtures, each a few lines over the modules beside it.
 
-    @pytest.mark.family("attention")                       # `implementation` runs over the family's implementations
-    @pytest.mark.cases(cases.ATTENTION)                    # `case` runs over the grid at --scale
-    @pytest.mark.question("What does attention cost?")     # rows of one question share a table
-    def test_forward(implementation, case, measure): ...
+@pytest.mark.family("attention")                       # `implementation` runs over the family's implementations
+@pytest.mark.cases(cases.ATTENTION)                    # `case` runs over the grid at --scale
+@pytest.mark.question("What does attention cost?")     # rows of one question share a table
+def test_forward(implementation, case, measure): ...
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,26 +17,44 @@ import pytest
 from shardmark import registry, torchrun
 from shardmark.clock import DeviceClock
 from shardmark.measure import Measure
+from shardmark.rank import WorldError
 from shardmark.registry import Implementation
 from shardmark.report import tables
 from shardmark.rows import describe_machine
 from shardmark.session import SESSION, start_session
-from shardmark.world import World, WorldError
+from shardmark.world import World
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of DESIGN: `shardmark.session` checks them."""
     group = parser.getgroup("shardmark")
     group.addoption("--device", default="auto", help="where tensors live: auto (CUDA where it works), cpu or cuda")
-    group.addoption("--scale", default="auto", help="grid of cases: auto (paper on CUDA, laptop on CPU), "
-                    "smoke (seconds), laptop (minutes on two cores) or paper (the sizes people publish)")
+    group.addoption(
+        "--scale",
+        default="auto",
+        help="grid of cases: auto (paper on CUDA, laptop on CPU), "
+        "smoke (seconds), laptop (minutes on two cores) or paper (the sizes people publish)",
+    )
     group.addoption("--ranks", default=None, metavar="N,N", help="world sizes to use, such as 2,4")
-    group.addoption("--impl", action="append", default=[], metavar="FAMILY=TARGET",
-                    help="run one family alone, on this implementation: a registered name, module:attribute or "
-                    "file.py:attribute; repeatable")
-    group.addoption("--implementations", action="store_true", help="print every family's implementations and whether "
-                    "each runs here, and stop")
-    group.addoption("--budgets", default=None, metavar="FILE", help="your own limits, a TOML table per test-id pattern "
-                    "with `seconds` (median of a step) and `bytes` (peak)")
+    group.addoption(
+        "--impl",
+        action="append",
+        default=[],
+        metavar="FAMILY=TARGET",
+        help="run one family alone, on this implementation: a registered name, module:attribute or "
+        "file.py:attribute; repeatable",
+    )
+    group.addoption(
+        "--implementations",
+        action="store_true",
+        help="print every family's implementations and whether each runs here, and stop",
+    )
+    group.addoption(
+        "--budgets",
+        default=None,
+        metavar="FILE",
+        help="your own limits, a TOML table per test-id pattern with `seconds` (median of a step) and `bytes` (peak)",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -99,7 +117,8 @@ def _skip_unless_it_runs(entry: Implementation, device: str) -> tuple[pytest.Mar
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With `--impl`, keep the tests that run over an implementation of those families; give benchmarks our clock."""
     session = config.stash[SESSION]
-    kept, dropped = [], []
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         implementation = parameters.get("implementation")
@@ -122,7 +141,7 @@ def _use_device_clock(item: pytest.Item, clock: DeviceClock) -> None:
 
 @pytest.fixture(scope="session")
 def device(pytestconfig: pytest.Config) -> str:
-    """"cpu" or "cuda", from --device."""
+    """ "cpu" or "cuda", from --device."""
     return pytestconfig.stash[SESSION].device
 
 
@@ -146,9 +165,9 @@ def world(request: pytest.FixtureRequest, worlds: Callable[[int], World]) -> Wor
 
 
 @pytest.fixture
-def measure(request: pytest.FixtureRequest, benchmark: Any) -> Iterator[Measure]:
+def measure(request: pytest.FixtureRequest, benchmark: Any) -> Measure:
     """Measure a case, hold it to its budgets, and save its row: see `shardmark.measure.Measure`."""
-    yield Measure(request.config.stash[SESSION], request.node, benchmark)
+    return Measure(request.config.stash[SESSION], request.node, benchmark)
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
@@ -174,7 +193,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for line in lines:
             terminalreporter.write_line(line)
     if session.rows.rows and session.rows.path is not None:
-        terminalreporter.write_line(f"\n{len(session.rows.rows)} rows in {session.rows.path}")
+        terminalreporter.write_line(f"\n{_count(session.rows.rows, 'row')} in {session.rows.path}")
     for budget in session.budgets:
         if budget.pattern not in session.matched_budgets:
             terminalreporter.write_line(f'--budgets: no measured test matches "{budget.pattern}"', yellow=True)
+
+
+def _count(things: list[Any], name: str) -> str:
+    return f"{len(things)} {name}{'s' * (len(things) != 1)}"

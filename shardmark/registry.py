@@ -143,9 +143,7 @@ def resolve(family_name: str, spec: str) -> Implementation:
         target = getattr(module, attribute)
     except AttributeError:
         raise RegistryError(f"{family_name}={spec}: {source} has no {attribute!r}") from None
-    return Implementation(
-        family_name, attribute, target, owner.memory, owner.time, spec=f"{source}:{attribute}"
-    )
+    return Implementation(family_name, attribute, target, owner.memory, owner.time, spec=f"{source}:{attribute}")
 
 
 def check_contract(implementation: Implementation, device: str) -> None:
@@ -162,7 +160,7 @@ def check_contract(implementation: Implementation, device: str) -> None:
 
 
 def listing(device: str) -> str:
-    """Every family's implementations, whether each runs on `device`, and if not why: what `--implementations` prints."""
+    """What `--implementations` prints: every implementation, whether it runs on `device`, and if not why."""
     lines = [f"torch {torch.__version__}, device {device}"]
     for owner in FAMILIES.values():
         lines += ["", f"{owner.name} (reference: {owner.reference})"]

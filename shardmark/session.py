@@ -12,9 +12,10 @@ from shardmark.budget import AbsoluteBudget, read_budgets
 from shardmark.cases import SCALES
 from shardmark.clock import DeviceClock
 from shardmark.hardware import Roofline, measure_roofline
+from shardmark.rank import WorldError, available_cores
 from shardmark.registry import Implementation
 from shardmark.rows import RowFile
-from shardmark.world import WorldError, Worlds, available_cores, check_size
+from shardmark.world import Worlds, check_size
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -125,5 +126,3 @@ def start_session(config: pytest.Config) -> Session:
         return Session(config)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
-
-

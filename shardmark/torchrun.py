@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 4 -m pytest correctness
 
 On one machine or many: calls and answers go through torchrun's own store, so nothing but torch is needed in between.
+(A store takes bytes; its annotation says str.)
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardmark.world import DEADLINE, GRACE, RankError, WorldError, backend_of, perform, pickled_call
+from shardmark.rank import WorldError, backend_of, perform, pickled_call
+from shardmark.world import DEADLINE, GRACE, RankError
 
 _FOREVER = timedelta(days=30)
 _STOP = b""
@@ -66,7 +68,7 @@ def serve(device: str) -> None:
             return
         deadline, work = pickle.loads(message)
         faulthandler.dump_traceback_later(deadline)  # a hung rank shows its stack where torchrun shows its errors
-        store.set(f"{call}/{rank()}", perform(work))
+        store.set(f"{call}/{rank()}", perform(work))  # type: ignore[arg-type]
         faulthandler.cancel_dump_traceback_later()
         call += 1
 
@@ -90,7 +92,7 @@ class TorchrunWorld:
             raise WorldError("a rank that torchrun started has died or hung, and cannot be replaced from here")
         work = pickled_call(function, args)
         call, self._call = self._call, self._call + 1
-        self._store.set(f"{call}", pickle.dumps((deadline, work)))
+        self._store.set(f"{call}", pickle.dumps((deadline, work)))  # type: ignore[arg-type]
         # Our own share runs in a thread: if another rank fails, we may be stuck in a collective with it.
         answers: dict[int, bytes] = {}
         own_share = threading.Thread(target=self._perform_own, args=(work, answers), daemon=True)
@@ -117,7 +119,7 @@ class TorchrunWorld:
     def close(self) -> None:
         """Let the other ranks go."""
         if self.alive:
-            self._store.set(f"{self._call}", _STOP)
+            self._store.set(f"{self._call}", _STOP)  # type: ignore[arg-type]
             dist.destroy_process_group()
             self.alive = False
 

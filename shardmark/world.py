@@ -10,26 +10,22 @@ the loopback interface. Whatever happens to the process that started them, they 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import fcntl
 import multiprocessing
 import os
 import pickle
 import re
-import select
 import shutil
 import signal
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from shardmark.rank import WorldError, available_cores, pickled_call, serve
 
 DEADLINE = 120.0
 """Seconds that a call may take on a world before its ranks count as hung."""
@@ -37,10 +33,6 @@ GRACE = 1.0
 """Seconds that the other ranks get to answer once one has failed."""
 RANKS_PER_CORE = 8
 """Ranks that may share a core: enough for correctness at any world size, too many to measure."""
-
-
-class WorldError(ValueError):
-    """A world that cannot be, or work that cannot be sent to one, in one line."""
 
 
 class RankError(RuntimeError):
@@ -58,11 +50,6 @@ class RankError(RuntimeError):
 def available_ranks(device: str) -> int:
     """The largest world this machine allows: a rank per GPU on CUDA, `RANKS_PER_CORE` per core on CPU."""
     return torch.cuda.device_count() if device == "cuda" else RANKS_PER_CORE * available_cores()
-
-
-def available_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0))
 
 
 def check_size(size: int, device: str) -> None:
@@ -94,14 +81,14 @@ class World:
         self._processes: list[Any] = []
         context = multiprocessing.get_context("forkserver")
         # Imported once in the server instead of once in every rank; test modules, which ranks import, need pytest.
-        context.set_forkserver_preload(["__main__", "torch", "torch.distributed", "shardmark.world", "pytest"])
+        context.set_forkserver_preload(["__main__", "torch", "torch.distributed", "shardmark.rank", "pytest"])
         try:
             for rank in range(size):
                 ours, theirs = context.Pipe()
                 self._connections.append(ours)
                 with theirs:
                     process = context.Process(
-                        target=_serve, args=(rank, size, device, self._directory, theirs), daemon=True
+                        target=serve, args=(rank, size, device, self._directory, theirs), daemon=True
                     )
                     process.start()
                 self._processes.append(process)
@@ -161,9 +148,7 @@ class World:
         failures: dict[int, tuple[str, BaseException | None]] = {}
         end = start + deadline
         while len(answers) + len(failures) < self.size:
-            waiting = {
-                self._connections[rank]: rank for rank in range(self.size) if rank not in answers | failures
-            }
+            waiting = {self._connections[rank]: rank for rank in range(self.size) if rank not in answers | failures}
             ready = connection.wait(list(waiting), max(0.0, end - time.monotonic()))
             for pipe in ready:
                 rank = waiting[pipe]  # type: ignore[index]
@@ -192,7 +177,9 @@ class World:
         stacks = self._stacks(silent)
         report = [f"rank {rank} of {self.size} {text}" for rank, (text, _) in failures.items()]
         for rank in silent:
-            report.append(f"rank {rank} of {self.size} had not answered after {seconds:.1f} s; it was at\n{stacks[rank]}")
+            report.append(
+                f"rank {rank} of {self.size} had not answered after {seconds:.1f} s; it was at\n{stacks[rank]}"
+            )
         report += [f"rank {rank} of {self.size} finished" for rank in answers]
         first = next(iter(failures), silent[0] if silent else 0)
         return RankError("\n".join(report), first, failures[first][1] if first in failures else None)
@@ -202,7 +189,9 @@ class World:
         process = self._processes[rank]
         process.join(GRACE)
         code = process.exitcode
-        cause = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with {code}"
+        cause = (
+            f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with {code}"
+        )
         last_words = self._stack_file(rank).read_text() if self._stack_file(rank).exists() else ""
         return f"{cause}\n{last_words}" if last_words else cause
 
@@ -226,80 +215,6 @@ class World:
 
     def _stack_file(self, rank: int) -> Path:
         return self._directory / f"rank{rank}.stacks"
-
-
-def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """A call as bytes; WorldError, in one line, for what cannot be sent."""
-    try:
-        return pickle.dumps((function, args))
-    except Exception as error:  # pickle raises as many kinds as there are things it cannot pickle
-        raise WorldError(f"a world runs module-level functions with arguments that pickle: {error}") from error
-
-
-def perform(work: bytes) -> bytes:
-    """Do a pickled call; the answer, as bytes, is (True, result) or (False, (traceback, exception or None))."""
-    try:
-        function, args = pickle.loads(work)
-        return pickle.dumps((True, function(*args)))
-    except Exception as error:
-        own = error.__traceback__.tb_next if error.__traceback__ else None  # without this frame
-        text = f"raised {type(error).__name__}: {error}\n" + "".join(traceback.format_exception(error.with_traceback(own)))
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # an exception of unusual construction travels as text alone
-            return pickle.dumps((False, (text, None)))
-        return pickle.dumps((False, (text, error)))
-
-
-def _serve(rank: int, size: int, device: str, directory: Path, pipe: connection.Connection) -> None:
-    """A rank's life: join the group, then answer each call until the pipe closes."""
-    _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us, which then ends us
-    stacks = (directory / f"rank{rank}.stacks").open("w")
-    faulthandler.enable(stacks)
-    faulthandler.register(signal.SIGUSR1, stacks)
-    pipe.send_bytes(perform(pickle.dumps((_join, (rank, size, device, directory)))))
-    while True:
-        try:
-            work = pipe.recv_bytes()
-        except EOFError:
-            return
-        answer = perform(work)
-        sys.stdout.flush()
-        pipe.send_bytes(answer)
-
-
-def _join(rank: int, size: int, device: str, directory: Path) -> None:
-    torch.set_num_threads(max(1, available_cores() // size))
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
-    # The flight recorder keeps the last 2,000 collectives, which grows like a leak; who wants it sets the variable.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        backend_of(device), store=dist.FileStore(str(directory / "rendezvous"), size), rank=rank, world_size=size
-    )
-
-
-def backend_of(device: str) -> str:
-    """The process-group backend for a device: "nccl" or "gloo"."""
-    return "nccl" if device == "cuda" else "gloo"
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when the one that asked for it ends, however it ends and whatever we do.
-
-    The parent holds the write end of a pipe whose read end is its sentinel here; the pipe signals us when it closes.
-    A thread that watches the sentinel would do the same only while something releases the interpreter lock.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(parent.sentinel, getattr(fcntl, "F_SETSIG", 10), signal.SIGKILL)
-    flags = fcntl.fcntl(parent.sentinel, fcntl.F_GETFL)
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
-    if select.select([parent.sentinel], [], [], 0)[0]:  # it was gone before the signal was armed
-        os._exit(1)
 
 
 class Worlds:

@@ -1,0 +1,1 @@
+"""Closed forms of what implementations hold, compute and communicate: memory, FLOPs, bytes sent."""

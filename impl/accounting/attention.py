@@ -9,12 +9,12 @@ import math
 
 from shardmark.cases import AttentionCase
 from shardmark.hardware import Work
-from shardmark.world import available_cores
+from shardmark.rank import available_cores
 
 TILE = 256
 """Queries and keys in one tile of `flash_pytorch`: 256 is its fastest on CPU from 1,024 tokens on."""
 
-# Passes of (queries x keys x head_dim) multiply-adds: q kᵀ and p v forward; their four gradients and q kᵀ again backward.
+# Products of queries x keys x head_dim: q kᵀ and p v forward; their four gradients, and q kᵀ again, backward.
 _PRODUCTS = {"forward": 2, "backward": 5, "both": 7}
 
 
@@ -59,7 +59,9 @@ def flash_pytorch_peak(case: AttentionCase) -> int:
         return flash_peak(case) + 2 * slab + 2 * column + tile + max(mask, 2 * column) + upcast
     if size == compute:
         return flash_peak(case) + slab + column + 2 * tile
-    rounded = 3 * batch * seq * head_dim * size  # dq dk dv in the inputs' dtype, made from accumulators when all is done
+    rounded = (
+        3 * batch * seq * head_dim * size
+    )  # dq dk dv in the inputs' dtype, made from accumulators when all is done
     accumulators = 3 * batch * seq * head_dim * compute
     upcast = 4 * slab + column  # q, do, k, v, delta
     return flash_peak(case) - rounded + accumulators + upcast + max(2 * tile, rounded)

@@ -1,9 +1,9 @@
 """Attention: softmax(q kᵀ / sqrt(head_dim)) v (Vaswani et al., "Attention Is All You Need", 2017, section 3.2.1).
 
-    from impl.attention import eager_attention, FlashAttentionPyTorch
+from impl.attention import eager_attention, FlashAttentionPyTorch
 
-    out = eager_attention(q, k, v, is_causal=True)
-    out = FlashAttentionPyTorch.apply(q, k, v, True)
+out = eager_attention(q, k, v, is_causal=True)
+out = FlashAttentionPyTorch.apply(q, k, v, True)
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Attention(Protocol):
     dtypes or devices that do not go together.
     """
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+        """softmax(q kᵀ / sqrt(head_dim)) v."""
+        ...
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -52,7 +54,9 @@ def as_attention(target: Any) -> Attention:
     return target
 
 
-def _apply(function: type[torch.autograd.Function], q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False):
+def _apply(
+    function: type[torch.autograd.Function], q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False
+) -> Tensor:
     return function.apply(q, k, v, is_causal)
 
 

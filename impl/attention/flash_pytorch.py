@@ -88,7 +88,12 @@ class FlashAttentionPyTorch(torch.autograd.Function):
                 grad_k[:, keys].baddbmm_(grad_scores.mT, q_tile)
                 grad_q[:, queries].baddbmm_(grad_scores, k_tile, alpha=scale)
                 del probs, grad_scores  # or they would live through the next tile's products
-        return grad_q.view(q.shape).to(q.dtype), grad_k.view(k.shape).to(k.dtype), grad_v.view(v.shape).to(v.dtype), None
+        return (
+            grad_q.view(q.shape).to(q.dtype),
+            grad_k.view(k.shape).to(k.dtype),
+            grad_v.view(v.shape).to(v.dtype),
+            None,
+        )
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -108,6 +113,4 @@ def _mask_future(tile: Tensor, first_query: int, first_key: int, value: float) -
         tile.masked_fill_(future, value)
 
 
-register(
-    "attention", "flash_pytorch", FlashAttentionPyTorch, memory=flash_pytorch_peak, time=TimeBudget("eager")
-)
+register("attention", "flash_pytorch", FlashAttentionPyTorch, memory=flash_pytorch_peak, time=TimeBudget("eager"))

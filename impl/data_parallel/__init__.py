@@ -34,7 +34,9 @@ class DataParallelWrapper(Protocol):
 
     module: nn.Module
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns."""
+        ...
 
     def finish_gradient_synchronization(self) -> None:
         """Return when every gradient is the average over the ranks."""
@@ -67,11 +69,14 @@ FAMILY = add_family(
     )
 )
 
-from impl.data_parallel.naive import NaiveDataParallel  # noqa: E402  (they register in the family above)
-from impl.data_parallel.flat import FlatDataParallel  # noqa: E402, I001  (simplest first)
-from impl.data_parallel.overlapped import OverlappedDataParallel  # noqa: E402
+# isort: off  (simplest first, as in every list and table)
 from impl.data_parallel.bucketed import BucketedDataParallel  # noqa: E402
+from impl.data_parallel.flat import FlatDataParallel  # noqa: E402
 from impl.data_parallel.library import TorchDataParallel  # noqa: E402
+from impl.data_parallel.naive import NaiveDataParallel  # noqa: E402  (they register in the family above)
+from impl.data_parallel.overlapped import OverlappedDataParallel  # noqa: E402
+
+# isort: on
 
 __all__ = [
     "BucketedDataParallel",

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-
 BACKWARD_TWICE = "backward ran twice before finish_gradient_synchronization(); run all but the last in no_sync()"
 
 

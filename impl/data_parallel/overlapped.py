@@ -1,4 +1,4 @@
-"""One all-reduce a parameter, each begun as soon as backward has its gradient: communication hides behind computation."""
+"""One all-reduce a parameter, begun as soon as backward has its gradient: communication hides behind computation."""
 
 from __future__ import annotations
 

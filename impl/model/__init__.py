@@ -1,9 +1,9 @@
 """The language model that training steps are measured on: a decoder-only transformer.
 
-    from impl.model import SIZES, Transformer
+from impl.model import SIZES, Transformer
 
-    model = Transformer(SIZES["small"], context_length=512)
-    logits = model(tokens)  # (batch, context) -> (batch, context, vocab)
+model = Transformer(SIZES["small"], context_length=512)
+logits = model(tokens)  # (batch, context) -> (batch, context, vocab)
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ class Model(Protocol):
     `Transformer`'s names and shapes, so that weights load from one implementation into another.
     """
 
-    def __call__(self, tokens: Tensor) -> Tensor: ...
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits of the token that follows each position."""
+        ...
 
 
 def _check(target: Any, device: str) -> None:

@@ -32,9 +32,7 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the token that follows each position."""
         if tokens.ndim != 2 or tokens.shape[1] > self.context_length:
-            raise ValueError(
-                f"tokens are (batch, context up to {self.context_length}), got {tuple(tokens.shape)}"
-            )
+            raise ValueError(f"tokens are (batch, context up to {self.context_length}), got {tuple(tokens.shape)}")
         x = self.embedding(tokens)  # (batch, context, d_model)
         for block in self.blocks:
             x = block(x)

@@ -88,9 +88,7 @@ def render(entries: list[Entry]) -> Iterator[tuple[str, list[str]]]:
 
 def _table(entries: list[Entry]) -> list[str]:
     grid = {
-        name: values
-        for name, cell in COLUMNS
-        if any(values := [cell(entry, entry["extra_info"]) for entry in entries])
+        name: values for name, cell in COLUMNS if any(values := [cell(entry, entry["extra_info"]) for entry in entries])
     }
     columns = []
     for name, values in grid.items():

@@ -1,0 +1,290 @@
+"""The plugin as a user meets it: options, usage errors, rows, verdicts, tables and files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest_plugins = ["pytester"]
+
+ROOT = Path(__file__).parent.parent
+
+CONFTEST = """
+import impl
+pytest_plugins = ["shardmark.plugin"]
+"""
+
+SLEEPS = """
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from shardmark.budget import TimeBudget
+from shardmark.cases import Grid
+from shardmark.hardware import Work
+from shardmark.registry import Family, add_family, register
+
+
+class Contract: ...
+
+
+@dataclass(frozen=True)
+class Naps:
+    length: float
+    nbytes: int = 4000
+    dtype: str = "float32"
+
+    def __str__(self):
+        return f"{self.length}s"
+
+
+add_family(Family("sleep", Contract, reference="plain", check=lambda target, device: None))
+
+
+def formula(case):
+    return case.nbytes
+
+
+register("sleep", "plain", 1.0, memory=formula, time=TimeBudget("slow", 0.9))
+register("sleep", "slow", 4.0, memory=formula, time=TimeBudget("plain", 2.0))
+register("sleep", "greedy", 1.0, memory=lambda case: formula(case) // 2)
+register("sleep", "elsewhere", 1.0, memory=formula, requires=(lambda device: "needs another planet",))
+
+
+class Sleep:
+    backend = "none"
+
+    def __init__(self, implementation, case, device):
+        self.length = implementation.target * case.length
+        self.kept = torch.empty(1000) if case.nbytes < 2**50 else torch.empty(case.nbytes)
+
+    def prepare(self):
+        pass
+
+    def step(self, mark):
+        time.sleep(self.length)
+        mark("forward")
+
+
+GRID = Grid(smoke=[Naps(0.001)], laptop=[Naps(0.001), Naps(0.002)], paper=[Naps(0.001), Naps(0.001, nbytes=10**17)])
+
+
+@pytest.mark.family("sleep")
+@pytest.mark.question("How long is a nap?")
+@pytest.mark.cases(GRID)
+def test_nap(implementation, case, measure):
+    measure(Sleep, implementation, case, work=Work(flops=10, bytes_moved=10))
+"""
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A project of one's own that uses the plugin, with a family of its own."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.syspath_prepend(str(ROOT))
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(test_sleeps=SLEEPS)
+    return pytester
+
+
+def _run(project: pytest.Pytester, *args: str) -> tuple[pytest.RunResult, dict[str, Any]]:
+    """A run in this process, and its JSON."""
+    rounds = ("--benchmark-min-rounds=7", "--benchmark-max-time=0.01", "--benchmark-quiet")
+    result = project.runpytest_inprocess("--device=cpu", *rounds, "--benchmark-json=out.json", *args)
+    out = project.path / "out.json"
+    return result, json.loads(out.read_text()) if out.exists() else {}
+
+
+def _row(output: dict[str, Any], name: str) -> dict[str, Any]:
+    entries = [*output["benchmarks"], *output["unmeasured"]]
+    (row,) = [entry["extra_info"] for entry in entries if name in entry["name"]]
+    return row
+
+
+def test_verdicts_are_outcomes_and_every_row_lands(project: pytest.Pytester) -> None:
+    result, output = _run(project, "--scale=smoke", "-rs")
+    result.assert_outcomes(passed=1, failed=2, skipped=1)
+    assert _row(output, "plain")["verdict"] == "pass"
+    assert _row(output, "slow")["verdict"] == _row(output, "greedy")["verdict"] == "fail"
+    result.stdout.fnmatch_lines(
+        [
+            "*x plain's time, * interval [[]*[]], against the budget of 2.0x",
+            "peak of 0.00 MiB, over the budget of 0.00 MiB (formula 0.00 MiB x 1.05)",
+            "*How long is a nap?*",
+            "case * implementation * step ms * ratio to peer * of limit * peak MiB * budget MiB * verdict",
+            "0.001s * plain * ± * slow * pass",
+            "0.001s * slow * ± * plain * fail",
+            "3 rows in out.json",
+            "SKIPPED * elsewhere: needs another planet",
+        ]
+    )
+
+
+def test_a_row_says_what_the_design_lists(project: pytest.Pytester) -> None:
+    _, output = _run(project, "--scale=smoke", "-k", "plain")
+    (entry,) = output["benchmarks"]
+    row = entry["extra_info"]
+    assert entry["group"] == "How long is a nap?"
+    assert entry["params"] == {"implementation": "plain", "case": "0.001s"}
+    assert entry["options"]["timer"] == "device_clock"
+    assert row["case"] == {"id": "0.001s", "length": 0.001, "nbytes": 4000, "dtype": "float32"}
+    assert row["memory"]["phases"] == dict.fromkeys(["after_init", "before_step", "after_forward", "after_step"], 4000)
+    assert row["memory"]["peak"] == row["memory"]["formula"] == 4000 and row["memory"]["budget"] == 4200
+    assert row["work"] == {"flops": 10, "bytes_moved": 10, "bytes_communicated": 0}
+    assert row["limit"]["seconds"] > 0 and 0 < row["limit"]["fraction"] < 1
+    time = row["time"]
+    assert time["peer"] == "slow" and time["budget"] == 0.9 and time["coverage"] >= 0.95
+    assert time["interval"][0] <= time["ratio"] <= time["interval"][1] < 0.9
+    rest = ("family", "implementation", "device", "backend", "world_size", "dtype", "scale", "simulated")
+    assert [row[name] for name in rest] == ["sleep", "plain", "cpu", "none", 1, "float32", "smoke", False]
+    assert len(entry["stats"]["data"]) >= 7 and min(entry["stats"]["data"]) >= 0.001
+    assert {"torch", "triton", "gpus", "driver", "attention_backend"} <= set(output["machine_info"])
+
+
+def test_rows_are_on_disk_as_soon_as_they_are_measured(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_zlast="""
+        import json
+        def test_last():
+            output = json.load(open("out.json"))
+            assert [entry["name"] for entry in output["benchmarks"]] == ["test_nap[plain-0.001s]"]
+        """
+    )
+    result, _ = _run(project, "--scale=smoke", "-k", "plain or last")
+    result.assert_outcomes(passed=2)
+    assert not list(project.path.glob("*.partial"))
+
+
+def test_a_case_that_would_not_fit_is_not_started(project: pytest.Pytester) -> None:
+    result, output = _run(project, "--scale=paper", "-k", "plain", "-rs")
+    result.assert_outcomes(passed=1, skipped=1)
+    (entry,) = output["unmeasured"]
+    row = entry["extra_info"]
+    assert row["verdict"] == "not started" and row["memory"]["needed"] == 2 * 10**17  # it and its peer
+    assert 0 < row["memory"]["available"] < row["memory"]["needed"]
+    result.stdout.fnmatch_lines(
+        ["*plain * needs 190,734,863,281.25 of * not started", "*not started: needs * MiB of *"]
+    )
+
+
+def test_running_out_of_memory_is_a_row_and_a_failure(
+    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardmark.measure.Measure._admit", lambda *_: None)
+    result, output = _run(project, "--scale=paper", "-k", "greedy")
+    result.assert_outcomes(passed=0, failed=2)
+    assert [entry["extra_info"]["verdict"] for entry in output["unmeasured"]] == ["out of memory"]
+    result.stdout.fnmatch_lines(["out of memory: *DefaultCPUAllocator: can't allocate memory*"])
+
+
+def test_too_few_rounds_leave_a_time_budget_undecided(project: pytest.Pytester) -> None:
+    result, output = _run(project, "--scale=smoke", "-k", "slow", "--benchmark-min-rounds=2", "-rs")
+    result.assert_outcomes(skipped=1)
+    assert _row(output, "slow")["verdict"] == "undecided"
+    result.stdout.fnmatch_lines(["*undecided: *x plain's time, * interval *, against the budget of 2.0x"])
+
+
+def test_a_teams_own_budgets_are_held_to(project: pytest.Pytester) -> None:
+    Path("budgets.toml").write_text(
+        '["*[plain*"]\nseconds = 0.0005\n["*[greedy*"]\nbytes = 3_999\n["*nonesuch*"]\nseconds = 1\n'
+    )
+    result, _ = _run(project, "--scale=smoke", "-k", "plain or greedy", "--budgets=budgets.toml")
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(
+        [
+            '0.00* s, * interval *, against the 0.0005 s of "[*][[]plain[*]"',
+            '*peak of 4,000 bytes, over the 3,999 of "[*][[]greedy[*]"',
+            '--budgets: no measured test matches "[*]nonesuch[*]"',
+        ]
+    )
+
+
+def test_impl_runs_that_family_alone(project: pytest.Pytester) -> None:
+    project.makepyfile(own="from torch.nn.functional import scaled_dot_product_attention as mine")
+    project.makepyfile(
+        test_attention="""
+        import pytest
+        @pytest.mark.family("attention")
+        def test_it(implementation): print("ran", implementation.name)
+        @pytest.mark.family("collectives")
+        def test_other(implementation): pass
+        def test_no_family(): pass
+        """
+    )
+    result, _ = _run(project, "--scale=smoke", "--impl", "attention=own.py:mine", "--impl", "attention=sdpa", "-s")
+    result.assert_outcomes(passed=2, deselected=6)
+    result.stdout.fnmatch_lines(["*ran mine*", "*ran sdpa*"])
+
+
+def test_ranks_and_cases_parametrize_tests(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_ranks="""
+        import torch.distributed as dist
+        def test_size(world):
+            assert world.run(dist.get_world_size) == [world.size] * world.size
+        """
+    )
+    result, _ = _run(project, "--ranks=1,3,1", "-v", "test_ranks.py")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["*test_size[[]1ranks[]] PASSED*", "*test_size[[]3ranks[]] PASSED*"])
+    result, _ = _run(project, "--scale=laptop", "--collect-only", "-q", "test_sleeps.py")
+    result.stdout.fnmatch_lines(["*test_nap[[]plain-0.001s[]]", "*test_nap[[]plain-0.002s[]]"])
+
+
+def test_disabled_benchmarks_still_hold_memory_to_its_budget(project: pytest.Pytester) -> None:
+    result, output = _run(project, "--scale=smoke", "--benchmark-disable")
+    result.assert_outcomes(passed=2, failed=1, skipped=1)
+    assert not output
+
+
+def test_pytest_benchmarks_compare_reads_the_file(project: pytest.Pytester) -> None:
+    _run(project, "--scale=paper", "-k", "plain")
+    compared = project.run(sys.executable, "-m", "pytest_benchmark", "compare", "out.json")
+    assert compared.ret == 0
+    compared.stdout.fnmatch_lines(["*test_nap[[]plain-0.001s[]]*"])
+
+
+def test_the_listing_is_printed_and_nothing_runs(project: pytest.Pytester) -> None:
+    result, output = _run(project, "--implementations")
+    assert result.ret == 0 and not output
+    result.stdout.fnmatch_lines(["torch *, device cpu", "attention (reference: eager)", "  sdpa * runs here"])
+    result.stdout.no_fnmatch_line("*passed*")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device=tpu"], "--device is one of auto, cpu, cuda, not 'tpu'"),
+        (["--scale=huge"], "--scale is one of auto, smoke, laptop, paper, not 'huge'"),
+        (["--ranks=two"], "--ranks takes world sizes such as 2,4, not 'two'"),
+        (["--ranks=2,9999"], "--ranks 2,9999: 9999 ranks are more than this machine allows: *"),
+        (["--ranks=0"], "--ranks 0: a world has at least one rank, not 0"),
+        (["--impl=attention"], "--impl takes FAMILY=TARGET, not 'attention'"),
+        (["--impl=optimiser=adam"], "no family 'optimiser'; the families are *"),
+        (["--impl=attention=nonesuch"], "attention has no implementation 'nonesuch'; registered are *"),
+        (["--impl=attention=missing.py:f"], "attention=missing.py:f: cannot import *missing.py: FileNotFoundError*"),
+        (["--impl=attention=math:cos"], "attention=math:cos does not meet the attention contract: TypeError: *"),
+        (["--budgets=missing.toml"], "missing.toml: No such file or directory"),
+    ],
+)
+def test_a_bad_option_is_one_line_and_status_4(project: pytest.Pytester, arguments: list[str], message: str) -> None:
+    result = project.runpytest_inprocess(*arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR == 4
+    errors = [line for line in result.errlines if line]
+    assert len(errors) == 1 and not result.outlines
+    result.stderr.fnmatch_lines([f"ERROR: {message}"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA devices")
+def test_asking_for_gpus_that_are_not_there_says_how_many(project: pytest.Pytester) -> None:
+    result = project.runpytest_inprocess("--device=cuda", "--ranks=4")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert [line for line in result.errlines if line] == [
+        "ERROR: --device cuda needs 4 CUDA devices, and this machine has 0"
+    ]

@@ -1,0 +1,105 @@
+"""A rank's side of a world: join the process group, then do what is asked until the world is gone."""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class WorldError(ValueError):
+    """A world that cannot be, or work that cannot be sent to one, in one line."""
+
+
+def available_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """A call as bytes; WorldError, in one line, for what cannot be sent."""
+    try:
+        return pickle.dumps((function, args))
+    except Exception as error:  # pickle raises as many kinds as there are things it cannot pickle
+        raise WorldError(f"a world runs module-level functions with arguments that pickle: {error}") from error
+
+
+def perform(work: bytes) -> bytes:
+    """Do a pickled call; the answer, as bytes, is (True, result) or (False, (traceback, exception or None))."""
+    try:
+        function, args = pickle.loads(work)
+        return pickle.dumps((True, function(*args)))
+    except Exception as error:
+        own = error.__traceback__.tb_next if error.__traceback__ else None  # without this frame
+        text = f"raised {type(error).__name__}: {error}\n" + "".join(
+            traceback.format_exception(error.with_traceback(own))
+        )
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # an exception of unusual construction travels as text alone
+            return pickle.dumps((False, (text, None)))
+        return pickle.dumps((False, (text, error)))
+
+
+def serve(rank: int, size: int, device: str, directory: Path, pipe: connection.Connection) -> None:
+    """A rank's life: join the group, then answer each call until the pipe closes."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us, which then ends us
+    stacks = (directory / f"rank{rank}.stacks").open("w")
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks)
+    pipe.send_bytes(perform(pickle.dumps((_join, (rank, size, device, directory)))))
+    while True:
+        try:
+            work = pipe.recv_bytes()
+        except EOFError:
+            return
+        answer = perform(work)
+        sys.stdout.flush()
+        pipe.send_bytes(answer)
+
+
+def _join(rank: int, size: int, device: str, directory: Path) -> None:
+    torch.set_num_threads(max(1, available_cores() // size))
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    # The flight recorder keeps the last 2,000 collectives, which grows like a leak; who wants it sets the variable.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend_of(device), store=dist.FileStore(str(directory / "rendezvous"), size), rank=rank, world_size=size
+    )
+
+
+def backend_of(device: str) -> str:
+    """The process-group backend for a device: "nccl" or "gloo"."""
+    return "nccl" if device == "cuda" else "gloo"
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the one that asked for it ends, however it ends and whatever we do.
+
+    The parent holds the write end of a pipe whose read end is its sentinel here; the pipe signals us when it closes.
+    A thread that watches the sentinel would do the same only while something releases the interpreter lock.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent.sentinel, getattr(fcntl, "F_SETSIG", 10), signal.SIGKILL)
+    flags = fcntl.fcntl(parent.sentinel, fcntl.F_GETFL)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if select.select([parent.sentinel], [], [], 0)[0]:  # it was gone before the signal was armed
+        os._exit(1)
