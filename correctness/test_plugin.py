@@ -247,7 +247,7 @@ def test_pytest_benchmarks_compare_reads_the_file(project: pytest.Pytester) -> N
     _run(project, "--scale=paper", "-k", "plain")
     compared = project.run(sys.executable, "-m", "pytest_benchmark", "compare", "out.json")
     assert compared.ret == 0
-    compared.stdout.fnmatch_lines(["*test_nap[[]plain-0.001s[]]*"])
+    compared.stdout.fnmatch_lines(["*test_nap[[]plain-0.001s0[]]*"])
 
 
 def test_the_listing_is_printed_and_nothing_runs(project: pytest.Pytester) -> None:

@@ -236,15 +236,15 @@ def test_a_thousand_calls_leave_everything_where_it_was(pair: World) -> None:
     def everyone() -> list[dict[str, int]]:
         return [environment(), *pair.run(environment)]
 
+    tensor = torch.ones(2500)  # 10 KB: to leak one a call would be 10 MB in the end
     for _ in range(10):
-        pair.run(scaled_sum, torch.ones(100), 1.0)
+        pair.run(scaled_sum, tensor, 1.0)
     before = everyone()
     for _ in range(990):
-        pair.run(scaled_sum, torch.ones(100), 1.0)
+        pair.run(scaled_sum, tensor, 1.0)
     for early, late in zip(before, everyone(), strict=True):
         assert (late["files"], late["threads"]) == (early["files"], early["threads"])
-        # Allocators round to pages; a leak of one of these 400-byte tensors a call would be four times this.
-        assert late["resident"] - early["resident"] < 990 * 100
+        assert late["resident"] - early["resident"] < 2**20  # 0.6% of what they hold: allocators are not exact
 
 
 SESSION = """
