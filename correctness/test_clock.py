@@ -26,7 +26,10 @@ def test_the_clock_does_not_run_backwards(seconds: float) -> None:
         DeviceClock().advance(seconds)
 
 
-def test_pytest_benchmark_records_exactly_what_the_clock_was_advanced_by(pytester: pytest.Pytester) -> None:
+def test_pytest_benchmark_records_exactly_what_the_clock_was_advanced_by(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # or pytest-benchmark disables itself in there
     pytester.makepyfile(
         """
         import pytest

@@ -25,10 +25,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from shardmark.budget import TimeBudget
-from shardmark.cases import Grid
-from shardmark.hardware import Work
-from shardmark.registry import Family, add_family, register
+from shardmark.cases import Grid, Work
+from shardmark.registry import Family, TimeBudget, add_family, register
 
 
 class Contract: ...
@@ -87,6 +85,7 @@ def test_nap(implementation, case, measure):
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     """A project of one's own that uses the plugin, with a family of its own."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # or pytest-benchmark disables itself in there
     monkeypatch.syspath_prepend(str(ROOT))
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(test_sleeps=SLEEPS)

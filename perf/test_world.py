@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardmark.budget import AbsoluteBudget, TimeBudget
+from shardmark.budget import AbsoluteBudget
 from shardmark.clock import Laps
 from shardmark.measure import Measure
 from shardmark.memory import Memory
 from shardmark.passes import IMPLEMENTATION, PEER, Measured, Plan, Rounds
-from shardmark.registry import Implementation
+from shardmark.registry import Implementation, TimeBudget
 from shardmark.world import World
 
 pytestmark = pytest.mark.question("What does a test on two real ranks cost?")

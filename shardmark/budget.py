@@ -59,14 +59,6 @@ def median_interval(samples: Sequence[float]) -> Interval:
     return Interval(median(ordered), ordered[k - 1], ordered[n - k], max(0.0, 1 - missed))
 
 
-@dataclass(frozen=True)
-class TimeBudget:
-    """At most `ratio` times the step time of `peer`, an implementation of the same family. None: shown, not judged."""
-
-    peer: str
-    ratio: float | None = None
-
-
 def paired_ratios(seconds: Sequence[float], peer_seconds: Sequence[float]) -> list[float]:
     """Ratio of each round's time to the peer's time in the same round: drift of the machine cancels."""
     return [mine / theirs for mine, theirs in zip(seconds, peer_seconds, strict=True)]

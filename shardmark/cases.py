@@ -17,6 +17,18 @@ MB = 2**20
 
 
 @dataclass(frozen=True)
+class Work:
+    """What one step does on all ranks together: floating-point operations, and bytes it must read and write.
+
+    `bytes_communicated` is what each rank must send, by theory.
+    """
+
+    flops: int = 0
+    bytes_moved: int = 0
+    bytes_communicated: int = 0
+
+
+@dataclass(frozen=True)
 class Grid:
     """The cases of one question, scale by scale."""
 

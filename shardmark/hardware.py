@@ -10,19 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from shardmark.cases import Work
 from shardmark.clock import Stopwatch
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one step does on all ranks together: floating-point operations, and bytes it must read and write.
-
-    `bytes_communicated` is what each rank must send, by theory.
-    """
-
-    flops: int = 0
-    bytes_moved: int = 0
-    bytes_communicated: int = 0
 
 
 @dataclass(frozen=True)

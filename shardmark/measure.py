@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardmark import budget, registry
-from shardmark.budget import MEMORY_SLACK, AbsoluteBudget, Interval, MemoryBudget, TimeBudget, median_interval
-from shardmark.hardware import Work
+from shardmark.budget import MEMORY_SLACK, AbsoluteBudget, Interval, MemoryBudget, median_interval
+from shardmark.cases import Work
 from shardmark.memory import available_bytes, is_out_of_memory
 from shardmark.passes import Measured, Plan, Rounds, Workload, measure
-from shardmark.registry import Implementation
+from shardmark.registry import Implementation, TimeBudget
 from shardmark.rows import Row, limit_entry, memory_entry, new_row, step_seconds, time_entry
 from shardmark.world import RankError
 

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from shardmark.budget import TimeBudget
-
 
 class RegistryError(ValueError):
     """A family, an implementation or a target that is not there or does not fit, in one line."""
@@ -31,6 +29,14 @@ Requirement = Callable[[str], str | None]
 def requires_cuda(device: str) -> str | None:
     """Reason unless the run is on CUDA."""
     return None if device == "cuda" else "needs a CUDA device"
+
+
+@dataclass(frozen=True)
+class TimeBudget:
+    """At most `ratio` times the step time of `peer`, an implementation of the same family. None: shown, not judged."""
+
+    peer: str
+    ratio: float | None = None
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardmark.budget import Interval, MemoryBudget, TimeBudget, median_interval, paired_ratios
+from shardmark.budget import Interval, MemoryBudget, median_interval, paired_ratios
+from shardmark.cases import Work
 from shardmark.clock import Laps
-from shardmark.hardware import Roofline, Work
+from shardmark.hardware import Roofline
 from shardmark.passes import COMPUTE, IMPLEMENTATION, PEER, Measured, Plan
+from shardmark.registry import TimeBudget
 
 Row = dict[str, Any]
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 
-from shardmark.cases import AttentionCase
-from shardmark.hardware import Work
-from shardmark.rank import available_cores
+import torch
+
+from shardmark.cases import AttentionCase, Work
 
 TILE = 256
 """Queries and keys in one tile of `flash_pytorch`: 256 is its fastest on CPU from 1,024 tokens on."""
@@ -71,7 +71,7 @@ def sdpa_peak(case: AttentionCase) -> int:
     """Peak of PyTorch's fused kernels, in bytes: `flash_peak` and two tiles of 256 x 512 scores for each CPU thread."""
     _, seq, _, _ = _sizes(case)
     tile = min(256, seq) * min(512, seq) * 4
-    return flash_peak(case) + 2 * available_cores() * tile
+    return flash_peak(case) + 2 * torch.get_num_threads() * tile
 
 
 def _sizes(case: AttentionCase) -> tuple[int, int, int, int]:

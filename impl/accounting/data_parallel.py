@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from impl.accounting.collectives import all_reduce_bytes_sent
 from impl.accounting.model import training_bytes, training_work
-from shardmark.cases import TrainingStepCase
-from shardmark.hardware import Work
+from shardmark.cases import TrainingStepCase, Work
 
 
 def work(case: TrainingStepCase, ranks: int) -> Work:

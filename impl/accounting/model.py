@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from impl.model.sizes import SIZES, TransformerSize
-from shardmark.cases import TrainingStepCase
-from shardmark.hardware import Work
+from shardmark.cases import TrainingStepCase, Work
 
 _FLOAT = 4  # bytes of a float32
 

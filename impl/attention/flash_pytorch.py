@@ -14,8 +14,7 @@ from torch import Tensor
 
 from impl.accounting.attention import TILE, flash_pytorch_peak
 from impl.attention import check_inputs
-from shardmark.budget import TimeBudget
-from shardmark.registry import register
+from shardmark.registry import TimeBudget, register
 
 
 class FlashAttentionPyTorch(torch.autograd.Function):

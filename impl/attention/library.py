@@ -7,8 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from impl.accounting.attention import sdpa_peak
 from impl.attention import check_inputs
-from shardmark.budget import TimeBudget
-from shardmark.registry import register
+from shardmark.registry import TimeBudget, register
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:

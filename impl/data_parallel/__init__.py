@@ -18,8 +18,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from impl.accounting.data_parallel import ddp_peak
-from shardmark.budget import TimeBudget
-from shardmark.registry import Family, RegistryError, add_family
+from shardmark.registry import Family, RegistryError, TimeBudget, add_family
 
 
 class DataParallelWrapper(Protocol):

@@ -15,9 +15,7 @@ from torch import nn
 
 from impl.accounting.data_parallel import bucketed_peak
 from impl.data_parallel.base import BACKWARD_TWICE, DataParallel
-from shardmark.budget import TimeBudget
-from shardmark.cases import MB
-from shardmark.registry import register
+from shardmark.registry import TimeBudget, register
 
 
 class Bucket:
@@ -82,7 +80,7 @@ class BucketedDataParallel(DataParallel):
         if not bucket_mb > 0:
             raise ValueError(f"bucket_mb is a positive number of megabytes, not {bucket_mb}")
         super().__init__(module, process_group=process_group)
-        self._buckets = [Bucket(run) for run in partition(self.trainable[::-1], bucket_mb * MB)]
+        self._buckets = [Bucket(run) for run in partition(self.trainable[::-1], bucket_mb * 2**20)]
         self._next = 0  # the first bucket not launched yet
         for bucket in self._buckets:
             for parameter in bucket.slots:

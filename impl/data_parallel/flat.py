@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from impl.accounting.data_parallel import flat_peak
 from impl.data_parallel.base import DataParallel, gradient
-from shardmark.budget import TimeBudget
-from shardmark.registry import register
+from shardmark.registry import TimeBudget, register
 
 
 class FlatDataParallel(DataParallel):

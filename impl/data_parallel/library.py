@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from impl.accounting.data_parallel import ddp_peak
 from impl.data_parallel.base import check_same_module
-from shardmark.budget import TimeBudget
-from shardmark.registry import register
+from shardmark.registry import TimeBudget, register
 
 
 class TorchDataParallel(DistributedDataParallel):

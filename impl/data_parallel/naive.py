@@ -6,8 +6,7 @@ import torch.distributed as dist
 
 from impl.accounting.data_parallel import naive_peak
 from impl.data_parallel.base import DataParallel, gradient
-from shardmark.budget import TimeBudget
-from shardmark.registry import register
+from shardmark.registry import TimeBudget, register
 
 
 class NaiveDataParallel(DataParallel):

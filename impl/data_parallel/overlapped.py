@@ -7,8 +7,7 @@ from torch import nn
 
 from impl.accounting.data_parallel import overlapped_peak
 from impl.data_parallel.base import BACKWARD_TWICE, DataParallel, gradient
-from shardmark.budget import TimeBudget
-from shardmark.registry import register
+from shardmark.registry import TimeBudget, register
 
 
 class OverlappedDataParallel(DataParallel):
@@ -52,4 +51,4 @@ class OverlappedDataParallel(DataParallel):
         self._works.append(dist.all_reduce(tensor, group=self.process_group, async_op=True))
 
 
-register("data_parallel", "overlapped", OverlappedDataParallel, memory=overlapped_peak, time=TimeBudget("naive", 1.1))
+register("data_parallel", "overlapped", OverlappedDataParallel, memory=overlapped_peak, time=TimeBudget("naive", 1.25))

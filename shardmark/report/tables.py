@@ -58,7 +58,7 @@ def _memory(entry: Entry, row: dict[str, Any]) -> str | None:
 COLUMNS: list[tuple[str, Cell]] = [
     ("case", lambda entry, row: row["case"]["id"]),
     ("implementation", lambda entry, row: row["implementation"]),
-    ("ranks", lambda entry, row: str(row["world_size"]) if row["world_size"] > 1 else None),
+    ("ranks", lambda entry, row: str(row["world_size"])),
     ("step ms", _step),
     ("forward", _part("forward")),
     ("backward", _part("backward")),
@@ -75,6 +75,9 @@ COLUMNS: list[tuple[str, Cell]] = [
 ]
 """A column appears where some row of the question fills it."""
 
+SILENT: dict[str, set[str]] = {"ranks": {"1"}}
+"""Cells that, like empty ones, do not make their column appear."""
+
 LEFT = ("case", "implementation", "ratio to peer", "verdict")
 
 
@@ -88,7 +91,9 @@ def render(entries: list[Entry]) -> Iterator[tuple[str, list[str]]]:
 
 def _table(entries: list[Entry]) -> list[str]:
     grid = {
-        name: values for name, cell in COLUMNS if any(values := [cell(entry, entry["extra_info"]) for entry in entries])
+        name: values
+        for name, cell in COLUMNS
+        if set(values := [cell(entry, entry["extra_info"]) for entry in entries]) - {None} - SILENT.get(name, set())
     }
     columns = []
     for name, values in grid.items():
