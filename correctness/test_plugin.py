@@ -116,7 +116,7 @@ def test_verdicts_are_outcomes_and_every_row_lands(project: pytest.Pytester) -> 
             "*x plain's time, * interval [[]*[]], against the budget of 2.0x",
             "peak of 0.00 MiB, over the budget of 0.00 MiB (formula 0.00 MiB x 1.05)",
             "*How long is a nap?*",
-            "case * implementation * step ms * ratio to peer * of limit * peak MiB * budget MiB * verdict",
+            "case * implementation * time ms * ratio to peer * of limit * peak MiB * budget MiB * verdict",
             "0.001s * plain * ± * slow * pass",
             "0.001s * slow * ± * plain * fail",
             "3 rows in out.json",

@@ -68,13 +68,13 @@ FAMILY = add_family(
     )
 )
 
-# isort: off  (simplest first, as in every list and table)
-from impl.data_parallel.bucketed import BucketedDataParallel  # noqa: E402
+# They register in the family above, simplest first, as every list and table has them.
+# isort: off
+from impl.data_parallel.naive import NaiveDataParallel  # noqa: E402
 from impl.data_parallel.flat import FlatDataParallel  # noqa: E402
-from impl.data_parallel.library import TorchDataParallel  # noqa: E402
-from impl.data_parallel.naive import NaiveDataParallel  # noqa: E402  (they register in the family above)
 from impl.data_parallel.overlapped import OverlappedDataParallel  # noqa: E402
-
+from impl.data_parallel.bucketed import BucketedDataParallel  # noqa: E402
+from impl.data_parallel.library import TorchDataParallel  # noqa: E402
 # isort: on
 
 __all__ = [

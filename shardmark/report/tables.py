@@ -59,7 +59,7 @@ COLUMNS: list[tuple[str, Cell]] = [
     ("case", lambda entry, row: row["case"]["id"]),
     ("implementation", lambda entry, row: row["implementation"]),
     ("ranks", lambda entry, row: str(row["world_size"])),
-    ("step ms", _step),
+    ("time ms", _step),
     ("forward", _part("forward")),
     ("backward", _part("backward")),
     ("exposed comm.", _part("communication")),
@@ -82,11 +82,23 @@ LEFT = ("case", "implementation", "ratio to peer", "verdict")
 
 
 def render(entries: list[Entry]) -> Iterator[tuple[str, list[str]]]:
-    """(title, lines) of each question's table, in the order the rows came; empty cells are a dash."""
-    order = list(dict.fromkeys(entry["group"] for entry in entries))
-    in_order = sorted(entries, key=lambda entry: order.index(entry["group"]))  # stable: rows keep theirs
-    for question, group in groupby(in_order, key=lambda entry: entry["group"]):
-        yield question or "other measurements", _table(list(group))
+    """(title, lines) of each question's table; a case's implementations stand together, empty cells are a dash."""
+    for question, group in groupby(_together(entries, _question), key=_question):
+        yield question or "other measurements", _table(_together(list(group), _case))
+
+
+def _question(entry: Entry) -> str | None:
+    return entry["group"]
+
+
+def _case(entry: Entry) -> str:
+    return entry["extra_info"]["case"]["id"]
+
+
+def _together(entries: list[Entry], key: Callable[[Entry], Any]) -> list[Entry]:
+    """Entries of one key side by side; keys, and the entries of each, in the order they came."""
+    order = {value: place for place, value in enumerate(dict.fromkeys(map(key, entries)))}
+    return sorted(entries, key=lambda entry: order[key(entry)])
 
 
 def _table(entries: list[Entry]) -> list[str]:
