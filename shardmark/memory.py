@@ -16,6 +16,7 @@ libraries are in them.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
 
 _MARK = "shardmark_mark:"
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints two lines at every use
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from impl.accounting.attention import flash_pytorch_peak
-from shardmark.registry import Family, RegistryError, add_family
+from shardmark.registry import Family, RegistryError, TimeBudget, add_family
 
 
 class Attention(Protocol):
@@ -75,8 +75,15 @@ def _check(target: Any, device: str) -> None:
 
 
 FAMILY = add_family(
-    # A user's own is held to what FlashAttention is for: nothing quadratic in memory.
-    Family("attention", Attention, reference="eager", check=_check, adapt=as_attention, memory=flash_pytorch_peak)
+    Family(
+        "attention",
+        Attention,
+        reference="eager",
+        check=_check,
+        adapt=as_attention,
+        memory=flash_pytorch_peak,  # a user's own is held to what FlashAttention is for: nothing quadratic
+        time=TimeBudget("eager"),
+    )
 )
 
 from impl.attention.eager import eager_attention  # noqa: E402  (they register in the family above)
