@@ -266,14 +266,18 @@ def test_no_rank_outlives_the_process_that_started_it(end: signal.Signals | None
     script = tmp_path / "session.py"
     script.write_text(SESSION)
     command = [sys.executable, str(script), "hang" if end else "finish"]
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE)
     assert process.stdout is not None
-    pids = [int(word) for word in process.stdout.readline().split()[:3]]
+    *pids, directory = process.stdout.readline().decode().split()
+    pids = [int(pid) for pid in pids]
     if end:
         time.sleep(0.2)
         assert all(map(_is_running, pids))
         process.send_signal(end)
     process.wait(timeout=20)
+    if end is None:
+        assert not Path(directory).exists()
     assert _wait_until(lambda: not any(map(_is_running, pids)))
 
 

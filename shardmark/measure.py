@@ -56,6 +56,7 @@ class Measure:
         rates: Callable[[float], dict[str, float]] = lambda seconds: {},
     ) -> Row:
         """Returns the row."""
+        __tracebackhide__ = True
         session = self._session
         peer = self._peer(implementation)
         plan = Plan(workload, implementation, peer, case, session.device, world_size, self._rounds())
@@ -82,6 +83,7 @@ class Measure:
         limits: Sequence[AbsoluteBudget] = (),
     ) -> Row:
         """Judge and save what each rank measured; `limits` are held to beside those of `--budgets`. Returns the row."""
+        __tracebackhide__ = True
         session = self._session
         row = new_row(plan, session.scale)
         seconds = step_seconds(ranks)

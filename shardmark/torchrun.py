@@ -88,6 +88,7 @@ class TorchrunWorld:
 
     def run(self, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
         """Call `function(*args)` on every rank; see `World.run`."""
+        __tracebackhide__ = True
         if not self.alive:
             raise WorldError("a rank that torchrun started has died or hung, and cannot be replaced from here")
         work = pickled_call(function, args)

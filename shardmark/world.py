@@ -18,6 +18,7 @@ import shutil
 import signal
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from pathlib import Path
@@ -77,6 +78,8 @@ class World:
         self.size = size
         self.device = device
         self._directory = Path(tempfile.mkdtemp(prefix="shardmark-"))  # readable by this user only
+        # At the interpreter's end too, for a world that nobody closed.
+        self._remove_directory = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         self._connections: list[connection.Connection] = []
         self._processes: list[Any] = []
         context = multiprocessing.get_context("forkserver")
@@ -103,6 +106,7 @@ class World:
         `function` is module-level and, like `args` and the results, goes by pickle: tensors are copied. The world is
         closed when a rank raises, dies, or has not answered after `deadline` seconds; RankError tells what happened.
         """
+        __tracebackhide__ = True  # pytest shows the test's line, and what the ranks say
         work = pickled_call(function, args)
         start = time.monotonic()
         try:
@@ -134,7 +138,7 @@ class World:
         for pipe in self._connections:
             pipe.close()
         self._processes, self._connections = [], []
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._remove_directory()
 
     def __enter__(self) -> World:
         return self
@@ -144,6 +148,7 @@ class World:
 
     def _collect(self, start: float, deadline: float) -> list[Any]:
         """One answer from each rank, or RankError about the first that failed."""
+        __tracebackhide__ = True
         answers: dict[int, Any] = {}
         failures: dict[int, tuple[str, BaseException | None]] = {}
         end = start + deadline
