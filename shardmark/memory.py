@@ -65,12 +65,12 @@ def meter(device: str) -> Iterator[Meter]:
 
 class _CudaMeter(Meter):
     def _live(self, which: str = "current") -> int:
-        return torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
+        return torch.cuda.memory_stats().get(f"requested_bytes.all.{which}", 0)  # empty until the first allocation
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         torch.cuda.synchronize()
-        self._base = torch.cuda.memory_stats().get("requested_bytes.all.current", 0)
+        self._base = self._live()
         torch.cuda.reset_peak_memory_stats()
         yield
         torch.cuda.synchronize()

@@ -73,20 +73,20 @@ def serve(rank: int, size: int, device: str, directory: Path, pipe: connection.C
 
 
 def _join(rank: int, size: int, device: str, directory: Path) -> None:
-    torch.set_num_threads(max(1, available_cores() // size))
     os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    join_group(dist.FileStore(str(directory / "rendezvous"), size), rank, size, device, rank, size)
+
+
+def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank: int, local_size: int) -> None:
+    """Join the process group (NCCL or Gloo); each of a machine's ranks has its GPU, or its share of the cores."""
+    torch.set_num_threads(max(1, available_cores() // local_size))
     # The flight recorder keeps the last 2,000 collectives, which grows like a leak; who wants it sets the variable.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+    gpu = None
     if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        backend_of(device), store=dist.FileStore(str(directory / "rendezvous"), size), rank=rank, world_size=size
-    )
-
-
-def backend_of(device: str) -> str:
-    """The process-group backend for a device: "nccl" or "gloo"."""
-    return "nccl" if device == "cuda" else "gloo"
+        gpu = torch.device("cuda", local_rank)
+        torch.cuda.set_device(gpu)
+    dist.init_process_group("gloo" if gpu is None else "nccl", store=store, rank=rank, world_size=size, device_id=gpu)
 
 
 def _die_with_parent() -> None:

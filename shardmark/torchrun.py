@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardmark.rank import WorldError, backend_of, perform, pickled_call
+from shardmark.rank import WorldError, join_group, perform, pickled_call
 from shardmark.world import DEADLINE, GRACE, RankError
 
 _FOREVER = timedelta(days=30)
@@ -46,13 +46,8 @@ def world_size() -> int:
 def _join(device: str) -> dist.Store:
     """Join the process group and return the store that carries calls and answers."""
     store, rank_, size = next(dist.rendezvous("env://"))
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
-    group_store = dist.PrefixStore("shardmark/group", store)
-    dist.init_process_group(backend_of(device), store=group_store, rank=rank_, world_size=size)
+    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    join_group(dist.PrefixStore("shardmark/group", store), rank_, size, device, local_rank, local_size)
     return dist.PrefixStore("shardmark/calls", store)
 
 
