@@ -150,7 +150,7 @@ def test_many_buckets_give_the_same(implementation: Implementation, world: World
 
 
 def unused_on_rank(implementation: Implementation, device: str) -> list[Tensor]:
-    """Only rank 0's loss reaches the second layer; the gradients of one step."""
+    """After a step in which every rank's loss reaches both layers, the gradients of one where only rank 0's does."""
     layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2)).double().to(device)
 
     class Both(nn.Module):
@@ -158,12 +158,15 @@ def unused_on_rank(implementation: Implementation, device: str) -> list[Tensor]:
             super().__init__()
             self.layers = layers
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers[0](x) + (self.layers[1](x) if dist.get_rank() == 0 else 0)
+        def forward(self, x: Tensor, both: bool) -> Tensor:
+            return self.layers[0](x) + (self.layers[1](x) if both else 0)
 
     model = _wrap(implementation, Both(), find_unused_parameters=True)
-    model(torch.ones(1, DIM, dtype=torch.float64, device=device)).sum().backward()
-    model.finish_gradient_synchronization()
+    x = torch.ones(1, DIM, dtype=torch.float64, device=device)
+    for both in (True, dist.get_rank() == 0):
+        model.zero_grad()
+        model(x, both).sum().backward()
+        model.finish_gradient_synchronization()
     return [p.grad.cpu() for p in model.parameters()]
 
 
