@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,13 +53,25 @@ def test_the_peak_can_begin_again(device: str) -> None:
 
 
 def test_what_was_there_before_does_not_count(device: str) -> None:
-    before = torch.empty(N, device=device)
+    with meter(device):  # so that the profiler knows the tensor, and reports its release
+        before = [torch.empty(N, device=device)]
     with meter(device) as memory:
         if device == "cpu":
-            del before  # its release is not ours: a meter that subtracted it would read less than nothing
+            before.clear()
         new = torch.empty(10, device=device)
         memory.mark("after_init")
     assert memory.phases["after_init"] == 40 and new.numel() == 10
+
+
+def test_what_another_thread_releases_is_gone_when_its_place_is_given_out_again() -> None:
+    with meter("cpu") as memory:
+        for _ in range(50):
+            tensors = [torch.empty(N)]
+            thread = threading.Thread(target=tensors.clear)  # the profiler does not hear of this release
+            thread.start()
+            thread.join()
+        memory.mark("after_step")
+    assert memory.phases["after_step"] <= 5 * 4 * N  # of 50
 
 
 def test_a_pass_that_raises_still_ends_the_meter(device: str) -> None:

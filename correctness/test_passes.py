@@ -1,0 +1,143 @@
+"""The metered pass and the timed rounds, and what rows make of them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardmark.clock import Laps
+from shardmark.memory import Memory
+from shardmark.passes import COMPUTE, IMPLEMENTATION, PEER, Mark, Measured, Plan, Rounds, measure
+from shardmark.registry import Implementation
+from shardmark.rows import step_seconds, time_entry
+from shardmark.world import World
+
+MINE, THEIRS = (Implementation("order", name, target=name) for name in ("mine", "theirs"))
+LOG: list[str] = []
+
+
+class Logged:
+    """Writes down what is asked of it; keeps 400 bytes, makes 800 more in its first step and 1200 in every step."""
+
+    backend = "none"
+
+    def __init__(self, implementation: Implementation, case: object, device: str) -> None:
+        self.name = implementation.name
+        self.kept = torch.empty(100)
+        self.state: torch.Tensor | None = None
+        LOG.append(f"init {self.name}")
+
+    def prepare(self) -> None:
+        LOG.append(f"prepare {self.name}")
+
+    def step(self, mark: Mark) -> None:
+        LOG.append(f"step {self.name}")
+        if self.state is None:
+            self.state = torch.empty(200)
+        temporary = torch.empty(300)
+        mark("backward")
+        del temporary
+        mark("communication")
+
+    def compute_step(self, mark: Mark) -> None:
+        LOG.append(f"compute {self.name}")
+        mark("backward")
+
+
+@pytest.fixture(autouse=True)
+def empty_log() -> Iterator[None]:
+    LOG.clear()
+    yield
+    LOG.clear()
+
+
+PLAN = Plan(Logged, MINE, THEIRS, None, "cpu", 1, Rounds(minimum=3, maximum=3, warmups=1))
+
+
+def test_rounds_alternate_and_turn_around() -> None:
+    measured = measure(PLAN)
+    steps = [entry for entry in LOG[LOG.index("init theirs") :] if entry.split()[0] in ("step", "compute")]
+    there = ["step mine", "compute mine", "step theirs"]
+    assert steps == there + there + there[::-1] + there  # one warm-up, three rounds
+    assert {name: len(laps) for name, laps in measured.laps.items()} == {IMPLEMENTATION: 3, COMPUTE: 3, PEER: 3}
+    assert all(LOG[i - 1].startswith("prepare") for i, entry in enumerate(LOG) if entry.startswith(("step", "compute")))
+
+
+def test_memory_is_metered_apart_after_a_warm_up() -> None:
+    memory = measure(PLAN).memory
+    assert memory.phases == {
+        "after_init": 400,
+        "before_step": 1200,
+        "after_backward": 2400,
+        "after_communication": 1200,
+        "after_step": 1200,
+    }
+    assert memory.peak == 2400
+    assert LOG[:7] == ["init mine", *["prepare mine", "step mine"] * 3]  # none of the timed pass among them
+
+
+@pytest.mark.parametrize(
+    ("seconds", "count"), [(1.0, 5), (0.25, 5), (0.1, 10), (0.001, 40), (0.0, 40)], ids=lambda x: str(x)
+)
+def test_rounds_go_on_until_the_time_is_spent(seconds: float, count: int) -> None:
+    assert Rounds(minimum=5, maximum=40, max_seconds=1.0).count(seconds) == count
+
+
+def test_warm_ups_end_with_their_time() -> None:
+    started = time.perf_counter()
+    measure(replace(PLAN, rounds=Rounds(minimum=1, maximum=1, warmups=10**9, max_warmup_seconds=0.05)))
+    assert 0.05 <= time.perf_counter() - started < 10
+
+
+class Uneven:
+    """Rank 1 is slower, so the ranks would not agree on how many rounds there is time for."""
+
+    backend = "gloo"
+
+    def __init__(self, implementation: Implementation, case: object, device: str) -> None:
+        pass
+
+    def prepare(self) -> None:
+        pass
+
+    def step(self, mark: Mark) -> None:
+        time.sleep(0.002 + 0.01 * dist.get_rank())
+
+
+def measure_uneven(rounds: Rounds) -> tuple[int, float]:
+    plan = Plan(Uneven, Implementation("order", "mine", None), None, None, "cpu", 2, rounds)
+    laps = measure(plan).laps[IMPLEMENTATION]
+    return len(laps), min(lap.seconds for lap in laps)
+
+
+def test_ranks_agree_on_the_rounds_and_time_themselves() -> None:
+    with World(2, "cpu") as world:
+        rounds = Rounds(minimum=2, maximum=100, max_seconds=0.1)
+        (count, fast), (same_count, slow) = world.run(measure_uneven, rounds)
+    assert count == same_count and 2 <= count <= math.ceil(0.1 / 0.012)  # the slowest rank's time decides
+    assert fast >= 0.002 and slow >= 0.012
+
+
+def _measured(**seconds: list[tuple[float, float]]) -> Measured:
+    """Laps of (backward, communication) seconds."""
+    laps = {name: [Laps(b + c, {"backward": b, "communication": c}) for b, c in s] for name, s in seconds.items()}
+    return Measured("gloo", Memory(), laps)
+
+
+def test_a_rounds_time_is_its_slowest_ranks() -> None:
+    ranks = [_measured(implementation=[(1, 0), (2, 0)]), _measured(implementation=[(3, 0), (1, 0)])]
+    assert step_seconds(ranks) == [3, 2]
+
+
+def test_exposed_communication_is_what_compute_alone_does_not_take() -> None:
+    """Backward took 5 of which 3 are computation, and 1 was left to wait for afterwards."""
+    time, _ = time_entry([_measured(implementation=[(5, 1)], compute=[(3, 0)])], None)
+    assert time["parts"] == {"backward": 3, "communication": 3}
+    time, _ = time_entry([_measured(implementation=[(5, 1)])], None)
+    assert time["parts"] == {"backward": 5, "communication": 1}
