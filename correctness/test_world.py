@@ -242,9 +242,10 @@ def test_a_thousand_calls_leave_everything_where_it_was(pair: World) -> None:
     before = everyone()
     for _ in range(990):
         pair.run(scaled_sum, tensor, 1.0)
-    for early, late in zip(before, everyone(), strict=True):
+    # Ranks are flat to a few pages; this process is pytest's too, with its own to keep.
+    for early, late, room in zip(before, everyone(), (2**20, 2**18, 2**18), strict=True):
         assert (late["files"], late["threads"]) == (early["files"], early["threads"])
-        assert late["resident"] - early["resident"] < 2**20  # 0.6% of what they hold: allocators are not exact
+        assert late["resident"] - early["resident"] < room
 
 
 SESSION = """
@@ -267,6 +268,7 @@ def test_no_rank_outlives_the_process_that_started_it(end: signal.Signals | None
     script.write_text(SESSION)
     command = [sys.executable, str(script), "hang" if end else "finish"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    environment["GLOO_SOCKET_IFNAME"] = "nowhere0"  # worlds stay on the loopback interface whatever this says
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE)
     assert process.stdout is not None
     *pids, directory = process.stdout.readline().decode().split()
