@@ -77,8 +77,11 @@ def pytest_configure(config: pytest.Config) -> None:
         "question(text): the question that the rows of these tests answer; rows of one question share a table",
     ):
         config.addinivalue_line("markers", marker)
-    config.stash[SESSION] = start_session(config)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    session = config.stash[SESSION] = start_session(config)
+    if torchrun.launched():  # at once, as the other ranks are waiting
+        session.worlds = torchrun.TorchrunWorlds(session.device)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    config.add_cleanup(lambda: signal.signal(signal.SIGTERM, previous))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -86,7 +89,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     session = config.stash.get(SESSION, None)
     if session is not None:
         session.close()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -38,16 +38,11 @@ class Session:
         self.budgets: list[AbsoluteBudget] = read_budgets(Path(option("budgets"))) if option("budgets") else []
         self.matched_budgets: set[str] = set()
         self.rows = RowFile(config)
+        if self.rows.path is not None and not self.rows.path.absolute().parent.is_dir():
+            raise ValueError(f"--benchmark-json {self.rows.path}: there is no folder {self.rows.path.parent}")
         self.clock = DeviceClock()
-        self._worlds: Worlds | torchrun.TorchrunWorlds | None = None
+        self.worlds: Worlds | torchrun.TorchrunWorlds = Worlds(self.device)
         self._rooflines: dict[str, Roofline] = {}
-
-    @property
-    def worlds(self) -> Worlds | torchrun.TorchrunWorlds:
-        """The session's worlds, made when first asked for."""
-        if self._worlds is None:
-            self._worlds = torchrun.TorchrunWorlds(self.device) if torchrun.launched() else Worlds(self.device)
-        return self._worlds
 
     def implementations(self, family: str) -> list[Implementation]:
         """The family's implementations that this run is about: those of `--impl`, else all registered."""
@@ -68,8 +63,7 @@ class Session:
 
     def close(self) -> None:
         """End the worlds."""
-        if self._worlds is not None:
-            self._worlds.close()
+        self.worlds.close()
 
 
 SESSION = pytest.StashKey[Session]()
@@ -99,7 +93,7 @@ def _ranks(value: str | None, device: str) -> list[int]:
         sizes = [int(part) for part in value.split(",")]
     except ValueError:
         raise ValueError(f"--ranks takes world sizes such as 2,4, not {value!r}") from None
-    for size in sizes:
+    for size in [] if torchrun.launched() else sizes:  # torchrun's own may be on many machines
         try:
             check_size(size, device)
         except WorldError as error:

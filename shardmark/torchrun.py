@@ -26,6 +26,8 @@ from shardmark.world import DEADLINE, GRACE, RankError
 
 _FOREVER = timedelta(days=30)
 _STOP = b""
+_POLL = 0.005
+"""Seconds between looks at the store: short beside a test, rare beside a step."""
 
 
 def launched() -> bool:
@@ -90,41 +92,49 @@ class TorchrunWorld:
         call, self._call = self._call, self._call + 1
         self._store.set(f"{call}", pickle.dumps((deadline, work)))  # type: ignore[arg-type]
         # Our own share runs in a thread: if another rank fails, we may be stuck in a collective with it.
-        answers: dict[int, bytes] = {}
-        own_share = threading.Thread(target=self._perform_own, args=(work, answers), daemon=True)
+        own: list[bytes] = []
+        own_share = threading.Thread(target=self._perform_own, args=(work, own), daemon=True)
         own_share.start()
+        answers: dict[int, tuple[bool, Any]] = {}
         end = time.monotonic() + deadline
-        failures: dict[int, Any] = {}
         while len(answers) < self.size and time.monotonic() < end:
-            own_share.join(0.001)
-            for other in range(1, self.size):
-                if other not in answers and self._store.check([f"{call}/{other}"]):
-                    answers[other] = self._store.get(f"{call}/{other}")
-                    self._store.delete_key(f"{call}/{other}")
-            for rank_, answer in list(answers.items()):
-                succeeded, value = pickle.loads(answer)
-                if not succeeded and rank_ not in failures:
-                    failures[rank_] = value
-                    end = min(end, time.monotonic() + GRACE)
+            own_share.join(_POLL)
+            for other in range(self.size):
+                if other not in answers and (answer := self._answer(call, other, own)) is not None:
+                    answers[other] = pickle.loads(answer)
+                    if not answers[other][0]:  # the others are likely to be waiting for it in a collective
+                        end = min(end, time.monotonic() + GRACE)
         self.alive = len(answers) == self.size
-        if failures or not self.alive:
-            raise self._error(answers, failures)
+        if not (self.alive and all(succeeded for succeeded, _ in answers.values())):
+            raise self._error(answers)
         self._store.delete_key(f"{call}")
-        return [pickle.loads(answers[rank_])[1] for rank_ in range(self.size)]
+        return [answers[rank_][1] for rank_ in range(self.size)]
 
     def close(self) -> None:
-        """Let the other ranks go."""
+        """Let the other ranks go: those that still serve stop, torchrun ends those that hang."""
+        self._store.set(f"{self._call}", _STOP)  # type: ignore[arg-type]
         if self.alive:
-            self._store.set(f"{self._call}", _STOP)  # type: ignore[arg-type]
             dist.destroy_process_group()
-            self.alive = False
+        self.alive = False
 
-    def _perform_own(self, work: bytes, answers: dict[int, bytes]) -> None:
+    def _perform_own(self, work: bytes, own: list[bytes]) -> None:
         if self.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # the current device is each thread's own
-        answers[0] = perform(work)
+        own.append(perform(work))
 
-    def _error(self, answers: dict[int, bytes], failures: dict[int, Any]) -> RankError:
+    def _answer(self, call: int, rank_: int, own: list[bytes]) -> bytes | None:
+        """The rank's answer to that call, if it is there."""
+        if rank_ == 0:
+            return own[0] if own else None
+        key = f"{call}/{rank_}"
+        if not self._store.check([key]):
+            return None
+        answer = self._store.get(key)
+        self._store.delete_key(key)
+        return answer
+
+    def _error(self, answers: dict[int, tuple[bool, Any]]) -> RankError:
+        failures = {rank_: value for rank_, (succeeded, value) in answers.items() if not succeeded}
         report = [f"rank {rank_} of {self.size} {text}" for rank_, (text, _) in failures.items()]
         silent = [rank_ for rank_ in range(self.size) if rank_ not in answers]
         report += [f"rank {rank_} of {self.size} had not answered; its stack is in its own output" for rank_ in silent]

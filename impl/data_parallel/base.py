@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -85,6 +86,21 @@ def _first_difference(mine: list[tuple[str, str]], theirs: list[tuple[str, str]]
         if here.get(name) != there.get(name):
             return name, here.get(name, "missing"), there.get(name, "missing")
     return mine[0][0], "in another order", "in another order"  # all of them are there, with other neighbours
+
+
+def call_on_gradient(parameter: nn.Parameter, method: Callable[[nn.Parameter], None]) -> None:
+    """Call a wrapper's method each time backward has produced the parameter's gradient.
+
+    The parameter must not keep the wrapper alive: the way from its hooks to the wrapper and back runs through C++,
+    where no garbage collector follows it.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def hook(parameter: nn.Parameter) -> None:
+        if (alive := weak()) is not None:
+            alive(parameter)
+
+    parameter.register_post_accumulate_grad_hook(hook)
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:

@@ -6,7 +6,6 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from itertools import takewhile
 
 import torch
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from impl.accounting.data_parallel import bucketed_peak
-from impl.data_parallel.base import BACKWARD_TWICE, DataParallel
+from impl.data_parallel.base import BACKWARD_TWICE, DataParallel, call_on_gradient
 from shardmark.registry import TimeBudget, register
 
 
@@ -82,9 +81,9 @@ class BucketedDataParallel(DataParallel):
         super().__init__(module, process_group=process_group)
         self._buckets = [Bucket(run) for run in partition(self.trainable[::-1], bucket_mb * 2**20)]
         self._next = 0  # the first bucket not launched yet
-        for bucket in self._buckets:
-            for parameter in bucket.slots:
-                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket))
+        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.slots}
+        for parameter in self.trainable:
+            call_on_gradient(parameter, self._on_gradient)
 
     def finish_gradient_synchronization(self) -> None:
         """Launch what backward did not fill (parameters the loss did not reach), then wait for every bucket."""
@@ -95,9 +94,10 @@ class BucketedDataParallel(DataParallel):
             bucket.finish(self.world_size)
         self._next = 0
 
-    def _on_gradient(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
         if not self.synchronizing:
             return
+        bucket = self._bucket_of[parameter]
         if parameter not in bucket.missing:
             raise RuntimeError(BACKWARD_TWICE)
         bucket.take(parameter)

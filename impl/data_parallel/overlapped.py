@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from impl.accounting.data_parallel import overlapped_peak
-from impl.data_parallel.base import BACKWARD_TWICE, DataParallel, gradient
+from impl.data_parallel.base import BACKWARD_TWICE, DataParallel, call_on_gradient, gradient
 from shardmark.registry import TimeBudget, register
 
 
@@ -23,7 +23,7 @@ class OverlappedDataParallel(DataParallel):
         self._ready: set[nn.Parameter] = set()
         self._works: list[dist.Work] = []  # of the first len(_works) parameters in order
         for parameter in self._order:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            call_on_gradient(parameter, self._on_gradient)
 
     def finish_gradient_synchronization(self) -> None:
         """Launch what backward did not reach, wait for every all-reduce, and average."""
