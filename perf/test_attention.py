@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from impl.accounting.attention import work
+from impl.attention import sdpa
 from shardmark import cases
 from shardmark.cases import AttentionCase
 from shardmark.measure import Measure
@@ -26,7 +27,7 @@ class AttentionPass:
         self.q, self.k, self.v = (
             torch.randn(case.shape, device=device, dtype=case.torch_dtype).requires_grad_() for _ in range(3)
         )
-        self.backend = _sdpa_backend(self.q, self.k, self.v, case.is_causal) if implementation.name == "sdpa" else None
+        self.backend = _sdpa_backend(self.q, self.k, self.v, case.is_causal) if implementation.target is sdpa else None
         self.grad_out = None if case.mode == "forward" else torch.randn_like(self.q, requires_grad=False)
         self.out: torch.Tensor | None = None
 

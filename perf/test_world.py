@@ -94,5 +94,5 @@ def test_world(
 ) -> None:
     laps = {IMPLEMENTATION: times[way]} | ({PEER: times[budget.peer]} if budget else {})
     plan = Plan(World, Implementation("world", way, World), None, OneCollective(), "cpu", RANKS, Rounds())
-    limits = [AbsoluteBudget("perf/test_world.py", seconds=seconds)] if seconds else []
-    measure.record(plan, [Measured("gloo", Memory(), laps)], budget, limits=limits)
+    absolute = [AbsoluteBudget("perf/test_world.py", seconds=seconds)] if seconds else []
+    measure.record(plan, [Measured("gloo", Memory(), laps)], budget, absolute=absolute)

@@ -6,12 +6,14 @@ and one large copy (Williams, Waterman, Patterson, "Roofline", CACM 2009).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from shardmark.cases import Work
 from shardmark.clock import Stopwatch
+from shardmark.memory import release
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,12 @@ class Roofline:
 
 def measure_roofline(device: str, dtype: torch.dtype) -> Roofline:
     """Measure both rates on `device`: the best of a few repetitions, as a limit should be."""
+    rates = _rates(device, dtype)
+    release(device)
+    return rates
+
+
+def _rates(device: str, dtype: torch.dtype) -> Roofline:
     size = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     source = torch.empty(2**28 if device == "cuda" else 2**25, device=device, dtype=torch.uint8)
@@ -37,7 +45,7 @@ def measure_roofline(device: str, dtype: torch.dtype) -> Roofline:
     return Roofline(2 * size**3 / matmul, 2 * source.numel() / copy)  # a copy reads each byte and writes it
 
 
-def _seconds(device: str, function) -> float:  # type: ignore[no-untyped-def]
+def _seconds(device: str, function: Callable[[], object]) -> float:
     watch = Stopwatch(device)
     watch.start()
     function()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardmark.session import Session
 
 MIB = 2**20
-DEADLINE = 1800.0
+CASE_DEADLINE = 1800.0
 """Seconds for all rounds of one case: long, as paper-scale cases are, and short of a night."""
 
 
@@ -61,14 +61,15 @@ class Measure:
         peer = self._peer(implementation)
         plan = Plan(workload, implementation, peer, case, session.device, world_size, self._rounds())
         memory_budget = MemoryBudget(_formula(implementation, case), slack)
-        self._admit(plan, memory_budget, memory_budget.formula + (_formula(peer, case) if peer else 0))
+        plan = self._admit(plan, memory_budget)
         try:
-            ranks = session.worlds.get(world_size).run(measure, plan, deadline=DEADLINE)
-        except RankError as error:
-            if not is_out_of_memory(error.exception):
+            ranks = session.worlds.get(world_size).run(measure, plan, deadline=CASE_DEADLINE)
+        except Exception as error:
+            cause = error.exception if isinstance(error, RankError) else error
+            if not is_out_of_memory(cause):
                 raise
             self._unmeasured(plan, memory_budget, budget.OUT_OF_MEMORY)
-            pytest.fail(f"out of memory: {error.exception}", pytrace=False)
+            pytest.fail(f"out of memory: {cause}", pytrace=False)
 
         return self.record(plan, ranks, implementation.time, memory_budget, work, rates)
 
@@ -80,9 +81,12 @@ class Measure:
         memory_budget: MemoryBudget | None = None,
         work: Work | None = None,
         rates: Callable[[float], dict[str, float]] = lambda seconds: {},
-        limits: Sequence[AbsoluteBudget] = (),
+        absolute: Sequence[AbsoluteBudget] = (),
     ) -> Row:
-        """Judge and save what each rank measured; `limits` are held to beside those of `--budgets`. Returns the row."""
+        """Judge and save what each rank measured, and return the row.
+
+        `absolute` budgets are held to beside those of `--budgets`.
+        """
         __tracebackhide__ = True
         session = self._session
         row = new_row(plan, session.scale)
@@ -96,8 +100,8 @@ class Measure:
             devices = plan.world_size if session.device == "cuda" else 1
             row["limit"] = limit_entry(work, session.roofline(plan.case.dtype), devices, fmean(seconds))
         row["time"], ratio = time_entry(ranks, time_budget)
-        limits = [*limits, *session.budgets_for(self._item.nodeid)]
-        verdicts = list(_verdicts(row, seconds, ratio, time_budget, memory_budget, limits))
+        absolute = [*absolute, *session.budgets_for(self._item.nodeid)]
+        verdicts = list(_verdicts(row, seconds, ratio, time_budget, memory_budget, absolute))
         row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
         if self._benchmark.disabled:
             verdicts = [(verdict, why) for verdict, why in verdicts if verdict != budget.UNDECIDED]
@@ -133,23 +137,31 @@ class Measure:
         return Rounds(
             minimum=option("min_rounds"),
             max_seconds=float(option("max_time")),
-            warmups=option("warmup_iterations") if option("warmup") else 2,
+            warmups=max(1, option("warmup_iterations")) if option("warmup") else 2,
             max_warmup_seconds=float(option("max_time")) if option("warmup") else math.inf,
             disable_gc=option("disable_gc"),
         )
 
-    def _admit(self, plan: Plan, memory_budget: MemoryBudget, formula: int) -> None:
-        """Skip a case that would not fit by its own formula, with a row that says what it needs and what there is."""
-        needed = formula * (1 if plan.device == "cuda" else plan.world_size)  # ranks on CPU share the RAM
+    def _admit(self, plan: Plan, memory_budget: MemoryBudget) -> Plan:
+        """The plan, without its peer where there is no room for both.
+
+        Skips a case that would not fit by its own formula, with a row that says what it needs and what there is.
+        """
+        copies = 1 if plan.device == "cuda" else plan.world_size  # ranks on CPU share the RAM
+        needed = memory_budget.formula * copies
         available = min(self._session.worlds.get(plan.world_size).run(available_bytes, plan.device))
         if needed > available:
             self._unmeasured(plan, memory_budget, budget.NOT_STARTED, needed=needed, available=available)
             pytest.skip(f"not started: needs {needed / MIB:,.0f} MiB of {available / MIB:,.0f} MiB available")
+        if plan.peer is not None and needed + _formula(plan.peer, plan.case) * copies > available:
+            return replace(plan, peer=None)
+        return plan
 
     def _replay(self, seconds: list[float]) -> None:
         """Hand the measured times to pytest-benchmark, round by round, through the clock it reads."""
         clock, remaining = self._session.clock, iter(seconds)
-        self._benchmark.pedantic(lambda: clock.advance(next(remaining)), setup=clock.reset, rounds=len(seconds))
+        # Past the last round there is only what pytest-benchmark's own profiler asks for, and that takes no time.
+        self._benchmark.pedantic(lambda: clock.advance(next(remaining, 0.0)), setup=clock.reset, rounds=len(seconds))
 
     def _unmeasured(self, plan: Plan, memory_budget: MemoryBudget, verdict: str, **memory: int) -> None:
         """Save a row without times."""
@@ -186,7 +198,7 @@ def _verdicts(
     ratio: Interval | None,
     time_budget: TimeBudget | None,
     memory_budget: MemoryBudget | None,
-    limits: Sequence[AbsoluteBudget],
+    absolute: Sequence[AbsoluteBudget],
 ) -> Iterator[tuple[str, str]]:
     """Each budget's verdict, with what to say when it is not met or not decided."""
     peak = row["memory"].get("peak")
@@ -202,16 +214,16 @@ def _verdicts(
             f"{ratio.median:.3f}x {time_budget.peer}'s time, {ratio.coverage:.1%} interval "
             f"[{ratio.low:.3f}, {ratio.high:.3f}], against the budget of {time_budget.ratio}x",
         )
-    for limit in limits:
-        if limit.bytes is not None and peak is not None:
+    for own in absolute:
+        if own.bytes is not None and peak is not None:
             yield (
-                MemoryBudget(limit.bytes, slack=1).verdict(peak),
-                f'peak of {peak:,} bytes, over the {limit.bytes:,} of "{limit.pattern}"',
+                MemoryBudget(own.bytes, slack=1).verdict(peak),
+                f'peak of {peak:,} bytes, over the {own.bytes:,} of "{own.pattern}"',
             )
-        if limit.seconds is not None:
+        if own.seconds is not None:
             step = median_interval(seconds)
             yield (
-                step.verdict(limit.seconds),
+                step.verdict(own.seconds),
                 f"{step.median:.6f} s, {step.coverage:.1%} interval [{step.low:.6f}, {step.high:.6f}], "
-                f'against the {limit.seconds} s of "{limit.pattern}"',
+                f'against the {own.seconds} s of "{own.pattern}"',
             )

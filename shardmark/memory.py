@@ -16,6 +16,7 @@ libraries are in them.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -151,8 +152,16 @@ def _in_order(roots: list[Any]) -> list[Any]:
     return sorted(events, key=lambda event: (event.start_time_ns, event.id))
 
 
+def release(device: str) -> None:
+    """Let go of garbage, and on CUDA of what the caching allocator keeps: other ranks and cases need the room."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
 def available_bytes(device: str) -> int:
     """Bytes that a new case could still allocate: free on the current GPU, or available to this process in RAM."""
+    release(device)
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
@@ -166,8 +175,10 @@ def _cgroup_room() -> Iterator[int]:
     try:
         limit = (group / "memory.max").read_text().strip()
         if limit != "max":
-            yield int(limit) - int((group / "memory.current").read_text())
-    except (OSError, ValueError):
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])  # the page cache gives way
+            yield int(limit) - used
+    except (OSError, ValueError, KeyError):
         return
 
 

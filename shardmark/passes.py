@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shardmark.clock import Laps, Stopwatch
-from shardmark.memory import Memory, meter
+from shardmark.memory import Memory, meter, release
 from shardmark.registry import Implementation
 
 Mark = Callable[[str], None]
@@ -89,13 +89,17 @@ class Measured:
 
 def measure(plan: Plan) -> Measured:
     """Meter, then time, on this rank. Every rank of the world must be in here together."""
-    memory = _meter(plan)
-    return _time(plan, memory)
+    try:
+        if plan.device == "cuda":  # libraries take their workspaces in the first step, and keep them
+            _meter(plan)
+        return _time(plan, _meter(plan))
+    finally:
+        release(plan.device)
 
 
 def _meter(plan: Plan) -> Memory:
     """One pass under the meter, from nothing, so that every byte of the case is seen."""
-    gc.collect()
+    release(plan.device)
     with meter(plan.device) as memory:
         workload = plan.workload(plan.implementation, plan.case, plan.device)
         memory.mark("after_init")
@@ -121,7 +125,7 @@ def _time(plan: Plan, memory: Memory) -> Measured:
         steps[PEER] = (theirs, theirs.step)
 
     warmup_began = time.perf_counter()
-    for warmup in range(plan.rounds.warmups):
+    for warmup in range(plan.rounds.warmups):  # at least one
         estimate = {name: _timed(plan, *step).seconds for name, step in steps.items()}
         elapsed = _slowest(plan, time.perf_counter() - warmup_began)
         if warmup > 0 and elapsed > plan.rounds.max_warmup_seconds:

@@ -8,6 +8,7 @@ def test_forward(implementation, case, measure): ...
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +19,13 @@ from shardmark import registry, torchrun
 from shardmark.clock import DeviceClock
 from shardmark.measure import Measure
 from shardmark.rank import WorldError
-from shardmark.registry import Implementation
+from shardmark.registry import Implementation, RegistryError
 from shardmark.report import tables
 from shardmark.rows import describe_machine
 from shardmark.session import SESSION, start_session
 from shardmark.world import World
+
+SIGTERM_BEFORE = pytest.StashKey[Any]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -81,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if torchrun.launched():  # at once, as the other ranks are waiting
         session.worlds = torchrun.TorchrunWorlds(session.device)
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    config.add_cleanup(lambda: signal.signal(signal.SIGTERM, previous))
+    config.stash[SIGTERM_BEFORE] = previous
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -89,6 +92,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     session = config.stash.get(SESSION, None)
     if session is not None:
         session.close()
+        signal.signal(signal.SIGTERM, config.stash[SIGTERM_BEFORE])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -97,17 +101,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     family, grid = (metafunc.definition.get_closest_marker(name) for name in ("family", "cases"))
     if "implementation" in metafunc.fixturenames and family is not None:
         option = family.kwargs.get("option")
+        try:
+            entries = session.implementations(family.args[0])
+        except RegistryError as error:
+            raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {error}") from None
         metafunc.parametrize(
             "implementation",
             [
                 pytest.param(entry, id=entry.name, marks=_skip_unless_it_runs(entry, session.device))
-                for entry in session.implementations(family.args[0])
+                for entry in entries
                 if option is None or entry.accepts(option)
             ],
         )
     if "case" in metafunc.fixturenames and grid is not None:
         metafunc.parametrize("case", grid.args[0].at(session.scale), ids=str)
-    if "world" in metafunc.fixturenames:
+    own = " ".join(str(marker.args[0]) for marker in metafunc.definition.iter_markers("parametrize"))
+    if "world" in metafunc.fixturenames and "world" not in re.findall(r"\w+", own):
         metafunc.parametrize("world", session.ranks, ids=[f"{n}ranks" for n in session.ranks], indirect=True)
 
 
@@ -172,19 +181,24 @@ def measure(request: pytest.FixtureRequest, benchmark: Any) -> Measure:
     return Measure(request.config.stash[SESSION], request.node, benchmark)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    """Name the GPUs, driver, torch and triton, and the attention backend that ran."""
-    session = config.stash[SESSION]
-    machine_info.update(describe_machine(session.device))
-    backends = {row["extra_info"]["backend"] for row in session.rows.rows if row["extra_info"]["family"] == "attention"}
-    machine_info["attention_backend"] = ", ".join(sorted(filter(None, backends))) or None
+    """Name the GPUs, driver, torch and triton."""
+    machine_info.update(describe_machine(config.stash[SESSION].device))
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
-    """Add the rows without times, and write parameters as the ids a person can type into -k."""
-    output_json["unmeasured"] = config.stash[SESSION].rows.unmeasured
+    """Add the attention backend that ran and the rows without times; write our tests' parameters as their ids."""
+    rows = config.stash[SESSION].rows
+    attention = [entry["extra_info"] for entry in rows.rows if entry["extra_info"]["family"] == "attention"]
+    backends = sorted({row["backend"] for row in attention if row["backend"]})
+    output_json["machine_info"]["attention_backend"] = ", ".join(backends) or None
+    output_json["unmeasured"] = rows.unmeasured
+    ours = {entry["fullname"] for entry in rows.rows}
     for entry in output_json["benchmarks"]:
-        entry["params"] = {name: str(value) for name, value in (entry["params"] or {}).items()}
+        if entry["fullname"] in ours and entry["params"]:
+            entry["params"] = {name: str(value) for name, value in entry["params"].items()}
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

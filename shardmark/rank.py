@@ -42,14 +42,15 @@ def perform(work: bytes) -> bytes:
     try:
         function, args = pickle.loads(work)
         return pickle.dumps((True, function(*args)))
-    except Exception as error:
+    except (
+        BaseException
+    ) as error:  # a function that exits (argparse, pytest.skip) is to be told of, not to end the rank
         own = error.__traceback__.tb_next if error.__traceback__ else None  # without this frame
-        text = f"raised {type(error).__name__}: {error}\n" + "".join(
-            traceback.format_exception(error.with_traceback(own))
-        )
+        report = traceback.TracebackException(type(error), error, own)
+        text = f"raised {''.join(report.format_exception_only()).strip()}\n{''.join(report.format())}"
         try:
             pickle.loads(pickle.dumps(error))
-        except Exception:  # an exception of unusual construction travels as text alone
+        except BaseException:  # an exception of unusual construction travels as text alone
             return pickle.dumps((False, (text, None)))
         return pickle.dumps((False, (text, error)))
 
@@ -57,6 +58,7 @@ def perform(work: bytes) -> bytes:
 def serve(rank: int, size: int, device: str, directory: Path, pipe: connection.Connection) -> None:
     """A rank's life: join the group, then answer each call until the pipe closes."""
     _die_with_parent()
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # data loaders have children
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us, which then ends us
     stacks = (directory / f"rank{rank}.stacks").open("w")
     faulthandler.enable(stacks)
@@ -80,6 +82,7 @@ def _join(rank: int, size: int, device: str, directory: Path) -> None:
 def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank: int, local_size: int) -> None:
     """Join the process group (NCCL or Gloo); each of a machine's ranks has its GPU, or its share of the cores."""
     torch.set_num_threads(max(1, available_cores() // local_size))
+    torch.seed()  # or all ranks would draw the numbers of the process they were forked from
     # The flight recorder keeps the last 2,000 collectives, which grows like a leak; who wants it sets the variable.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     gpu = None

@@ -156,7 +156,10 @@ def check_contract(implementation: Implementation, device: str) -> None:
     """Raise RegistryError, in one line, where the target does not meet its family's contract on `device`."""
     try:
         FAMILIES[implementation.family].check(implementation.target, device)
-    except Exception as error:  # whatever a user's own code raises is the answer to "does it meet the contract?"
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # whatever a user's own code raises is the answer to "does it meet the contract?"
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
         kind = "" if isinstance(error, RegistryError) else f"{type(error).__name__}: "
         raise RegistryError(
@@ -197,7 +200,7 @@ def _import(family_name: str, spec: str, source: str) -> Any:
             del sys.modules[name]
             raise
         return module
-    except Exception as error:  # a user's module may fail to import in any way
+    except (Exception, SystemExit) as error:  # a user's module may fail to import in any way
         first_line = str(error).splitlines()[0] if str(error) else ""
         raise RegistryError(
             f"{family_name}={spec}: cannot import {source}: {type(error).__name__}: {first_line}"

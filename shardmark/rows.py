@@ -77,7 +77,7 @@ def time_entry(ranks: list[Measured], budget: TimeBudget | None) -> tuple[Row, I
         "interval": None,
         "budget": None,
     }
-    if budget is None or PEER not in ranks[0].laps:
+    if budget is None or PEER not in ranks[0].laps:  # no budget, or no room or device for the peer
         return entry, None
     peer_seconds = step_seconds(ranks, PEER)
     interval = median_interval(paired_ratios(step_seconds(ranks), peer_seconds))

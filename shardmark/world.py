@@ -107,6 +107,8 @@ class World:
         closed when a rank raises, dies, or has not answered after `deadline` seconds; RankError tells what happened.
         """
         __tracebackhide__ = True  # pytest shows the test's line, and what the ranks say
+        if not self._processes:
+            raise WorldError("this world is closed: a rank failed, or close() was called")
         work = pickled_call(function, args)
         start = time.monotonic()
         try:
@@ -160,7 +162,7 @@ class World:
                 try:
                     succeeded, value = pickle.loads(self._connections[rank].recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    failures[rank] = (self._obituary(rank), None)
+                    failures[rank] = (self._end_of(rank), None)
                 except Exception as error:  # an answer that cannot be unpickled here
                     failures[rank] = (f"answered what cannot be read here: {error!r}", error)
                 else:
@@ -189,16 +191,15 @@ class World:
         first = next(iter(failures), silent[0] if silent else 0)
         return RankError("\n".join(report), first, failures[first][1] if first in failures else None)
 
-    def _obituary(self, rank: int) -> str:
+    def _end_of(self, rank: int) -> str:
         """How a rank ended, with the stack that faulthandler left if a signal like SIGSEGV ended it."""
         process = self._processes[rank]
         process.join(GRACE)
         code = process.exitcode
-        cause = (
-            f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with {code}"
-        )
-        last_words = self._stack_file(rank).read_text() if self._stack_file(rank).exists() else ""
-        return f"{cause}\n{last_words}" if last_words else cause
+        names = {number.value: number.name for number in signal.Signals}
+        end = f"was killed by {names.get(-code, -code)}" if code is not None and code < 0 else f"exited with {code}"
+        stack = self._stack_file(rank).read_text() if self._stack_file(rank).exists() else ""
+        return f"{end}\n{stack}" if stack else end
 
     def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Ask each rank for the stacks of its threads: the handler is in C, so a rank stuck in C answers too."""
@@ -206,11 +207,13 @@ class World:
             if self._stack_file(rank).exists():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        stacks = dict.fromkeys(ranks, "")
+        stacks: dict[int, str] = {}
         end = time.monotonic() + GRACE
-        while time.monotonic() < end and not all(text.endswith("\n") for text in stacks.values()):
-            time.sleep(0.02)
-            stacks = {rank: self._stack_file(rank).read_text() for rank in ranks if self._stack_file(rank).exists()}
+        while time.monotonic() < end:
+            time.sleep(0.05)
+            before, stacks = stacks, {r: self._stack_file(r).read_text() for r in ranks if self._stack_file(r).exists()}
+            if len(stacks) == len(ranks) and all(stacks.values()) and stacks == before:  # written, and to the end
+                break
         return {
             # what lies below `perform` is the same for every rank and every call
             rank: re.sub(r"(?<= in perform\n).*?(?=\n\n|\Z)", "", stacks.get(rank, ""), flags=re.DOTALL).strip("\n")

@@ -15,6 +15,11 @@ def bus_bandwidth(nbytes: int, seconds: float, ranks: int) -> float:
     return nbytes / seconds * 2 * (ranks - 1) / ranks
 
 
+def buffered_peak(case: AllReduceCase) -> int:
+    """Peak of an all-reduce with a buffer as large as the tensor, in bytes."""
+    return 2 * case.bytes
+
+
 def in_place_peak(case: AllReduceCase) -> int:
     """Peak of an all-reduce in place, in bytes: the tensor."""
     return case.bytes

@@ -28,32 +28,8 @@ class FlashAttentionPyTorch(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         """softmax(q kᵀ / sqrt(head_dim)) v, one tile of queries at a time over the tiles of keys it sees."""
         check_inputs(q, k, v)
-        flat_q, flat_k, flat_v = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))  # (batch, len, head_dim)
-        out = torch.empty_like(flat_q, memory_format=torch.contiguous_format)
-        compute = _compute_dtype(q)
-        lse = torch.empty(out.shape[:-1], dtype=compute, device=q.device)  # (batch, q_len)
-        scale = 1 / math.sqrt(q.shape[-1])
-        for i in range(0, out.shape[1], TILE):
-            q_tile = flat_q[:, i : i + TILE].to(compute) * scale  # (batch, rows, head_dim)
-            rows = q_tile.shape[1]
-            acc = q_tile.new_zeros(q_tile.shape)
-            row_max = q_tile.new_full((*q_tile.shape[:2], 1), -math.inf)
-            row_sum = torch.zeros_like(row_max)
-            for j in _key_tiles(i, rows, flat_k.shape[1], is_causal):
-                k_tile, v_tile = (x[:, j : j + TILE].to(compute) for x in (flat_k, flat_v))
-                scores = torch.bmm(q_tile, k_tile.mT)  # (batch, rows, columns)
-                if is_causal:
-                    _mask_future(scores, i, j, -math.inf)
-                new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
-                scores.sub_(new_max).exp_()
-                row_max.sub_(new_max).exp_()  # what the sums so far are to be scaled by
-                row_sum.mul_(row_max).add_(scores.sum(-1, keepdim=True))
-                acc.mul_(row_max).baddbmm_(scores, v_tile)
-                row_max = new_max
-                del scores  # or it would live through the next tile's product
-            out[:, i : i + TILE] = acc.div_(row_sum)
-            lse[:, i : i + TILE] = row_max.add_(row_sum.log_()).squeeze(-1)
-        out, lse = out.view(q.shape), lse.view(q.shape[:-1])
+        with torch.autocast(q.device.type, enabled=False):  # the dtypes below are chosen
+            out, lse = _forward(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.is_causal = is_causal
         return out
@@ -63,36 +39,69 @@ class FlashAttentionPyTorch(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Gradients of q, k and v: the tiles of probabilities are computed again from the log-sum-exp."""
         q, k, v, out, lse = ctx.saved_tensors
-        compute = _compute_dtype(q)
-        flat_q, flat_k, flat_v, flat_out, flat_grad = (
-            x.reshape(-1, *x.shape[-2:]) for x in (q, k, v, out, grad_out)
-        )  # (batch, len, head_dim)
-        flat_lse = lse.view(-1, lse.shape[-1], 1)  # (batch, q_len, 1)
-        scale = 1 / math.sqrt(q.shape[-1])
-        grad_q = torch.zeros(flat_q.shape, dtype=compute, device=q.device)
-        grad_k, grad_v = (torch.zeros(flat_k.shape, dtype=compute, device=q.device) for _ in range(2))
-        for i in range(0, flat_q.shape[1], TILE):
-            queries = slice(i, i + TILE)
-            q_tile = flat_q[:, queries].to(compute) * scale
-            grad_tile = flat_grad[:, queries].to(compute)
-            delta = (grad_tile * flat_out[:, queries]).sum(-1, keepdim=True)  # (batch, rows, 1)
-            for j in _key_tiles(i, q_tile.shape[1], flat_k.shape[1], ctx.is_causal):
-                keys = slice(j, j + TILE)
-                k_tile, v_tile = (x[:, keys].to(compute) for x in (flat_k, flat_v))
-                probs = torch.bmm(q_tile, k_tile.mT).sub_(flat_lse[:, queries]).exp_()  # (batch, rows, columns)
-                if ctx.is_causal:
-                    _mask_future(probs, i, j, 0.0)
-                grad_v[:, keys].baddbmm_(probs.mT, grad_tile)
-                grad_scores = torch.bmm(grad_tile, v_tile.mT).sub_(delta).mul_(probs)
-                grad_k[:, keys].baddbmm_(grad_scores.mT, q_tile)
-                grad_q[:, queries].baddbmm_(grad_scores, k_tile, alpha=scale)
-                del probs, grad_scores  # or they would live through the next tile's products
-        return (
-            grad_q.view(q.shape).to(q.dtype),
-            grad_k.view(k.shape).to(k.dtype),
-            grad_v.view(v.shape).to(v.dtype),
-            None,
-        )
+        with torch.autocast(q.device.type, enabled=False):
+            return *_backward(q, k, v, out, lse, grad_out, ctx.is_causal), None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp: algorithm 1."""
+    flat_q, flat_k, flat_v = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))  # (batch, len, head_dim)
+    out = torch.empty_like(flat_q, memory_format=torch.contiguous_format)
+    compute = _compute_dtype(q)
+    lse = torch.empty(out.shape[:-1], dtype=compute, device=q.device)  # (batch, q_len)
+    scale = 1 / math.sqrt(q.shape[-1])
+    for i in range(0, out.shape[1], TILE):
+        q_tile = flat_q[:, i : i + TILE].to(compute) * scale  # (batch, rows, head_dim)
+        rows = q_tile.shape[1]
+        acc = q_tile.new_zeros(q_tile.shape)
+        row_max = q_tile.new_full((*q_tile.shape[:2], 1), -math.inf)
+        row_sum = torch.zeros_like(row_max)
+        for j in _key_tiles(i, rows, flat_k.shape[1], is_causal):
+            k_tile, v_tile = (x[:, j : j + TILE].to(compute) for x in (flat_k, flat_v))
+            scores = torch.bmm(q_tile, k_tile.mT)  # (batch, rows, columns)
+            if is_causal:
+                _mask_future(scores, i, j, -math.inf)
+            new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
+            scores.sub_(new_max).exp_()
+            row_max.sub_(new_max).exp_()  # what the sums so far are to be scaled by
+            row_sum.mul_(row_max).add_(scores.sum(-1, keepdim=True))
+            acc.mul_(row_max).baddbmm_(scores, v_tile)
+            row_max = new_max
+            del scores  # or it would live through the next tile's product
+        out[:, i : i + TILE] = acc.div_(row_sum)
+        lse[:, i : i + TILE] = row_max.add_(row_sum.log_()).squeeze(-1)
+    return out.view(q.shape), lse.view(q.shape[:-1])
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v: algorithm 2."""
+    compute = _compute_dtype(q)
+    flat_q, flat_k, flat_v, flat_out, flat_grad = (
+        x.reshape(-1, *x.shape[-2:]) for x in (q, k, v, out, grad_out)
+    )  # (batch, len, head_dim)
+    flat_lse = lse.view(-1, lse.shape[-1], 1)  # (batch, q_len, 1)
+    scale = 1 / math.sqrt(q.shape[-1])
+    grad_q = torch.zeros(flat_q.shape, dtype=compute, device=q.device)
+    grad_k, grad_v = (torch.zeros(flat_k.shape, dtype=compute, device=q.device) for _ in range(2))
+    for i in range(0, flat_q.shape[1], TILE):
+        queries = slice(i, i + TILE)
+        q_tile = flat_q[:, queries].to(compute) * scale
+        grad_tile = flat_grad[:, queries].to(compute)
+        delta = (grad_tile * flat_out[:, queries]).sum(-1, keepdim=True)  # (batch, rows, 1)
+        for j in _key_tiles(i, q_tile.shape[1], flat_k.shape[1], is_causal):
+            keys = slice(j, j + TILE)
+            k_tile, v_tile = (x[:, keys].to(compute) for x in (flat_k, flat_v))
+            probs = torch.bmm(q_tile, k_tile.mT).sub_(flat_lse[:, queries]).exp_()  # (batch, rows, columns)
+            if is_causal:
+                _mask_future(probs, i, j, 0.0)
+            grad_v[:, keys].baddbmm_(probs.mT, grad_tile)
+            grad_scores = torch.bmm(grad_tile, v_tile.mT).sub_(delta).mul_(probs)
+            grad_k[:, keys].baddbmm_(grad_scores.mT, q_tile)
+            grad_q[:, queries].baddbmm_(grad_scores, k_tile, alpha=scale)
+            del probs, grad_scores  # or they would live through the next tile's products
+    return grad_q.view(q.shape).to(q.dtype), grad_k.view(k.shape).to(k.dtype), grad_v.view(v.shape).to(v.dtype)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

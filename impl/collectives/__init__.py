@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.accounting.collectives import in_place_peak
+from impl.accounting.collectives import buffered_peak
 from shardmark.registry import Family, RegistryError, add_family
 
 
@@ -46,7 +46,7 @@ def _check(target: Any, device: str) -> None:
             raise RegistryError(f"{name}() does not take {arguments} arguments: {error}") from None
 
 
-FAMILY = add_family(Family("collectives", Collectives, reference="backend", check=_check, memory=in_place_peak))
+FAMILY = add_family(Family("collectives", Collectives, reference="backend", check=_check, memory=buffered_peak))
 
 from impl.collectives.library import Backend  # noqa: E402  (it registers in the family above)
 

@@ -52,7 +52,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Turn the vector at each position of the context."""
-        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]  # (context, head_dim / 2)
+        cos, sin = (table[: x.shape[-2]].to(x.dtype) for table in (self.cos, self.sin))  # (context, head_dim / 2)
         even, odd = x[..., 0::2], x[..., 1::2]
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
