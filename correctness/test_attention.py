@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from impl.attention import FlashAttentionPyTorch, as_attention, eager_attention
+from impl.attention import FlashAttentionPyTorch, as_attention, check_inputs, eager_attention
 from shardmark.registry import Implementation
 
 pytestmark = pytest.mark.family("attention")
@@ -111,35 +111,43 @@ def test_large_scores_do_not_overflow(implementation: Implementation, device: st
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("q", "k", "v", "message"),
-    [
-        pytest.param((2, 4, 8), (2, 5, 16), (2, 5, 16), r"q \(2, 4, 8\), k \(2, 5, 16\)", id="head_dim"),
-        pytest.param((2, 4, 8), (3, 4, 8), (3, 4, 8), r"same leading dims", id="leading_dims"),
-        pytest.param((2, 4, 8), (2, 5, 8), (2, 6, 8), r"v \(2, 6, 8\)", id="k_and_v"),
-        pytest.param((8,), (8,), (8,), r"q \(8,\)", id="no_seq"),
-        pytest.param((2, 0, 8), (2, 0, 8), (2, 0, 8), r"attention over nothing", id="empty"),
-    ],
-)
-def test_shapes_that_do_not_go_together_are_one_line(
-    implementation: Implementation,
-    q: tuple[int, ...],
-    k: tuple[int, ...],
-    v: tuple[int, ...],
-    message: str,
-    device: str,
-) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        implementation.adapted(*(torch.randn(shape, device=device) for shape in (q, k, v)))
-    assert "\n" not in str(caught.value)
+MISMATCHED = {  # shapes of q, k, v, and what the message says of them
+    "head_dim": ((2, 4, 8), (2, 5, 16), (2, 5, 16), r"q \(2, 4, 8\), k \(2, 5, 16\)"),
+    "leading_dims": ((2, 4, 8), (3, 4, 8), (3, 4, 8), "same leading dims"),
+    "k_and_v": ((2, 4, 8), (2, 5, 8), (2, 6, 8), r"v \(2, 6, 8\)"),
+    "no_seq": ((8,), (8,), (8,), r"q \(8,\)"),
+    "empty": ((2, 0, 8), (2, 0, 8), (2, 0, 8), "attention over nothing"),
+}
+
+
+@pytest.mark.parametrize("how", MISMATCHED)
+def test_shapes_that_do_not_go_together_are_one_line(implementation: Implementation, how: str, device: str) -> None:
+    q, k, v = (torch.randn(shape, device=device) for shape in MISMATCHED[how][:3])
+    with pytest.raises(ValueError, match=r"^[^\n]+$"):
+        implementation.adapted(q, k, v)
+    with pytest.raises(ValueError, match=MISMATCHED[how][3]):
+        check_inputs(q, k, v)
 
 
 def test_dtypes_that_do_not_go_together_are_one_line(implementation: Implementation, device: str) -> None:
     q, k, v, _ = _inputs("one_query", torch.float32, device)
+    for wrong in ((q, k.double(), v), (q.int(), k.int(), v.int())):
+        with pytest.raises(ValueError, match=r"^[^\n]+$"):
+            implementation.adapted(*wrong)
     with pytest.raises(ValueError, match=r"one floating dtype, got torch.float32, torch.float64, torch.float32"):
-        implementation.adapted(q, k.double(), v)
-    with pytest.raises(ValueError, match=r"one floating dtype"):
-        implementation.adapted(q.int(), k.int(), v.int())
+        check_inputs(q, k.double(), v)
+
+
+def test_autocast_does_not_change_the_result_of_float32_inputs_much(
+    implementation: Implementation, device: str
+) -> None:
+    """Implementations may follow autocast or not; they may not fail under it, or be worse than bfloat16."""
+    inputs = _inputs("fewer_keys", torch.float32, device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = _results(implementation.adapted, inputs, is_causal=True)
+    exact = _results(eager_attention, [x.double() for x in inputs], is_causal=True)
+    for name, value in found.items():
+        torch.testing.assert_close(value.double(), exact[name], rtol=0.1, atol=0.1, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_flash_saves_only_inputs_output_and_log_sum_exp(implementation: Implementation, device: str) -> None:

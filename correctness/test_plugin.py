@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from shardmark import registry
+
 pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +54,8 @@ def formula(case):
 register("sleep", "plain", 1.0, memory=formula, time=TimeBudget("slow", 0.9))
 register("sleep", "slow", 4.0, memory=formula, time=TimeBudget("plain", 2.0))
 register("sleep", "greedy", 1.0, memory=lambda case: formula(case) // 2)
+register("sleep", "with_giant", 1.0, memory=formula, time=TimeBudget("giant", 0.9))
+register("sleep", "giant", 1.0, memory=lambda case: 10**17, requires=(lambda device: None,))
 register("sleep", "elsewhere", 1.0, memory=formula, requires=(lambda device: "needs another planet",))
 
 
@@ -87,6 +91,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # or pytest-benchmark disables itself in there
     monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))  # its own family goes with it
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(test_sleeps=SLEEPS)
     return pytester
@@ -107,7 +112,7 @@ def _row(output: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def test_verdicts_are_outcomes_and_every_row_lands(project: pytest.Pytester) -> None:
-    result, output = _run(project, "--scale=smoke", "-rs")
+    result, output = _run(project, "--scale=smoke", "-rs", "-k", "not giant")
     result.assert_outcomes(passed=1, failed=2, skipped=1)
     assert _row(output, "plain")["verdict"] == "pass"
     assert _row(output, "slow")["verdict"] == _row(output, "greedy")["verdict"] == "fail"
@@ -165,17 +170,23 @@ def test_a_case_that_would_not_fit_is_not_started(project: pytest.Pytester) -> N
     result.assert_outcomes(passed=1, skipped=1)
     (entry,) = output["unmeasured"]
     row = entry["extra_info"]
-    assert row["verdict"] == "not started" and row["memory"]["needed"] == 2 * 10**17  # it and its peer
+    assert row["verdict"] == "not started" and row["memory"]["needed"] == 10**17
     assert 0 < row["memory"]["available"] < row["memory"]["needed"]
-    result.stdout.fnmatch_lines(
-        ["*plain * needs 190,734,863,281.25 of * not started", "*not started: needs * MiB of *"]
-    )
+    result.stdout.fnmatch_lines(["*plain * needs 95,367,431,640.62 of * not started", "*not started: needs * MiB of *"])
+
+
+def test_a_peer_that_would_not_fit_does_not_stop_the_implementation(project: pytest.Pytester) -> None:
+    result, output = _run(project, "--scale=smoke", "-k", "giant")
+    result.assert_outcomes(passed=1, skipped=1, warnings=1)
+    result.stdout.fnmatch_lines(["*measured without its peer giant: both need 95,367,431,640 MiB of * MiB"])
+    time = _row(output, "with_giant")["time"]
+    assert time["peer"] is None and time["ratio"] is None and time["mean_by_rank"][0] > 0.001
 
 
 def test_running_out_of_memory_is_a_row_and_a_failure(
     project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardmark.measure.Measure._admit", lambda *_: None)
+    monkeypatch.setattr("shardmark.measure.Measure._admit", lambda self, plan, budget: plan)
     result, output = _run(project, "--scale=paper", "-k", "greedy")
     result.assert_outcomes(passed=0, failed=2)
     assert [entry["extra_info"]["verdict"] for entry in output["unmeasured"]] == ["out of memory"]
@@ -217,8 +228,50 @@ def test_impl_runs_that_family_alone(project: pytest.Pytester) -> None:
         """
     )
     result, _ = _run(project, "--scale=smoke", "--impl", "attention=own.py:mine", "--impl", "attention=sdpa", "-s")
-    result.assert_outcomes(passed=2, deselected=6)
+    result.assert_outcomes(passed=2, deselected=8)
     result.stdout.fnmatch_lines(["*ran mine*", "*ran sdpa*"])
+
+
+def test_impl_reaches_the_ranks(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        own="""
+        from impl.data_parallel import NaiveDataParallel
+
+        class Mine(NaiveDataParallel):
+            pass
+        """,
+        test_ranks="""
+        import pytest
+        from torch import nn
+
+        def wrap(implementation):
+            return type(implementation.adapted(nn.Linear(2, 2))).__name__
+
+        @pytest.mark.family("data_parallel")
+        def test_it(implementation, world):
+            assert world.run(wrap, implementation) == ["Mine"] * world.size
+        """,
+    )
+    result, _ = _run(project, "--impl=data_parallel=own.py:Mine", "--ranks=2", "test_ranks.py")
+    result.assert_outcomes(passed=1)
+
+
+def test_a_test_may_choose_its_own_worlds(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_own="""
+        import pytest
+
+        @pytest.mark.parametrize("world", [2], indirect=True)
+        def test_size(world):
+            assert world.size == 2
+
+        @pytest.mark.family("nonesuch")
+        def test_family(implementation): pass
+        """
+    )
+    result, _ = _run(project, "--ranks=1", "test_own.py", "-k", "size", "--continue-on-collection-errors")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["test_own.py::test_family: no family 'nonesuch'; the families are *"])
 
 
 def test_ranks_and_cases_parametrize_tests(project: pytest.Pytester) -> None:
@@ -237,7 +290,7 @@ def test_ranks_and_cases_parametrize_tests(project: pytest.Pytester) -> None:
 
 
 def test_disabled_benchmarks_still_hold_memory_to_its_budget(project: pytest.Pytester) -> None:
-    result, output = _run(project, "--scale=smoke", "--benchmark-disable")
+    result, output = _run(project, "--scale=smoke", "--benchmark-disable", "-k", "not giant")
     result.assert_outcomes(passed=2, failed=1, skipped=1)
     assert not output
 
@@ -269,10 +322,13 @@ def test_the_listing_is_printed_and_nothing_runs(project: pytest.Pytester) -> No
         (["--impl=attention=nonesuch"], "attention has no implementation 'nonesuch'; registered are *"),
         (["--impl=attention=missing.py:f"], "attention=missing.py:f: cannot import *missing.py: FileNotFoundError*"),
         (["--impl=attention=math:cos"], "attention=math:cos does not meet the attention contract: TypeError: *"),
+        (["--impl=attention=exits.py:f"], "attention=exits.py:f: cannot import *exits.py: SystemExit: 3"),
         (["--budgets=missing.toml"], "missing.toml: No such file or directory"),
+        (["--benchmark-json=missing/out.json"], "--benchmark-json missing/out.json: there is no folder missing"),
     ],
 )
 def test_a_bad_option_is_one_line_and_status_4(project: pytest.Pytester, arguments: list[str], message: str) -> None:
+    Path("exits.py").write_text("raise SystemExit(3)")
     result = project.runpytest_inprocess(*arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR == 4
     errors = [line for line in result.errlines if line]

@@ -29,10 +29,10 @@ def identity() -> tuple[int, int, int]:
     return dist.get_rank(), dist.get_world_size(), os.getpid()
 
 
-def scaled_sum(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    tensor = tensor * factor * (dist.get_rank() + 1)
+def scaled_sum(tensor: torch.Tensor, factor: float, device: str) -> torch.Tensor:
+    tensor = tensor.to(device) * factor * (dist.get_rank() + 1)
     dist.all_reduce(tensor)
-    return tensor
+    return tensor.cpu()
 
 
 def raise_on_rank_1() -> None:
@@ -61,6 +61,32 @@ def crash_on_rank_1() -> None:
     if dist.get_rank() == 1:
         ctypes.string_at(0)
     dist.barrier()
+
+
+def exit_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        sys.exit("usage: shard [-h]")
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+    def __reduce__(self) -> tuple:
+        raise ValueError
+
+
+def raise_what_cannot_be_told() -> None:
+    raise Speechless
+
+
+def draw() -> float:
+    return torch.rand(()).item()
+
+
+def load_with_a_worker() -> list[int]:
+    loader = torch.utils.data.DataLoader(range(4), num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
+    return [batch.item() for batch in loader]
 
 
 def return_a_lambda() -> object:
@@ -123,10 +149,10 @@ def test_results_come_in_rank_order(pair: World) -> None:
 
 
 def test_arguments_and_results_are_copied(pair: World, device: str) -> None:
-    ones = torch.ones(3, device=device)
-    for result in pair.run(scaled_sum, ones, 10.0):
-        assert torch.equal(result.cpu(), torch.full((3,), 30.0))
-    assert torch.equal(ones.cpu(), torch.ones(3))
+    ones = torch.ones(3)
+    for result in pair.run(scaled_sum, ones, 10.0, device):
+        assert torch.equal(result, torch.full((3,), 30.0))
+    assert torch.equal(ones, torch.ones(3))
 
 
 def test_ranks_stay_between_calls(pair: World) -> None:
@@ -194,9 +220,10 @@ def test_a_failure_ends_every_rank_and_the_next_test_gets_a_new_world(
 def test_a_rank_that_died_between_tests_is_replaced(device: str) -> None:
     worlds = Worlds(device)
     before = worlds.get(1)
-    os.kill(before.pids[0], signal.SIGKILL)
+    pids = before.pids
+    os.kill(pids[0], signal.SIGKILL)
     assert _wait_until(lambda: not before.alive)
-    assert worlds.get(1).run(identity)[0][2] != before
+    assert worlds.get(1).run(identity)[0][2] not in pids
     worlds.close()
 
 
@@ -210,6 +237,32 @@ def test_what_cannot_be_sent_is_one_line_and_the_world_lives_on(pair: World) -> 
 def test_a_result_that_cannot_be_sent_is_the_ranks_error(pair: World) -> None:
     with pytest.raises(RankError, match=r"rank 0 of 2 raised .*[Pp]ickle"):
         pair.run(return_a_lambda)
+
+
+def test_a_function_that_exits_is_told_of(pair: World) -> None:
+    with pytest.raises(RankError, match=r"rank 1 of 2 raised SystemExit: usage: shard \[-h\]\nTraceback"):
+        pair.run(exit_on_rank_1)
+
+
+def test_an_exception_that_cannot_be_told_is_named(pair: World) -> None:
+    with pytest.raises(RankError, match=r"rank 0 of 2 raised .*Speechless") as caught:
+        pair.run(raise_what_cannot_be_told)
+    assert caught.value.exception is None
+
+
+def test_a_closed_world_says_so(pair: World) -> None:
+    pair.close()
+    with pytest.raises(WorldError, match="this world is closed"):
+        pair.run(identity)
+
+
+def test_ranks_draw_numbers_of_their_own(pair: World) -> None:
+    first, second = pair.run(draw)
+    assert first != second
+
+
+def test_a_rank_may_have_children(pair: World) -> None:
+    assert pair.run(load_with_a_worker) == [[0, 1, 2, 3]] * 2
 
 
 def test_a_world_too_large_is_one_line(device: str) -> None:
@@ -232,16 +285,16 @@ def test_rendezvous_is_private_and_traffic_stays_on_loopback(device: str) -> Non
     assert not directory.exists()
 
 
-def test_a_thousand_calls_leave_everything_where_it_was(pair: World) -> None:
+def test_a_thousand_calls_leave_everything_where_it_was(pair: World, device: str) -> None:
     def everyone() -> list[dict[str, int]]:
         return [environment(), *pair.run(environment)]
 
     tensor = torch.ones(2500)  # 10 KB: to leak one a call would be 10 MB in the end
     for _ in range(10):
-        pair.run(scaled_sum, tensor, 1.0)
+        pair.run(scaled_sum, tensor, 1.0, device)
     before = everyone()
     for _ in range(990):
-        pair.run(scaled_sum, tensor, 1.0)
+        pair.run(scaled_sum, tensor, 1.0, device)
     # Ranks are flat to a few pages; this process is pytest's too, with its own to keep.
     for early, late, room in zip(before, everyone(), (2**20, 2**18, 2**18), strict=True):
         assert (late["files"], late["threads"]) == (early["files"], early["threads"])

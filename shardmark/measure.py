@@ -153,9 +153,17 @@ class Measure:
         if needed > available:
             self._unmeasured(plan, memory_budget, budget.NOT_STARTED, needed=needed, available=available)
             pytest.skip(f"not started: needs {needed / MIB:,.0f} MiB of {available / MIB:,.0f} MiB available")
-        if plan.peer is not None and needed + _formula(plan.peer, plan.case) * copies > available:
-            return replace(plan, peer=None)
-        return plan
+        if plan.peer is None:
+            return plan
+        both = needed + _formula(plan.peer, plan.case) * copies
+        if both <= available:
+            return plan
+        self._item.warn(
+            pytest.PytestWarning(
+                f"measured without its peer {plan.peer}: both need {both / MIB:,.0f} MiB of {available / MIB:,.0f} MiB"
+            )
+        )
+        return replace(plan, peer=None)
 
     def _replay(self, seconds: list[float]) -> None:
         """Hand the measured times to pytest-benchmark, round by round, through the clock it reads."""
