@@ -55,7 +55,7 @@ register("sleep", "plain", 1.0, memory=formula, time=TimeBudget("slow", 0.9))
 register("sleep", "slow", 4.0, memory=formula, time=TimeBudget("plain", 2.0))
 register("sleep", "greedy", 1.0, memory=lambda case: formula(case) // 2)
 register("sleep", "with_giant", 1.0, memory=formula, time=TimeBudget("giant", 0.9))
-register("sleep", "giant", 1.0, memory=lambda case: 10**17, requires=(lambda device: None,))
+register("sleep", "giant", 2.0, memory=lambda case: 10**17, requires=(lambda device: None,))
 register("sleep", "elsewhere", 1.0, memory=formula, requires=(lambda device: "needs another planet",))
 
 

