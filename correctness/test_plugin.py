@@ -178,7 +178,7 @@ def test_a_case_that_would_not_fit_is_not_started(project: pytest.Pytester) -> N
 def test_a_peer_that_would_not_fit_does_not_stop_the_implementation(project: pytest.Pytester) -> None:
     result, output = _run(project, "--scale=smoke", "-k", "giant")
     result.assert_outcomes(passed=1, skipped=1, warnings=1)
-    result.stdout.fnmatch_lines(["*measured without its peer giant: both need 95,367,431,640 MiB of * MiB"])
+    result.stdout.fnmatch_lines(["*measured without its peer giant: both need 95,367,431,641 MiB of * MiB"])
     time = _row(output, "with_giant")["time"]
     assert time["peer"] is None and time["ratio"] is None and time["mean_by_rank"][0] > 0.001
 

@@ -295,7 +295,7 @@ def test_a_thousand_calls_leave_everything_where_it_was(pair: World, device: str
     before = everyone()
     for _ in range(990):
         pair.run(scaled_sum, tensor, 1.0, device)
-    # Allocators are not exact to the page: a rank may differ by 0.2%; this process is pytest's too, with its own to keep.
+    # Allocators are not exact to the page: ranks may differ by 0.2%. This process is pytest's as well.
     for early, late, room in zip(before, everyone(), (2**20, 2**19, 2**19), strict=True):
         assert (late["files"], late["threads"]) == (early["files"], early["threads"])
         assert late["resident"] - early["resident"] < room
