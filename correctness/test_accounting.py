@@ -78,7 +78,15 @@ def training_memory(implementation: Implementation, case: TrainingStepCase) -> M
     return measure(plan).memory
 
 
-@pytest.mark.parametrize("case", [TrainingStepCase("tiny", 2, 32), TrainingStepCase("tiny", 3, 61)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        TrainingStepCase("tiny", 1, 4),  # the largest moment is the end of backward, bucketed's the output projection
+        TrainingStepCase("tiny", 2, 32),  # the largest moment is the loss
+        TrainingStepCase("tiny", 3, 61),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["naive", "flat", "overlapped", "bucketed", "ddp"])
 def test_training_step_peak_is_the_formulas(name: str, case: TrainingStepCase) -> None:
     implementation = family("data_parallel").implementations[name]

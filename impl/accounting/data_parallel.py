@@ -1,7 +1,7 @@
 """Data parallelism in closed form: bytes at the peak of one rank's training step, and bytes it must send.
 
-Each peak is the larger of two moments: when backward begins, with every activation and the logits' gradients; and when
-the gradients are all there, with the copies of them that are communicated.
+Each peak is the largest of a few moments: when backward begins, with every activation and the logits' gradients; when
+it leaves the output projection; and when the gradients are all there, with the copies of them that are communicated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def work(case: TrainingStepCase, ranks: int) -> Work:
 def naive_peak(case: TrainingStepCase) -> int:
     """Peak in bytes when gradients are reduced in place."""
     step = training_bytes(case)
-    return max(step.peak_at_loss, step.peak_at_embedding)
+    return max(step.peak_at_loss, step.peak_at_output, step.peak_at_embedding)
 
 
 overlapped_peak = naive_peak
@@ -44,7 +44,7 @@ def bucketed_peak(case: TrainingStepCase) -> int:
     """Peak in bytes when gradients move into buckets that exist from the start; the last to come is the embedding's."""
     step = training_bytes(case)
     before_embedding = step.peak_at_embedding - step.parameters + step.embedding
-    return max(step.peak_at_loss, before_embedding) + step.parameters
+    return max(step.peak_at_loss, step.peak_at_output, before_embedding) + step.parameters
 
 
 def ddp_peak(case: TrainingStepCase) -> int:

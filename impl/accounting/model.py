@@ -25,8 +25,10 @@ class TrainingBytes:
     embedding: int
     peak_at_loss: int
     """When backward begins: log-probabilities, their gradient and the logits' gradient exist at once."""
+    peak_at_output: int
+    """When backward leaves the output projection: its weight's gradient is there, and the one that flows on."""
     peak_at_embedding: int
-    """When backward ends: every gradient is there, and still the one that flows into the embedding."""
+    """When backward ends: every gradient is there, and still the one that flows into the embedding, and the loss's."""
 
 
 def activation_bytes(size: TransformerSize, batch: int, context: int) -> int:
@@ -54,15 +56,18 @@ def training_bytes(case: TrainingStepCase) -> TrainingBytes:
     before_step = after_init + 2 * parameters + _FLOAT * tensors  # moments
     after_forward = before_step + activation_bytes(size, case.batch, case.context)
     after_backward = before_step + parameters + _FLOAT  # gradients, and the loss
+    embedding = _FLOAT * size.vocab * size.d_model  # the output projection is as large
+    flowing = _FLOAT * tokens * size.d_model  # the gradient that flows from layer to layer
     return TrainingBytes(
         after_init=after_init,
         before_step=before_step,
         after_forward=after_forward,
         after_backward=after_backward,
         parameters=parameters,
-        embedding=_FLOAT * size.vocab * size.d_model,
+        embedding=embedding,
         peak_at_loss=after_forward + 2 * _FLOAT * tokens * size.vocab,
-        peak_at_embedding=after_backward + _FLOAT * tokens * size.d_model,
+        peak_at_output=after_forward + embedding + flowing,
+        peak_at_embedding=after_backward + flowing + _FLOAT,
     )
 
 
