@@ -62,7 +62,7 @@ class TrainingStep:
 @pytest.mark.family("data_parallel")
 @pytest.mark.question("What does a data-parallel training step cost?")
 @pytest.mark.cases(cases.TRAINING_STEP)
-@pytest.mark.benchmark(min_rounds=15)
+@pytest.mark.benchmark(min_rounds=12)
 def test_training_step(implementation: Implementation, case: TrainingStepCase, world: World, measure: Measure) -> None:
     measure(TrainingStep, implementation, case, world_size=world.size, work=work(case, world.size))
 
@@ -70,6 +70,6 @@ def test_training_step(implementation: Implementation, case: TrainingStepCase, w
 @pytest.mark.family("data_parallel", option="bucket_mb")
 @pytest.mark.question("Which bucket size is best?")
 @pytest.mark.cases(cases.BUCKETS)
-@pytest.mark.benchmark(min_rounds=15)
+@pytest.mark.benchmark(min_rounds=12)
 def test_bucket_size(implementation: Implementation, case: TrainingStepCase, world: World, measure: Measure) -> None:
     measure(TrainingStep, implementation, case, world_size=world.size, work=work(case, world.size))
