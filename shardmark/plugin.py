@@ -80,11 +80,11 @@ def pytest_configure(config: pytest.Config) -> None:
         "question(text): the question that the rows of these tests answer; rows of one question share a table",
     ):
         config.addinivalue_line("markers", marker)
-    session = config.stash[SESSION] = start_session(config)
+    session = start_session(config)
+    config.stash[SIGTERM_BEFORE] = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    config.stash[SESSION] = session
     if torchrun.launched():  # at once, as the other ranks are waiting
         session.worlds = torchrun.TorchrunWorlds(session.device)
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    config.stash[SIGTERM_BEFORE] = previous
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
