@@ -15,7 +15,7 @@ from shardmark.budget import AbsoluteBudget
 from shardmark.clock import Laps
 from shardmark.measure import Measure
 from shardmark.memory import Memory
-from shardmark.passes import IMPLEMENTATION, PEER, Measured, Plan, Rounds
+from shardmark.passes import IMPLEMENTATION, PEER, Measured, Plan, Rounds, alternate
 from shardmark.registry import Implementation, TimeBudget
 from shardmark.world import World
 
@@ -73,11 +73,10 @@ def times() -> dict[str, list[Laps]]:
         ways: dict[str, Callable[[], None]] = {"spawn": spawn, "fresh": fresh, "warm": warm}
         warm()
         laps: dict[str, list[Laps]] = {name: [] for name in ways}
-        for i in range(ROUNDS):
-            for name in list(ways)[:: -1 if i % 2 else 1]:
-                began = time.perf_counter()
-                ways[name]()
-                laps[name].append(Laps(time.perf_counter() - began))
+        for name in alternate(list(ways), ROUNDS):
+            began = time.perf_counter()
+            ways[name]()
+            laps[name].append(Laps(time.perf_counter() - began))
     return laps
 
 

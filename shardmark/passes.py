@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -138,10 +138,15 @@ def _time(plan: Plan, memory: Memory) -> Measured:
 
     measured = Measured(mine.backend, memory, {name: [] for name in steps})
     with _no_gc() if plan.rounds.disable_gc else nullcontext():
-        for i in range(rounds):
-            for name in list(steps)[:: -1 if i % 2 else 1]:
-                measured.laps[name].append(_timed(plan, *steps[name]))
+        for name in alternate(list(steps), rounds):
+            measured.laps[name].append(_timed(plan, *steps[name]))
     return measured
+
+
+def alternate(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """Every name once a round, the order reversed every round, so that the machine's drift favours none."""
+    for i in range(rounds):
+        yield from names[:: -1 if i % 2 else 1]
 
 
 def _timed(plan: Plan, workload: Workload, step: Callable[[Mark], None]) -> Laps:
@@ -163,9 +168,10 @@ def _slowest(plan: Plan, seconds: float) -> float:
     return tensor.item()
 
 
-class _no_gc(AbstractContextManager[None]):
-    def __enter__(self) -> None:
-        gc.disable()
-
-    def __exit__(self, *_: object) -> None:
+@contextmanager
+def _no_gc() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
         gc.enable()

@@ -1,9 +1,11 @@
 """The pytest plugin: options and fixtures, each a few lines over the modules beside it.
 
-@pytest.mark.family("attention")                       # `implementation` runs over the family's implementations
-@pytest.mark.cases(cases.ATTENTION)                    # `case` runs over the grid at --scale
-@pytest.mark.question("What does attention cost?")     # rows of one question share a table
-def test_forward(implementation, case, measure): ...
+    @pytest.mark.family("attention")                       # `implementation` runs over the family's implementations
+    @pytest.mark.cases(cases.ATTENTION)                    # `case` runs over the grid at --scale
+    @pytest.mark.question("What does attention cost?")     # rows of one question share a table
+    def test_forward(implementation, case, measure): ...
+
+`world` is a warm world of each size in --ranks, and `worlds(n)` one of a given size.
 """
 
 from __future__ import annotations

@@ -42,9 +42,8 @@ def perform(work: bytes) -> bytes:
     try:
         function, args = pickle.loads(work)
         return pickle.dumps((True, function(*args)))
-    except (
-        BaseException
-    ) as error:  # a function that exits (argparse, pytest.skip) is to be told of, not to end the rank
+    except BaseException as error:
+        # BaseException: a function that exits (argparse, pytest.skip) is to be told of, not to end the rank.
         own = error.__traceback__.tb_next if error.__traceback__ else None  # without this frame
         report = traceback.TracebackException(type(error), error, own)
         text = f"raised {''.join(report.format_exception_only()).strip()}\n{''.join(report.format())}"
@@ -58,7 +57,8 @@ def perform(work: bytes) -> bytes:
 def serve(rank: int, size: int, device: str, directory: Path, pipe: connection.Connection) -> None:
     """A rank's life: join the group, then answer each call until the pipe closes."""
     _die_with_parent()
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # data loaders have children
+    # A daemon may not have children, and a data loader's workers are some.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us, which then ends us
     stacks = (directory / f"rank{rank}.stacks").open("w")
     faulthandler.enable(stacks)

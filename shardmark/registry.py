@@ -160,11 +160,11 @@ def check_contract(implementation: Implementation, device: str) -> None:
         Exception,
         SystemExit,
     ) as error:  # whatever a user's own code raises is the answer to "does it meet the contract?"
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        kind = "" if isinstance(error, RegistryError) else f"{type(error).__name__}: "
+        line = (
+            _first_line(error) if isinstance(error, RegistryError) else f"{type(error).__name__}: {_first_line(error)}"
+        )
         raise RegistryError(
-            f"{implementation.family}={implementation.spec} does not meet the {implementation.family} contract: "
-            f"{kind}{first_line}"
+            f"{implementation.family}={implementation.spec} does not meet the {implementation.family} contract: {line}"
         ) from error
 
 
@@ -201,10 +201,13 @@ def _import(family_name: str, spec: str, source: str) -> Any:
             raise
         return module
     except (Exception, SystemExit) as error:  # a user's module may fail to import in any way
-        first_line = str(error).splitlines()[0] if str(error) else ""
         raise RegistryError(
-            f"{family_name}={spec}: cannot import {source}: {type(error).__name__}: {first_line}"
+            f"{family_name}={spec}: cannot import {source}: {type(error).__name__}: {_first_line(error)}"
         ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
 
 
 def _restore(contract_module: str, family_name: str, spec: str) -> Implementation:

@@ -122,38 +122,42 @@ class RowFile:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.path: Path | None = config.getoption("benchmark_json", None)
-        self.unmeasured: list[Row] = []
         self.rows: list[Row] = []
         """Every row of this run, as its test made it: an entry with name, group, stats and extra_info."""
 
     def add(self, entry: Row) -> None:
         """Take a row and save all of them. Those with `stats` are in pytest-benchmark's own list already."""
         self.rows.append(entry)
-        if entry["stats"] is None:
-            self.unmeasured.append(entry)
-        self._save()
+        if self.path is not None:
+            self._save(self.path)
 
-    def _save(self) -> None:
-        session: Any = self.config.pluginmanager.get_plugin("pytest-benchmark")
-        if self.path is None:
-            return
-        hook = self.config.hook
+    @property
+    def unmeasured(self) -> list[Row]:
+        """The rows without times."""
+        return [entry for entry in self.rows if entry["stats"] is None]
+
+    def _save(self, path: Path) -> None:
+        hook, benchmarks = self.config.hook, self._session.benchmarks
         output = hook.pytest_benchmark_generate_json(
             config=self.config,
-            benchmarks=session.benchmarks,
+            benchmarks=benchmarks,
             include_data=True,
             machine_info=self._machine_info,
             commit_info=self._commit_info,
         )
-        hook.pytest_benchmark_update_json(config=self.config, benchmarks=session.benchmarks, output_json=output)
-        partial = self.path.with_name(self.path.name + ".partial")
+        hook.pytest_benchmark_update_json(config=self.config, benchmarks=benchmarks, output_json=output)
+        partial = path.with_name(path.name + ".partial")
         partial.write_text(json.dumps(output, indent=4))
-        os.replace(partial, self.path)  # a reader finds the old file or the new one, never half of one
+        os.replace(partial, path)  # a reader finds the old file or the new one, never half of one
+
+    @property
+    def _session(self) -> Any:
+        """pytest-benchmark's own session, which holds what it has timed."""
+        return self.config.pluginmanager.get_plugin("pytest-benchmark")
 
     @cached_property
     def _machine_info(self) -> Row:
-        session: Any = self.config.pluginmanager.get_plugin("pytest-benchmark")
-        return session.get_machine_info()
+        return self._session.get_machine_info()
 
     @cached_property
     def _commit_info(self) -> Row:

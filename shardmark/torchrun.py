@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shardmark.rank import WorldError, join_group, perform, pickled_call
-from shardmark.world import DEADLINE, GRACE, RankError
+from shardmark.world import DEADLINE, GRACE, rank_error
 
 _FOREVER = timedelta(days=30)
 _STOP = b""
@@ -106,7 +106,10 @@ class TorchrunWorld:
                         end = min(end, time.monotonic() + GRACE)
         self.alive = len(answers) == self.size
         if not (self.alive and all(succeeded for succeeded, _ in answers.values())):
-            raise self._error(answers)
+            failures = {rank_: value for rank_, (succeeded, value) in answers.items() if not succeeded}
+            silent = [rank_ for rank_ in range(self.size) if rank_ not in answers]
+            where = "had not answered; its stack is in its own output"
+            raise rank_error(self.size, failures, dict.fromkeys(silent, where))
         self._store.delete_key(f"{call}")
         return [answers[rank_][1] for rank_ in range(self.size)]
 
@@ -132,14 +135,6 @@ class TorchrunWorld:
         answer = self._store.get(key)
         self._store.delete_key(key)
         return answer
-
-    def _error(self, answers: dict[int, tuple[bool, Any]]) -> RankError:
-        failures = {rank_: value for rank_, (succeeded, value) in answers.items() if not succeeded}
-        report = [f"rank {rank_} of {self.size} {text}" for rank_, (text, _) in failures.items()]
-        silent = [rank_ for rank_ in range(self.size) if rank_ not in answers]
-        report += [f"rank {rank_} of {self.size} had not answered; its stack is in its own output" for rank_ in silent]
-        first = next(iter(failures), silent[0] if silent else 0)
-        return RankError("\n".join(report), first, failures[first][1] if first in failures else None)
 
 
 class LocalWorld:

@@ -48,6 +48,15 @@ class RankError(RuntimeError):
         self.exception = exception
 
 
+def rank_error(size: int, failures: dict[int, tuple[str, BaseException | None]], silent: dict[int, str]) -> RankError:
+    """Tell what each rank of `size` did: those that failed, the first one first; those without an answer; the rest."""
+    report = [f"rank {rank} of {size} {text}" for rank, (text, _) in failures.items()]
+    report += [f"rank {rank} of {size} {text}" for rank, text in silent.items()]
+    report += [f"rank {rank} of {size} finished" for rank in range(size) if rank not in failures and rank not in silent]
+    first = next(iter([*failures, *silent]))
+    return RankError("\n".join(report), first, failures[first][1] if failures else None)
+
+
 def available_ranks(device: str) -> int:
     """The largest world this machine allows: a rank per GPU on CUDA, `RANKS_PER_CORE` per core on CPU."""
     return torch.cuda.device_count() if device == "cuda" else RANKS_PER_CORE * available_cores()
@@ -175,21 +184,11 @@ class World:
             if not ready:
                 break
         if len(answers) < self.size:
-            raise self._error(answers, failures, time.monotonic() - start)
+            seconds = time.monotonic() - start
+            stacks = self._stacks([rank for rank in range(self.size) if rank not in answers | failures])
+            silent = {r: f"had not answered after {seconds:.1f} s; it was at\n{stack}" for r, stack in stacks.items()}
+            raise rank_error(self.size, failures, silent)
         return [answers[rank] for rank in range(self.size)]
-
-    def _error(self, answers: dict[int, Any], failures: dict[int, Any], seconds: float) -> RankError:
-        """Tell what each rank did, the first to fail first."""
-        silent = [rank for rank in range(self.size) if rank not in answers and rank not in failures]
-        stacks = self._stacks(silent)
-        report = [f"rank {rank} of {self.size} {text}" for rank, (text, _) in failures.items()]
-        for rank in silent:
-            report.append(
-                f"rank {rank} of {self.size} had not answered after {seconds:.1f} s; it was at\n{stacks[rank]}"
-            )
-        report += [f"rank {rank} of {self.size} finished" for rank in answers]
-        first = next(iter(failures), silent[0] if silent else 0)
-        return RankError("\n".join(report), first, failures[first][1] if first in failures else None)
 
     def _end_of(self, rank: int) -> str:
         """How a rank ended, with the stack that faulthandler left if a signal like SIGSEGV ended it."""

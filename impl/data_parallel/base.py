@@ -15,7 +15,21 @@ from torch import Tensor, nn
 BACKWARD_TWICE = "backward ran twice before finish_gradient_synchronization(); run all but the last in no_sync()"
 
 
-class DataParallel(nn.Module):
+class PlainStateDict(nn.Module):
+    """A wrapper whose state is its module's, under the module's own names."""
+
+    module: nn.Module
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The module's own."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the module's own `state_dict`."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+class DataParallel(PlainStateDict):
     """Wrap `module`: check that the ranks agree on it, and give every rank rank 0's parameters and buffers.
 
     Subclasses communicate gradients. Contract and errors: `impl.data_parallel.DataParallelWrapper`.
@@ -49,14 +63,6 @@ class DataParallel(nn.Module):
             yield
         finally:
             self.synchronizing = before
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's own, with the module's own names."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the module's own `state_dict`."""
-        return self.module.load_state_dict(*args, **kwargs)
 
 
 def check_same_module(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from impl.accounting.data_parallel import ddp_peak
-from impl.data_parallel.base import check_same_module
+from impl.data_parallel.base import PlainStateDict, check_same_module
 from shardmark.registry import TimeBudget, register
 
 
-class TorchDataParallel(DistributedDataParallel):
+class TorchDataParallel(PlainStateDict, DistributedDataParallel):
     """`torch.nn.parallel.DistributedDataParallel` under the family's contract; `bucket_mb` is its `bucket_cap_mb`.
 
     It waits for its collectives at the end of backward. A gradient that this rank does not have is looked for
@@ -38,14 +36,6 @@ class TorchDataParallel(DistributedDataParallel):
 
     def finish_gradient_synchronization(self) -> None:
         """Nothing is left to do once backward has returned."""
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's own, with the module's own names."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the module's own `state_dict`."""
-        return self.module.load_state_dict(*args, **kwargs)
 
 
 register("data_parallel", "ddp", TorchDataParallel, memory=ddp_peak, time=TimeBudget("naive", 1.0))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from impl.model.sizes import TransformerSize
+from impl.model.transformer import Transformer
 from shardmark.registry import register
 
 
@@ -19,10 +20,9 @@ class PlainTransformer(nn.Module):
 
     def __init__(self, size: TransformerSize, *, context_length: int) -> None:
         super().__init__()
-        from impl.model.transformer import Transformer  # for its parameters' names and shapes alone
-
         self.size = size
         self.context_length = context_length
+        # For its parameters' names and shapes alone.
         for name, child in Transformer(size, context_length=context_length).named_children():
             self.add_module(name, child)
 
