@@ -41,11 +41,38 @@ def _attention_peak(implementation: Implementation, case: AttentionCase, device:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
-@pytest.mark.parametrize("name", ["eager", "flash_pytorch"])
+@pytest.mark.parametrize("name", ["eager", "flash_pytorch", "sdpa_math", "sdpa_flash"])
 def test_attention_peak_is_exact_to_the_byte(name: str, case: AttentionCase, mode: str) -> None:
     implementation, case = family("attention").implementations[name], replace(case, mode=mode)
     assert implementation.memory is not None
     assert _attention_peak(implementation, case, "cpu") == implementation.memory(case)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_flash_triton_peak_is_exact_to_the_byte(dtype: str, mode: str) -> None:
+    """In the interpreter, which takes its tiles from elsewhere."""
+    implementation = family("attention").implementations["flash_triton"]
+    if reason := implementation.missing("cpu"):
+        pytest.skip(reason)
+    case = AttentionCase(batch=2, heads=3, seq=100, head_dim=24, mode=mode, dtype=dtype)
+    assert _attention_peak(implementation, case, "cpu") == attention.flash_triton_peak(case)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("mode", MODES)
+def test_flash_triton_needs_inputs_outputs_log_sum_exp_and_gradients_within_a_hundredth(
+    mode: str, head_dim: int
+) -> None:
+    case = AttentionCase(batch=2, seq=4096, head_dim=head_dim, mode=mode, dtype="bfloat16")
+    assert attention.flash_triton_peak(case) == pytest.approx(attention.flash_peak(case), rel=0.01)
+
+
+def test_the_compiler_needs_no_more_than_eager(device: str) -> None:
+    case = AttentionCase(batch=2, seq=300, head_dim=32)
+    entry = family("attention").implementations["compiled"]
+    _attention_peak(entry, case, device)  # compiles
+    assert _attention_peak(entry, case, device) < attention.eager_peak(case)
 
 
 @pytest.mark.parametrize("mode", MODES)

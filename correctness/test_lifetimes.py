@@ -156,7 +156,7 @@ def test_an_interrupted_run_keeps_its_rows_and_leaves_nothing_running(number: si
     process.send_signal(number)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 2 and "KeyboardInterrupt" in output
-    assert "What does attention cost?" in output  # the table of what was measured
+    assert "What does attention cost as the sequence grows?" in output  # the table of what was measured
     assert '"implementation": "eager"' in out.read_text()
     assert wait_until(lambda: not any(map(is_running, below)))
     assert not list(temporary.glob("shardmark-*"))

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from shardmark.cases import Grid, Work
-from shardmark.registry import Family, TimeBudget, add_family, register
+from shardmark.registry import Family, TimeBudget, Unsupported, add_family, register
 
 
 class Contract: ...
@@ -57,12 +57,16 @@ register("sleep", "greedy", 1.0, memory=lambda case: formula(case) // 2)
 register("sleep", "with_giant", 1.0, memory=formula, time=TimeBudget("giant", 0.9))
 register("sleep", "giant", 2.0, memory=lambda case: 10**17, requires=(lambda device: None,))
 register("sleep", "elsewhere", 1.0, memory=formula, requires=(lambda device: "needs another planet",))
+register("sleep", "dreamt", 1.0, memory=formula, requires_to_measure=(lambda device: "dreams take no time",))
+register("sleep", "light", None, memory=formula)
 
 
 class Sleep:
     backend = "none"
 
     def __init__(self, implementation, case, device):
+        if implementation.target is None:
+            raise Unsupported(f"light sleeps are under {case.length} s")
         self.length = implementation.target * case.length
         self.kept = torch.empty(1000) if case.nbytes < 2**50 else torch.empty(case.nbytes)
 
@@ -82,6 +86,10 @@ GRID = Grid(smoke=[Naps(0.001)], laptop=[Naps(0.001), Naps(0.002)], paper=[Naps(
 @pytest.mark.cases(GRID)
 def test_nap(implementation, case, measure):
     measure(Sleep, implementation, case, work=Work(flops=10, bytes_moved=10))
+
+
+@pytest.mark.family("sleep")
+def test_dream(implementation): ...
 """
 
 
@@ -112,8 +120,8 @@ def _row(output: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def test_verdicts_are_outcomes_and_every_row_lands(project: pytest.Pytester) -> None:
-    result, output = _run(project, "--scale=smoke", "-rs", "-k", "not giant")
-    result.assert_outcomes(passed=1, failed=2, skipped=1)
+    result, output = _run(project, "--scale=smoke", "-rs", "-k", "nap and not giant and not light")
+    result.assert_outcomes(passed=1, failed=2, skipped=2)
     assert _row(output, "plain")["verdict"] == "pass"
     assert _row(output, "slow")["verdict"] == _row(output, "greedy")["verdict"] == "fail"
     result.stdout.fnmatch_lines(
@@ -126,12 +134,13 @@ def test_verdicts_are_outcomes_and_every_row_lands(project: pytest.Pytester) -> 
             "0.001s * slow * ± * plain * fail",
             "3 rows in out.json",
             "SKIPPED * elsewhere: needs another planet",
+            "SKIPPED * dreamt: dreams take no time",
         ]
     )
 
 
 def test_a_row_says_what_the_design_lists(project: pytest.Pytester) -> None:
-    _, output = _run(project, "--scale=smoke", "-k", "plain")
+    _, output = _run(project, "--scale=smoke", "-k", "nap and plain")
     (entry,) = output["benchmarks"]
     row = entry["extra_info"]
     assert entry["group"] == "How long is a nap?"
@@ -160,13 +169,13 @@ def test_rows_are_on_disk_as_soon_as_they_are_measured(project: pytest.Pytester)
             assert [entry["name"] for entry in output["benchmarks"]] == ["test_nap[plain-0.001s]"]
         """
     )
-    result, _ = _run(project, "--scale=smoke", "-k", "plain or last")
+    result, _ = _run(project, "--scale=smoke", "-k", "nap and plain or last")
     result.assert_outcomes(passed=2)
     assert not list(project.path.glob("*.partial"))
 
 
 def test_a_case_that_would_not_fit_is_not_started(project: pytest.Pytester) -> None:
-    result, output = _run(project, "--scale=paper", "-k", "plain", "-rs")
+    result, output = _run(project, "--scale=paper", "-k", "nap and plain", "-rs")
     result.assert_outcomes(passed=1, skipped=1)
     (entry,) = output["unmeasured"]
     row = entry["extra_info"]
@@ -176,7 +185,7 @@ def test_a_case_that_would_not_fit_is_not_started(project: pytest.Pytester) -> N
 
 
 def test_a_peer_that_would_not_fit_does_not_stop_the_implementation(project: pytest.Pytester) -> None:
-    result, output = _run(project, "--scale=smoke", "-k", "giant")
+    result, output = _run(project, "--scale=smoke", "-k", "nap and giant")
     result.assert_outcomes(passed=1, skipped=1, warnings=1)
     result.stdout.fnmatch_lines(["*measured without its peer giant: both need 95,367,431,641 MiB of * MiB"])
     time = _row(output, "with_giant")["time"]
@@ -187,14 +196,14 @@ def test_running_out_of_memory_is_a_row_and_a_failure(
     project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardmark.measure.Measure._admit", lambda self, plan, budget: plan)
-    result, output = _run(project, "--scale=paper", "-k", "greedy")
+    result, output = _run(project, "--scale=paper", "-k", "nap and greedy")
     result.assert_outcomes(passed=0, failed=2)
     assert [entry["extra_info"]["verdict"] for entry in output["unmeasured"]] == ["out of memory"]
     result.stdout.fnmatch_lines(["out of memory: *DefaultCPUAllocator: can't allocate memory*"])
 
 
 def test_too_few_rounds_leave_a_time_budget_undecided(project: pytest.Pytester) -> None:
-    result, output = _run(project, "--scale=smoke", "-k", "slow", "--benchmark-min-rounds=2", "-rs")
+    result, output = _run(project, "--scale=smoke", "-k", "nap and slow", "--benchmark-min-rounds=2", "-rs")
     result.assert_outcomes(skipped=1)
     assert _row(output, "slow")["verdict"] == "undecided"
     result.stdout.fnmatch_lines(["*undecided: *x plain's time, * interval *, against the budget of 2.0x"])
@@ -204,7 +213,7 @@ def test_a_teams_own_budgets_are_held_to(project: pytest.Pytester) -> None:
     Path("budgets.toml").write_text(
         '["*[plain*"]\nseconds = 0.0005\n["*[greedy*"]\nbytes = 3_999\n["*nonesuch*"]\nseconds = 1\n'
     )
-    result, _ = _run(project, "--scale=smoke", "-k", "plain or greedy", "--budgets=budgets.toml")
+    result, _ = _run(project, "--scale=smoke", "-k", "nap and (plain or greedy)", "--budgets=budgets.toml")
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(
         [
@@ -228,7 +237,7 @@ def test_impl_runs_that_family_alone(project: pytest.Pytester) -> None:
         """
     )
     result, _ = _run(project, "--scale=smoke", "--impl", "attention=own.py:mine", "--impl", "attention=sdpa", "-s")
-    result.assert_outcomes(passed=2, deselected=8)
+    result.assert_outcomes(passed=2, deselected=18)
     result.stdout.fnmatch_lines(["*ran mine*", "*ran sdpa*"])
 
 
@@ -290,8 +299,8 @@ def test_ranks_and_cases_parametrize_tests(project: pytest.Pytester) -> None:
 
 
 def test_disabled_benchmarks_still_hold_memory_to_its_budget(project: pytest.Pytester) -> None:
-    result, output = _run(project, "--scale=smoke", "--benchmark-disable", "-k", "not giant")
-    result.assert_outcomes(passed=2, failed=1, skipped=1)
+    result, output = _run(project, "--scale=smoke", "--benchmark-disable", "-k", "nap and not giant and not light")
+    result.assert_outcomes(passed=2, failed=1, skipped=2)
     assert not output
 
 
@@ -302,10 +311,38 @@ def test_pytest_benchmarks_compare_reads_the_file(project: pytest.Pytester) -> N
     compared.stdout.fnmatch_lines(["*test_nap[[]plain-0.001s0[]]*"])
 
 
+def test_inputs_that_an_implementation_does_not_take_skip_its_test(project: pytest.Pytester) -> None:
+    result, output = _run(project, "--scale=smoke", "-k", "nap and light", "-rs")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED * light sleeps are under 0.001 s"])
+    assert not output.get("benchmarks")
+
+
+def test_what_is_not_to_be_measured_runs_elsewhere(project: pytest.Pytester) -> None:
+    result, _ = _run(project, "--scale=smoke", "-k", "dreamt")
+    result.assert_outcomes(passed=1, skipped=1)
+
+
+def test_paper_scale_has_as_many_rounds_as_were_published(project: pytest.Pytester) -> None:
+    grid = "GRID = Grid(smoke=[Naps(0.001)], laptop=[], paper=[Naps(0.001)], paper_rounds=20)"
+    project.makepyfile(test_sleeps=SLEEPS.replace("GRID = Grid(", f"{grid}\nOTHER = Grid("))
+    for scale, rounds in (("smoke", 10), ("paper", 20)):
+        _, output = _run(project, f"--scale={scale}", "-k", "nap and plain")
+        assert output["benchmarks"][0]["stats"]["rounds"] == pytest.approx(rounds, abs=3)
+
+
 def test_the_listing_is_printed_and_nothing_runs(project: pytest.Pytester) -> None:
     result, output = _run(project, "--implementations")
     assert result.ret == 0 and not output
-    result.stdout.fnmatch_lines(["torch *, device cpu", "attention (reference: eager)", "  sdpa * runs here"])
+    result.stdout.fnmatch_lines(
+        [
+            "torch *, device cpu",
+            "attention (reference: eager)",
+            "  flash_triton * runs here, and is not measured: on CPU it runs in Triton's interpreter, *",
+            "  sdpa * runs here",
+            "  flex * does not run here: PyTorch's FlexAttention has no backward pass on CPU",
+        ]
+    )
     result.stdout.no_fnmatch_line("*passed*")
 
 

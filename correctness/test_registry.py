@@ -67,7 +67,10 @@ def test_a_module_is_found() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("nonesuch", "attention has no implementation 'nonesuch'; registered are eager, flash_pytorch, sdpa"),
+        (
+            "nonesuch",
+            "attention has no implementation 'nonesuch'; registered are eager, compiled, flash_pytorch, .*, sdpa",
+        ),
         ("OWN:nonesuch", "has no 'nonesuch'"),
         ("missing.py:f", "cannot import .*missing.py: FileNotFoundError"),
         ("no_such_module:f", "cannot import no_such_module: ModuleNotFoundError: No module named 'no_such_module'"),

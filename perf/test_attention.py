@@ -1,21 +1,21 @@
-"""What does attention cost, in time and in memory: forward, backward and both?"""
+"""What does attention cost, in time and in memory, by length, and how near to the hardware's limit does it come?"""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from impl.accounting.attention import work
-from impl.attention import sdpa
-from shardmark import cases
-from shardmark.cases import AttentionCase
+from impl.attention import sdpa, sdpa_backend
+from shardmark import cases, registry
+from shardmark.cases import AttentionCase, Grid
 from shardmark.measure import Measure
 from shardmark.passes import Mark
-from shardmark.registry import Implementation
+from shardmark.registry import Implementation, TimeBudget
 
-pytestmark = [pytest.mark.family("attention"), pytest.mark.question("What does attention cost?")]
+pytestmark = pytest.mark.family("attention")
 
 
 class AttentionPass:
@@ -27,7 +27,7 @@ class AttentionPass:
         self.q, self.k, self.v = (
             torch.randn(case.shape, device=device, dtype=case.torch_dtype).requires_grad_() for _ in range(3)
         )
-        self.backend = _sdpa_backend(self.q, self.k, self.v, case.is_causal) if implementation.target is sdpa else None
+        self.backend = self._backend(implementation)
         self.grad_out = None if case.mode == "forward" else torch.randn_like(self.q, requires_grad=False)
         self.out: torch.Tensor | None = None
 
@@ -49,14 +49,79 @@ class AttentionPass:
             self.out.backward(self.grad_out)
             mark("backward")
 
+    def _backend(self, implementation: Implementation) -> str:
+        """The kernel that runs: SDPA's choice, else what the implementation is called."""
+        if implementation.target is sdpa:
+            return sdpa_backend(self.q, self.k, self.v, self.case.is_causal)
+        return implementation.name
 
-def _sdpa_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> str:
-    """The kernel that SDPA chooses for these inputs, such as "flash_attention"."""
-    q4, k4, v4 = (x if x.ndim == 4 else x.unsqueeze(1) for x in (q, k, v))
-    choice: Any = torch._fused_sdp_choice(q4, k4, v4, None, 0.0, is_causal)
-    return torch.nn.attention.SDPBackend(choice).name.lower()
+
+def _measure(
+    measure: Measure, implementation: Implementation, case: AttentionCase, time: TimeBudget | None = None
+) -> None:
+    amount = work(case)
+    measure(
+        AttentionPass,
+        implementation,
+        case,
+        work=amount,
+        rates=lambda seconds: {"flops_per_second": amount.flops / seconds},
+        time=time,
+    )
 
 
-@pytest.mark.cases(cases.ATTENTION)
-def test_attention(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:
-    measure(AttentionPass, implementation, case, work=work(case))
+@pytest.mark.question("What does attention cost as the sequence grows?")
+@pytest.mark.cases(cases.ATTENTION_MEMORY)
+def test_memory_by_length(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:
+    _measure(measure, implementation, case)
+
+
+@pytest.mark.question("What does causal attention cost, forward, backward and both?")
+@pytest.mark.cases(cases.ATTENTION_LENGTHS)
+def test_time_by_length(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:
+    _measure(measure, implementation, case)
+
+
+@pytest.mark.question("How near to the hardware's limit is attention with heads?")
+@pytest.mark.cases(cases.ATTENTION_HEADS)
+def test_throughput(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:
+    _measure(measure, implementation, case)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """`implementation` takes at most `ratio` times what `peer` takes for the case."""
+
+    implementation: str
+    peer: str
+    ratio: float
+    case: AttentionCase
+
+    def __str__(self) -> str:
+        return f"{self.implementation}-{self.peer}-{self.case}"
+
+
+_HEADS = [case for case in cases.ATTENTION_HEADS.paper if case.seq >= 4096]
+_FORWARD, _BACKWARD = ([case for case in _HEADS if case.mode == mode] for mode in ("forward", "backward"))
+
+GOALS = Grid(
+    smoke=[],
+    laptop=[Goal("flash_pytorch", "eager", 1.0, AttentionCase(batch=1, seq=4096, head_dim=64))],
+    paper=[
+        *(Goal("flash_triton", "sdpa_cudnn", 1 / 0.9, case) for case in _FORWARD),
+        *(Goal("flash_triton", "sdpa_flash", 1 / 1.3, case) for case in _FORWARD),
+        *(Goal("flash_triton", "sdpa_cudnn", 1 / 0.8, case) for case in _BACKWARD),
+        *(Goal("flash_triton", "sdpa_flash", 1 / 1.1, case) for case in _BACKWARD),
+        *(Goal("flash_triton", "eager", 1 / 20, replace(case, mode="both")) for case in _FORWARD if case.seq == 16384),
+        *(Goal("flash_triton", "flex", 1 / 2, replace(case, dtype="float32")) for case in _BACKWARD),
+    ],
+)
+
+
+@pytest.mark.question("Does attention reach its goals?")
+@pytest.mark.cases(GOALS)
+def test_goals(case: Goal, device: str, measure: Measure) -> None:
+    implementation = registry.resolve("attention", case.implementation)
+    if reason := implementation.missing(device, to_measure=True):
+        pytest.skip(f"{implementation}: {reason}")
+    _measure(measure, implementation, case.case, TimeBudget(case.peer, case.ratio))

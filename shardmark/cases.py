@@ -30,11 +30,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Grid:
-    """The cases of one question, scale by scale."""
+    """The cases of one question, scale by scale; at paper scale, at least `paper_rounds` of each."""
 
     smoke: Sequence[Any]
     laptop: Sequence[Any]
     paper: Sequence[Any]
+    paper_rounds: int = 0
 
     def at(self, scale: str) -> Sequence[Any]:
         """The cases at "smoke", "laptop" or "paper"."""
@@ -107,14 +108,37 @@ class TrainingStepCase:
         return f"{self.model}-b{self.batch}-s{self.context}{bucket}"
 
 
-ATTENTION = Grid(
-    smoke=[AttentionCase(batch=2, seq=256, head_dim=32, mode=mode) for mode in MODES],
-    laptop=[AttentionCase(batch=4, seq=seq, head_dim=64, mode=mode) for seq in (256, 1024, 2048) for mode in MODES],
+ATTENTION_MEMORY = Grid(
+    smoke=[AttentionCase(batch=2, seq=seq, head_dim=32, is_causal=False) for seq in (128, 256, 512)],
+    laptop=[AttentionCase(batch=2, seq=seq, head_dim=64, is_causal=False) for seq in (256, 512, 1024, 2048)],
     paper=[
-        AttentionCase(batch=8, seq=seq, head_dim=head_dim, mode=mode)
+        AttentionCase(batch=8, seq=seq, head_dim=head_dim, is_causal=False)
         for head_dim in (16, 32, 64, 128)
         for seq in (256, 1024, 4096, 8192, 16384)
+    ],
+    paper_rounds=100,
+)
+
+ATTENTION_LENGTHS = Grid(
+    smoke=[AttentionCase(batch=1, seq=256, head_dim=32, mode=mode) for mode in MODES],
+    laptop=[AttentionCase(batch=1, seq=seq, head_dim=64, mode=mode) for seq in (1024, 4096) for mode in MODES],
+    paper=[
+        AttentionCase(batch=1, seq=2**power, head_dim=head_dim, mode=mode, dtype=dtype)
+        for dtype in ("bfloat16", "float32")
+        for head_dim in (16, 32, 64, 128)
+        for power in range(7, 17)
         for mode in MODES
+    ],
+)
+
+ATTENTION_HEADS = Grid(
+    smoke=[AttentionCase(batch=1, heads=2, seq=256, head_dim=32, mode=mode) for mode in MODES[:2]],
+    laptop=[AttentionCase(batch=1, heads=8, seq=1024, head_dim=64, mode=mode) for mode in MODES[:2]],
+    paper=[
+        AttentionCase(batch=4, heads=8, seq=seq, head_dim=head_dim, mode=mode, dtype="bfloat16")
+        for head_dim in (64, 128)
+        for seq in (1024, 2048, 4096, 8192, 16384)
+        for mode in MODES[:2]
     ],
 )
 

@@ -34,9 +34,9 @@ class Measure:
 
     `workload` is a module-level class (`shardmark.passes.Workload`); `work` is what one step does on all ranks; `rates`
     turns the mean step time into further figures of the row's work. The memory budget is the implementation's own
-    formula times `slack`, the time budget its own ratio to its peer. The row is saved whatever the verdict. Over
-    budget, the test fails; where the rounds leave a time budget undecided, or the case would not fit, it is skipped
-    with the reason.
+    formula times `slack`, the time budget `time`, or else its own ratio to its peer. The row is saved whatever the
+    verdict. Over budget, the test fails; where the rounds leave a time budget undecided, or the case would not fit, it
+    is skipped with the reason.
     """
 
     def __init__(self, session: Session, item: pytest.Item, benchmark: Any) -> None:
@@ -54,11 +54,13 @@ class Measure:
         world_size: int = 1,
         slack: float = MEMORY_SLACK,
         rates: Callable[[float], dict[str, float]] = lambda seconds: {},
+        time: TimeBudget | None = None,
     ) -> Row:
         """Returns the row."""
         __tracebackhide__ = True
         session = self._session
-        peer = self._peer(implementation)
+        time_budget = time or implementation.time
+        peer = self._peer(implementation, time_budget)
         plan = Plan(workload, implementation, peer, case, session.device, world_size, self._rounds())
         memory_budget = MemoryBudget(_formula(implementation, case), slack)
         plan = self._admit(plan, memory_budget)
@@ -71,7 +73,7 @@ class Measure:
             self._unmeasured(plan, memory_budget, budget.OUT_OF_MEMORY)
             pytest.fail(f"out of memory: {cause}", pytrace=False)
 
-        return self.record(plan, ranks, implementation.time, memory_budget, work, rates)
+        return self.record(plan, ranks, time_budget, memory_budget, work, rates)
 
     def record(
         self,
@@ -117,12 +119,16 @@ class Measure:
             pytest.skip(f"undecided: {complaints[budget.UNDECIDED]}")
         return row
 
-    def _peer(self, implementation: Implementation) -> Implementation | None:
-        """The implementation that its time budget names, if that is another one and runs here."""
-        if implementation.time is None:
+    def _peer(self, implementation: Implementation, time: TimeBudget | None) -> Implementation | None:
+        """The implementation that the time budget names, if that is another one and runs here."""
+        if time is None:
             return None
-        peer = registry.family(implementation.family).implementations[implementation.time.peer]
-        return None if peer.target is implementation.target or peer.missing(self._session.device) else peer
+        peer = registry.family(implementation.family).implementations[time.peer]
+        return (
+            None
+            if peer.target is implementation.target or peer.missing(self._session.device, to_measure=True)
+            else peer
+        )
 
     def _rounds(self) -> Rounds:
         """pytest-benchmark's options, the test's own marker first."""
@@ -134,8 +140,10 @@ class Measure:
 
         if self._benchmark.disabled:
             return Rounds(minimum=1, maximum=1)
+        cases = self._item.get_closest_marker("cases")
+        published = cases.args[0].paper_rounds if cases and self._session.scale == "paper" else 0
         return Rounds(
-            minimum=option("min_rounds"),
+            minimum=max(published, option("min_rounds")),
             max_seconds=float(option("max_time")),
             warmups=max(1, option("warmup_iterations")) if option("warmup") else 2,
             max_warmup_seconds=float(option("max_time")) if option("warmup") else math.inf,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -21,11 +21,11 @@ from shardmark import registry, torchrun
 from shardmark.clock import DeviceClock
 from shardmark.measure import Measure
 from shardmark.rank import WorldError
-from shardmark.registry import Implementation, RegistryError
+from shardmark.registry import Implementation, RegistryError, Unsupported
 from shardmark.report import tables
 from shardmark.rows import describe_machine
 from shardmark.session import SESSION, start_session
-from shardmark.world import World
+from shardmark.world import RankError, World
 
 SIGTERM_BEFORE = pytest.StashKey[Any]()
 
@@ -102,7 +102,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     session = metafunc.config.stash[SESSION]
     family, grid = (metafunc.definition.get_closest_marker(name) for name in ("family", "cases"))
     if "implementation" in metafunc.fixturenames and family is not None:
-        option = family.kwargs.get("option")
+        option, to_measure = family.kwargs.get("option"), "measure" in metafunc.fixturenames
         try:
             entries = session.implementations(family.args[0])
         except RegistryError as error:
@@ -110,7 +110,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(
             "implementation",
             [
-                pytest.param(entry, id=entry.name, marks=_skip_unless_it_runs(entry, session.device))
+                pytest.param(entry, id=entry.name, marks=_skip_unless_it_runs(entry, session.device, to_measure))
                 for entry in entries
                 if option is None or entry.accepts(option)
             ],
@@ -122,8 +122,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("world", session.ranks, ids=[f"{n}ranks" for n in session.ranks], indirect=True)
 
 
-def _skip_unless_it_runs(entry: Implementation, device: str) -> tuple[pytest.MarkDecorator, ...]:
-    reason = entry.missing(device)
+def _skip_unless_it_runs(entry: Implementation, device: str, to_measure: bool) -> tuple[pytest.MarkDecorator, ...]:
+    reason = entry.missing(device, to_measure)
     return () if reason is None else (pytest.mark.skip(reason=f"{entry.name}: {reason}"),)
 
 
@@ -150,6 +150,18 @@ def _use_device_clock(item: pytest.Item, clock: DeviceClock) -> None:
     question = item.get_closest_marker("question")
     options = {"group": question.args[0] if question else None, **(own.kwargs if own else {}), "timer": clock}
     item.add_marker(pytest.mark.benchmark(**options), append=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, Any, Any]:
+    """Skip a test whose implementation does not take its inputs, with what it says."""
+    try:
+        return (yield)
+    except (Unsupported, RankError) as error:
+        cause = error.exception if isinstance(error, RankError) else error
+        if not isinstance(cause, Unsupported):
+            raise
+        pytest.skip(str(cause))
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,13 @@ class RegistryError(ValueError):
     """A family, an implementation or a target that is not there or does not fit, in one line."""
 
 
+class Unsupported(ValueError):
+    """What an implementation raises, in one line, for inputs that its contract allows and it does not take.
+
+    A test that meets it is skipped with that line.
+    """
+
+
 Requirement = Callable[[str], str | None]
 """Given the device ("cpu" or "cuda"): None where the implementation runs, else the reason why not."""
 
@@ -44,7 +51,8 @@ class Implementation:
     """One way to do what a family does.
 
     `target` is what the user calls (a function, a class, an object with methods), `memory` the closed form of its peak
-    in bytes for a case, `time` its budget relative to a peer.
+    in bytes for a case, `time` its budget relative to a peer. Beyond what it `requires` to run, its times and bytes
+    mean something only where `requires_to_measure` is met.
     """
 
     family: str
@@ -53,6 +61,7 @@ class Implementation:
     memory: Callable[[Any], int] | None = None
     time: TimeBudget | None = None
     requires: tuple[Requirement, ...] = ()
+    requires_to_measure: tuple[Requirement, ...] = ()
     spec: str = ""
     """What finds it again in another process: its name, or an `--impl` target with an absolute path."""
 
@@ -61,9 +70,10 @@ class Implementation:
         """The target as its family's tests call it."""
         return FAMILIES[self.family].adapt(self.target)
 
-    def missing(self, device: str) -> str | None:
-        """Why it does not run on `device`, or None where it does."""
-        reasons = [reason for requirement in self.requires if (reason := requirement(device))]
+    def missing(self, device: str, to_measure: bool = False) -> str | None:
+        """Why it does not run, or is not measured, on `device`, or None where it does."""
+        requirements = (*self.requires, *(self.requires_to_measure if to_measure else ()))
+        reasons = [reason for requirement in requirements if (reason := requirement(device))]
         return "; ".join(reasons) or None
 
     def accepts(self, option: str) -> bool:
@@ -120,9 +130,10 @@ def register(
     memory: Callable[[Any], int] | None = None,
     time: TimeBudget | None = None,
     requires: tuple[Requirement, ...] = (),
+    requires_to_measure: tuple[Requirement, ...] = (),
 ) -> Implementation:
     """Add an implementation to a family: the one call that every test, table and listing picks up."""
-    entry = Implementation(family_name, name, target, memory, time, requires, spec=name)
+    entry = Implementation(family_name, name, target, memory, time, requires, requires_to_measure, spec=name)
     family(family_name).implementations[name] = entry
     return entry
 
@@ -174,8 +185,13 @@ def listing(device: str) -> str:
     for owner in FAMILIES.values():
         lines += ["", f"{owner.name} (reference: {owner.reference})"]
         for entry in owner.implementations.values():
-            reason = entry.missing(device)
-            lines.append(f"  {entry.name:<16} {'runs here' if reason is None else f'does not run here: {reason}'}")
+            if reason := entry.missing(device):
+                says = f"does not run here: {reason}"
+            elif reason := entry.missing(device, to_measure=True):
+                says = f"runs here, and is not measured: {reason}"
+            else:
+                says = "runs here"
+            lines.append(f"  {entry.name:<16} {says}")
     return "\n".join(lines)
 
 

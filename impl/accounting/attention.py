@@ -53,25 +53,76 @@ def flash_pytorch_peak(case: AttentionCase) -> int:
     tile = batch * rows * rows * compute
     column = batch * rows * compute  # one value a row
     slab = column * head_dim  # a tile of q, k, v or of the accumulator
+    mask = 2 * rows * rows if case.is_causal else 0  # made as ones, then its upper triangle
     if case.mode == "forward":
-        mask = 2 * rows * rows if case.is_causal else 0  # made as ones, then its upper triangle
         upcast = 2 * slab if size < compute else 0  # k, v
         return flash_peak(case) + 2 * slab + 2 * column + tile + max(mask, 2 * column) + upcast
     if size == compute:
-        return flash_peak(case) + slab + column + 2 * tile
+        return flash_peak(case) + slab + column + 2 * tile + mask
     rounded = (
         3 * batch * seq * head_dim * size
     )  # dq dk dv in the inputs' dtype, made from accumulators when all is done
     accumulators = 3 * batch * seq * head_dim * compute
     upcast = 4 * slab + column  # q, do, k, v, delta
-    return flash_peak(case) - rounded + accumulators + upcast + max(2 * tile, rounded)
+    return flash_peak(case) - rounded + accumulators + upcast + max(2 * tile + mask, rounded)
+
+
+def flash_triton_peak(case: AttentionCase) -> int:
+    """Peak of `flash_triton`, in bytes: `flash_peak`, and backward one more float32 a row, `delta`."""
+    batch, seq, _, _ = _sizes(case)
+    return flash_peak(case) + (0 if case.mode == "forward" else batch * seq * 4)
+
+
+def compiled_peak(case: AttentionCase) -> int:
+    """Peak of compiled eager attention, in bytes: what the compiler plans is its own; eager's is its limit."""
+    return eager_peak(case)
+
+
+def sdpa_math_peak(case: AttentionCase) -> int:
+    """Peak of SDPA's math backend, in bytes: q and k scaled beforehand, half precision computed in float32."""
+    batch, seq, head_dim, size = _sizes(case)
+    compute = max(size, 4)
+    elements, entries, rows = batch * seq * head_dim, batch * seq * seq, batch * seq
+    mask = seq * seq * compute if case.is_causal else 0
+    tensors = 3 * size + (2 if size == compute else 5) * compute  # q k v; q k scaled, and q k v upcast
+    # Scores, softmax, and one byte an entry and a row to find the rows that are all -inf, and write one zero there.
+    forward = tensors * elements + (2 * compute + 1) * entries + rows + mask + compute
+    if case.mode == "forward":
+        return forward
+    tensors = 8 if size == compute else 11  # q k v o do dv, and both scaled; or their upcasts
+    backward = tensors * elements * size + 3 * entries * compute
+    return max(backward, forward + elements * size) if case.mode == "both" else backward  # do is there beforehand
 
 
 def sdpa_peak(case: AttentionCase) -> int:
-    """Peak of PyTorch's fused kernels, in bytes: `flash_peak` and two tiles of 256 x 512 scores for each CPU thread."""
-    _, seq, _, _ = _sizes(case)
-    tile = min(256, seq) * min(512, seq) * 4
-    return flash_peak(case) + 2 * torch.get_num_threads() * tile
+    """Peak of SDPA's flash backend, in bytes, on the device where it takes more: CPU by its threads' buffers.
+
+    On CPU (ATen's FlashAttentionKernel.cpp) each thread has a tile of scores, two of them backward, and in half
+    precision their 16-bit copies too; with several heads the output's gradient is copied to the output's layout.
+    """
+    batch, seq, head_dim, size = _sizes(case)
+    compute, threads = max(size, 4), torch.get_num_threads()
+    rows = min(seq, 256 if seq >= 768 else 64 if seq >= 192 else 32)
+    entries = rows * min(512, seq)
+    per_entry = compute + (size if size < compute else 0)
+    if case.mode == "forward":
+        return flash_peak(case) + threads * (per_entry * entries + compute * rows * (2 + head_dim))
+    on_cpu = flash_peak(case) + threads * 2 * per_entry * entries + rows * compute
+    if case.heads not in (None, 1):
+        on_cpu += batch * seq * head_dim * size
+    return max(on_cpu, fused_cuda_peak(case))
+
+
+def fused_cuda_peak(case: AttentionCase) -> int:
+    """Peak of SDPA's fused CUDA kernels, in bytes: backward they sum dq in float32 and keep one more value a row."""
+    batch, seq, head_dim, _ = _sizes(case)
+    return flash_peak(case) + (0 if case.mode == "forward" else 4 * batch * seq * (head_dim + 1))
+
+
+def flex_peak(case: AttentionCase) -> int:
+    """Peak of FlexAttention, in bytes: two values a row forward; backward, one more, and what the block mask takes."""
+    batch, seq, _, _ = _sizes(case)
+    return flash_peak(case) + 8 * batch * seq
 
 
 def _sizes(case: AttentionCase) -> tuple[int, int, int, int]:

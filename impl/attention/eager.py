@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from impl.accounting.attention import eager_peak
-from impl.attention import check_inputs
+from impl.attention import check_inputs, kv_group, per_query_head
 from shardmark.registry import register
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     """softmax(q kᵀ / sqrt(head_dim)) v. Shapes, dtypes and errors: `impl.attention.Attention`."""
     check_inputs(q, k, v)
+    k, v = (per_query_head(x, kv_group(q, k)) for x in (k, v))
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (..., q_len, k_len)
     if is_causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)

@@ -6,6 +6,7 @@ loops run in Python and each tile is a batched matrix product, so tiles are larg
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from impl.accounting.attention import TILE, flash_pytorch_peak
-from impl.attention import check_inputs
+from impl.attention import check_inputs, kv_group, per_query_head
+from impl.attention.first_derivative import FirstDerivative
 from shardmark.registry import TimeBudget, register
 
 
@@ -35,16 +37,16 @@ class FlashAttentionPyTorch(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Gradients of q, k and v: the tiles of probabilities are computed again from the log-sum-exp."""
-        q, k, v, out, lse = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False):
-            return *_backward(q, k, v, out, lse, grad_out, ctx.is_causal), None
+        with torch.autocast(grad_out.device.type, enabled=False):
+            compute = functools.partial(_backward, ctx.is_causal)
+            return *FirstDerivative.apply(compute, *ctx.saved_tensors, grad_out), None
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp: algorithm 1."""
+    k, v = (per_query_head(x, kv_group(q, k)) for x in (k, v))
     flat_q, flat_k, flat_v = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))  # (batch, len, head_dim)
     out = torch.empty_like(flat_q, memory_format=torch.contiguous_format)
     compute = _compute_dtype(q)
@@ -54,7 +56,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, 
         q_tile = flat_q[:, i : i + TILE].to(compute) * scale  # (batch, rows, head_dim)
         rows = q_tile.shape[1]
         acc = q_tile.new_zeros(q_tile.shape)
-        row_max = q_tile.new_full((*q_tile.shape[:2], 1), -math.inf)
+        # The lowest finite number, as -inf - -inf is NaN in a row of -inf.
+        row_max = q_tile.new_full((*q_tile.shape[:2], 1), torch.finfo(compute).min)
         row_sum = torch.zeros_like(row_max)
         for j in _key_tiles(i, rows, flat_k.shape[1], is_causal):
             k_tile, v_tile = (x[:, j : j + TILE].to(compute) for x in (flat_k, flat_v))
@@ -74,9 +77,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, 
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, is_causal: bool
+    is_causal: bool, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: algorithm 2."""
+    group = kv_group(q, k)
+    k, v = (per_query_head(x, group) for x in (k, v))
     compute = _compute_dtype(q)
     flat_q, flat_k, flat_v, flat_out, flat_grad = (
         x.reshape(-1, *x.shape[-2:]) for x in (q, k, v, out, grad_out)
@@ -98,10 +103,18 @@ def _backward(
                 _mask_future(probs, i, j, 0.0)
             grad_v[:, keys].baddbmm_(probs.mT, grad_tile)
             grad_scores = torch.bmm(grad_tile, v_tile.mT).sub_(delta).mul_(probs)
+            if is_causal:
+                _mask_future(grad_scores, i, j, 0.0)  # again, as zero times a delta that is NaN is NaN
             grad_k[:, keys].baddbmm_(grad_scores.mT, q_tile)
             grad_q[:, queries].baddbmm_(grad_scores, k_tile, alpha=scale)
             del probs, grad_scores  # or they would live through the next tile's products
-    return grad_q.view(q.shape).to(q.dtype), grad_k.view(k.shape).to(k.dtype), grad_v.view(v.shape).to(v.dtype)
+    grad_k, grad_v = (_per_kv_head(x.view(k.shape), group) for x in (grad_k, grad_v))
+    return grad_q.view(q.shape).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+def _per_kv_head(grad: Tensor, group: int) -> Tensor:
+    """Gradient of `per_query_head`: the sum over each group of heads."""
+    return grad if group == 1 else grad.unflatten(-3, (-1, group)).sum(-3)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

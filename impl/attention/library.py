@@ -1,13 +1,20 @@
-"""Attention as PyTorch ships it."""
+"""Attention as PyTorch ships it: SDPA with the backend it chooses, SDPA with each backend pinned, FlexAttention."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from impl.accounting.attention import sdpa_peak
-from impl.attention import check_inputs
-from shardmark.registry import TimeBudget, register
+from impl.accounting import attention as accounting
+from impl.attention import Attention, check_inputs, kv_group
+from impl.attention.compiled import compile_each_shape
+from shardmark.registry import TimeBudget, Unsupported, register, requires_cuda
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
@@ -17,10 +24,82 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     leading dims become those two.
     """
     check_inputs(q, k, v)
+    q4, k4, v4 = _batch_and_heads(q, k, v)
+    out = scaled_dot_product_attention(q4, k4, v4, is_causal=is_causal, enable_gqa=kv_group(q, k) > 1)
+    return out.reshape(q.shape)
+
+
+def sdpa_backend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
+    """The kernel that SDPA chooses for these inputs, such as "flash_attention"."""
+    q4, k4, v4 = _batch_and_heads(q, k, v)
+    choice: Any = torch._fused_sdp_choice(q4, k4, v4, None, 0.0, is_causal, enable_gqa=kv_group(q, k) > 1)
+    return SDPBackend(choice).name.lower()
+
+
+def pinned(backend: SDPBackend) -> Attention:
+    """SDPA that runs `backend` or raises Unsupported."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+        with sdpa_kernel(backend):
+            try:
+                return sdpa(q, k, v, is_causal=is_causal)
+            except RuntimeError as error:
+                if "No available kernel" not in str(error):
+                    raise
+                mask = "causal" if is_causal else "full"
+                raise Unsupported(
+                    f"SDPA's {backend.name} kernel does not take {q.dtype} on {q.device.type}, q {tuple(q.shape)} with "
+                    f"strides {q.stride()}, k {tuple(k.shape)}, {mask}"
+                ) from None
+
+    return attention
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """FlexAttention, compiled, with its causal block mask."""
+    check_inputs(q, k, v)
+    block_mask = _causal_blocks(q.shape[-2], k.shape[-2], q.device) if is_causal else None
+    out = _flex(*_batch_and_heads(q, k, v), block_mask=block_mask, enable_gqa=kv_group(q, k) > 1)
+    return out.reshape(q.shape)
+
+
+_flex = compile_each_shape(flex_attention)
+
+
+@functools.lru_cache(maxsize=8)
+def _causal_blocks(q_len: int, k_len: int, device: torch.device) -> BlockMask:
+    """Which tiles of scores a causal mask leaves: made once a shape, as a training run does."""
+    return create_block_mask(lambda b, h, i, j: i >= j, None, None, q_len, k_len, device=str(device))
+
+
+def _batch_and_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each as (batch, heads, seq, head_dim); one head where nothing tells heads from batch."""
     if q.ndim == 4:
-        return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-    q4, k4, v4 = (x.reshape(-1, 1, *x.shape[-2:]) for x in (q, k, v))
-    return scaled_dot_product_attention(q4, k4, v4, is_causal=is_causal).reshape(q.shape)
+        return q, k, v
+    grouped = kv_group(q, k) > 1
+    q4, k4, v4 = (x.reshape(-1, x.shape[-3] if grouped else 1, *x.shape[-2:]) for x in (q, k, v))
+    return q4, k4, v4
 
 
-register("attention", "sdpa", sdpa, memory=sdpa_peak, time=TimeBudget("eager"))
+register("attention", "sdpa", sdpa, memory=accounting.sdpa_peak, time=TimeBudget("eager"))
+for _name, _backend, _memory, _requires in (
+    ("sdpa_math", SDPBackend.MATH, accounting.sdpa_math_peak, ()),
+    ("sdpa_flash", SDPBackend.FLASH_ATTENTION, accounting.sdpa_peak, ()),
+    ("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION, accounting.fused_cuda_peak, (requires_cuda,)),
+    ("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION, accounting.fused_cuda_peak, (requires_cuda,)),
+):
+    register("attention", _name, pinned(_backend), memory=_memory, time=TimeBudget("eager"), requires=_requires)
+
+
+def _requires_its_backward(device: str) -> str | None:
+    return None if device == "cuda" else "PyTorch's FlexAttention has no backward pass on CPU"
+
+
+register(
+    "attention",
+    "flex",
+    flex,
+    memory=accounting.flex_peak,
+    time=TimeBudget("eager"),
+    requires=(_requires_its_backward,),
+)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
+
+from shardmark.report.fits import peaks_by_length
 
 Entry = dict[str, Any]
 Cell = Callable[[Entry, dict[str, Any]], str | None]
@@ -44,8 +46,13 @@ def _fastest_and_slowest(entry: Entry, row: dict[str, Any]) -> str | None:
     return f"{_ms(min(ranks))} / {_ms(max(ranks))}" if len(ranks) > 1 else None
 
 
-def _rate(name: str) -> Cell:
-    return lambda entry, row: f"{row['work'][name] / 1e9:.3f}" if name in row["work"] else None
+def _rate(name: str, unit: float) -> Cell:
+    return lambda entry, row: f"{row['work'][name] / unit:.3f}" if name in row["work"] else None
+
+
+def _before_backward(entry: Entry, row: dict[str, Any]) -> str | None:
+    phases = row["memory"].get("phases", {})
+    return _mib(phases["after_forward"]) if {"after_forward", "after_backward"} <= set(phases) else None
 
 
 def _memory(entry: Entry, row: dict[str, Any]) -> str | None:
@@ -65,10 +72,12 @@ COLUMNS: list[tuple[str, Cell]] = [
     ("exposed comm.", _part("communication")),
     ("optimizer", _part("optimizer")),
     ("rank min / max", _fastest_and_slowest),
-    ("alg GB/s", _rate("algorithm_bandwidth")),
-    ("bus GB/s", _rate("bus_bandwidth")),
+    ("alg GB/s", _rate("algorithm_bandwidth", 1e9)),
+    ("bus GB/s", _rate("bus_bandwidth", 1e9)),
+    ("TFLOP/s", _rate("flops_per_second", 1e12)),
     ("ratio to peer", _ratio),
     ("of limit", lambda entry, row: f"{row['limit']['fraction']:.0%}" if row["limit"].get("fraction") else None),
+    ("before backward", _before_backward),
     ("peak MiB", _memory),
     ("budget MiB", lambda entry, row: _mib(row["memory"]["budget"]) if "budget" in row["memory"] else None),
     ("verdict", lambda entry, row: row["verdict"]),
@@ -84,7 +93,8 @@ LEFT = ("case", "implementation", "ratio to peer", "verdict")
 def render(entries: list[Entry]) -> Iterator[tuple[str, list[str]]]:
     """(title, lines) of each question's table; a case's implementations stand together, empty cells are a dash."""
     for question, group in groupby(_together(entries, _question), key=_question):
-        yield question or "other measurements", _table(_together(list(group), _case))
+        rows = _together(list(group), _case)
+        yield question or "other measurements", [*_table(rows), *peaks_by_length(rows)]
 
 
 def _question(entry: Entry) -> str | None:
@@ -107,10 +117,15 @@ def _table(entries: list[Entry]) -> list[str]:
         for name, cell in COLUMNS
         if set(values := [cell(entry, entry["extra_info"]) for entry in entries]) - {None} - SILENT.get(name, set())
     }
+    return layout([dict(zip(grid, cells, strict=True)) for cells in zip(*grid.values(), strict=True)], LEFT)
+
+
+def layout(rows: Sequence[Mapping[str, str | None]], left: Sequence[str] = ()) -> list[str]:
+    """Lines of a table whose columns are the rows' keys, those in `left` to the left; None is a dash."""
     columns = []
-    for name, values in grid.items():
-        texts = [name, *(value or "-" for value in values)]
+    for name in rows[0]:
+        texts = [name, *(row[name] or "-" for row in rows)]
         width = max(map(len, texts))
-        columns.append([text.ljust(width) if name in LEFT else text.rjust(width) for text in texts])
+        columns.append([text.ljust(width) if name in left else text.rjust(width) for text in texts])
     lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

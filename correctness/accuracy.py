@@ -1,0 +1,60 @@
+"""How accurate attention has to be: as eager attention in the same dtype, against float64.
+
+The tolerance is twice the error of eager attention, or twice one rounding of the largest sum of absolute terms behind
+the result where that is more: on tiny inputs eager can be exact by luck, or a sum can cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from impl.attention import Attention, eager_attention, kv_group, per_query_head
+
+
+def random_inputs(q_shape: Sequence[int], k_shape: Sequence[int], dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Random q, k, v and the output's gradient."""
+    return [torch.randn(*shape, device=device).to(dtype) for shape in (q_shape, k_shape, k_shape, q_shape)]
+
+
+def results(attention: Attention, inputs: list[Tensor], is_causal: bool) -> dict[str, Tensor]:
+    """Output and gradients."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
+    out = attention(q, k, v, is_causal=is_causal)
+    grads = torch.autograd.grad(out, (q, k, v), inputs[3])
+    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+
+
+def assert_as_accurate_as_eager(attention: Attention, inputs: list[Tensor], is_causal: bool) -> None:
+    """Output and every gradient, their shapes and dtypes."""
+    dtype = inputs[0].dtype
+    exact = results(eager_attention, [x.double() for x in inputs], is_causal)
+    plain = results(eager_attention, inputs, is_causal)
+    terms = _terms([x.double() for x in inputs], is_causal)
+    for name, found in results(attention, inputs, is_causal).items():
+        assert found.dtype == dtype and found.shape == exact[name].shape
+        error, plain_error = ((x.double() - exact[name]).abs().max().item() for x in (found, plain[name]))
+        allowed = 2 * max(plain_error, torch.finfo(dtype).eps * terms[name])
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}, ratio {error / allowed:.2f}"
+
+
+def _terms(inputs: list[Tensor], is_causal: bool) -> dict[str, float]:
+    """The largest sum of absolute terms in each result: a rounding of it is the least that arithmetic owes."""
+    q, k, v, grad = inputs
+    group = kv_group(q, k)
+    k, v = (per_query_head(x, group) for x in (k, v))
+    scale = q.shape[-1] ** -0.5
+    scores = q @ k.mT * scale
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    probs = scores.softmax(-1)
+    p = probs * (1 + scale * q.abs() @ k.abs().mT)  # exp turns a score's absolute error into a relative one
+    # Of ds = p (dp - delta): dp and delta are sums over head_dim, and may cancel.
+    ds = p * (grad.abs() @ v.abs().mT + (grad * (probs @ v)).abs().sum(-1, keepdim=True))
+    per_head = {"dk": scale * ds.mT @ q.abs(), "dv": p.mT @ grad.abs()}
+    if group > 1:
+        per_head = {name: x.unflatten(-3, (-1, group)).sum(-3) for name, x in per_head.items()}
+    terms = {"out": p @ v.abs(), "dq": scale * ds @ k.abs(), **per_head}
+    return {name: x.max().item() for name, x in terms.items()}

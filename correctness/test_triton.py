@@ -1,0 +1,229 @@
+"""The Triton kernels of attention, one configuration at a time: right in the interpreter, sound when compiled."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from correctness.accuracy import assert_as_accurate_as_eager, random_inputs, results
+from correctness.compiling import ARITHMETIC, compile_tile, compiler
+from impl.attention import FlashAttentionTriton, as_attention, flash_triton, triton_configurations, triton_kernels
+from impl.attention.triton_configurations import (
+    CHIPS,
+    HALF,
+    TABLES,
+    Tile,
+    configuration,
+    nearest_arithmetic,
+    prune,
+    tiles,
+)
+from shardmark.aot import SHARED_MEMORY, KernelReport
+from shardmark.registry import family
+
+COLUMNS = (16, 32, 64, 128)
+DTYPES = {HALF: torch.float16, "ieee": torch.float32, "tf32x3": torch.float32, "tf32": torch.float32}
+
+Case = tuple[str, str, int, int, Tile]
+"""Kernel, arithmetic, chip, columns, tile."""
+
+
+def _name(case: Case) -> str:
+    kernel, arithmetic, chip, columns, tile = case
+    return f"{kernel.removeprefix('attention_')}-{arithmetic}-sm_{chip}-d{columns}-{'x'.join(map(str, tile))}"
+
+
+def _cases(columns_of: Callable[[int], tuple[int, ...]]) -> list[Case]:
+    """Every tile of every table; `columns_of` says which columns to take of those that an entry stands for."""
+    return [
+        (kernel, arithmetic, chip, columns, tile)
+        for chip, by_arithmetic in TABLES.items()
+        for arithmetic, by_kernel in by_arithmetic.items()
+        for kernel, by_columns in by_kernel.items()
+        for most in by_columns
+        for columns in columns_of(most)
+        if most == min(m for m in by_columns if columns <= m)
+        for tile in by_columns[most]
+    ]
+
+
+EACH_TILE = _cases(lambda most: (most,))
+EACH_TILE_AND_COLUMNS = _cases(lambda most: tuple(columns for columns in COLUMNS if columns <= most))
+
+
+@pytest.fixture
+def flash(device: str) -> Iterator[Any]:
+    """`flash_triton` where it runs, its kernels tuned anew before and after."""
+    if reason := family("attention").implementations["flash_triton"].missing(device):
+        pytest.skip(reason)
+    flash_triton._tuned.cache_clear()
+    yield as_attention(FlashAttentionTriton)
+    flash_triton._tuned.cache_clear()
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("case", EACH_TILE, ids=_name)
+def test_each_configuration_is_as_accurate_as_eager(
+    case: Case, is_causal: bool, flash: Any, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """On sizes a little over its tiles, so that it has whole tiles, cut ones, and ones that are masked."""
+    kernel, arithmetic, chip, columns, tile = case
+    if device == "cuda" and chip != flash_triton.chip_of(torch.device(device)):
+        pytest.skip(f"for sm_{chip}, and this device is another")
+    monkeypatch.setattr(flash_triton, "chip_of", lambda device: chip)
+    monkeypatch.setitem(TABLES[chip][arithmetic][kernel], columns, [tile])
+    torch.set_float32_matmul_precision(ARITHMETIC[arithmetic])
+    lengths = tile[0] + 5, tile[1] + 3  # of two tiles each
+    shapes = [(1, length, columns - 8) for length in lengths]
+    inputs = random_inputs(*shapes, DTYPES[arithmetic], device)
+    assert_as_accurate_as_eager(flash, inputs, is_causal)
+
+
+FAULTS = {  # what is replaced in the kernels' source, and by what
+    "mask one key too far": ("columns <= rows", "columns <= rows + 1"),
+    "mask one key too near": ("columns <= rows", "columns < rows"),
+    "no mask backward": ("seen = seen & (columns[:, None] <= rows[None, :])", "pass"),
+    "last tile of keys skipped": ("BLOCK_N * BLOCK_N, k_len\n", "BLOCK_N * BLOCK_N, k_len // BLOCK_N * BLOCK_N\n"),
+    "first tile of keys skipped": ("end if MASKED else first_masked,", "end if MASKED else first_masked - BLOCK_N,"),
+    "diagonal tile of queries skipped": ("first_tile = start // BLOCK_M", "first_tile = start // BLOCK_M + 1"),
+    "last tile of queries skipped": ("tl.maximum(tiles - whole, 0)", "0"),
+    "output not written": ("_store(out, acc", "_store(q, acc"),
+    "last row not written": ("batch, kv_head, start, k_len, TMA, BLOCK_N, HEAD_DIM, COLUMNS)\n    _store", "batch, kv_head, start, k_len - 1, TMA, BLOCK_N, HEAD_DIM, COLUMNS)\n    _store"),  # noqa: E501
+    "gradient left as it was": ("_store(grad_q, acc", "_store(out, acc"),
+    "sums not rescaled": ("acc * rescale[:, None]", "acc"),
+    "delta forgotten": ("grad_probs - row_delta[:, None]", "grad_probs"),
+    "last head of a group skipped": ("(kv_head + 1) * group)", "(kv_head + 1) * group - 1)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_a_planted_fault_is_caught(
+    fault: str | None, flash: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
+) -> None:
+    """The check that each configuration passes fails on kernels that are wrong; outputs are NaN until written."""
+    small = {kernel: {128: [(16, 16, 4, 2)]} for kernel in TABLES[80][HALF]}
+    monkeypatch.setattr(triton_configurations, "TABLES", {80: {HALF: small}})
+    monkeypatch.setattr(flash_triton, "chip_of", lambda device: 80)
+    if fault is not None:
+        monkeypatch.setattr(flash_triton, "triton_kernels", _load_with(tmp_path / "wrong.py", *FAULTS[fault]))
+    inputs = random_inputs((4, 40, 16), (2, 37, 16), torch.float16, device)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # what torch.empty gives is NaN
+    try:
+        with nullcontext() if fault is None else pytest.raises(AssertionError, match="error"):
+            assert_as_accurate_as_eager(flash, inputs, is_causal=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _load_with(path: Path, right: str, wrong: str) -> ModuleType:
+    """The kernels' module with a fault in it."""
+    source = Path(triton_kernels.__file__).read_text()
+    assert right in source, f"the kernels no longer contain {right!r}"
+    path.write_text(source.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location(f"wrong_{path.parent.name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def compiling() -> Iterator[ProcessPoolExecutor]:
+    with compiler() as pool:
+        yield pool
+
+
+def _assert_sound(case: Case, report: KernelReport) -> None:
+    """No spills, shared memory within the chip's, and its matrix unit used."""
+    _, arithmetic, chip, _, _ = case
+    assert report.spilled_bytes == 0, f"{report.spilled_bytes} bytes a thread are spilled"
+    limit = SHARED_MEMORY[chip]
+    assert report.shared_bytes <= limit, f"{report.shared_bytes} bytes of shared memory, of {limit}"
+    if arithmetic == "ieee":
+        assert not report.matrix_instructions and report.instructions["FFMA"]
+    else:
+        assert report.matrix_instructions, f"no matrix instruction among {report.instructions.most_common(5)}"
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", EACH_TILE_AND_COLUMNS, ids=_name)
+def test_each_configuration_compiles_soundly(
+    case: Case, compiling: ProcessPoolExecutor, record_property: Callable[[str, object], None]
+) -> None:
+    report = compiling.submit(compile_tile, *case).result()
+    record_property(
+        "kernel",
+        {
+            "case": _name(case),
+            "registers": report.registers,
+            "spilled bytes": report.spilled_bytes,
+            "shared bytes": report.shared_bytes,
+            "of the chip's": f"{report.shared_bytes / SHARED_MEMORY[report.capability]:.0%}",
+            "matrix instructions": " ".join(f"{n} {name}" for name, n in report.matrix_instructions.items()),
+        },
+    )
+    _assert_sound(case, report)
+
+
+FIRST_ON_HOPPER = [
+    (kernel, arithmetic, 90, 64, tiles(kernel, arithmetic, 90, 64)[0])
+    for kernel in TABLES[90][HALF]
+    for arithmetic in (HALF, "ieee")
+]
+
+
+@pytest.mark.parametrize("case", FIRST_ON_HOPPER, ids=_name)
+def test_the_first_configurations_compile_soundly_for_hopper(case: Case, compiling: ProcessPoolExecutor) -> None:
+    _assert_sound(case, compiling.submit(compile_tile, *case).result())
+
+
+def test_what_spills_or_misses_the_matrix_unit_is_told(compiling: ProcessPoolExecutor) -> None:
+    spills = ("attention_backward_kv", HALF, 90, 128, (128, 128, 4, 2))
+    with pytest.raises(AssertionError, match=r"bytes a thread are spilled"):
+        _assert_sound(spills, compiling.submit(compile_tile, *spills).result())
+    no_wgmma = ("attention_backward_kv", HALF, 90, 64, (64, 32, 4, 2))
+    with pytest.raises(AssertionError, match="no matrix instruction"):
+        _assert_sound(no_wgmma, compiling.submit(compile_tile, *no_wgmma).result())
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_kernel_has_tiles_for_every_precision(chip: int, columns: int) -> None:
+    for kernel in TABLES[chip][HALF]:
+        for wanted in (HALF, "tf32", "tf32x3", "ieee"):
+            found = nearest_arithmetic(kernel, wanted, chip, columns)
+            assert found == wanted or (wanted, found) in {("tf32", "tf32x3"), ("tf32", "ieee"), ("tf32x3", "ieee")}
+
+
+@pytest.mark.parametrize(("room", "kept"), [(10**9, 2), (100_000, 1), (10, 1)])
+def test_configurations_that_do_not_fit_in_shared_memory_are_not_tried(
+    room: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large, small = (configuration(tile, HALF) for tile in ((128, 128, 8, 2), (64, 32, 4, 2)))
+    monkeypatch.setattr(triton_configurations, "shared_memory", lambda device: room)
+    q = torch.empty(1, 1, 256, 128, dtype=torch.bfloat16)
+    arguments = {"q": (q, 0, 0, 128), "lse": q, "COLUMNS": 128}
+    assert prune([large, small], {}, **arguments) == [large, small][-kept:]
+
+
+def test_float32_products_follow_the_precision_that_is_set(flash: Any, device: str) -> None:
+    if device == "cpu":
+        pytest.skip("the interpreter computes every product in float32; what is compiled is checked above")
+    inputs = random_inputs((2, 200, 64), (2, 200, 64), torch.float32, device)
+    exact = results(as_attention(flash), [x.double() for x in inputs], is_causal=True)["out"]
+    errors = {}
+    for precision in ("highest", "high", "medium"):
+        torch.set_float32_matmul_precision(precision)
+        found = results(flash, inputs, is_causal=True)["out"]
+        errors[precision] = (found.double() - exact).abs().max().item()
+    assert errors["highest"] <= errors["high"] <= 1e-5 < errors["medium"]

@@ -1,0 +1,42 @@
+"""Eager attention under torch.compile: what the compiler makes of the plain formula."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from impl.accounting.attention import compiled_peak
+from impl.attention import check_inputs
+from impl.attention.eager import eager_attention
+from shardmark.registry import TimeBudget, register
+
+MANY = 4096
+"""More shapes than any run has. Past PyTorch's own limit of 8 a compiled function is an error, or silently eager."""
+
+
+def compile_each_shape(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` compiled anew for each shape, as in a training run, which has one; in one graph, without a limit."""
+    compiled = torch.compile(function, fullgraph=True, dynamic=False)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=MANY, accumulated_recompile_limit=MANY):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+_compiled = compile_each_shape(eager_attention)
+
+
+def compiled_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """softmax(q kᵀ / sqrt(head_dim)) v. Shapes, dtypes and errors: `impl.attention.Attention`."""
+    check_inputs(q, k, v)  # here, as an error inside a compiled function is the compiler's
+    return _compiled(q, k, v, is_causal=is_causal)
+
+
+register("attention", "compiled", compiled_attention, memory=compiled_peak, time=TimeBudget("eager"))

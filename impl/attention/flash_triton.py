@@ -1,0 +1,203 @@
+"""FlashAttention-2 in Triton kernels, forward and backward: no quadratic memory anywhere.
+
+Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023. The kernels are in
+`triton_kernels`; here are their launches. Every element of every gradient is summed by one program, so results are
+deterministic. On CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1), for correctness alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from impl.accounting.attention import flash_triton_peak
+from impl.attention import check_inputs, kv_group, triton_kernels
+from impl.attention.first_derivative import FirstDerivative
+from impl.attention.triton_configurations import CHIPS, HALF, configuration, nearest_arithmetic, prune, tiles
+from shardmark.registry import TimeBudget, Unsupported, register
+
+MAX_HEAD_DIM = 128
+ALIGNMENT = 16
+"""Bytes that tensor descriptors want addresses and strides to be multiples of."""
+
+PRECISIONS = {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}
+"""Triton's word for each of `torch.get_float32_matmul_precision()`."""
+
+
+class FlashAttentionTriton(torch.autograd.Function):
+    """`FlashAttentionTriton.apply(q, k, v, is_causal)`; shapes, dtypes and errors: `impl.attention.Attention`.
+
+    float32, float16 and bfloat16, head dims that are multiples of 8 up to 128; Unsupported for others. float32 products
+    follow `torch.get_float32_matmul_precision()` as PyTorch's own do. Saves q, k, v, the output and one log-sum-exp
+    (..., q_len), natural log, in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        """softmax(q kᵀ / sqrt(head_dim)) v."""
+        check_inputs(q, k, v)
+        _check_supported(q)
+        out, lse = _forward(q, k, v, is_causal)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.is_causal = is_causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        """Gradients of q, k and v: the probabilities are computed again, tile by tile, from the log-sum-exp."""
+        needs_kv = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        compute = functools.partial(_backward, ctx.is_causal, needs_kv)
+        return *FirstDerivative.apply(compute, *ctx.saved_tensors, grad_out), None
+
+
+def _check_supported(q: Tensor) -> None:
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise Unsupported(f"flash_triton takes float32, float16 and bfloat16, got {q.dtype}")
+    if q.shape[-1] % 8 or q.shape[-1] > MAX_HEAD_DIM:
+        raise Unsupported(f"flash_triton takes head dims of 8, 16, 24 ... {MAX_HEAD_DIM}, got {q.shape[-1]}")
+    if q.device.type == "cpu" and not knobs.runtime.interpret:
+        raise Unsupported("flash_triton takes tensors on a CUDA device; on CPU set TRITON_INTERPRET=1")
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp."""
+    launch = _Launch(q, k, is_causal)
+    out = launch.result(q)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    launch("attention_forward", q=q, k=k, v=v, out=out, lse=lse)
+    return out.to(q.dtype), lse
+
+
+def _backward(
+    is_causal: bool, needs_kv: bool, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of q, and of k and v if those are needed. The first kernel leaves `delta` to the second."""
+    launch = _Launch(q, k, is_causal)
+    grad_q, delta = launch.result(q), torch.empty_like(lse)
+    launch("attention_backward_q", q=q, k=k, v=v, out=out, grad_out=grad_out, grad_q=grad_q, lse=lse, delta=delta)
+    if not needs_kv:
+        return grad_q.to(q.dtype), None, None
+    grad_k, grad_v = launch.result(k), launch.result(v)
+    operands = {"q": q, "k": k, "v": v, "grad_out": grad_out, "grad_k": grad_k, "grad_v": grad_v}
+    launch("attention_backward_kv", **operands, lse=lse, delta=delta)
+    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+class _Launch:
+    """What the kernels of one call have in common: sizes, dtypes, and how they read memory."""
+
+    def __init__(self, q: Tensor, k: Tensor, is_causal: bool) -> None:
+        self.heads = q.shape[-3] if q.ndim > 2 else 1
+        self.batch = math.prod(q.shape[:-3])
+        self.group = kv_group(q, k)
+        self.q_len, self.k_len, self.head_dim = q.shape[-2], k.shape[-2], q.shape[-1]
+        self.columns = max(16, triton.next_power_of_2(self.head_dim))
+        self.is_causal = is_causal
+        self.chip = chip_of(q.device)
+        self.arithmetic = HALF if q.dtype.itemsize == 2 else PRECISIONS[torch.get_float32_matmul_precision()]
+        # The interpreter truncates to bfloat16 where the hardware rounds, so there float32 stands in for it.
+        self.dtype = torch.float32 if q.dtype == torch.bfloat16 and knobs.runtime.interpret else q.dtype
+
+    def result(self, like: Tensor) -> Tensor:
+        """An uninitialized tensor for a kernel to fill."""
+        return torch.empty(like.shape, dtype=self.dtype, device=like.device)
+
+    def __call__(self, kernel: str, *, lse: Tensor, delta: Tensor | None = None, **tensors: Tensor) -> None:
+        """Run a kernel over its operands."""
+        arithmetic = nearest_arithmetic(kernel, self.arithmetic, self.chip, self.columns)
+        tma = self.chip >= 90 and arithmetic in (HALF, "tf32")  # the others load their rows in chunks
+        kv_heads = self.heads // self.group
+        per_key = kernel == "attention_backward_kv"  # a program for BLOCK_N keys, where the others have BLOCK_M queries
+        length, block, programs = (self.k_len, "BLOCK_N", kv_heads) if per_key else (self.q_len, "BLOCK_M", self.heads)
+        operands = {
+            name: self._operand(x, kv_heads if name[-1] in "kv" else self.heads, tma) for name, x in tensors.items()
+        }
+        launch = _tuned(kernel, arithmetic, self.chip, self.columns)[
+            lambda meta: (triton.cdiv(length, meta[block]) * self.batch * programs,)
+        ]
+        with torch.cuda.device_of(lse):  # Triton launches on the current device
+            launch(
+                **operands,
+                lse=lse,
+                **({} if delta is None else {"delta": delta}),
+                heads=self.heads,
+                group=self.group,
+                q_len=self.q_len,
+                k_len=self.k_len,
+                scale=math.log2(math.e) / math.sqrt(self.head_dim),
+                q_bucket=triton.next_power_of_2(self.q_len),
+                IS_CAUSAL=self.is_causal,
+                HEAD_DIM=self.head_dim,
+                COLUMNS=self.columns,
+                PRECISION="tf32" if arithmetic == HALF else arithmetic,  # of 16-bit operands there is one only
+                TMA=tma,
+            )
+
+    def _operand(self, x: Tensor, heads: int, tma: bool) -> TensorDescriptor | tuple[Tensor, int, int, int]:
+        """`x` as the kernels take it: (batch, heads, seq, head_dim), copied only where they could not read it."""
+        x = x.to(self.dtype).reshape(self.batch, heads, *x.shape[-2:])
+        if not (_is_readable(x) if tma else x.stride(-1) == 1):
+            x = x.clone(memory_format=torch.contiguous_format)
+        if not tma:
+            return (x, *x.stride()[:3])
+        # A dimension of one element is never stepped along, and its stride may be anything: it becomes a valid one.
+        strides = [self.head_dim if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
+        return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, 1, 16])  # the configuration sets its rows
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether a tensor descriptor can stand for `x`."""
+    steps = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
+    aligned = all(step > 0 and step * x.itemsize % ALIGNMENT == 0 for step in steps)
+    return aligned and x.stride(-1) == 1 and x.data_ptr() % ALIGNMENT == 0
+
+
+@functools.cache
+def _tuned(kernel: str, arithmetic: str, chip: int, columns: int) -> Any:
+    """The kernel with its configurations, of which the fastest is found by running them, once a size."""
+    choices = [configuration(tile, arithmetic) for tile in tiles(kernel, arithmetic, chip, columns)]
+    if knobs.runtime.interpret:
+        choices = choices[:1]  # nothing to time
+    tune = triton.autotune(
+        choices, key=["q_bucket", "IS_CAUSAL", "HEAD_DIM"], prune_configs_by={"early_config_prune": prune}
+    )
+    return tune(getattr(triton_kernels, kernel))
+
+
+@functools.cache
+def chip_of(device: torch.device) -> int:
+    """The chip whose tables are for `device`; the interpreter stands for Hopper."""
+    if device.type == "cpu":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    capability = 10 * major + minor
+    # 12.x, Blackwell for workstations, has neither Blackwell's tensor memory nor Hopper's shared memory.
+    return 80 if capability >= 120 else max((known for known in CHIPS if known <= capability), default=CHIPS[0])
+
+
+def _runs(device: str) -> str | None:
+    if device == "cuda" or knobs.runtime.interpret:
+        return None
+    return "needs a CUDA device, or TRITON_INTERPRET=1 for Triton's interpreter on CPU"
+
+
+def _is_worth_timing(device: str) -> str | None:
+    return None if device == "cuda" else "on CPU it runs in Triton's interpreter, for correctness alone"
+
+
+register(
+    "attention",
+    "flash_triton",
+    FlashAttentionTriton,
+    memory=flash_triton_peak,
+    time=TimeBudget("sdpa"),
+    requires=(_runs,),
+    requires_to_measure=(_is_worth_timing,),
+)

@@ -1,0 +1,186 @@
+"""Configurations of the Triton kernels: tiles, warps, and stages of the software pipeline.
+
+None of them spills registers on the chips it is for, and each uses their matrix unit (float32 under "ieee" has none):
+`pytest correctness -m sweep -k compiles` compiles them all and prints what each takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+HALF = "half"
+"""The arithmetic of 16-bit inputs; that of float32 is "ieee", "tf32x3" or "tf32"."""
+
+CHIPS = (80, 90, 100)
+"""Compute capabilities with tables of their own: Ampere, Hopper, Blackwell."""
+
+MAX_REGISTERS = 255
+"""Of one thread."""
+
+Tile = tuple[int, int, int, int]
+"""BLOCK_M, BLOCK_N, warps, stages."""
+
+Table = dict[str, dict[int, list[Tile]]]
+"""Kernel, then the most columns of a tile (the head dim, as a power of two), then the tiles to choose from."""
+
+AMPERE_HALF: Table = {
+    "attention_forward": {
+        64: [(128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 3)],
+        128: [(128, 64, 8, 3), (128, 32, 8, 3), (64, 32, 4, 3)],
+    },
+    "attention_backward_q": {
+        64: [(128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 3)],
+        128: [(64, 64, 8, 3), (128, 32, 8, 2), (64, 32, 4, 3)],
+    },
+    "attention_backward_kv": {
+        64: [(32, 128, 8, 2), (64, 32, 8, 3), (32, 64, 4, 3)],
+        128: [(32, 64, 8, 3), (64, 32, 8, 3)],
+    },
+}
+
+HOPPER_HALF: Table = {
+    "attention_forward": {
+        64: [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 4, 3)],
+        128: [(128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3)],
+    },
+    "attention_backward_q": {
+        64: [(128, 128, 8, 2), (128, 64, 8, 3), (64, 128, 4, 2)],
+        128: [(128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3)],
+    },
+    "attention_backward_kv": {
+        64: [(64, 128, 8, 3), (64, 128, 8, 2), (32, 128, 8, 3)],
+        128: [(64, 64, 8, 2), (32, 128, 8, 2)],
+    },
+}
+
+BLACKWELL_HALF: Table = {
+    "attention_forward": {
+        64: [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 4, 3)],
+        128: [(128, 128, 8, 2), (128, 64, 4, 3)],
+    },
+    "attention_backward_q": {
+        64: [(128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 2)],
+        128: [(128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3)],
+    },
+    "attention_backward_kv": {64: [(64, 128, 8, 2), (32, 128, 8, 3)], 128: [(64, 64, 8, 2), (32, 64, 8, 2)]},
+}
+
+AMPERE_TF32: Table = {
+    "attention_forward": {64: [(128, 64, 8, 2), (64, 64, 8, 2)], 128: [(64, 64, 8, 2), (64, 32, 8, 2)]},
+    "attention_backward_q": {64: [(128, 32, 8, 2), (64, 32, 8, 2)], 128: [(64, 32, 8, 2), (64, 32, 8, 1)]},
+    "attention_backward_kv": {64: [(16, 64, 8, 2), (32, 32, 8, 2)], 128: [(16, 64, 8, 2), (32, 32, 8, 2)]},
+}
+
+HOPPER_TF32: Table = {
+    "attention_forward": {64: [(128, 64, 8, 2), (64, 64, 4, 2)], 128: [(128, 64, 8, 2), (64, 64, 8, 2)]},
+    "attention_backward_q": {64: [(128, 64, 8, 2), (64, 64, 4, 2)], 128: [(64, 64, 8, 2), (64, 32, 8, 2)]},
+    "attention_backward_kv": {
+        64: [(64, 64, 8, 2), (32, 128, 8, 2), (32, 64, 4, 2)],
+        128: [(32, 64, 8, 2), (16, 64, 8, 2)],
+    },
+}
+
+BLACKWELL_TF32: Table = {
+    "attention_forward": {64: [(128, 64, 8, 2), (64, 64, 4, 2)], 128: [(64, 64, 8, 2), (128, 32, 8, 2)]},
+    "attention_backward_q": {64: [(128, 64, 8, 2), (64, 32, 4, 2)], 128: [(64, 32, 8, 2), (64, 32, 4, 2)]},
+    "attention_backward_kv": {64: [(32, 64, 8, 2), (64, 64, 8, 1)], 128: [(32, 64, 8, 1), (16, 64, 8, 1)]},
+}
+
+AMPERE_TF32X3: Table = {
+    "attention_forward": {64: [(64, 16, 4, 2), (64, 16, 8, 2)], 128: [(64, 16, 8, 2)]},
+    "attention_backward_q": {64: [(64, 16, 8, 2), (64, 16, 4, 2)]},
+    "attention_backward_kv": {64: [(16, 32, 8, 2), (16, 32, 8, 1)]},
+}
+
+HOPPER_TF32X3: Table = {
+    "attention_forward": {64: [(128, 32, 8, 2), (64, 32, 4, 2)], 128: [(128, 32, 8, 2), (64, 32, 4, 2)]},
+    "attention_backward_q": {64: [(64, 32, 4, 2), (64, 16, 8, 2)], 128: [(64, 16, 8, 2)]},
+    "attention_backward_kv": {64: [(16, 64, 8, 2), (16, 64, 8, 1)]},
+}
+
+BLACKWELL_TF32X3: Table = {
+    "attention_forward": {64: [(128, 32, 8, 2), (64, 32, 4, 2)], 128: [(64, 32, 4, 2), (64, 16, 8, 2)]},
+    "attention_backward_q": {64: [(64, 32, 8, 2), (64, 16, 4, 2)], 128: [(64, 16, 8, 2), (64, 16, 4, 2)]},
+    "attention_backward_kv": {64: [(32, 64, 8, 1), (16, 64, 8, 2)]},
+}
+
+AMPERE_IEEE: Table = {
+    "attention_forward": {128: [(64, 16, 8, 2), (64, 16, 4, 2), (32, 32, 4, 2)]},
+    "attention_backward_q": {64: [(64, 32, 8, 2), (32, 32, 8, 2)], 128: [(32, 32, 8, 2)]},
+    "attention_backward_kv": {64: [(16, 64, 8, 2), (16, 32, 8, 2)], 128: [(16, 32, 8, 2)]},
+}
+
+HOPPER_IEEE: Table = {
+    "attention_forward": {128: [(64, 16, 8, 2), (64, 16, 4, 2), (32, 32, 4, 2)]},
+    "attention_backward_q": {64: [(64, 32, 8, 2), (64, 16, 8, 2)], 128: [(32, 32, 8, 2)]},
+    "attention_backward_kv": {128: [(16, 64, 8, 2), (32, 32, 8, 2)]},
+}
+
+BLACKWELL_IEEE: Table = {
+    "attention_forward": {128: [(64, 32, 8, 2), (32, 32, 4, 2)]},
+    "attention_backward_q": {64: [(64, 32, 8, 2), (32, 32, 8, 2)], 128: [(32, 32, 8, 2)]},
+    "attention_backward_kv": {128: [(16, 64, 8, 2), (32, 32, 8, 2)]},
+}
+
+TABLES: dict[int, dict[str, Table]] = {
+    80: {HALF: AMPERE_HALF, "tf32": AMPERE_TF32, "tf32x3": AMPERE_TF32X3, "ieee": AMPERE_IEEE},
+    90: {HALF: HOPPER_HALF, "tf32": HOPPER_TF32, "tf32x3": HOPPER_TF32X3, "ieee": HOPPER_IEEE},
+    100: {HALF: BLACKWELL_HALF, "tf32": BLACKWELL_TF32, "tf32x3": BLACKWELL_TF32X3, "ieee": BLACKWELL_IEEE},
+}
+
+
+def tiles(kernel: str, arithmetic: str, chip: int, columns: int) -> list[Tile]:
+    """The tiles that a kernel may take for so many columns; none where every choice would spill."""
+    by_columns = TABLES[chip][arithmetic].get(kernel, {})
+    return next((by_columns[most] for most in sorted(by_columns) if columns <= most), [])
+
+
+def nearest_arithmetic(kernel: str, wanted: str, chip: int, columns: int) -> str:
+    """`wanted`, or where a chip has no tiles for it the next more accurate one, as PyTorch's settings allow."""
+    order = [wanted] if wanted == HALF else ["tf32", "tf32x3", "ieee"][["tf32", "tf32x3", "ieee"].index(wanted) :]
+    return next(arithmetic for arithmetic in order if tiles(kernel, arithmetic, chip, columns))
+
+
+def configuration(tile: Tile, arithmetic: str) -> triton.Config:
+    """One of them for Triton's autotuner."""
+    block_m, block_n, warps, stages = tile
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    # Where rows are loaded in chunks, ptxas would rather spill a little than let a second block wait for registers.
+    registers = MAX_REGISTERS if arithmetic in ("ieee", "tf32x3") else None
+    return triton.Config(blocks, num_warps=warps, num_stages=stages, maxnreg=registers, pre_hook=_set_rows)
+
+
+def _set_rows(arguments: dict[str, Any]) -> None:
+    """Give each tensor descriptor the rows of its tiles."""
+    for name, x in arguments.items():
+        if isinstance(x, TensorDescriptor):
+            rows = arguments["BLOCK_N" if name[-1] in "kv" else "BLOCK_M"]  # k, v, grad_k, grad_v
+            x.block_shape = [1, 1, rows, arguments["COLUMNS"]]
+
+
+def prune(choices: list[triton.Config], positional: dict[str, Any], **arguments: Any) -> list[triton.Config]:
+    """Those whose tiles fit in the device's shared memory, as others would fail to launch; the least if none does."""
+    room = shared_memory(arguments["lse"].device.index)
+    needed = [(tile_bytes(choice, arguments), choice) for choice in choices]
+    return [choice for size, choice in needed if size <= room] or [min(needed, key=lambda pair: pair[0])[1]]
+
+
+def shared_memory(device: int) -> int:
+    """Bytes that one block may have on a CUDA device."""
+    return driver.active.utils.get_device_properties(device)["max_shared_mem"]
+
+
+def tile_bytes(choice: triton.Config, arguments: dict[str, Any]) -> int:
+    """Bytes of shared memory that a configuration's tiles take, about: those that stay, and each stage's."""
+    stay, stream = choice.kwargs["BLOCK_M"], choice.kwargs["BLOCK_N"]
+    if "grad_k" in arguments:
+        stay, stream = stream, stay
+    staying = 1 if "grad_out" not in arguments else 2  # q; q and grad_out, or k and v
+    rows = staying * stay + choice.num_stages * 2 * stream  # k and v are streamed, or q and grad_out
+    q = arguments["q"]
+    itemsize = (q.base if isinstance(q, TensorDescriptor) else q[0]).itemsize
+    return rows * arguments["COLUMNS"] * itemsize

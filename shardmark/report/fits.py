@@ -1,0 +1,42 @@
+"""Memory fitted to sequence length: what of the peak is quadratic in it, and what linear."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+POINTS = 4
+"""Lengths that a fit of three coefficients needs, for its miss to say something."""
+
+
+def fit_peaks(peaks: dict[int, int]) -> tuple[list[float], float]:
+    """([bytes per seq², bytes per seq, bytes], largest relative miss) of the least-squares fit to peaks by seq.
+
+    Each peak counts by its relative miss, so that the short sequences count too.
+    """
+    seq, peak = (np.array(values, dtype=np.float64) for values in zip(*sorted(peaks.items()), strict=True))
+    terms = np.stack([seq**2, seq, np.ones_like(seq)], axis=1) / peak[:, None]
+    coefficients, *_ = np.linalg.lstsq(terms, np.ones_like(peak), rcond=None)
+    return coefficients.tolist(), float(np.abs(terms @ coefficients - 1).max())
+
+
+def peaks_by_length(entries: list[dict[str, Any]]) -> Iterator[str]:
+    """A line for each implementation and kind of case that was metered at enough lengths."""
+    groups: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
+    for entry in entries:
+        row = entry["extra_info"]
+        case = row["case"]
+        if "seq" in case and "peak" in row["memory"]:
+            kind = case["id"].replace(f"-s{case['seq']}-", "-")
+            groups[kind, row["implementation"]][case["seq"]] = row["memory"]["peak"]
+    fitted = {group: fit_peaks(peaks) for group, peaks in groups.items() if len(peaks) >= POINTS}
+    if fitted:
+        yield ""
+        width = max(len(f"{kind}  {implementation}") for kind, implementation in fitted)
+    for (kind, implementation), ((quadratic, linear, constant), miss) in fitted.items():
+        label = f"{kind}  {implementation}".ljust(width)
+        formula = f"{quadratic:,.2f} seq² {linear:+,.0f} seq {constant:+,.0f}"
+        yield f"{label}  peak = {formula} bytes (misses by {miss:.1%} at most)"
