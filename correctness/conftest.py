@@ -10,7 +10,7 @@ from shardmark.report.tables import layout
 from shardmark.world import World, available_ranks
 
 COMPILED_EVERY_TIME = ("fewer_keys-torch.float32-causal", "tile_and_one-torch.bfloat16-full", "derivative", "one_line")
-"""Tests of `compiled`, by a part of their names, that are not left to the sweep: each new shape takes seconds."""
+"""Tests of `compiled` and `flex`, by a part of their names, not left to the sweep: each new shape takes seconds."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before the sweep is deselected
@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         every_time = any(part in item.name for part in COMPILED_EVERY_TIME)
-        if str(parameters.get("implementation")) == "compiled" and not every_time:
+        if str(parameters.get("implementation")) in ("compiled", "flex") and not every_time:
             item.add_marker(pytest.mark.sweep)
 
 

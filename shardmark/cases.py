@@ -121,7 +121,10 @@ ATTENTION_MEMORY = Grid(
 
 ATTENTION_LENGTHS = Grid(
     smoke=[AttentionCase(batch=1, seq=256, head_dim=32, mode=mode) for mode in MODES],
-    laptop=[AttentionCase(batch=1, seq=seq, head_dim=64, mode=mode) for seq in (1024, 4096) for mode in MODES],
+    laptop=[
+        *(AttentionCase(batch=1, seq=1024, head_dim=64, mode=mode) for mode in MODES),
+        AttentionCase(batch=1, seq=4096, head_dim=64),
+    ],
     paper=[
         AttentionCase(batch=1, seq=2**power, head_dim=head_dim, mode=mode, dtype=dtype)
         for dtype in ("bfloat16", "float32")

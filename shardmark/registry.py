@@ -40,10 +40,14 @@ def requires_cuda(device: str) -> str | None:
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """At most `ratio` times the step time of `peer`, an implementation of the same family. None: shown, not judged."""
+    """At most `ratio` times the step time of `peer`, an implementation of the same family.
+
+    Shown and not judged where `ratio` is None, and for cases that it does not apply to.
+    """
 
     peer: str
     ratio: float | None = None
+    applies: Callable[[Any], bool] = lambda case: True
 
 
 @dataclass(frozen=True)

@@ -134,4 +134,15 @@ def _mask_future(tile: Tensor, first_query: int, first_key: int, value: float) -
         tile.masked_fill_(future, value)
 
 
-register("attention", "flash_pytorch", FlashAttentionPyTorch, memory=flash_pytorch_peak, time=TimeBudget("eager"))
+def _is_long(case: Any) -> bool:
+    """Where tiles save more than their loops in Python cost."""
+    return case.seq >= 4096 and case.is_causal and case.mode == "both"
+
+
+register(
+    "attention",
+    "flash_pytorch",
+    FlashAttentionPyTorch,
+    memory=flash_pytorch_peak,
+    time=TimeBudget("eager", 1.0, applies=_is_long),
+)
