@@ -59,6 +59,7 @@ register("sleep", "giant", 2.0, memory=lambda case: 10**17, requires=(lambda dev
 register("sleep", "elsewhere", 1.0, memory=formula, requires=(lambda device: "needs another planet",))
 register("sleep", "dreamt", 1.0, memory=formula, requires_to_measure=(lambda device: "dreams take no time",))
 register("sleep", "light", None, memory=formula)
+register("sleep", "excused", 4.0, memory=formula, time=TimeBudget("plain", 2.0, applies=lambda case: case.length > 1))
 
 
 class Sleep:
@@ -76,6 +77,7 @@ class Sleep:
     def step(self, mark):
         time.sleep(self.length)
         mark("forward")
+        mark("backward")
 
 
 GRID = Grid(smoke=[Naps(0.001)], laptop=[Naps(0.001), Naps(0.002)], paper=[Naps(0.001), Naps(0.001, nbytes=10**17)])
@@ -85,7 +87,14 @@ GRID = Grid(smoke=[Naps(0.001)], laptop=[Naps(0.001), Naps(0.002)], paper=[Naps(
 @pytest.mark.question("How long is a nap?")
 @pytest.mark.cases(GRID)
 def test_nap(implementation, case, measure):
-    measure(Sleep, implementation, case, work=Work(flops=10, bytes_moved=10))
+    rates = lambda seconds: {"flops_per_second": 10 / seconds}
+    measure(Sleep, implementation, case, work=Work(flops=10, bytes_moved=10), rates=rates)
+
+
+@pytest.mark.family("sleep")
+@pytest.mark.cases(GRID)
+def test_goal(implementation, case, measure):
+    measure(Sleep, implementation, case, work=Work(flops=10), time=TimeBudget("slow", 1e-6))
 
 
 @pytest.mark.family("sleep")
@@ -120,7 +129,7 @@ def _row(output: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def test_verdicts_are_outcomes_and_every_row_lands(project: pytest.Pytester) -> None:
-    result, output = _run(project, "--scale=smoke", "-rs", "-k", "nap and not giant and not light")
+    result, output = _run(project, "--scale=smoke", "-rs", "-k", "nap and not giant and not light and not excused")
     result.assert_outcomes(passed=1, failed=2, skipped=2)
     assert _row(output, "plain")["verdict"] == "pass"
     assert _row(output, "slow")["verdict"] == _row(output, "greedy")["verdict"] == "fail"
@@ -129,7 +138,8 @@ def test_verdicts_are_outcomes_and_every_row_lands(project: pytest.Pytester) -> 
             "*x plain's time, * interval [[]*[]], against the budget of 2.0x",
             "peak of 0.00 MiB, over the budget of 0.00 MiB (formula 0.00 MiB x 1.05)",
             "*How long is a nap?*",
-            "case * implementation * time ms * ratio to peer * of limit * peak MiB * budget MiB * verdict",
+            "case * implementation * time ms * forward * backward * TFLOP/s * ratio to peer * of limit *"
+            " before backward * peak MiB * budget MiB * verdict",
             "0.001s * plain * ± * slow * pass",
             "0.001s * slow * ± * plain * fail",
             "3 rows in out.json",
@@ -147,9 +157,11 @@ def test_a_row_says_what_the_design_lists(project: pytest.Pytester) -> None:
     assert entry["params"] == {"implementation": "plain", "case": "0.001s"}
     assert entry["options"]["timer"] == "device_clock"
     assert row["case"] == {"id": "0.001s", "length": 0.001, "nbytes": 4000, "dtype": "float32"}
-    assert row["memory"]["phases"] == dict.fromkeys(["after_init", "before_step", "after_forward", "after_step"], 4000)
+    phases = ["after_init", "before_step", "after_forward", "after_backward", "after_step"]
+    assert row["memory"]["phases"] == dict.fromkeys(phases, 4000)
     assert row["memory"]["peak"] == row["memory"]["formula"] == 4000 and row["memory"]["budget"] == 4200
-    assert row["work"] == {"flops": 10, "bytes_moved": 10, "bytes_communicated": 0}
+    assert {"flops": 10, "bytes_moved": 10, "bytes_communicated": 0}.items() < row["work"].items()
+    assert row["work"]["flops_per_second"] == pytest.approx(10 / entry["stats"]["mean"])
     assert row["limit"]["seconds"] > 0 and 0 < row["limit"]["fraction"] < 1
     time = row["time"]
     assert time["peer"] == "slow" and time["budget"] == 0.9 and time["coverage"] >= 0.95
@@ -237,7 +249,7 @@ def test_impl_runs_that_family_alone(project: pytest.Pytester) -> None:
         """
     )
     result, _ = _run(project, "--scale=smoke", "--impl", "attention=own.py:mine", "--impl", "attention=sdpa", "-s")
-    result.assert_outcomes(passed=2, deselected=18)
+    result.assert_outcomes(passed=2)  # and the rest is deselected
     result.stdout.fnmatch_lines(["*ran mine*", "*ran sdpa*"])
 
 
@@ -299,7 +311,9 @@ def test_ranks_and_cases_parametrize_tests(project: pytest.Pytester) -> None:
 
 
 def test_disabled_benchmarks_still_hold_memory_to_its_budget(project: pytest.Pytester) -> None:
-    result, output = _run(project, "--scale=smoke", "--benchmark-disable", "-k", "nap and not giant and not light")
+    result, output = _run(
+        project, "--scale=smoke", "--benchmark-disable", "-k", "nap and not giant and not light and not excused"
+    )
     result.assert_outcomes(passed=2, failed=1, skipped=2)
     assert not output
 
@@ -318,8 +332,21 @@ def test_inputs_that_an_implementation_does_not_take_skip_its_test(project: pyte
     assert not output.get("benchmarks")
 
 
+def test_a_time_budget_is_judged_where_it_applies_and_shown_elsewhere(project: pytest.Pytester) -> None:
+    result, output = _run(project, "--scale=smoke", "-k", "nap and excused")
+    result.assert_outcomes(passed=1)
+    time = _row(output, "excused")["time"]
+    assert time["peer"] == "plain" and time["ratio"] > 2 and time["budget"] is None
+
+
+def test_a_test_may_set_its_own_time_budget(project: pytest.Pytester) -> None:
+    result, output = _run(project, "--scale=smoke", "-k", "goal and plain")
+    result.assert_outcomes(failed=1)
+    assert _row(output, "plain")["time"]["peer"] == "slow"
+
+
 def test_what_is_not_to_be_measured_runs_elsewhere(project: pytest.Pytester) -> None:
-    result, _ = _run(project, "--scale=smoke", "-k", "dreamt")
+    result, _ = _run(project, "--scale=smoke", "-k", "dreamt and not goal")
     result.assert_outcomes(passed=1, skipped=1)
 
 
