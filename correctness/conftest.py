@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
+from shardmark.registry import family
 from shardmark.report.tables import layout
 from shardmark.world import World, available_ranks
 
+FOLDER = Path(__file__).parent
+
 COMPILED_EVERY_TIME = ("fewer_keys-torch.float32-causal", "tile_and_one-torch.bfloat16-full", "derivative", "one_line")
-"""Tests of `compiled` and `flex`, by a part of their names, not left to the sweep: each new shape takes seconds."""
+"""Tests of what is compiled, by a part of their names, not left to the sweep: each new shape takes seconds."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before the sweep is deselected
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave most of what is compiled anew for each test to the sweep."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave most of what is compiled anew for each test to the sweep, and the sweep to those who ask for it."""
+    compiled = [family("attention").implementations[name] for name in ("compiled", "flex")]
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         every_time = any(part in item.name for part in COMPILED_EVERY_TIME)
-        if str(parameters.get("implementation")) in ("compiled", "flex") and not every_time:
+        if item.path.is_relative_to(FOLDER) and parameters.get("implementation") in compiled and not every_time:
             item.add_marker(pytest.mark.sweep)
+    if "sweep" not in config.option.markexpr:
+        swept = [item for item in items if item.get_closest_marker("sweep")]
+        config.hook.pytest_deselected(items=swept)
+        items[:] = [item for item in items if item not in swept]
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that torch hands out uninitialized is NaN, so that what is never written is noticed."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

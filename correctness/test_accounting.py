@@ -68,6 +68,12 @@ def test_flash_triton_needs_inputs_outputs_log_sum_exp_and_gradients_within_a_hu
     assert attention.flash_triton_peak(case) == pytest.approx(attention.flash_peak(case), rel=0.01)
 
 
+def test_flash_triton_needs_one_more_value_a_row_which_shows_where_rows_are_short() -> None:
+    case = AttentionCase(batch=2, seq=4096, head_dim=16, dtype="bfloat16")
+    more = attention.flash_triton_peak(case) - attention.flash_peak(case)
+    assert more == 2 * 4096 * 4 and 0.01 < more / attention.flash_peak(case) < 0.016
+
+
 def test_the_compiler_needs_no_more_than_eager(device: str) -> None:
     case = AttentionCase(batch=2, seq=300, head_dim=32)
     entry = family("attention").implementations["compiled"]

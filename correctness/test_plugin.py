@@ -59,22 +59,24 @@ register("sleep", "giant", 2.0, memory=lambda case: 10**17, requires=(lambda dev
 register("sleep", "elsewhere", 1.0, memory=formula, requires=(lambda device: "needs another planet",))
 register("sleep", "dreamt", 1.0, memory=formula, requires_to_measure=(lambda device: "dreams take no time",))
 register("sleep", "light", None, memory=formula)
-register("sleep", "excused", 4.0, memory=formula, time=TimeBudget("plain", 2.0, applies=lambda case: case.length > 1))
+long = TimeBudget("plain", 2.0, applies=lambda case, device: case.length > 1)
+register("sleep", "excused", 4.0, memory=formula, time=long)
+register("sleep", "alone", 1.0, memory=formula, time=TimeBudget("light", 1.0))
 
 
 class Sleep:
     backend = "none"
 
     def __init__(self, implementation, case, device):
-        if implementation.target is None:
-            raise Unsupported(f"light sleeps are under {case.length} s")
-        self.length = implementation.target * case.length
+        self.length = implementation.target and implementation.target * case.length
         self.kept = torch.empty(1000) if case.nbytes < 2**50 else torch.empty(case.nbytes)
 
     def prepare(self):
         pass
 
     def step(self, mark):
+        if self.length is None:
+            raise Unsupported("light sleeps are not timed")
         time.sleep(self.length)
         mark("forward")
         mark("backward")
@@ -129,7 +131,9 @@ def _row(output: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def test_verdicts_are_outcomes_and_every_row_lands(project: pytest.Pytester) -> None:
-    result, output = _run(project, "--scale=smoke", "-rs", "-k", "nap and not giant and not light and not excused")
+    result, output = _run(
+        project, "--scale=smoke", "-rs", "-k", "nap and (plain or slow or greedy or elsewhere or dreamt)"
+    )
     result.assert_outcomes(passed=1, failed=2, skipped=2)
     assert _row(output, "plain")["verdict"] == "pass"
     assert _row(output, "slow")["verdict"] == _row(output, "greedy")["verdict"] == "fail"
@@ -312,7 +316,11 @@ def test_ranks_and_cases_parametrize_tests(project: pytest.Pytester) -> None:
 
 def test_disabled_benchmarks_still_hold_memory_to_its_budget(project: pytest.Pytester) -> None:
     result, output = _run(
-        project, "--scale=smoke", "--benchmark-disable", "-k", "nap and not giant and not light and not excused"
+        project,
+        "--scale=smoke",
+        "--benchmark-disable",
+        "-k",
+        "nap and (plain or slow or greedy or elsewhere or dreamt)",
     )
     result.assert_outcomes(passed=2, failed=1, skipped=2)
     assert not output
@@ -328,8 +336,14 @@ def test_pytest_benchmarks_compare_reads_the_file(project: pytest.Pytester) -> N
 def test_inputs_that_an_implementation_does_not_take_skip_its_test(project: pytest.Pytester) -> None:
     result, output = _run(project, "--scale=smoke", "-k", "nap and light", "-rs")
     result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["SKIPPED * light sleeps are under 0.001 s"])
+    result.stdout.fnmatch_lines(["SKIPPED * light sleeps are not timed"])
     assert not output.get("benchmarks")
+
+
+def test_a_peer_that_does_not_take_the_case_does_not_stop_the_implementation(project: pytest.Pytester) -> None:
+    result, output = _run(project, "--scale=smoke", "-k", "nap and alone")
+    result.assert_outcomes(passed=1)
+    assert _row(output, "alone")["time"]["ratio"] is None
 
 
 def test_a_time_budget_is_judged_where_it_applies_and_shown_elsewhere(project: pytest.Pytester) -> None:

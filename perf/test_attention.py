@@ -10,10 +10,12 @@ import torch
 from impl.accounting.attention import work
 from impl.attention import sdpa, sdpa_backend
 from shardmark import cases, registry
+from shardmark.budget import MEMORY_SLACK
 from shardmark.cases import AttentionCase, Grid
 from shardmark.measure import Measure
 from shardmark.passes import Mark
 from shardmark.registry import Implementation, TimeBudget
+from shardmark.rows import Row
 
 pytestmark = pytest.mark.family("attention")
 
@@ -56,15 +58,20 @@ class AttentionPass:
         return implementation.name
 
 
+SLACK = {"flash_triton": 1.01}
+"""Nothing but inputs, outputs, gradients and one or two values a row: there is little to be vague about."""
+
+
 def _measure(
     measure: Measure, implementation: Implementation, case: AttentionCase, time: TimeBudget | None = None
-) -> None:
+) -> Row:
     amount = work(case)
-    measure(
+    return measure(
         AttentionPass,
         implementation,
         case,
         work=amount,
+        slack=SLACK.get(implementation.name, MEMORY_SLACK),
         rates=lambda seconds: {"flops_per_second": amount.flops / seconds},
         time=time,
     )
@@ -124,4 +131,6 @@ def test_goals(case: Goal, device: str, measure: Measure) -> None:
     implementation = registry.resolve("attention", case.implementation)
     if reason := implementation.missing(device, to_measure=True):
         pytest.skip(f"{implementation}: {reason}")
-    _measure(measure, implementation, case.case, TimeBudget(case.peer, case.ratio))
+    row = _measure(measure, implementation, case.case, TimeBudget(case.peer, case.ratio))
+    if row["time"]["ratio"] is None:
+        pytest.skip(f"not judged: {case.peer} does not run here, or there is no room for both")

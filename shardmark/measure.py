@@ -60,7 +60,7 @@ class Measure:
         __tracebackhide__ = True
         session = self._session
         time_budget = time or implementation.time
-        if time_budget is not None and not time_budget.applies(case):
+        if time_budget is not None and not time_budget.applies(case, session.device):
             time_budget = TimeBudget(time_budget.peer)
         peer = self._peer(implementation, time_budget)
         plan = Plan(workload, implementation, peer, case, session.device, world_size, self._rounds())

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardmark.clock import Laps, Stopwatch
 from shardmark.memory import Memory, meter, release
-from shardmark.registry import Implementation
+from shardmark.registry import Implementation, Unsupported
 
 Mark = Callable[[str], None]
 
@@ -130,7 +130,14 @@ def _time(plan: Plan, memory: Memory) -> Measured:
 
     warmup_began = time.perf_counter()
     for warmup in range(plan.rounds.warmups):  # at least one
-        estimate = {name: _timed(plan, *step).seconds for name, step in steps.items()}
+        estimate = {}
+        for name, step in list(steps.items()):
+            try:
+                estimate[name] = _timed(plan, *step).seconds
+            except Unsupported:
+                if name != PEER:
+                    raise
+                del steps[PEER]  # what the implementation takes, its peer may not
         elapsed = _slowest(plan, time.perf_counter() - warmup_began)
         if warmup > 0 and elapsed > plan.rounds.max_warmup_seconds:
             break

@@ -42,12 +42,12 @@ def requires_cuda(device: str) -> str | None:
 class TimeBudget:
     """At most `ratio` times the step time of `peer`, an implementation of the same family.
 
-    Shown and not judged where `ratio` is None, and for cases that it does not apply to.
+    Shown and not judged where `ratio` is None, and for cases and devices that it does not apply to.
     """
 
     peer: str
     ratio: float | None = None
-    applies: Callable[[Any], bool] = lambda case: True
+    applies: Callable[[Any, str], bool] = lambda case, device: True
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,9 @@ class Attention(Protocol):
         ...
 
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError, in one line, unless q, k and v go together as the contract says."""
     if not _shapes_go_together(q.shape, k.shape, v.shape):
@@ -45,8 +48,11 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if 0 in q.shape or 0 in k.shape:
         raise ValueError(f"attention over nothing: q {tuple(q.shape)}, k {tuple(k.shape)}")
-    if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
-        raise ValueError(f"attention takes q, k, v of one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
+        raise ValueError(
+            "attention takes q, k, v of one floating dtype (float64, float32, bfloat16, float16), "
+            f"got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
     if not q.device == k.device == v.device:
         raise ValueError(f"attention takes q, k, v on one device, got {q.device}, {k.device}, {v.device}")
 

@@ -62,8 +62,11 @@ def _check_supported(q: Tensor) -> None:
         raise Unsupported(f"flash_triton takes float32, float16 and bfloat16, got {q.dtype}")
     if q.shape[-1] % 8 or q.shape[-1] > MAX_HEAD_DIM:
         raise Unsupported(f"flash_triton takes head dims of 8, 16, 24 ... {MAX_HEAD_DIM}, got {q.shape[-1]}")
-    if q.device.type == "cpu" and not knobs.runtime.interpret:
-        raise Unsupported("flash_triton takes tensors on a CUDA device; on CPU set TRITON_INTERPRET=1")
+    interpreted = q.device.type == "cpu" and knobs.runtime.interpret
+    if q.device.type != "cuda" and not interpreted:
+        raise Unsupported(f"flash_triton takes tensors on CUDA, or on CPU with TRITON_INTERPRET=1, got {q.device}")
+    if not interpreted and torch.cuda.get_device_capability(q.device) < (8, 0):
+        raise Unsupported("flash_triton takes a CUDA device of compute capability 8.0 or more")
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -101,7 +104,7 @@ class _Launch:
         self.columns = max(16, triton.next_power_of_2(self.head_dim))
         self.is_causal = is_causal
         self.chip = chip_of(q.device)
-        self.arithmetic = HALF if q.dtype.itemsize == 2 else PRECISIONS[torch.get_float32_matmul_precision()]
+        self.arithmetic = HALF if q.dtype.itemsize == 2 else float32_arithmetic()
         # The interpreter truncates to bfloat16 where the hardware rounds, so there float32 stands in for it.
         self.dtype = torch.float32 if q.dtype == torch.bfloat16 and knobs.runtime.interpret else q.dtype
 
@@ -180,6 +183,14 @@ def chip_of(device: torch.device) -> int:
     capability = 10 * major + minor
     # 12.x, Blackwell for workstations, has neither Blackwell's tensor memory nor Hopper's shared memory.
     return 80 if capability >= 120 else max((known for known in CHIPS if known <= capability), default=CHIPS[0])
+
+
+def float32_arithmetic() -> str:
+    """What PyTorch's own float32 products are set to, by either of its two settings, in Triton's words."""
+    try:
+        return PRECISIONS[torch.get_float32_matmul_precision()]
+    except RuntimeError:  # it was set the newer way, and only that can be read then
+        return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def _runs(device: str) -> str | None:

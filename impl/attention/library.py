@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def pinned(backend: SDPBackend) -> Attention:
             try:
                 return sdpa(q, k, v, is_causal=is_causal)
             except RuntimeError as error:
-                if "No available kernel" not in str(error):
+                if not re.search("No available kernel|No viable backend|No valid execution plan", str(error)):
                     raise
                 mask = "causal" if is_causal else "full"
                 raise Unsupported(
@@ -56,8 +57,10 @@ def pinned(backend: SDPBackend) -> Attention:
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """FlexAttention, compiled, with its causal block mask."""
+    """FlexAttention, compiled, with its causal block mask. Head dims from 16 on; Unsupported for less, and float64."""
     check_inputs(q, k, v)
+    if q.shape[-1] < 16 or q.dtype == torch.float64:
+        raise Unsupported(f"FlexAttention takes head dims from 16 on and no float64, got {q.shape[-1]} of {q.dtype}")
     block_mask = _causal_blocks(q.shape[-2], k.shape[-2], q.device) if is_causal else None
     out = _flex(*_batch_and_heads(q, k, v), block_mask=block_mask, enable_gqa=kv_group(q, k) > 1)
     return out.reshape(q.shape)
