@@ -112,6 +112,7 @@ def test_what_is_not_finite_reaches_what_it_concerns_and_no_more_than_in_eager(
             "PyTorch's SDPA differs: on CPU its flash kernel loses a NaN in q, and its math kernel adds the mask"
         )
     inputs = _inputs("no_leading_dims", torch.float32, device)
+    inputs[0][:, 2] = inputs[0][:, 2].abs() + 0.1  # so that the sign of an infinity in k is the scores' as well
     inputs["qkv".index(where)][3, 2] = value
     found, eager, seen = (
         {name: ~x.isfinite() for name, x in results(attention, inputs, is_causal).items()}
@@ -137,6 +138,14 @@ def test_a_row_of_scores_that_are_all_minus_infinity_is_nan(implementation: Impl
     if not out[3].isnan().any() and (out[3] == 0).all() and implementation.spec in SDPA:
         pytest.skip("PyTorch's SDPA defines such a row as zero")
     assert out[3].isnan().all() and out[[0, 1, 2, 4, 5, 6]].isfinite().all()
+
+
+def test_keys_at_minus_infinity_count_for_nothing(implementation: Implementation, device: str) -> None:
+    """More of them than a tile has, and before the others: the first tile leaves nothing to subtract."""
+    q, k, v, _ = random_inputs((2, 5, 16), (2, 600, 16), torch.float32, device)
+    q[..., 0], k[:, :550, 0] = q[..., 0].abs() + 0.1, -float("inf")
+    out = implementation.adapted(q, k, v)
+    torch.testing.assert_close(out, eager_attention(q, k[:, 550:], v[:, 550:]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("needed", ["q", "k", "v", "qk", "kv"])

@@ -24,6 +24,7 @@ from impl.attention.triton_configurations import (
     configuration,
     nearest_arithmetic,
     prune,
+    tile_bytes,
     tiles,
 )
 from shardmark.aot import SHARED_MEMORY, KernelReport
@@ -182,6 +183,13 @@ def test_each_configuration_compiles_soundly(
     _assert_sound(case, report)
 
 
+OPERANDS = {
+    "attention_forward": (),
+    "attention_backward_q": ("grad_out", "grad_q"),
+    "attention_backward_kv": ("grad_out", "grad_k", "grad_v"),
+}
+"""What tells the kernels' arguments apart."""
+
 FIRST_ON_HOPPER = [
     (kernel, arithmetic, 90, 64, tiles(kernel, arithmetic, 90, 64)[0])
     for kernel in TABLES[90][HALF]
@@ -191,7 +199,30 @@ FIRST_ON_HOPPER = [
 
 @pytest.mark.parametrize("case", FIRST_ON_HOPPER, ids=_name)
 def test_the_first_configurations_compile_soundly_for_hopper(case: Case, compiling: ProcessPoolExecutor) -> None:
-    _assert_sound(case, compiling.submit(compile_tile, *case).result())
+    report = compiling.submit(compile_tile, *case).result()
+    _assert_sound(case, report)
+    kernel, arithmetic, _, columns, tile = case
+    if arithmetic == HALF:  # what configurations are pruned by is about what they take
+        q = torch.empty(1, 1, 1, columns, dtype=torch.bfloat16)
+        arguments = {"q": (q, 0, 0, 0), "COLUMNS": columns, **dict.fromkeys(OPERANDS[kernel], q)}
+        assert tile_bytes(configuration(tile, HALF), arguments) == pytest.approx(report.shared_bytes, rel=0.05)
+
+
+READABLE = {
+    "contiguous": (lambda x: x, True),
+    "heads_inside": (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), True),
+    "columns_apart": (lambda x: x[..., ::2], False),
+    "odd_offset": (lambda x: x[..., 1:33], False),
+    "odd_rows": (lambda x: x[..., :33].contiguous()[..., :32], False),
+    "expanded": (lambda x: x[:, :1].expand(-1, 3, -1, -1), False),
+    "one_row": (lambda x: x[:, :, :1], True),
+}
+
+
+@pytest.mark.parametrize("view", READABLE)
+def test_what_a_tensor_descriptor_cannot_read_is_known(view: str) -> None:
+    make, readable = READABLE[view]
+    assert flash_triton._is_readable(make(torch.zeros(2, 3, 40, 64, dtype=torch.float16))) == readable
 
 
 def test_what_spills_or_misses_the_matrix_unit_is_told(compiling: ProcessPoolExecutor) -> None:
