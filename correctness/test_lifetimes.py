@@ -149,6 +149,8 @@ def test_an_interrupted_run_keeps_its_rows_and_leaves_nothing_running(number: si
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # A shell's background jobs ignore Ctrl-C, and what they start inherits that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert wait_until(out.exists, 60)  # the first row is on disk
     below = _children(process.pid)
