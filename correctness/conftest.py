@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,14 +19,26 @@ COMPILED_EVERY_TIME = ("fewer_keys-torch.float32-causal", "tile_and_one-torch.bf
 """Tests of what is compiled, by a part of their names, not left to the sweep: each new shape takes seconds."""
 
 
+LARGE = ("tile", "tile_and_one", "one_less_than_tiles")
+"""Shapes that Triton's interpreter takes seconds for; the kernels' own tiles are met by the smaller ones."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave most of what is compiled anew for each test to the sweep, and the sweep to those who ask for it."""
-    compiled = [family("attention").implementations[name] for name in ("compiled", "flex")]
+    """Leave most of what is slow, compiled or interpreted, to the sweep, and the sweep to those who ask for it."""
+    attention = family("attention").implementations
+    compiled = [attention[name] for name in ("compiled", "flex")]
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         every_time = any(part in item.name for part in COMPILED_EVERY_TIME)
         if item.path.is_relative_to(FOLDER) and parameters.get("implementation") in compiled and not every_time:
+            item.add_marker(pytest.mark.sweep)
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if (
+            interpreted
+            and parameters.get("shape_id") in LARGE
+            and parameters["implementation"] is attention["flash_triton"]
+        ):
             item.add_marker(pytest.mark.sweep)
     if "sweep" not in config.option.markexpr:
         swept = [item for item in items if item.get_closest_marker("sweep")]

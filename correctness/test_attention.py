@@ -75,7 +75,7 @@ NON_CONTIGUOUS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("how", NON_CONTIGUOUS)
 def test_takes_non_contiguous_inputs(implementation: Implementation, how: str, dtype: torch.dtype, device: str) -> None:
-    inputs = [NON_CONTIGUOUS[how](x) for x in _inputs("fewer_keys", dtype, device)]
+    inputs = [NON_CONTIGUOUS[how](x) for x in _inputs("many_leading_dims", dtype, device)]
     assert not any(x.is_contiguous() for x in inputs)
     assert_as_accurate_as_eager(implementation.adapted, inputs, is_causal=True)
 
