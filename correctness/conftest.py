@@ -18,7 +18,6 @@ FOLDER = Path(__file__).parent
 COMPILED_EVERY_TIME = ("fewer_keys-torch.float32-causal", "tile_and_one-torch.bfloat16-full", "derivative", "one_line")
 """Tests of what is compiled, by a part of their names, not left to the sweep: each new shape takes seconds."""
 
-
 LARGE = ("tile", "tile_and_one", "one_less_than_tiles")
 """Shapes that Triton's interpreter takes seconds for; the kernels' own tiles are met by the smaller ones."""
 
@@ -28,22 +27,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave most of what is slow, compiled or interpreted, to the sweep, and the sweep to those who ask for it."""
     attention = family("attention").implementations
     compiled = [attention[name] for name in ("compiled", "flex")]
+    interpreted = [attention["flash_triton"]] if os.environ.get("TRITON_INTERPRET") == "1" else []
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        every_time = any(part in item.name for part in COMPILED_EVERY_TIME)
-        if item.path.is_relative_to(FOLDER) and parameters.get("implementation") in compiled and not every_time:
-            item.add_marker(pytest.mark.sweep)
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        if (
-            interpreted
-            and parameters.get("shape_id") in LARGE
-            and parameters["implementation"] is attention["flash_triton"]
-        ):
+        implementation = parameters.get("implementation")
+        compiles = implementation in compiled and not any(part in item.name for part in COMPILED_EVERY_TIME)
+        interprets = implementation in interpreted and parameters.get("shape_id") in LARGE
+        if item.path.is_relative_to(FOLDER) and (compiles or interprets):
             item.add_marker(pytest.mark.sweep)
     if "sweep" not in config.option.markexpr:
-        swept = [item for item in items if item.get_closest_marker("sweep")]
-        config.hook.pytest_deselected(items=swept)
-        items[:] = [item for item in items if item not in swept]
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("sweep")])
+        items[:] = [item for item in items if not item.get_closest_marker("sweep")]
 
 
 @pytest.fixture

@@ -13,7 +13,10 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 HALF = "half"
-"""The arithmetic of 16-bit inputs; that of float32 is "ieee", "tf32x3" or "tf32"."""
+"""The arithmetic of 16-bit inputs; that of float32 is one of `EXACTER`."""
+
+EXACTER = ("tf32", "tf32x3", "ieee")
+"""The arithmetics of float32, each more exact than the one before."""
 
 CHIPS = (80, 90, 100)
 """Compute capabilities with tables of their own: Ampere, Hopper, Blackwell."""
@@ -141,7 +144,7 @@ def tiles(kernel: str, arithmetic: str, chip: int, columns: int) -> list[Tile]:
 
 def nearest_arithmetic(kernel: str, wanted: str, chip: int, columns: int) -> str:
     """`wanted`, or where a chip has no tiles for it the next more accurate one, as PyTorch's settings allow."""
-    order = [wanted] if wanted == HALF else ["tf32", "tf32x3", "ieee"][["tf32", "tf32x3", "ieee"].index(wanted) :]
+    order = (HALF,) if wanted == HALF else EXACTER[EXACTER.index(wanted) :]
     return next(arithmetic for arithmetic in order if tiles(kernel, arithmetic, chip, columns))
 
 
