@@ -15,10 +15,13 @@ from shardmark.world import World, available_ranks
 
 FOLDER = Path(__file__).parent
 
-COMPILED_EVERY_TIME = ("fewer_keys-torch.float32-causal", "tile_and_one-torch.bfloat16-full", "derivative", "one_line")
+COMPILED_EVERY_TIME = (
+    *("fewer_keys-torch.float32-causal", "tile_and_one-torch.bfloat16-full", "derivative", "one_line"),
+    "first_step_alone[compile_step]",
+)
 """Tests of what is compiled, by a part of their names, not left to the sweep: each new shape takes seconds."""
 
-LARGE = ("tile", "tile_and_one", "one_less_than_tiles")
+LARGE = ("tile", "tile_and_one", "one_less_than_tiles", "chunk_and_one", "several_chunks")
 """Shapes that Triton's interpreter takes seconds for; the kernels' own tiles are met by the smaller ones."""
 
 
@@ -26,13 +29,15 @@ LARGE = ("tile", "tile_and_one", "one_less_than_tiles")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave most of what is slow, compiled or interpreted, to the sweep, and the sweep to those who ask for it."""
     attention = family("attention").implementations
-    compiled = [attention[name] for name in ("compiled", "flex")]
-    interpreted = [attention["flash_triton"]] if os.environ.get("TRITON_INTERPRET") == "1" else []
+    compiled = [attention[name] for name in ("compiled", "flex")] + [family("loss").implementations["compiled"]]
+    triton = [attention["flash_triton"], family("loss").implementations["fused_triton"]]
+    interpreted = triton if os.environ.get("TRITON_INTERPRET") == "1" else []
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         implementation = parameters.get("implementation")
-        compiles = implementation in compiled and not any(part in item.name for part in COMPILED_EVERY_TIME)
-        interprets = implementation in interpreted and parameters.get("shape_id") in LARGE
+        steps = getattr(implementation, "family", None) == "training_step" and implementation.name.startswith("compile")
+        compiles = (implementation in compiled or steps) and not any(part in item.name for part in COMPILED_EVERY_TIME)
+        interprets = implementation in interpreted and parameters.get("shape_id", parameters.get("size")) in LARGE
         if item.path.is_relative_to(FOLDER) and (compiles or interprets):
             item.add_marker(pytest.mark.sweep)
     if "sweep" not in config.option.markexpr:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from impl.accounting import attention, data_parallel
+from impl.accounting import attention, data_parallel, training_step
 from impl.accounting.collectives import all_reduce_bytes_sent, bus_bandwidth
 from impl.accounting.model import training_bytes, training_work
 from impl.attention import eager_attention
 from impl.model import SIZES, Transformer
 from perf.test_attention import AttentionPass
 from perf.test_data_parallel import TrainingStep
-from shardmark.cases import MODES, AllReduceCase, AttentionCase, TrainingStepCase
+from shardmark.cases import MODES, STEP_MODES, AllReduceCase, AttentionCase, TrainingStepCase
 from shardmark.memory import Memory, meter
 from shardmark.passes import Plan, Rounds, measure
 from shardmark.registry import Implementation, family
@@ -144,6 +144,26 @@ def test_training_flops_are_those_counted() -> None:
     # The counter sees eager attention, whole and with its scores kept: 6 products where the formula has 7, halved.
     product = 2 * case.batch * case.context**2 * size.d_model * size.layers
     assert training_work(case).flops == counter.get_total_flops() - 6 * product + 7 * product // 2
+
+
+def test_model_flops_are_those_of_the_formula_in_the_readme() -> None:
+    case, size = TrainingStepCase("tiny", batch=2, context=32), SIZES["tiny"]
+    model = Transformer(size, context_length=case.context)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and name != "embedding.weight")
+    tokens = case.batch * case.context
+    step = 6 * matrices * tokens + 6 * size.layers * tokens * case.context * size.d_model
+    assert training_step.work(case).model_flops == training_work(case).model_flops == step
+    both = training_step.work(replace(case, mode="forward_backward"))
+    forward = training_step.work(replace(case, mode="forward"))
+    assert both.model_flops == step and 3 * forward.model_flops == step and forward.flops == forward.model_flops
+
+
+def test_bytes_moved_are_weights_gradients_and_what_adamw_moves() -> None:
+    case, weights = TrainingStepCase("tiny", batch=2, context=32), 4 * SIZES["tiny"].parameters
+    moved = {mode: training_step.work(replace(case, mode=mode)).bytes_moved for mode in STEP_MODES}
+    # Read in forward; read again, and as many gradients written; and 28 bytes a parameter.
+    assert moved == {"forward": weights, "forward_backward": 3 * weights, "step": 3 * weights + 7 * weights}
+    assert training_work(case).bytes_moved == moved["step"]
 
 
 def test_data_parallel_work_is_that_of_all_ranks() -> None:

@@ -69,6 +69,16 @@ def test_a_context_too_long_is_one_line(implementation: Implementation, device: 
         model(torch.zeros(2, 9, dtype=torch.int64, device=device))
 
 
+@pytest.mark.family("model")
+@pytest.mark.parametrize("wrong", [-1, 1000])
+def test_a_token_that_the_vocabulary_does_not_have_is_one_line(implementation: Implementation, wrong: int) -> None:
+    model = implementation.adapted(SIZES["tiny"], context_length=8)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    tokens[1, 3] = wrong
+    with pytest.raises(ValueError, match=r"^token ids go from 0 to 999, got [^\n]+$"):
+        model(tokens)
+
+
 @pytest.mark.family("attention")
 @pytest.mark.usefixtures("in_float64")
 def test_the_model_takes_any_attention(implementation: Implementation, device: str) -> None:

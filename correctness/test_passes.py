@@ -6,11 +6,15 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from shardmark import cold, passes
 from shardmark.clock import Laps
 from shardmark.memory import Memory
 from shardmark.passes import COMPUTE, IMPLEMENTATION, PEER, Mark, Measured, Plan, Rounds, measure
@@ -80,6 +84,58 @@ def test_memory_is_metered_apart_after_a_warm_up() -> None:
     }
     assert memory.peak == 2400
     assert LOG[:7] == ["init mine", *["prepare mine", "step mine"] * 3]  # none of the timed pass among them
+
+
+class Cold(Logged):
+    """Makes 4000 bytes for a moment in its first step and 2000 in its second, which take 0.05 s longer."""
+
+    cold = True
+
+    def __init__(self, implementation: Implementation, case: object, device: str) -> None:
+        super().__init__(implementation, case, device)
+        self.extra = [1000, 500]
+
+    def step(self, mark: Mark) -> None:
+        if self.extra:
+            torch.empty(self.extra.pop(0))
+            time.sleep(0.05)
+        super().step(mark)
+
+
+def test_the_first_steps_are_told_apart_where_a_workload_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold, "_load_compiler", lambda device: None)  # nothing is compiled here
+    assert measure(replace(PLAN, workload=Cold)).first_step is None
+    monkeypatch.setattr(passes, "has_compiled", lambda: True)
+    measured = measure(replace(PLAN, workload=Cold))
+    assert measured.memory.peaks == {"first": 4400, "second": 3200, "median": 2400}
+    assert measured.memory.peak == 2400 and measured.memory.phases["before_first_step"] == 400
+    assert measured.first_step is not None and 0.05 <= measured.first_step < 0.5
+    entry, _ = time_entry([measured], None)
+    assert entry["compile"] == entry["first_step"] - median(step_seconds([measured]))
+    assert not measure(PLAN).memory.peaks and measure(PLAN).first_step is None
+
+
+def _compiled_files() -> int:
+    """Files in the compiler's own cache of this moment."""
+    return sum(path.is_file() for path in Path(cache_dir()).rglob("*"))
+
+
+def test_a_cold_compiler_remembers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold, "_load_compiler", lambda device: None)
+    compiles: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        compiles.append(graph)
+        return graph
+
+    function, before = torch.compile(torch.neg, backend=backend), cache_dir()
+    for _ in range(2):
+        with cold.cold_compiler("cpu"):
+            assert not cold.has_compiled()
+            function(torch.ones(1)), function(torch.ones(1))
+            assert cold.has_compiled()
+            assert cache_dir() != before and _compiled_files() == 0
+    assert len(compiles) == 2 and cache_dir() == before
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from shardmark.cases import Grid, Work
+from shardmark.memory import Memory
+from shardmark.passes import IMPLEMENTATION, Measured, Plan, Rounds, timed_steps
 from shardmark.registry import Family, TimeBudget, Unsupported, add_family, register
 
 
@@ -101,6 +103,31 @@ def test_goal(implementation, case, measure):
 
 @pytest.mark.family("sleep")
 def test_dream(implementation): ...
+
+
+@pytest.mark.family("sleep", only=("plain", "slow"))
+def test_some(implementation): ...
+
+
+@pytest.mark.family("sleep", only=("slow",))
+def test_another(implementation): ...
+
+
+@pytest.mark.family("sleep", only=("plain",))
+@pytest.mark.cases(GRID)
+def test_rounds(implementation, case, measure):
+    amount = Work(flops=10, model_flops=5)
+    measure(Sleep, implementation, case, work=amount, rounds=Rounds(minimum=3, maximum=3, warmups=1))
+
+
+@pytest.mark.family("sleep", only=("plain", "giant"))
+@pytest.mark.cases(GRID)
+def test_first_steps(implementation, case, device, measure):
+    plan = Plan(Sleep, implementation, None, case, device, 1, Rounds())
+    laps = measure.attempt(plan, lambda plan: timed_steps(plan, 4))
+    after = {"0": {"mean": 0.5, "stddev": 0.25}, "1": {"mean": laps[1].seconds, "stddev": 0.0}}
+    measured = Measured("none", Memory(), {IMPLEMENTATION: laps})
+    measure.record(plan, [measured], times={"after_warmups": after})
 """
 
 
@@ -174,6 +201,38 @@ def test_a_row_says_what_the_design_lists(project: pytest.Pytester) -> None:
     assert [row[name] for name in rest] == ["sleep", "plain", "cpu", "none", 1, "float32", "smoke", False]
     assert len(entry["stats"]["data"]) >= 7 and min(entry["stats"]["data"]) >= 0.001
     assert {"torch", "triton", "gpus", "driver", "attention_backend"} <= set(output["machine_info"])
+
+
+def test_only_some_implementations_and_a_users_own_where_the_reference_is(project: pytest.Pytester) -> None:
+    collect = ("--collect-only", "-q", "-k", "some or another")
+    names = [
+        "test_sleeps.py::test_some[plain]",
+        "test_sleeps.py::test_some[slow]",
+        "test_sleeps.py::test_another[slow]",
+    ]
+    assert [line for line in project.runpytest_inprocess(*collect).outlines if "::" in line] == names
+    chosen = project.runpytest_inprocess(*collect, "--impl", "sleep=greedy").outlines  # the family is registered by now
+    assert [line for line in chosen if "::" in line and "greedy" in line] == ["test_sleeps.py::test_some[greedy]"]
+
+
+def test_a_tests_own_rounds_are_kept_to_and_mfu_is_shown(project: pytest.Pytester) -> None:
+    result, output = _run(project, "--scale=smoke", "-k", "rounds")
+    (entry,) = output["benchmarks"]
+    assert len(entry["stats"]["data"]) == 3
+    limit = entry["extra_info"]["limit"]
+    assert limit["mfu"] == pytest.approx(5 / (entry["stats"]["mean"] * limit["peak_flops_per_second"]))
+    result.stdout.fnmatch_lines(["case * MFU *", f"0.001s * {limit['mfu']:.1%} *"])
+
+
+def test_steps_that_a_test_times_itself_are_rows_too_with_what_came_after_each_warmup(project: pytest.Pytester) -> None:
+    result, output = _run(project, "--scale=smoke", "-k", "first_steps")
+    result.assert_outcomes(passed=1, skipped=1)
+    (entry,) = output["benchmarks"]
+    assert len(entry["stats"]["data"]) == 4
+    assert entry["extra_info"]["time"]["after_warmups"]["0"] == {"mean": 0.5, "stddev": 0.25}
+    (unmeasured,) = output["unmeasured"]
+    assert unmeasured["extra_info"]["verdict"] == "not started"
+    result.stdout.fnmatch_lines(["case * after 0 warm-ups * after 1 warm-up *", "0.001s * 500.0 ± 250.0 *"])
 
 
 def test_rows_are_on_disk_as_soon_as_they_are_measured(project: pytest.Pytester) -> None:

@@ -1,5 +1,5 @@
 """What is measured: one folder per family, one file per implementation, registered where it is defined."""
 
-from impl import attention, collectives, data_parallel, model
+from impl import attention, checkpointing, collectives, data_parallel, loss, model, optim, training_step
 
-__all__ = ["attention", "collectives", "data_parallel", "model"]
+__all__ = ["attention", "checkpointing", "collectives", "data_parallel", "loss", "model", "optim", "training_step"]

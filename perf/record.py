@@ -1,7 +1,8 @@
-"""Attention on this machine's GPU: kernels checked at every configuration, then attention at paper scale.
+"""What this machine's GPU does: every Triton kernel checked at every configuration, then the suite at paper scale.
 
     python perf/record.py -k goals          # the goals, some minutes
-    python perf/record.py -k throughput     # TFLOP/s against every peer
+    python perf/record.py -k throughput     # attention's TFLOP/s against every peer
+    python perf/record.py -k test_loss      # one file
     python perf/record.py                   # all of it, hours
 
 Arguments are pytest's and choose what is measured. The rows go to perf/records/<gpu>.json, each in the place of an
@@ -21,17 +22,19 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 
+KERNELS = "(triton or kernels) and not compiles"
+"""Tests of Triton kernels, by name, without those that compile for chips that are not here."""
+
 
 def main(arguments: list[str]) -> int:
     """Check, measure, record; the first exit status that is not 0."""
     if not torch.cuda.is_available():
         print("perf/record.py records what a GPU does, and there is none", file=sys.stderr)
         return 4
-    kernels = ["correctness/test_attention.py", "correctness/test_triton.py", "-m", "sweep or not sweep"]
-    checked = _pytest(*kernels, "-k", "flash_triton or (test_triton and not compiles)", "-q")
+    checked = _pytest("correctness", "-m", "sweep or not sweep", "-k", KERNELS, "-q")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        measured = _pytest("perf/test_attention.py", "--benchmark-json", str(out), *arguments)
+        measured = _pytest("perf", "--benchmark-json", str(out), *arguments)
         if out.exists():
             record = ROOT / "perf" / "records" / f"{_slug(torch.cuda.get_device_name())}.json"
             record.parent.mkdir(exist_ok=True)

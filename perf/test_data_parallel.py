@@ -61,7 +61,7 @@ class TrainingStep:
 
 @pytest.mark.family("data_parallel")
 @pytest.mark.question("What does a data-parallel training step cost?")
-@pytest.mark.cases(cases.TRAINING_STEP)
+@pytest.mark.cases(cases.DATA_PARALLEL)
 @pytest.mark.benchmark(min_rounds=12)
 def test_training_step(implementation: Implementation, case: TrainingStepCase, world: World, measure: Measure) -> None:
     measure(TrainingStep, implementation, case, world_size=world.size, work=work(case, world.size))

@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from shardmark.registry import TimeBudget
+
 PASS, FAIL, UNDECIDED = "pass", "fail", "undecided"
 NOT_STARTED, OUT_OF_MEMORY = "not started", "out of memory"
 
+MIB = 2**20
 CONFIDENCE = 0.95
 MEMORY_SLACK = 1.05
 """The default slack on a formula: room for allocator rounding and library workspaces, not for another tensor."""
@@ -130,3 +133,39 @@ def read_budgets(path: Path) -> list[AbsoluteBudget]:
                 raise BudgetFileError(f'{path}: ["{pattern}"] {name} = {value!r} is not a positive number')
         budgets.append(AbsoluteBudget(pattern, limits.get("seconds"), limits.get("bytes")))
     return budgets
+
+
+def verdicts(
+    peak: int | None,
+    seconds: list[float],
+    ratio: Interval | None,
+    time_budget: TimeBudget | None,
+    memory_budget: MemoryBudget | None,
+    absolute: Sequence[AbsoluteBudget],
+) -> Iterator[tuple[str, str]]:
+    """Each budget's verdict, with what to say when it is not met or not decided."""
+    if memory_budget is not None and peak is not None:
+        yield (
+            memory_budget.verdict(peak),
+            f"peak of {peak / MIB:.2f} MiB, over the budget of {memory_budget.bytes / MIB:.2f} MiB "
+            f"(formula {memory_budget.formula / MIB:.2f} MiB x {memory_budget.slack})",
+        )
+    if ratio is not None and time_budget is not None and time_budget.ratio is not None:
+        yield (
+            ratio.verdict(time_budget.ratio),
+            f"{ratio.median:.3f}x {time_budget.peer}'s time, {ratio.coverage:.1%} interval "
+            f"[{ratio.low:.3f}, {ratio.high:.3f}], against the budget of {time_budget.ratio}x",
+        )
+    for own in absolute:
+        if own.bytes is not None and peak is not None:
+            yield (
+                MemoryBudget(own.bytes, slack=1).verdict(peak),
+                f'peak of {peak:,} bytes, over the {own.bytes:,} of "{own.pattern}"',
+            )
+        if own.seconds is not None:
+            step = median_interval(seconds)
+            yield (
+                step.verdict(own.seconds),
+                f"{step.median:.6f} s, {step.coverage:.1%} interval [{step.low:.6f}, {step.high:.6f}], "
+                f'against the {own.seconds} s of "{own.pattern}"',
+            )

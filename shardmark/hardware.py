@@ -1,4 +1,4 @@
-"""What this machine can do, and so the least time that work can take: the roofline.
+"""What this machine can do, and so the least time that work can take: the roofline; and what its maker says it can.
 
 The two rates are measured here, in the run itself, with the plainest code that reaches them: one large matrix product
 and one large copy (Williams, Waterman, Patterson, "Roofline", CACM 2009).
@@ -6,6 +6,7 @@ and one large copy (Williams, Waterman, Patterson, "Roofline", CACM 2009).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,10 +23,44 @@ class Roofline:
 
     flops_per_second: float
     bytes_per_second: float
+    peak_flops_per_second: float
+    """What MFU is a fraction of: the chip's published dense peak where it is known, else the rate measured here."""
 
     def seconds(self, work: Work) -> float:
         """The least time that the work takes: whichever of arithmetic and memory traffic is slower."""
         return max(work.flops / self.flops_per_second, work.bytes_moved / self.bytes_per_second)
+
+
+PEAK_FLOPS = {
+    #          float16 and bfloat16, tf32,     float32
+    "GB200": (2500e12, 1250e12, 80e12),
+    "B200": (2250e12, 1125e12, 75e12),
+    "GH200": (989.4e12, 494.7e12, 66.9e12),
+    "H200 NVL": (835.5e12, 417.5e12, 60e12),
+    "H200": (989.4e12, 494.7e12, 66.9e12),
+    "H100 NVL": (835.5e12, 417.5e12, 60e12),
+    "H100 PCIe": (756e12, 378e12, 51.2e12),
+    "H100": (989.4e12, 494.7e12, 66.9e12),
+    "A100": (311.9e12, 155.9e12, 19.5e12),
+    "L40S": (362.05e12, 183e12, 91.6e12),
+    "L40": (181.05e12, 90.5e12, 90.5e12),
+    "L4": (121e12, 60e12, 30.3e12),
+}
+"""Dense FLOP/s on the makers' data sheets, by words of the device's name; the first that are in it count."""
+
+
+def published_peak(name: str, dtype: torch.dtype) -> float | None:
+    """The published dense FLOP/s of the device of that name, None where the table does not have it, or only a part of
+    the device is ours (MIG).
+
+    Matrix products in float32 count as tf32 where `torch.set_float32_matmul_precision` lets them be.
+    """
+    for part, (half, tf32, single) in PEAK_FLOPS.items():
+        if re.search(rf"\b{part}\b", name) and "MIG" not in name:
+            if dtype in (torch.float16, torch.bfloat16):
+                return half
+            return tf32 if torch.get_float32_matmul_precision() != "highest" else single
+    return None
 
 
 def measure_roofline(device: str, dtype: torch.dtype) -> Roofline:
@@ -38,11 +73,14 @@ def measure_roofline(device: str, dtype: torch.dtype) -> Roofline:
 def _rates(device: str, dtype: torch.dtype) -> Roofline:
     size = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    source = torch.empty(2**28 if device == "cuda" else 2**25, device=device, dtype=torch.uint8)
+    # Large enough on CUDA that launching, a few microseconds, is nothing beside it.
+    source = torch.empty(2**31 if device == "cuda" else 2**25, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
     matmul = min(_seconds(device, lambda: torch.matmul(a, b)) for _ in range(5))
     copy = min(_seconds(device, lambda: target.copy_(source)) for _ in range(5))
-    return Roofline(2 * size**3 / matmul, 2 * source.numel() / copy)  # a copy reads each byte and writes it
+    flops = 2 * size**3 / matmul
+    peak = published_peak(torch.cuda.get_device_name(), dtype) if device == "cuda" else None
+    return Roofline(flops, 2 * source.numel() / copy, peak or flops)  # a copy reads each byte and writes it
 
 
 def _seconds(device: str, function: Callable[[], object]) -> float:

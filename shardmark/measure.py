@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
 from shardmark import budget, registry
-from shardmark.budget import MEMORY_SLACK, AbsoluteBudget, Interval, MemoryBudget, median_interval
+from shardmark.budget import MEMORY_SLACK, MIB, AbsoluteBudget, MemoryBudget
 from shardmark.cases import Work
+from shardmark.kernels import StepProfile
 from shardmark.memory import available_bytes, is_out_of_memory
 from shardmark.passes import Measured, Plan, Rounds, Workload, measure
 from shardmark.registry import Implementation, TimeBudget
-from shardmark.rows import Row, limit_entry, memory_entry, new_row, step_seconds, time_entry
+from shardmark.rows import (
+    Row,
+    limit_entry,
+    memory_entry,
+    new_row,
+    profile_entry,
+    step_seconds,
+    time_entry,
+    timeline_entry,
+)
 from shardmark.world import RankError
 
 if TYPE_CHECKING:
     from shardmark.session import Session
 
-MIB = 2**20
+T = TypeVar("T")
+
 CASE_DEADLINE = 1800.0
 """Seconds for all rounds of one case: long, as paper-scale cases are, and short of a night."""
 
@@ -34,9 +45,13 @@ class Measure:
 
     `workload` is a module-level class (`shardmark.passes.Workload`); `work` is what one step does on all ranks; `rates`
     turns the mean step time into further figures of the row's work. The memory budget is the implementation's own
-    formula times `slack`, the time budget `time`, or else its own ratio to its peer. The row is saved whatever the
-    verdict. Over budget, the test fails; where the rounds leave a time budget undecided, or the case would not fit, it
-    is skipped with the reason.
+    formula times `slack`, the time budget `time`, or else its own ratio to its peer, the rounds `rounds`, or else
+    pytest-benchmark's. The row is saved whatever the verdict. Over budget, the test fails; where the rounds leave a
+    time budget undecided, or the case would not fit, it is skipped with the reason.
+
+    With `profiled` one more step runs under the profiler, and what that makes of the first rank's profile is the row's
+    "kernels". `activations`, bytes by module and operator, stand beside those metered of a workload that tells the
+    kinds of its tensors.
     """
 
     def __init__(self, session: Session, item: pytest.Item, benchmark: Any) -> None:
@@ -55,6 +70,9 @@ class Measure:
         slack: float = MEMORY_SLACK,
         rates: Callable[[float], dict[str, float]] = lambda seconds: {},
         time: TimeBudget | None = None,
+        rounds: Rounds | None = None,
+        profiled: Callable[[StepProfile], Row] | None = None,
+        activations: Mapping[tuple[str, str], int] | None = None,
     ) -> Row:
         """Returns the row."""
         __tracebackhide__ = True
@@ -63,19 +81,30 @@ class Measure:
         if time_budget is not None and not time_budget.applies(case, session.device):
             time_budget = TimeBudget(time_budget.peer)
         peer = self._peer(implementation, time_budget)
-        plan = Plan(workload, implementation, peer, case, session.device, world_size, self._rounds())
+        plan = Plan(workload, implementation, peer, case, session.device, world_size, self._rounds(rounds))
+        trace = session.trace.stem(self._item.nodeid, f"{case}-{implementation}") if session.trace else None
+        plan = replace(plan, profiled=profiled is not None, trace=trace)
         memory_budget = MemoryBudget(_formula(implementation, case), slack)
+        ranks = self.attempt(
+            plan, lambda plan: session.worlds.get(world_size).run(measure, plan, deadline=CASE_DEADLINE), slack
+        )
+        return self.record(
+            plan, ranks, time_budget, memory_budget, work, rates, profiled=profiled, activations=activations
+        )
+
+    def attempt(self, plan: Plan, run: Callable[[Plan], list[T]], slack: float = MEMORY_SLACK) -> list[T]:
+        """What `run` returns, if the case fits and memory does not run out; else its row says so, and the test ends."""
+        __tracebackhide__ = True
+        memory_budget = MemoryBudget(_formula(plan.implementation, plan.case), slack)
         plan = self._admit(plan, memory_budget)
         try:
-            ranks = session.worlds.get(world_size).run(measure, plan, deadline=CASE_DEADLINE)
+            return run(plan)
         except Exception as error:
             cause = error.exception if isinstance(error, RankError) else error
             if not is_out_of_memory(cause):
                 raise
             self._unmeasured(plan, memory_budget, budget.OUT_OF_MEMORY)
             pytest.fail(f"out of memory: {cause}", pytrace=False)
-
-        return self.record(plan, ranks, time_budget, memory_budget, work, rates)
 
     def record(
         self,
@@ -86,10 +115,13 @@ class Measure:
         work: Work | None = None,
         rates: Callable[[float], dict[str, float]] = lambda seconds: {},
         absolute: Sequence[AbsoluteBudget] = (),
+        times: Row | None = None,
+        profiled: Callable[[StepProfile], Row] | None = None,
+        activations: Mapping[tuple[str, str], int] | None = None,
     ) -> Row:
         """Judge and save what each rank measured, and return the row.
 
-        `absolute` budgets are held to beside those of `--budgets`.
+        `absolute` budgets are held to beside those of `--budgets`; `times` are further entries of the row's time.
         """
         __tracebackhide__ = True
         session = self._session
@@ -99,13 +131,19 @@ class Measure:
         row["backend"] = ranks[0].backend
         if memory_budget is not None:
             row["memory"] = memory_entry(ranks, memory_budget)
+        if ranks[0].timeline is not None:
+            row["memory"] |= timeline_entry(ranks[0].timeline, activations or {})
         if work is not None:
             row["work"] = asdict(work) | rates(fmean(seconds))
             devices = plan.world_size if session.device == "cuda" else 1
             row["limit"] = limit_entry(work, session.roofline(plan.case.dtype), devices, fmean(seconds))
         row["time"], ratio = time_entry(ranks, time_budget)
+        row["time"] |= times or {}
+        row |= profile_entry(ranks, profiled)
         absolute = [*absolute, *session.budgets_for(self._item.nodeid)]
-        verdicts = list(_verdicts(row, seconds, ratio, time_budget, memory_budget, absolute))
+        verdicts = list(
+            budget.verdicts(row["memory"].get("peak"), seconds, ratio, time_budget, memory_budget, absolute)
+        )
         row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
         if self._benchmark.disabled:
             verdicts = [(verdict, why) for verdict, why in verdicts if verdict != budget.UNDECIDED]
@@ -132,8 +170,8 @@ class Measure:
             else peer
         )
 
-    def _rounds(self) -> Rounds:
-        """pytest-benchmark's options, the test's own marker first."""
+    def _rounds(self, own_rounds: Rounds | None) -> Rounds:
+        """The test's own, or pytest-benchmark's options, those of the test's marker first."""
         marker = self._item.get_closest_marker("benchmark")
         own = marker.kwargs if marker else {}
 
@@ -142,6 +180,8 @@ class Measure:
 
         if self._benchmark.disabled:
             return Rounds(minimum=1, maximum=1)
+        if own_rounds is not None:
+            return own_rounds
         cases = self._item.get_closest_marker("cases")
         published = cases.args[0].paper_rounds if cases and self._session.scale == "paper" else 0
         return Rounds(
@@ -208,40 +248,3 @@ def _formula(implementation: Implementation, case: Any) -> int:
     if implementation.memory is None:
         raise ValueError(f"{implementation.family} {implementation.name} is registered without a memory formula")
     return implementation.memory(case)
-
-
-def _verdicts(
-    row: Row,
-    seconds: list[float],
-    ratio: Interval | None,
-    time_budget: TimeBudget | None,
-    memory_budget: MemoryBudget | None,
-    absolute: Sequence[AbsoluteBudget],
-) -> Iterator[tuple[str, str]]:
-    """Each budget's verdict, with what to say when it is not met or not decided."""
-    peak = row["memory"].get("peak")
-    if memory_budget is not None:
-        yield (
-            memory_budget.verdict(peak),
-            f"peak of {peak / MIB:.2f} MiB, over the budget of {memory_budget.bytes / MIB:.2f} MiB "
-            f"(formula {memory_budget.formula / MIB:.2f} MiB x {memory_budget.slack})",
-        )
-    if ratio is not None and time_budget is not None and time_budget.ratio is not None:
-        yield (
-            ratio.verdict(time_budget.ratio),
-            f"{ratio.median:.3f}x {time_budget.peer}'s time, {ratio.coverage:.1%} interval "
-            f"[{ratio.low:.3f}, {ratio.high:.3f}], against the budget of {time_budget.ratio}x",
-        )
-    for own in absolute:
-        if own.bytes is not None and peak is not None:
-            yield (
-                MemoryBudget(own.bytes, slack=1).verdict(peak),
-                f'peak of {peak:,} bytes, over the {own.bytes:,} of "{own.pattern}"',
-            )
-        if own.seconds is not None:
-            step = median_interval(seconds)
-            yield (
-                step.verdict(own.seconds),
-                f"{step.median:.6f} s, {step.coverage:.1%} interval [{step.low:.6f}, {step.high:.6f}], "
-                f'against the {own.seconds} s of "{own.pattern}"',
-            )

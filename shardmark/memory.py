@@ -27,10 +27,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._profiler import _EventType
-from torch.autograd.profiler import profile, record_function
+from torch.autograd.profiler import profile
 
-_MARK = "shardmark_mark:"
+from shardmark.blocks import Allocated, Marked, Released, mark, replay
+
+_PEAK = "peak of "
+"""What the CPU meter's marks of a step's peak begin with."""
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints two lines at every use
 
@@ -41,6 +43,8 @@ class Memory:
 
     phases: dict[str, int] = field(default_factory=dict)
     peak: int = 0
+    peaks: dict[str, int] = field(default_factory=dict)
+    """Of the steps that were kept apart."""
 
 
 class Meter(Memory):
@@ -52,6 +56,10 @@ class Meter(Memory):
 
     def reset_peak(self) -> None:
         """Forget the peak so far: the measured step begins here."""
+        raise NotImplementedError
+
+    def keep_peak(self, step: str) -> None:
+        """The peak since it was last reset is that of `step`."""
         raise NotImplementedError
 
 
@@ -82,6 +90,9 @@ class _CudaMeter(Meter):
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats()
 
+    def keep_peak(self, step: str) -> None:
+        self.peaks[step] = self._live("peak") - self._base
+
     def read(self) -> None:
         self.peak = self._live("peak") - self._base
 
@@ -93,32 +104,29 @@ class _CpuMeter(Meter):
             yield
 
     def mark(self, phase: str) -> None:
-        with record_function(_MARK + phase):
-            pass
+        mark(phase)
 
     def reset_peak(self) -> None:
-        self.mark("")
+        mark("")
+
+    def keep_peak(self, step: str) -> None:
+        mark(_PEAK + step)
 
     def read(self) -> None:
-        live: dict[int, int] = {}  # bytes of each block by its address
         total = 0
-        for event in _in_order(self._profile.kineto_results.experimental_event_tree()):
-            kind, fields = event.typed
-            if kind == _EventType.Allocation and fields.device.type == "cpu":
-                size = fields.alloc_size
-                if size > 0:
-                    # A release by another thread is not reported, but what lies where a new block is given out must
-                    # have been released.
-                    gone = [at for at, n in live.items() if at < fields.ptr + size and fields.ptr < at + n]
-                    total += size - sum(live.pop(at) for at in gone)
-                    live[fields.ptr] = size
-                else:
-                    total -= live.pop(fields.ptr, 0)  # 0: a block from before we began is not ours
-                self.peak = max(self.peak, total)
-            elif event.name == _MARK:
-                self.peak = total
-            elif event.name.startswith(_MARK):
-                self.phases[event.name.removeprefix(_MARK)] = total
+        for event in replay(self._profile, "cpu"):
+            match event:
+                case Allocated(block):
+                    total += block.nbytes
+                case Released(block):
+                    total -= block.nbytes
+                case Marked(""):
+                    self.peak = total
+                case Marked(name) if name.startswith(_PEAK):
+                    self.peaks[name.removeprefix(_PEAK)] = self.peak
+                case Marked(phase):
+                    self.phases[phase] = total
+            self.peak = max(self.peak, total)
 
 
 @contextmanager
@@ -140,16 +148,6 @@ def _workers_let_go_first() -> Iterator[None]:
         yield
     finally:
         dist.Work.wait = wait  # type: ignore[method-assign]
-
-
-def _in_order(roots: list[Any]) -> list[Any]:
-    """Every event below `roots` by the time it began."""
-    events, stack = [], list(roots)
-    while stack:
-        event = stack.pop()
-        events.append(event)
-        stack.extend(event.children)
-    return sorted(events, key=lambda event: (event.start_time_ns, event.id))
 
 
 def release(device: str) -> None:

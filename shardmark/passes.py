@@ -1,4 +1,5 @@
-"""The two passes over a case: one under the memory meter, then alternating timed rounds of it and its peer.
+"""The passes over a case: one under the memory meter, alternating timed rounds of it and its peer, and where they are
+asked for one under the profiler and one that tells what each byte is.
 
 Everything here runs on the ranks of a world, in the process that holds the device; a single-device case is a world of
 one. What comes back are plain numbers.
@@ -12,16 +13,28 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardmark.clock import Laps, Stopwatch
+from shardmark.cold import cold_compiler, has_compiled
+from shardmark.kernels import StepProfile
 from shardmark.memory import Memory, meter, release
 from shardmark.registry import Implementation, Unsupported
+from shardmark.timeline import BEFORE, Timeline, timeline
+from shardmark.trace import memory_snapshot, module_ranges, modules_of, profile_step
 
 Mark = Callable[[str], None]
+
+WARMUPS = 2
+"""Optimizer state comes with the first step, torch DDP's final buckets with the second."""
+
+FIRST, SECOND, MEDIAN = "first", "second", "median"
+"""Steps whose peaks are told apart. The third, which is the one that budgets judge, is what all later ones repeat, and
+so the median of a run."""
 
 IMPLEMENTATION, PEER, COMPUTE = "implementation", "peer", "compute"
 
@@ -31,7 +44,9 @@ class Workload(Protocol):
 
     `backend` names what runs underneath (a process-group backend, an attention kernel). A workload may also have
     `compute_step(mark)`: the same step without its communication, timed in the same rounds, so that what communication
-    adds to the "backward" and "communication" parts together can be told.
+    adds to the "backward" and "communication" parts together can be told; and `kinds()`: its live tensors by kind
+    ("parameters", "gradients", "optimizer state"), so that every byte of the step can be told by kind. Where it says
+    `cold = True`, its first steps are told apart: compiled from nothing, with the first one's time and each one's peak.
     """
 
     backend: str
@@ -76,6 +91,10 @@ class Plan:
     device: str
     world_size: int
     rounds: Rounds
+    profiled: bool = False
+    """Whether one more step runs under the profiler."""
+    trace: Path | None = None
+    """Where its Chrome trace and memory snapshot go, but for the rank and the ending."""
 
 
 @dataclass
@@ -85,37 +104,69 @@ class Measured:
     backend: str
     memory: Memory
     laps: dict[str, list[Laps]] = field(default_factory=dict)
+    profile: StepProfile | None = None
+    timeline: Timeline | None = None
+    first_step: float | None = None
+    """Seconds of the first step where it compiles, from nothing; the memory meter that runs by then adds little."""
+    files: list[Path] = field(default_factory=list)
+    """The Chrome trace and the memory snapshot, where they were asked for."""
 
 
 def measure(plan: Plan) -> Measured:
-    """Meter, then time, on this rank. Every rank of the world must be in here together.
+    """Meter, time, and where it is asked for profile, on this rank. Every rank of the world must be in here together.
 
     Metered twice where a pass can overstate, and the smaller counts: on CUDA libraries take their workspaces in the
     first pass, and among ranks a backend's thread may release a tensor unseen.
     """
+    cold = getattr(plan.workload, "cold", False)
+    with cold_compiler(plan.device) if cold else nullcontext():
+        return _measure(plan, cold)
+
+
+def _measure(plan: Plan, cold: bool) -> Measured:
     try:
         passes = 2 if plan.device == "cuda" or plan.world_size > 1 else 1
-        memory = min((_meter(plan) for _ in range(passes)), key=lambda memory: memory.peak)
-        return _time(plan, memory)
+        metered = [_meter(plan) for _ in range(passes)]
+        memory = min((memory for memory, _ in metered), key=lambda memory: memory.peak)
+        memory.peaks = memory.peaks | {FIRST: metered[0][0].peaks[FIRST]} if cold else {}
+        measured = _time(plan, memory)
+        measured.first_step = metered[0][1] if cold and has_compiled() else None
+        if hasattr(plan.workload, "kinds"):
+            measured.timeline = _timeline(plan)
+        if plan.profiled or plan.trace is not None:
+            measured.profile, measured.files = _profile(plan)
+        return measured
     finally:
         release(plan.device)
 
 
-def _meter(plan: Plan) -> Memory:
-    """One pass under the meter, from nothing, so that every byte of the case is seen."""
+def _meter(plan: Plan) -> tuple[Memory, float]:
+    """One pass under the meter, from nothing, so that every byte of the case is seen; and its first step's seconds."""
     release(plan.device)
     with meter(plan.device) as memory:
         workload = plan.workload(plan.implementation, plan.case, plan.device)
         memory.mark("after_init")
-        for _ in range(2):  # optimizer state comes with the first step, torch DDP's final buckets with the second
+        workload.prepare()
+        if getattr(workload, "cold", False):
+            memory.mark("before_first_step")
+        memory.reset_peak()
+        watch = Stopwatch(plan.device)
+        watch.start()
+        workload.step(watch.mark)
+        first_step = watch.stop().seconds
+        memory.keep_peak(FIRST)
+        memory.reset_peak()
+        for _ in range(WARMUPS - 1):
             workload.prepare()
             workload.step(lambda part: None)
+        memory.keep_peak(SECOND)
         workload.prepare()
         memory.mark("before_step")
         memory.reset_peak()
         workload.step(lambda part: memory.mark(f"after_{part}"))
         memory.mark("after_step")
-    return Memory(memory.phases, memory.peak)
+        memory.keep_peak(MEDIAN)
+    return Memory(memory.phases, memory.peak, memory.peaks), first_step
 
 
 def _time(plan: Plan, memory: Memory) -> Measured:
@@ -148,6 +199,44 @@ def _time(plan: Plan, memory: Memory) -> Measured:
         for name in alternate(list(steps), rounds):
             measured.laps[name].append(_timed(plan, *steps[name]))
     return measured
+
+
+def timed_steps(plan: Plan, count: int) -> list[Laps]:
+    """The first `count` steps of a new workload, each timed: what warm-ups would hide is in them."""
+    workload = plan.workload(plan.implementation, plan.case, plan.device)
+    return [_timed(plan, workload, workload.step) for _ in range(count)]
+
+
+def _profile(plan: Plan) -> tuple[StepProfile, list[Path]]:
+    """One step under the profiler, from nothing and when all else is done, so that it touches no other figure."""
+    release(plan.device)
+    if plan.trace is None:
+        return profile_step(_warmed_up(plan), plan.device), []
+    rank = f".rank{dist.get_rank()}" if plan.world_size > 1 else ""
+    chrome, snapshot = (plan.trace.with_name(f"{plan.trace.name}{rank}.{end}") for end in ("json", "pickle"))
+    with memory_snapshot(snapshot, plan.device) as snapshots:
+        workload = _warmed_up(plan)
+    return profile_step(workload, plan.device, trace=chrome), [chrome, *snapshots]
+
+
+def _timeline(plan: Plan) -> Timeline:
+    """What each byte of one step is, and who allocated it."""
+    release(plan.device)
+    with timeline(plan.device) as recording:
+        workload: Any = _warmed_up(plan)
+        workload.prepare()
+        with module_ranges(modules_of(workload)):
+            recording.mark(BEFORE, workload.kinds())
+            workload.step(lambda part: recording.mark(f"after_{part}", workload.kinds()))
+    return recording.read()
+
+
+def _warmed_up(plan: Plan) -> Workload:
+    workload = plan.workload(plan.implementation, plan.case, plan.device)
+    for _ in range(WARMUPS):
+        workload.prepare()
+        workload.step(lambda part: None)
+    return workload
 
 
 def alternate(names: Sequence[str], rounds: int) -> Iterator[str]:

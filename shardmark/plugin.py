@@ -60,6 +60,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         help="your own limits, a TOML table per test-id pattern with `seconds` (median of a step) and `bytes` (peak)",
     )
+    group.addoption(
+        "--trace-dir",  # --trace is pytest's own: it breaks into the debugger
+        default=None,
+        metavar="DIR",
+        help="profile one more step of each measured case: a Chrome trace, and on CUDA a memory snapshot, in DIR",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -77,7 +83,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 def pytest_configure(config: pytest.Config) -> None:
     """Check the options and have SIGTERM end the run as Ctrl-C does: rows saved, ranks ended."""
     for marker in (
-        "family(name, option=None): run over the family's implementations (those whose target takes `option`)",
+        "family(name, option=None, only=None): run over the family's implementations (those whose target takes "
+        "`option`; those named in `only`, and with the reference among them whatever --impl names)",
         "cases(grid): run over the grid's cases at --scale",
         "question(text): the question that the rows of these tests answer; rows of one question share a table",
     ):
@@ -103,6 +110,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     family, grid = (metafunc.definition.get_closest_marker(name) for name in ("family", "cases"))
     if "implementation" in metafunc.fixturenames and family is not None:
         option, to_measure = family.kwargs.get("option"), "measure" in metafunc.fixturenames
+        only = family.kwargs.get("only")
+        if family.args[0] in session.selected and only and registry.family(family.args[0]).reference in only:
+            only = None  # a user's own runs wherever the reference does
         try:
             entries = session.implementations(family.args[0])
         except RegistryError as error:
@@ -112,7 +122,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             [
                 pytest.param(entry, id=entry.name, marks=_skip_unless_it_runs(entry, session.device, to_measure))
                 for entry in entries
-                if option is None or entry.accepts(option)
+                if (option is None or entry.accepts(option)) and (only is None or entry.name in only)
             ],
         )
     if "case" in metafunc.fixturenames and grid is not None:

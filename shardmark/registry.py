@@ -186,6 +186,7 @@ def check_contract(implementation: Implementation, device: str) -> None:
 def listing(device: str) -> str:
     """What `--implementations` prints: every implementation, whether it runs on `device`, and if not why."""
     lines = [f"torch {torch.__version__}, device {device}"]
+    width = max((len(name) for owner in FAMILIES.values() for name in owner.implementations), default=0)
     for owner in FAMILIES.values():
         lines += ["", f"{owner.name} (reference: {owner.reference})"]
         for entry in owner.implementations.values():
@@ -195,7 +196,7 @@ def listing(device: str) -> str:
                 says = f"runs here, and is not measured: {reason}"
             else:
                 says = "runs here"
-            lines.append(f"  {entry.name:<16} {says}")
+            lines.append(f"  {entry.name:<{width}}  {says}")
     return "\n".join(lines)
 
 

@@ -10,10 +10,11 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -23,8 +24,10 @@ from shardmark.budget import Interval, MemoryBudget, median_interval, paired_rat
 from shardmark.cases import Work
 from shardmark.clock import Laps
 from shardmark.hardware import Roofline
+from shardmark.kernels import StepProfile
 from shardmark.passes import COMPUTE, IMPLEMENTATION, PEER, Measured, Plan
 from shardmark.registry import TimeBudget
+from shardmark.timeline import Timeline, by_layer_and_operator
 
 Row = dict[str, Any]
 
@@ -62,8 +65,25 @@ def memory_entry(ranks: list[Measured], budget: MemoryBudget) -> Row:
         "phases": most.phases,
         "peak": most.peak,
         "peak_by_rank": [rank.memory.peak for rank in ranks],
+        **({"peaks": most.peaks} if most.peaks else {}),
         **asdict(budget),
         "budget": budget.bytes,
+    }
+
+
+def timeline_entry(timeline: Timeline, expected: Mapping[tuple[str, str], int]) -> Row:
+    """Bytes by kind at each phase and along the step; what is kept for backward by module and operator, beside what
+    the formula `expected` of each; and the largest blocks at the peak."""
+    kept = by_layer_and_operator(timeline.activations)
+    return {
+        "kinds": timeline.phases,
+        "curve": timeline.curve,
+        "activations": [
+            {"module": module, "operator": operator, "bytes": kept.get(where, 0), "formula": expected.get(where)}
+            for where in {**kept, **expected}
+            for module, operator in [where]
+        ],
+        "largest": [asdict(block) for block in timeline.largest],
     }
 
 
@@ -77,6 +97,10 @@ def time_entry(ranks: list[Measured], budget: TimeBudget | None) -> tuple[Row, I
         "interval": None,
         "budget": None,
     }
+    first_steps = [rank.first_step for rank in ranks if rank.first_step is not None]
+    if first_steps:
+        entry["first_step"] = max(first_steps)
+        entry["compile"] = max(first_steps) - median(step_seconds(ranks))
     if budget is None or PEER not in ranks[0].laps:  # no budget, or no room or device for the peer
         return entry, None
     peer_seconds = step_seconds(ranks, PEER)
@@ -92,10 +116,23 @@ def time_entry(ranks: list[Measured], budget: TimeBudget | None) -> tuple[Row, I
     return entry, interval
 
 
+def profile_entry(ranks: list[Measured], profiled: Callable[[StepProfile], Row] | None) -> Row:
+    """Where time went on the first rank, as `profiled` tells it, and the names of all ranks' files of `--trace-dir`."""
+    entry: Row = {}
+    if profiled is not None and ranks[0].profile is not None:
+        entry["kernels"] = profiled(ranks[0].profile)
+    if files := [file.name for rank in ranks for file in rank.files]:
+        entry["trace"] = files
+    return entry
+
+
 def limit_entry(work: Work, roofline: Roofline, devices: int, seconds: float) -> Row:
-    """The roofline's time for this work on `devices` of them, and the fraction of it that was reached."""
+    """The roofline's time for this work on `devices` of them, the fraction of it that was reached, and MFU."""
     limit = roofline.seconds(work) / devices
-    return {"seconds": limit, "fraction": limit / seconds if seconds else None, **asdict(roofline)}
+    entry = {"seconds": limit, "fraction": limit / seconds if seconds else None, **asdict(roofline)}
+    if work.model_flops and seconds:
+        entry["mfu"] = work.model_flops / (seconds * devices * roofline.peak_flops_per_second)
+    return entry
 
 
 def _parts(ranks: list[Measured]) -> dict[str, float]:

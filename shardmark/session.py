@@ -15,6 +15,7 @@ from shardmark.hardware import Roofline, measure_roofline
 from shardmark.rank import WorldError, available_cores
 from shardmark.registry import Implementation
 from shardmark.rows import RowFile
+from shardmark.trace import TraceFolder
 from shardmark.world import Worlds, check_size
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -37,6 +38,7 @@ class Session:
         self.selected = _selected(option("impl"), self.device)
         self.budgets: list[AbsoluteBudget] = read_budgets(Path(option("budgets"))) if option("budgets") else []
         self.matched_budgets: set[str] = set()
+        self.trace = TraceFolder(Path(option("trace_dir"))) if option("trace_dir") else None
         self.rows = RowFile(config)
         if self.rows.path is not None and not self.rows.path.absolute().parent.is_dir():
             raise ValueError(f"--benchmark-json {self.rows.path}: there is no folder {self.rows.path.parent}")

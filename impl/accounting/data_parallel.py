@@ -19,6 +19,7 @@ def work(case: TrainingStepCase, ranks: int) -> Work:
     return replace(
         one,
         flops=ranks * one.flops,
+        model_flops=ranks * one.model_flops,
         bytes_moved=ranks * one.bytes_moved,
         bytes_communicated=all_reduce_bytes_sent(training_bytes(case).parameters, ranks),
     )
@@ -27,7 +28,7 @@ def work(case: TrainingStepCase, ranks: int) -> Work:
 def naive_peak(case: TrainingStepCase) -> int:
     """Peak in bytes when gradients are reduced in place."""
     step = training_bytes(case)
-    return max(step.peak_at_loss, step.peak_at_output, step.peak_at_embedding)
+    return max(step.peak_at_loss, step.peak_at_output, step.peak_at_feed_forward, step.peak_at_embedding)
 
 
 overlapped_peak = naive_peak
@@ -44,7 +45,8 @@ def bucketed_peak(case: TrainingStepCase) -> int:
     """Peak in bytes when gradients move into buckets that exist from the start; the last to come is the embedding's."""
     step = training_bytes(case)
     before_embedding = step.peak_at_embedding - step.parameters + step.embedding
-    return max(step.peak_at_loss, step.peak_at_output, before_embedding) + step.parameters
+    feed_forward = step.peak_at_feed_forward - step.before_feed_forward
+    return max(step.peak_at_loss, step.peak_at_output, feed_forward, before_embedding) + step.parameters
 
 
 def ddp_peak(case: TrainingStepCase) -> int:

@@ -21,6 +21,7 @@ from impl.accounting.attention import flash_triton_peak
 from impl.attention import check_inputs, kv_group, triton_kernels
 from impl.attention.first_derivative import FirstDerivative
 from impl.attention.triton_configurations import CHIPS, HALF, configuration, nearest_arithmetic, prune, tiles
+from impl.interpreting import requires_no_interpreter, requires_triton
 from shardmark.registry import TimeBudget, Unsupported, register
 
 MAX_HEAD_DIM = 128
@@ -193,22 +194,12 @@ def float32_arithmetic() -> str:
         return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def _runs(device: str) -> str | None:
-    if device == "cuda" or knobs.runtime.interpret:
-        return None
-    return "needs a CUDA device, or TRITON_INTERPRET=1 for Triton's interpreter on CPU"
-
-
-def _is_worth_timing(device: str) -> str | None:
-    return None if device == "cuda" else "on CPU it runs in Triton's interpreter, for correctness alone"
-
-
 register(
     "attention",
     "flash_triton",
     FlashAttentionTriton,
     memory=flash_triton_peak,
     time=TimeBudget("sdpa"),
-    requires=(_runs,),
-    requires_to_measure=(_is_worth_timing,),
+    requires=(requires_triton,),
+    requires_to_measure=(requires_no_interpreter,),
 )

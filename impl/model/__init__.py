@@ -20,8 +20,9 @@ class Model(Protocol):
     """`Model(size, *, context_length)` is a `torch.nn.Module` from tokens to logits.
 
     Called on int64 tokens (batch, context) with context up to `context_length`, it returns logits
-    (batch, context, vocab) in its parameters' dtype; ValueError for a longer context. Its parameters carry
-    `Transformer`'s names and shapes, so that weights load from one implementation into another.
+    (batch, context, vocab) in its parameters' dtype. ValueError for a longer context and, on CPU, for token ids that
+    the vocabulary does not have; on CUDA looking would stall the device, and its own assertion ends the process. Its
+    parameters carry `Transformer`'s names and shapes, so that weights load from one implementation into another.
     """
 
     def __call__(self, tokens: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ class PlainTransformer(nn.Module):
         if tokens.ndim != 2 or tokens.shape[1] > self.context_length:
             raise ValueError(f"tokens are (batch, context up to {self.context_length}), got {tuple(tokens.shape)}")
         w = dict(self.named_parameters())
+        if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < self.size.vocab:
+            raise ValueError(f"token ids go from 0 to {self.size.vocab - 1}, got {tokens.min()} to {tokens.max()}")
         x = w["embedding.weight"][tokens]  # (batch, context, d_model)
         for i in range(self.size.layers):
             normed = _rms_norm(x, w[f"blocks.{i}.attention_norm.weight"])

@@ -33,7 +33,10 @@ class Transformer(nn.Module):
         """Logits of the token that follows each position."""
         if tokens.ndim != 2 or tokens.shape[1] > self.context_length:
             raise ValueError(f"tokens are (batch, context up to {self.context_length}), got {tuple(tokens.shape)}")
-        x = self.embedding(tokens)  # (batch, context, d_model)
+        try:
+            x = self.embedding(tokens)  # (batch, context, d_model)
+        except IndexError:
+            raise ValueError(f"token ids go from 0 to {self.size.vocab - 1}, got one that does not") from None
         for block in self.blocks:
             x = block(x)
         return self.output(self.norm(x))  # (batch, context, vocab)

@@ -7,6 +7,8 @@ from itertools import groupby
 from typing import Any
 
 from shardmark.report.fits import peaks_by_length
+from shardmark.report.kernels import kernel_lines
+from shardmark.report.memory import memory_lines, mib
 
 Entry = dict[str, Any]
 Cell = Callable[[Entry, dict[str, Any]], str | None]
@@ -14,10 +16,6 @@ Cell = Callable[[Entry, dict[str, Any]], str | None]
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.3f}" if seconds < 0.1 else f"{seconds * 1e3:,.1f}"
-
-
-def _mib(nbytes: float) -> str:
-    return f"{nbytes / 2**20:,.2f}"
 
 
 def _step(entry: Entry, row: dict[str, Any]) -> str | None:
@@ -50,16 +48,46 @@ def _rate(name: str, unit: float) -> Cell:
     return lambda entry, row: f"{row['work'][name] / unit:.3f}" if name in row["work"] else None
 
 
+def _after_warmups(count: int) -> Cell:
+    def cell(entry: Entry, row: dict[str, Any]) -> str | None:
+        after = row["time"].get("after_warmups", {}).get(str(count))
+        return f"{_ms(after['mean'])} ± {_ms(after['stddev'])}" if after else None
+
+    return cell
+
+
+def _recomputed(entry: Entry, row: dict[str, Any]) -> str | None:
+    return f"{row['work']['recomputed']:.0%}" if "recomputed" in row["work"] else None
+
+
 def _before_backward(entry: Entry, row: dict[str, Any]) -> str | None:
     phases = row["memory"].get("phases", {})
-    return _mib(phases["after_forward"]) if {"after_forward", "after_backward"} <= set(phases) else None
+    return mib(phases["after_forward"]) if {"after_forward", "after_backward"} <= set(phases) else None
 
 
 def _memory(entry: Entry, row: dict[str, Any]) -> str | None:
     memory = row["memory"]
     if "needed" in memory:
-        return f"needs {_mib(memory['needed'])} of {_mib(memory['available'])}"
-    return f"{_mib(memory['peak'])}" if "peak" in memory else None
+        return f"needs {mib(memory['needed'])} of {mib(memory['available'])}"
+    return f"{mib(memory['peak'])}" if "peak" in memory else None
+
+
+FIRST_STEPS = {
+    "after init": ("phases", "after_init"),
+    "before step 0": ("phases", "before_first_step"),
+    "first peak": ("peaks", "first"),
+    "second peak": ("peaks", "second"),
+}
+"""What is told of the steps before the one that budgets judge, by where it stands in a row's memory."""
+
+
+def _first_steps(*where: str) -> Cell:
+    def cell(entry: Entry, row: dict[str, Any]) -> str | None:
+        section, name = where
+        told = "peaks" in row["memory"]
+        return mib(row["memory"][section][name]) if told else None
+
+    return cell
 
 
 COLUMNS: list[tuple[str, Cell]] = [
@@ -67,6 +95,7 @@ COLUMNS: list[tuple[str, Cell]] = [
     ("implementation", lambda entry, row: row["implementation"]),
     ("ranks", lambda entry, row: str(row["world_size"])),
     ("time ms", _step),
+    *((f"after {n} warm-up{'s' * (n != 1)}", _after_warmups(n)) for n in (0, 1, 2, 5)),
     ("forward", _part("forward")),
     ("backward", _part("backward")),
     ("exposed comm.", _part("communication")),
@@ -75,11 +104,17 @@ COLUMNS: list[tuple[str, Cell]] = [
     ("alg GB/s", _rate("algorithm_bandwidth", 1e9)),
     ("bus GB/s", _rate("bus_bandwidth", 1e9)),
     ("TFLOP/s", _rate("flops_per_second", 1e12)),
+    ("GB/s", _rate("bytes_per_second", 1e9)),
+    ("tokens/s", lambda entry, row: f"{r:,.0f}" if (r := row["work"].get("tokens_per_second")) else None),
+    ("MFU", lambda entry, row: f"{row['limit']['mfu']:.1%}" if "mfu" in row["limit"] else None),
+    ("compile s", lambda entry, row: f"{s:.1f}" if (s := row["time"].get("compile")) is not None else None),
+    ("recomputed", _recomputed),
     ("ratio to peer", _ratio),
     ("of limit", lambda entry, row: f"{row['limit']['fraction']:.0%}" if row["limit"].get("fraction") else None),
     ("before backward", _before_backward),
+    *((f"{name} MiB", _first_steps(*where)) for name, where in FIRST_STEPS.items()),
     ("peak MiB", _memory),
-    ("budget MiB", lambda entry, row: _mib(row["memory"]["budget"]) if "budget" in row["memory"] else None),
+    ("budget MiB", lambda entry, row: mib(row["memory"]["budget"]) if "budget" in row["memory"] else None),
     ("verdict", lambda entry, row: row["verdict"]),
 ]
 """A column appears where some row of the question fills it."""
@@ -94,7 +129,8 @@ def render(entries: list[Entry]) -> Iterator[tuple[str, list[str]]]:
     """(title, lines) of each question's table; a case's implementations stand together, empty cells are a dash."""
     for question, group in groupby(_together(entries, _question), key=_question):
         rows = _together(list(group), _case)
-        yield question or "other measurements", [*_table(rows), *peaks_by_length(rows)]
+        below = (*peaks_by_length(rows), *kernel_lines(rows, layout), *memory_lines(rows, layout))
+        yield question or "other measurements", [*_table(rows), *below]
 
 
 def _question(entry: Entry) -> str | None:

@@ -1,0 +1,99 @@
+"""How accurate a loss has to be: as eager in the same dtype, against float64, or as rounding owes where it is lucky."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from impl.loss import Loss, eager_loss, linear_cross_entropy
+
+HALF_LOSS = 4
+"""Roundings of the loss itself: torch's linear_cross_entropy sums that of half precision in half precision."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """hidden, weight, targets, and the loss's own gradient."""
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    grad: float = 3.0
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        return replace(self, hidden=self.hidden.to(dtype), weight=self.weight.to(dtype))
+
+
+def random_inputs(
+    tokens: int, dim: int, vocab: int, device: str, dtype: torch.dtype = torch.float32, ignored: int | None = -100
+) -> Inputs:
+    """Logits of about unit variance; every third target ignored, but for the first."""
+    hidden = torch.randn(tokens, dim, device=device)
+    weight = torch.randn(vocab, dim, device=device) / dim**0.5
+    targets = torch.randint(vocab, (tokens,), device=device)
+    if ignored is not None:
+        targets[1::3] = ignored
+    return Inputs(hidden, weight, targets).to(dtype)
+
+
+def results(loss_of: Loss, inputs: Inputs, **options: Any) -> dict[str, Tensor]:
+    """Loss and gradients."""
+    hidden, weight = (x.detach().clone().requires_grad_() for x in (inputs.hidden, inputs.weight))
+    loss = loss_of(hidden, weight, inputs.targets, **options)
+    (inputs.grad * loss).backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return {"loss": loss.detach(), "grad_hidden": hidden.grad, "grad_weight": weight.grad}
+
+
+def assert_as_accurate_as_eager(loss_of: Loss, inputs: Inputs, **options: Any) -> None:
+    """Loss and gradients, their shapes and dtypes.
+
+    They may have twice eager's error, or twice what rounding owes where eager is exact by luck. Of the loss that is one
+    rounding of each logit, and of each term of the loss at its worst; of a gradient, which is a sum of products, one
+    rounding of each term: as random signs add up in half precision (the root of the sum of squares), and all of them at
+    their worst in the dtype that is summed in.
+    """
+    dtype = inputs.hidden.dtype
+    summing = torch.promote_types(dtype, torch.float32)
+    exact, plain = results(eager_loss, inputs.to(torch.float64), **options), results(eager_loss, inputs, **options)
+    owed = rounding(inputs.to(torch.float64), torch.finfo(dtype).eps, torch.finfo(summing).eps, options)
+    for name, found in results(loss_of, inputs, **options).items():
+        assert found.dtype == (summing if name == "loss" else dtype) and found.shape == exact[name].shape
+        error, plain_error = ((x.double() - exact[name]).abs().max().item() for x in (found, plain[name]))
+        allowed = 2 * max(plain_error, owed[name])
+        if name == "loss" and loss_of is linear_cross_entropy:
+            allowed += HALF_LOSS * torch.finfo(dtype).eps * exact[name].abs().item()
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}, ratio {error / allowed:.2f}"
+
+
+def rounding(inputs: Inputs, eps: float, summing_eps: float, options: dict[str, Any]) -> dict[str, float]:
+    """What rounding owes each result."""
+    hidden, weight, targets = inputs.hidden, inputs.weight, inputs.targets
+    kept = targets != options.get("ignore_index", -100)
+    count = max(1, int(kept.sum()))
+    hidden, targets = hidden[kept], targets[kept]
+    smoothing, z = options.get("label_smoothing", 0.0), options.get("z_loss", 0.0)
+    logits, mass = hidden @ weight.T, hidden.abs() @ weight.T.abs()  # a logit, and all that it is a sum of
+    lse = logits.logsumexp(-1, keepdim=True)
+    scale, vocab = inputs.grad / count, weight.shape[0]
+
+    def terms(error: Tensor) -> Tensor:
+        """A row's gradient, before its terms cancel, and what errors in the logits make of it."""
+        terms = (1 + 2 * z * lse.abs()) * (logits - lse).exp() * (2 + error) + smoothing / vocab
+        return terms.scatter_add(1, targets[:, None], torch.ones_like(lse))
+
+    def owed(of_logits: Callable[[Tensor], Tensor], other: Tensor) -> float:
+        typical = (of_logits(terms(logits.abs())).square() @ other.square()).sqrt()
+        worst = of_logits(terms(mass + mass.amax(1, keepdim=True) + lse.abs() + vocab**0.5)) @ other.abs()  # lse's too
+        return scale * max(eps * typical.amax().item(), summing_eps * worst.amax().item())
+
+    slope = 2 + 2 * z * lse.abs().amax().item()  # of a row's loss in its logits
+    return {
+        "loss": slope * max(eps * logits.abs().amax().item() / count**0.5, 2 * summing_eps * (2 + mass.amax().item())),
+        "grad_hidden": owed(lambda terms: terms, weight),
+        "grad_weight": owed(lambda terms: terms.T, hidden),
+    }

@@ -1,0 +1,95 @@
+"""Training a few tensors with an optimizer, and how accurate it has to be; compiling the fused one for a chip."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from impl.optim import AdamW
+
+SHAPES: tuple[tuple[int, ...], ...] = ((3, 5), (), (0, 4), (1030,), (7, 1, 30))
+"""Odd sizes, no dims, no elements, a little more than a block of the fused kernel."""
+
+
+def tensors(
+    device: str, dtype: torch.dtype = torch.float64, shapes: Sequence[tuple[int, ...]] = SHAPES
+) -> list[Tensor]:
+    """Random tensors of those shapes."""
+    return [torch.randn(shape, dtype=torch.float64).to(device, dtype) for shape in shapes]
+
+
+def gradients(like: Sequence[Tensor], steps: int) -> list[list[Tensor]]:
+    """Random gradients for that many steps."""
+    return [[torch.randn(x.shape, dtype=torch.float64).to(x) for x in like] for _ in range(steps)]
+
+
+def leaves(values: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Copies of those values that take gradients."""
+    return [x.detach().clone().to(dtype or x.dtype).requires_grad_() for x in values]
+
+
+def run(optimizer: torch.optim.Optimizer, grads: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """A step for each list of gradients, over the parameters in their order; returns the parameters."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in grads:
+        optimizer.zero_grad()
+        for p, grad in zip(params, step, strict=True):
+            p.grad = grad.clone().to(p.dtype)
+        optimizer.step()
+    return params
+
+
+def train(target: Any, start: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], **options: Any) -> list[Tensor]:
+    """Copies of `start` after a step for each list of gradients."""
+    return [p.detach() for p in run(target(leaves(start), **options), grads)]
+
+
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Equal to the bit, NaN included."""
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.detach(), b.detach(), rtol=0, atol=0, equal_nan=True)
+
+
+def assert_as_accurate_as_plain(
+    target: Any, start: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], **options: Any
+) -> None:
+    """Twice the error of `AdamW` in the same dtype; of float64, where that is the reference, what rounding owes.
+
+    That is, each step, one rounding of the parameter, and one of its bias corrections: differences of 1 and a power,
+    which 1 / (1 - beta) makes larger. Where `AdamW` in a narrower dtype is exact by luck, it is one rounding.
+    """
+    wide = [[g.double() for g in step] for step in grads]
+    exact = train(AdamW, [x.double() for x in start], wide, **options)
+    plain = train(AdamW, start, grads, **options)
+    found = train(target, start, grads, **options)
+    lr, betas = options.get("lr", 1e-3), options.get("betas", (0.9, 0.999))
+    for x, same_dtype, reference in zip(found, plain, exact, strict=True):
+        assert x.dtype == same_dtype.dtype and x.shape == same_dtype.shape
+        if not x.numel():
+            continue
+        rounding = torch.finfo(x.dtype).eps * reference.abs().max().item()
+        if x.dtype == torch.float64:
+            rounding = len(grads) * (rounding + torch.finfo(x.dtype).eps * lr / (1 - max(betas)))
+        error, plain_error = ((y.double() - reference).abs().max().item() for y in (x, same_dtype))
+        allowed = 2 * max(plain_error, rounding)
+        assert error <= allowed, f"{tuple(x.shape)}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def compile_kernels(dtype: torch.dtype, master: bool, chip: int, configuration: tuple[int, int, int]) -> list[Any]:
+    """The `KernelReport` of each kernel of a clipped step; for a process without Triton's interpreter."""
+    from impl.optim import multi_tensor
+    from shardmark.aot import compile_only
+
+    state = torch.float32 if master else dtype
+    p, *moments = (torch.empty(64, dtype=kind) for kind in (dtype, state, state, state))
+    operands = multi_tensor.Operands([], [], [])
+    operands.add(p, [p, *moments[: 3 if master else 2]], torch.zeros(()), master, 0)
+    table = multi_tensor.Table(operands, p.device, multi_tensor.Configuration(*configuration))
+    table.fill(operands)
+    table.set([1.0, 1e-3, 0.9, 0.999, 1e-8, 1e-2])
+    with compile_only(chip) as reports:
+        table.run(True, None, None)
+    return reports

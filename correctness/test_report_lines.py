@@ -1,0 +1,66 @@
+"""The lines that a row's kernels and bytes make under their table; attention's FLOPs in closed form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from impl.accounting.training_step import SOFTMAX_FLOPS, attention_flops
+from shardmark.cases import TrainingStepCase
+from shardmark.kernels import ELSE, MATRIX_PRODUCT, Call, StepProfile
+from shardmark.report.kernels import WIDEST, kernel_lines
+from shardmark.report.memory import memory_lines
+from shardmark.report.tables import layout
+
+
+def _entry(kernels: dict[str, Any]) -> dict[str, Any]:
+    return {"extra_info": {"case": {"id": "mini"}, "implementation": "transformer", "kernels": kernels}}
+
+
+def test_lines_tell_attentions_parts_against_its_products() -> None:
+    calls = [
+        Call("x" * 100, "aten::mm", MATRIX_PRODUCT, "forward", None, 0.0, 0.003),
+        Call("add", "aten::add", ELSE, "forward", None, 0.0, 0.001),
+    ]
+    profile = StepProfile({"forward": 1.0, "backward": 1.0}, calls)
+    parts = {"scores": (0.003, 4e9), "softmax": (0.002, 1e9), "values": (0.001, 4e9)}
+    attention = {name: {"seconds": seconds, "flops": flops} for name, (seconds, flops) in parts.items()}
+    lines = list(kernel_lines([_entry({"phases": profile.as_row(), "attention": attention})], layout))
+    cells = [line.split() for line in lines]
+    assert ["forward", "75.0%", "1", "3.000", f"{'x' * (WIDEST - 3)}...", "matrix", "product"] in cells
+    assert ["forward", "4.000", "75.0%", "0.0%", "0.0%", "25.0%"] in cells
+    assert ["backward", "0.000", "-", "-", "-", "-"] in cells  # nothing ran there
+    assert ["forward", "+", "backward", "4.000", "75.0%", "0.0%", "0.0%", "25.0%"] in cells
+    assert ["softmax", "2.000", "1.000", "50.0%", "12.5%"] in cells
+    assert ["both", "products", "4.000", "8.000", "100.0%", "100.0%"] in cells
+    row_without: dict[str, Any] = {"extra_info": {}}
+    assert not list(kernel_lines([row_without], layout))
+
+
+def test_lines_tell_bytes_by_kind_what_is_kept_and_the_largest_blocks() -> None:
+    mib = 2**20
+    memory = {
+        "kinds": {"before_step": {"parameters": 3 * mib}, "peak": {"parameters": 3 * mib, "activations": 4 * mib}},
+        "activations": [
+            {"module": "blocks.*", "operator": "aten::add", "bytes": 3 * mib, "formula": 2 * mib},
+            {"module": "", "operator": "", "bytes": mib, "formula": mib},
+        ],
+        "largest": [{"nbytes": mib // 2, "kind": "temporaries", "module": "norm", "operator": "aten::mul"}],
+    }
+    entry = {"extra_info": {"case": {"id": "mini"}, "implementation": "eager", "memory": memory}}
+    cells = [line.split() for line in memory_lines([entry], layout)]
+    assert ["before", "step", "3.00", "0.00", "0.00", "0.00", "0.00", "0.00", "3.00"] in cells
+    assert ["peak", "3.00", "0.00", "0.00", "0.00", "4.00", "0.00", "7.00"] in cells
+    assert ["blocks.*", "aten::add", "3.00", "2.00"] in cells
+    assert ["outside", "of", "modules", "-", "1.00", "1.00"] in cells
+    assert ["total", "-", "4.00", "3.00"] in cells
+    assert ["0.50", "temporaries", "norm", "aten::mul"] in cells
+    memory["activations"][1]["formula"] = None
+    assert ["total", "-", "4.00", "-"] in [line.split() for line in memory_lines([entry], layout)]
+    assert not list(memory_lines([{"extra_info": {"memory": {}}}], layout))
+
+
+def test_attentions_flops_are_the_formulas() -> None:
+    case = TrainingStepCase("mini", batch=3, context=5)
+    scores = 4 * 3 * 4 * 5 * 5  # layers, batch, heads, queries, keys
+    product = scores * 64 * 2  # head_dim; a multiplication and an addition
+    assert attention_flops(case) == {"scores": product, "softmax": SOFTMAX_FLOPS * scores, "values": product}

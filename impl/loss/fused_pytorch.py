@@ -1,0 +1,75 @@
+"""The fused loss in plain PyTorch: one chunk's logits become its gradients in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from impl.accounting.loss import fused_pytorch_peak
+from impl.loss.fused import Terms, fused_loss
+from shardmark.registry import TimeBudget, register
+
+
+def fused_loss_pytorch(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Cross entropy of hidden weightᵀ. Shapes, dtypes and errors: `impl.loss.Loss`. No double backward."""
+    return fused_loss(to_gradients, hidden, weight, targets, Terms(ignore_index, label_smoothing, z_loss))
+
+
+def to_gradients(logits: Tensor, targets: Tensor, terms: Terms, wanted: bool) -> Tensor:
+    """The sum of the rows' losses; the logits become its gradients. See `impl.loss.fused.ToGradients`.
+
+    A row's loss is lse - (1 - s) x_target - s mean(x) + z lse², with x its logits, lse their logsumexp, s the label
+    smoothing and z the z-loss; so its gradient is (1 + 2 z lse) softmax(x) - (1 - s) onehot(target) - s / vocab.
+    """
+    smoothing, vocab = terms.label_smoothing, logits.shape[1]
+    kept = targets != terms.ignore_index
+    at = torch.where(kept, targets, 0)[:, None]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # the logits themselves, or a copy
+    its_logit = wide.gather(1, at)[:, 0]
+    mean = wide.mean(1) if smoothing else None
+    torch.log_softmax(wide, 1, out=wide)
+    lse = its_logit - wide.gather(1, at)[:, 0]
+    losses = lse - (1 - smoothing) * its_logit
+    if mean is not None:
+        losses -= smoothing * mean
+    if terms.z_loss:
+        losses += terms.z_loss * lse.square()
+    if wanted:
+        torch.exp(wide, out=wide)
+        if terms.z_loss:
+            wide *= (1 + 2 * terms.z_loss * lse)[:, None]
+        if smoothing:
+            wide -= smoothing / vocab
+        wide.scatter_(1, at, wide.gather(1, at).sub_(1 - smoothing))
+        if logits.is_cuda or not kept.all():  # on CUDA asking would be waiting
+            wide.masked_fill_(~kept[:, None], 0)
+        if wide is not logits:
+            logits.copy_(wide)
+    return losses.masked_fill(~kept, 0).sum()
+
+
+MANY_LOGITS = 2**23
+"""From here on eager's matrices are fresh pages in every step (glibc keeps blocks of up to 32 MiB), which cost time."""
+
+
+def _is_judged(case: Any, device: str) -> bool:
+    return device == "cpu" and case.tokens * case.vocab >= MANY_LOGITS
+
+
+register(
+    "loss",
+    "fused_pytorch",
+    fused_loss_pytorch,
+    memory=fused_pytorch_peak,
+    time=TimeBudget("eager", 1.0, applies=_is_judged),
+)

@@ -1,0 +1,82 @@
+"""The fused loss with one Triton kernel between cuBLAS's products: a chunk's logits become its gradients in two passes.
+
+On CPU the kernel runs in Triton's interpreter (TRITON_INTERPRET=1), for correctness alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from impl.accounting.loss import fused_triton_peak
+from impl.interpreting import requires_no_interpreter, requires_triton
+from impl.loss import product_dtype, triton_kernels
+from impl.loss.fused import Terms, fused_loss
+from shardmark.registry import TimeBudget, Unsupported, register
+
+CONFIGURATIONS = ((1024, 4), (4096, 8), (8192, 16))
+"""(BLOCK, warps) of the kernel: enough bytes in flight, and 16 elements a thread at most, which no chip spills."""
+
+
+def fused_loss_triton(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Cross entropy of hidden weightᵀ. Shapes, dtypes and errors: `impl.loss.Loss`. No double backward.
+
+    float32, float16 and bfloat16; Unsupported for float64. Products are torch's own and follow its settings.
+    """
+    dtype = product_dtype(hidden, weight)
+    if dtype == torch.float64:
+        raise Unsupported(f"fused_triton takes float32, float16 and bfloat16, got {dtype}")
+    if hidden.device.type != "cuda" and not (hidden.device.type == "cpu" and knobs.runtime.interpret):
+        raise Unsupported(f"fused_triton takes tensors on CUDA, or on CPU with TRITON_INTERPRET=1, got {hidden.device}")
+    # The interpreter truncates to bfloat16 where the hardware rounds, so there float32 stands in for it.
+    logits_dtype = torch.float32 if dtype == torch.bfloat16 and knobs.runtime.interpret else dtype
+    terms = Terms(ignore_index, label_smoothing, z_loss)
+    return fused_loss(to_gradients, hidden, weight, targets, terms, logits_dtype)
+
+
+def to_gradients(logits: Tensor, targets: Tensor, terms: Terms, wanted: bool) -> Tensor:
+    """The sum of the rows' losses; the logits become its gradients. See `impl.loss.fused.ToGradients`."""
+    rows, vocab = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    block, warps = configuration(vocab)
+    with torch.cuda.device_of(logits):  # Triton launches on the current device
+        triton_kernels.loss_and_gradients[(rows,)](
+            logits,
+            targets.contiguous(),
+            losses,
+            logits.stride(0),
+            vocab,
+            terms.ignore_index,
+            terms.label_smoothing,
+            terms.z_loss,
+            SMOOTHED=terms.label_smoothing > 0,
+            WANTED=wanted,
+            BLOCK=block,
+            num_warps=warps,
+        )
+    return losses.sum()
+
+
+def configuration(vocab: int) -> tuple[int, int]:
+    """The smallest block that holds a row, or the largest there is."""
+    return next((choice for choice in CONFIGURATIONS if vocab <= choice[0]), CONFIGURATIONS[-1])
+
+
+register(
+    "loss",
+    "fused_triton",
+    fused_loss_triton,
+    memory=fused_triton_peak,
+    time=TimeBudget("eager", 1.0),
+    requires=(requires_triton,),
+    requires_to_measure=(requires_no_interpreter,),
+)

@@ -1,0 +1,85 @@
+"""The Triton kernel of the fused loss: a row's logits become its loss and, in place, its gradients.
+
+logits: (rows, vocab), rows `stride` elements apart; targets: (rows) int64; losses: (rows) float32. One program takes
+one row, BLOCK columns at a time, twice: once for the sum of exponentials, rescaled as the maximum grows (Milakov and
+Gimelshein, "Online normalizer calculation for softmax", 2018), and once for the gradients.
+
+A mask whose end is not known to be aligned would cost the 16-byte accesses. So blocks end at the vocabulary's last
+multiple of ALIGNED columns, and what is left of a row is taken by itself.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+ALIGNED: tl.constexpr = tl.constexpr(16)
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def loss_and_gradients(
+    logits, targets, losses, stride, vocab, ignore_index, smoothing, z_loss,
+    SMOOTHED: tl.constexpr, WANTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row that is ignored gets zeros. What is beyond the vocabulary is neither read nor written."""
+    row = tl.program_id(0)
+    start = logits + tl.cast(row, tl.int64) * stride
+    target = tl.load(targets + row)
+    end = vocab // ALIGNED * ALIGNED
+    columns = tl.arange(0, BLOCK)
+    rest = end + tl.arange(0, ALIGNED)
+    if target == ignore_index:
+        tl.store(losses + row, 0.0)
+        if WANTED:
+            for first in tl.range(0, end, BLOCK):
+                _store_zeros(start, first + columns, end)
+            _store_zeros(start, rest, vocab)
+    else:
+        its_logit = tl.load(start + target).to(tl.float32)
+        largest = LOWEST + 0.0  # finite, as -inf - -inf is NaN
+        exponentials = 0.0
+        total = 0.0
+        for first in tl.range(0, end, BLOCK):
+            largest, exponentials, total = _add(start, first + columns, end, largest, exponentials, total, SMOOTHED)
+        largest, exponentials, total = _add(start, rest, vocab, largest, exponentials, total, SMOOTHED)
+        lse = largest + tl.log(exponentials)
+        loss = lse - (1 - smoothing) * its_logit + z_loss * lse * lse
+        if SMOOTHED:
+            loss -= smoothing * (total / vocab)
+        tl.store(losses + row, loss)
+        if WANTED:
+            factor = 1 + 2 * z_loss * lse
+            # First what is left of the row: ptxas would keep what belongs to it through the loop, and spill it.
+            _to_gradients(start, rest, vocab, target, lse, factor, smoothing, vocab, SMOOTHED)
+            for first in tl.range(0, end, BLOCK):
+                _to_gradients(start, first + columns, end, target, lse, factor, smoothing, vocab, SMOOTHED)
+
+
+@triton.jit
+def _store_zeros(start, columns, end):
+    tl.store(start + columns, tl.zeros(columns.shape, start.dtype.element_ty), mask=columns < end)
+
+
+@triton.jit
+def _add(start, columns, end, largest, exponentials, total, SMOOTHED: tl.constexpr):
+    """The columns' logits are added to the statistics."""
+    inside = columns < end
+    x = tl.load(start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+    new_largest = tl.maximum(largest, tl.max(x, 0))
+    exponentials = exponentials * tl.exp(largest - new_largest) + tl.sum(tl.exp(x - new_largest), 0)
+    if SMOOTHED:
+        total += tl.sum(tl.where(inside, x, 0.0), 0)
+    return new_largest, exponentials, total
+
+
+@triton.jit
+def _to_gradients(start, columns, end, target, lse, factor, smoothing, vocab, SMOOTHED: tl.constexpr):
+    """The columns' logits become their gradients."""
+    inside = columns < end
+    x = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
+    gradient = factor * tl.exp(x - lse)
+    if SMOOTHED:
+        gradient -= smoothing / vocab
+    gradient -= tl.where(columns == target, 1 - smoothing, 0.0)
+    tl.store(start + columns, gradient.to(start.dtype.element_ty), mask=inside)

@@ -1,0 +1,84 @@
+"""A residual MLP language model: no attention, so that a step is nothing but products, pointwise work and the loss.
+
+from impl.model.mlp import MLP_SIZES, MLPLanguageModel
+
+model = MLPLanguageModel(MLP_SIZES["mlp-1024"])
+logits = model(tokens)  # (batch, context) -> (batch, context, vocab)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class MLPSize:
+    """Width and depth; a block's hidden width is four times the model's."""
+
+    dim: int
+    layers: int
+    vocab: int = 32_768
+
+    @property
+    def hidden(self) -> int:
+        """Width inside a block."""
+        return 4 * self.dim
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters the model has: embedding, blocks with biases, final norm, output projection."""
+        block = 2 * self.dim * self.hidden + self.hidden + self.dim
+        return 2 * self.vocab * self.dim + self.layers * block + 2 * self.dim
+
+
+MLP_SIZES = {
+    #                   dim  layers
+    "mlp-tiny": MLPSize(32, 2, vocab=512),
+    "mlp-mini": MLPSize(128, 3, vocab=4_096),
+    "mlp-1024": MLPSize(1024, 3),
+    "mlp-4096": MLPSize(4096, 4),
+}
+
+
+class MLPBlock(nn.Module):
+    """x + W2 gelu(W1 x + b1) + b2 (He et al., 2016; Hendrycks and Gimpel, 2016, tanh form); keeps (..., dim)."""
+
+    def __init__(self, size: MLPSize) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(size.dim, size.hidden)
+        self.gelu = nn.GELU(approximate="tanh")
+        self.w2 = nn.Linear(size.hidden, size.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add what the hidden layer says."""
+        return x + self.w2(self.gelu(self.w1(x)))
+
+
+class MLPLanguageModel(nn.Module):
+    """tokens (batch, context) int64 -> logits (batch, context, vocab) in the parameters' dtype.
+
+    Each position is on its own, so it takes any context; ValueError for tokens that are not two-dimensional and, on CPU
+    and eager, for token ids that the vocabulary does not have.
+    """
+
+    def __init__(self, size: MLPSize) -> None:
+        super().__init__()
+        self.size = size
+        self.embedding = nn.Embedding(size.vocab, size.dim)
+        self.blocks = nn.ModuleList(MLPBlock(size) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.dim)
+        self.output = nn.Linear(size.dim, size.vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the token that follows each position, of that position's own token alone."""
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens are (batch, context), got {tuple(tokens.shape)}")
+        try:
+            x = self.embedding(tokens)  # (batch, context, dim)
+        except IndexError:
+            raise ValueError(f"token ids go from 0 to {self.size.vocab - 1}, got one that does not") from None
+        for block in self.blocks:
+            x = block(x)
+        return self.output(self.norm(x))  # (batch, context, vocab)

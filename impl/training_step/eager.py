@@ -1,0 +1,81 @@
+"""The training step as it reads, operator by operator: the reference."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+
+from impl.accounting.training_step import eager_peak
+from impl.precision import FLOAT32, Precision
+from shardmark.registry import register
+
+
+class EagerStep:
+    """Contract and errors: `impl.training_step.TrainingStep`."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *, precision: Precision = FLOAT32) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.precision = precision
+        parameter = next(model.parameters())
+        if parameter.dtype != precision.parameter:
+            raise ValueError(f"the model's parameters are {parameter.dtype}, and the precision's {precision.parameter}")
+        if precision.master is not None and not getattr(optimizer, "master_weights", False):
+            raise ValueError(
+                f"master weights are the optimizer's to keep, and {type(optimizer).__name__} keeps none: impl.optim's "
+                "optimizers do with master_weights=True"
+            )
+        if precision.parameter == torch.float16 and not getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise ValueError(
+                f"float16 parameters need an optimizer that unscales their gradients itself, as FusedAdamW does; "
+                f"{type(optimizer).__name__} does not"
+            )
+        self.device = parameter.device.type
+        self.scaler = precision.scaler(self.device)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross entropy."""
+        with self.precision.autocast(self.device):
+            logits = self.model(tokens).flatten(0, 1).float()  # (tokens, vocab); those in half precision are gone
+            try:
+                return cross_entropy(logits, targets.flatten())
+            except IndexError:
+                raise ValueError(
+                    f"targets go from 0 to {logits.shape[-1] - 1}, or are -100 to be ignored, got another"
+                ) from None
+
+    def backward(self, loss: Tensor) -> None:
+        """Scaled under float16."""
+        self.scaler.scale(loss).backward()
+
+    def update(self) -> None:
+        """The optimizer's step, skipped where float16 gradients overflowed."""
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.scaler.get_scale() < scale:
+            warnings.warn(
+                f"float16 gradients overflowed: the step is skipped, the loss is scaled by {self.scaler.get_scale():g} "
+                f"from here on, where it was {scale:g}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def __call__(self, tokens: Tensor, targets: Tensor, mark: Callable[[str], None] = lambda part: None) -> Tensor:
+        """Forward, backward, update."""
+        loss = self.forward(tokens, targets)
+        mark("forward")
+        self.backward(loss)
+        loss = loss.detach()
+        mark("backward")
+        self.update()
+        mark("optimizer")
+        return loss
+
+
+register("training_step", "eager", EagerStep, memory=eager_peak)

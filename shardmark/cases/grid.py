@@ -1,0 +1,40 @@
+"""What every question's cases have in common: the work of a case, and the grid of cases at each scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SCALES = ("smoke", "laptop", "paper")
+
+MB = 2**20
+"""One megabyte as PyTorch's `bucket_cap_mb` and the published all-reduce tables count it."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step does on all ranks together: floating-point operations, and bytes it must read and write.
+
+    `bytes_communicated` is what each rank must send, by theory; `model_flops`, where MFU is asked, the FLOPs that the
+    model itself takes, without what a technique computes again.
+    """
+
+    flops: int = 0
+    bytes_moved: int = 0
+    bytes_communicated: int = 0
+    model_flops: int = 0
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The cases of one question, scale by scale; at paper scale, at least `paper_rounds` of each."""
+
+    smoke: Sequence[Any]
+    laptop: Sequence[Any]
+    paper: Sequence[Any]
+    paper_rounds: int = 0
+
+    def at(self, scale: str) -> Sequence[Any]:
+        """The cases at "smoke", "laptop" or "paper"."""
+        return getattr(self, scale)

@@ -1,0 +1,63 @@
+"""Where memory goes, under a question's table: by kind, what forward keeps beside its formula, the largest blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardmark.timeline import KINDS
+
+TOP = 5
+"""Blocks that are printed; the row has more."""
+
+
+def memory_lines(entries: list[dict[str, Any]], layout: Any) -> Iterator[str]:
+    """For each row that tells its bytes by kind: three tables, in MiB."""
+    for entry in entries:
+        row = entry["extra_info"]
+        if kinds := row["memory"].get("kinds"):
+            title = f"{row['case']['id']}  {row['implementation']}"
+            yield from ("", f"{title}: MiB live by kind", "")
+            yield from layout([_phase(phase, nbytes) for phase, nbytes in kinds.items()], ("at",))
+            if any(kept["formula"] is not None for kept in row["memory"]["activations"]):
+                yield from ("", f"{title}: MiB that forward keeps for backward, all layers together", "")
+                yield from layout(list(_kept(row["memory"]["activations"])), ("module", "operator"))
+            if largest := row["memory"]["largest"]:
+                yield from ("", f"{title}: the largest blocks at the peak", "")
+                yield from layout([_block(block) for block in largest[:TOP]], ("kind", "module", "operator"))
+
+
+def _phase(phase: str, nbytes: dict[str, int]) -> dict[str, str | None]:
+    cells = {kind: mib(nbytes.get(kind, 0)) for kind in KINDS}
+    return {"at": phase.replace("_", " "), **cells, "total": mib(sum(nbytes.values()))}
+
+
+def _kept(activations: list[dict[str, Any]]) -> Iterator[dict[str, str | None]]:
+    for kept in activations:
+        yield {
+            "module": kept["module"] or "outside of modules",
+            "operator": kept["operator"] or None,
+            "metered": mib(kept["bytes"]),
+            "formula": None if kept["formula"] is None else mib(kept["formula"]),
+        }
+    formulas = [kept["formula"] for kept in activations]
+    yield {
+        "module": "total",
+        "operator": None,
+        "metered": mib(sum(kept["bytes"] for kept in activations)),
+        "formula": None if None in formulas else mib(sum(formulas)),
+    }
+
+
+def _block(block: dict[str, Any]) -> dict[str, str | None]:
+    return {
+        "MiB": mib(block["nbytes"]),
+        "kind": block["kind"],
+        "module": block["module"] or None,
+        "operator": block["operator"] or None,
+    }
+
+
+def mib(nbytes: float) -> str:
+    """Bytes as people read them."""
+    return f"{nbytes / 2**20:,.2f}"
