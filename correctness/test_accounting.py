@@ -15,7 +15,7 @@ from impl.accounting.model import training_bytes, training_work
 from impl.attention import eager_attention
 from impl.model import SIZES, Transformer
 from perf.test_attention import AttentionPass
-from perf.test_data_parallel import TrainingStep
+from perf.test_data_parallel import DataParallelStep
 from shardmark.cases import MODES, STEP_MODES, AllReduceCase, AttentionCase, TrainingStepCase
 from shardmark.memory import Memory, meter
 from shardmark.passes import Plan, Rounds, measure
@@ -107,7 +107,7 @@ def test_attention_flops_are_those_counted(mode: str) -> None:
 
 
 def training_memory(implementation: Implementation, case: TrainingStepCase) -> Memory:
-    plan = Plan(TrainingStep, implementation, None, case, "cpu", 2, Rounds(minimum=1, maximum=1))
+    plan = Plan(DataParallelStep, implementation, None, case, "cpu", 2, Rounds(minimum=1, maximum=1))
     return measure(plan).memory
 
 

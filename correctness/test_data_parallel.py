@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from correctness.whole_batch import (
+    DIM,
+    MODULES,
+    STEPS,
+    adam,
+    assert_equal_states,
+    batch,
+    loss,
+    module,
+    share,
+    single_process,
+)
 from impl.data_parallel import BucketedDataParallel
 from impl.data_parallel.bucketed import partition
 from shardmark.registry import Implementation, family
@@ -20,81 +30,24 @@ from shardmark.world import RankError, World
 
 pytestmark = pytest.mark.family("data_parallel")
 
-STEPS, ROWS = 5, 3  # rows of the batch on each rank
-DIM = 6
-
-
-class TiedAndFrozen(nn.Module):
-    """An input layer whose weight is also the output's, a frozen layer between them, and a buffer in use."""
-
-    offset: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(DIM, 2 * DIM)
-        self.frozen = nn.Linear(2 * DIM, 2 * DIM).requires_grad_(False)
-        self.hidden = nn.Linear(2 * DIM, DIM)
-        self.tied = nn.Linear(DIM, 2 * DIM)
-        self.tied.weight = self.embed.weight
-        self.register_buffer("offset", torch.randn(DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.frozen(self.embed(x).tanh())
-        return self.tied(self.hidden(x).tanh() + self.offset)
-
-
-def _plain() -> nn.Module:
-    return nn.Sequential(nn.Linear(DIM, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 2 * DIM))
-
-
-MODULES: dict[str, Callable[[], nn.Module]] = {"plain": _plain, "tied_and_frozen": TiedAndFrozen}
-
 
 def _wrap(implementation: Implementation, module: nn.Module, **options: Any) -> Any:
     return implementation.adapted(module, **{k: v for k, v in options.items() if implementation.accepts(k)})
 
 
-def _module(name: str, seed: int, device: str) -> nn.Module:
-    torch.manual_seed(seed)
-    return MODULES[name]().double().to(device)
-
-
-def _batch(step: int, ranks: int, device: str) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of the whole batch, the same on every rank that asks."""
-    generator = torch.Generator().manual_seed(step)
-    x, y = (torch.randn(ranks * ROWS, n, generator=generator, dtype=torch.float64) for n in (DIM, 2 * DIM))
-    return x.to(device), y.to(device)
-
-
-def _train(model: Any, rows: slice, ranks: int, device: str, finish: Callable[[], None], accumulate: bool) -> None:
-    """Adam steps on the mean loss of `rows` of each batch; `accumulate` splits each into two backward passes."""
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+def _train(model: Any, rank: int, ranks: int, device: str, accumulate: bool) -> None:
+    """Adam steps on this rank's share of each batch; `accumulate` splits each into two backward passes."""
+    optimizer = adam(model)
     for step in range(STEPS):
         optimizer.zero_grad()
-        x, y = (tensor[rows] for tensor in _batch(step, ranks, device))
+        x, y = (tensor[share(rank)] for tensor in batch(step, ranks, device))
         if accumulate:
             with model.no_sync():
-                (model(x[:1]) - y[:1]).square().mean().backward()
-            (model(x[1:]) - y[1:]).square().mean().backward()
-        else:
-            (model(x) - y).square().mean().backward()
-        finish()
+                loss(model, x[:1], y[:1]).backward()
+            x, y = x[1:], y[1:]
+        loss(model, x, y).backward()
+        model.finish_gradient_synchronization()
         optimizer.step()
-
-
-class _NoRanks(nn.Module):
-    """The module alone, with the wrapper's `no_sync`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        yield
 
 
 def train_on_rank(
@@ -102,39 +55,16 @@ def train_on_rank(
 ) -> dict[str, Tensor]:
     """Each rank starts from its own weights, so that rank 0's must reach the others."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = _wrap(implementation, _module(name, rank, device), **options)
-    rows = slice(rank * ROWS, (rank + 1) * ROWS)
-    _train(model, rows, ranks, device, model.finish_gradient_synchronization, accumulate)
+    model = _wrap(implementation, module(name, rank, device), **options)
+    _train(model, rank, ranks, device, accumulate)
     return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-
-
-def _single_process(name: str, ranks: int, device: str, accumulate: bool) -> dict[str, Tensor]:
-    """The same steps on the whole batch, from rank 0's weights."""
-    module = _module(name, 0, device)
-    model = _NoRanks(module)
-    if not accumulate:
-        _train(model, slice(None), ranks, device, lambda: None, accumulate=False)
-    else:  # each rank's first row, then the rest, as the ranks accumulate them
-        optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=0.01)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            x, y = (tensor.view(ranks, ROWS, -1) for tensor in _batch(step, ranks, device))
-            for part in (slice(0, 1), slice(1, None)):
-                (module(x[:, part]) - y[:, part]).square().mean().backward()
-            optimizer.step()
-    return {name: tensor.cpu() for name, tensor in module.state_dict().items()}
 
 
 def _assert_equals_a_single_process(
     implementation: Implementation, world: World, name: str, device: str, accumulate: bool, options: dict[str, Any]
 ) -> None:
     ranks = world.run(train_on_rank, implementation, name, device, accumulate, options)
-    expected = _single_process(name, world.size, device, accumulate)
-    assert list(ranks[0]) == list(expected)  # the module's own names
-    for rank in ranks:
-        for key, value in rank.items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-12, atol=1e-12, msg=lambda m, k=key: f"{k}: {m}")
-            assert torch.equal(value, ranks[0][key]), f"{key} is not the same on every rank"
+    assert_equal_states(ranks, single_process(name, world.size, device, accumulate=accumulate))
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["every_step", "no_sync"])

@@ -21,6 +21,9 @@ NOT_STARTED, OUT_OF_MEMORY = "not started", "out of memory"
 
 MIB = 2**20
 CONFIDENCE = 0.95
+RANKS_ALIKE = 1.01
+"""The ranks' peaks may lie this far apart: the largest over the smallest."""
+
 MEMORY_SLACK = 1.05
 """The default slack on a formula: room for allocator rounding and library workspaces, not for another tensor."""
 
@@ -136,19 +139,26 @@ def read_budgets(path: Path) -> list[AbsoluteBudget]:
 
 
 def verdicts(
-    peak: int | None,
+    peaks: Sequence[int],
     seconds: list[float],
     ratio: Interval | None,
     time_budget: TimeBudget | None,
     memory_budget: MemoryBudget | None,
     absolute: Sequence[AbsoluteBudget],
 ) -> Iterator[tuple[str, str]]:
-    """Each budget's verdict, with what to say when it is not met or not decided."""
+    """Each budget's verdict, with what to say when it is not met or not decided; `peaks` are the ranks' own."""
+    peak = max(peaks, default=None)
     if memory_budget is not None and peak is not None:
         yield (
             memory_budget.verdict(peak),
             f"peak of {peak / MIB:.2f} MiB, over the budget of {memory_budget.bytes / MIB:.2f} MiB "
             f"(formula {memory_budget.formula / MIB:.2f} MiB x {memory_budget.slack})",
+        )
+        least = min(peaks)
+        yield (
+            PASS if peak <= least * RANKS_ALIKE else FAIL,
+            f"the ranks' peaks lie between {least / MIB:.2f} and {peak / MIB:.2f} MiB, "
+            f"further apart than {RANKS_ALIKE - 1:.0%}",
         )
     if ratio is not None and time_budget is not None and time_budget.ratio is not None:
         yield (

@@ -142,7 +142,7 @@ class Measure:
         row |= profile_entry(ranks, profiled)
         absolute = [*absolute, *session.budgets_for(self._item.nodeid)]
         verdicts = list(
-            budget.verdicts(row["memory"].get("peak"), seconds, ratio, time_budget, memory_budget, absolute)
+            budget.verdicts(row["memory"].get("peak_by_rank", []), seconds, ratio, time_budget, memory_budget, absolute)
         )
         row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
         if self._benchmark.disabled:

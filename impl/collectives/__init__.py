@@ -16,22 +16,40 @@ from impl.accounting.collectives import buffered_peak
 from shardmark.registry import Family, RegistryError, add_family
 
 
-class Collectives(Protocol):
-    """An object with three methods; all sum, all return when their result is there (ordered with the current stream).
+class Work(Protocol):
+    """A collective that is under way. What it reads and writes must be left alone until it is waited for."""
 
-    With n ranks, `output` and `input` are contiguous, of one dtype, and one is n times as large as the other.
+    def wait(self) -> Any:
+        """Return when the result is there (on CUDA: order it before what the current stream does next)."""
+        ...
+
+
+class Collectives(Protocol):
+    """An object with three methods; all sum. Each returns when its result is there, as `Work.wait` does.
+
+    With `async_op` each returns a Work at once. Every rank must begin the same collectives in the same order. With n
+    ranks, `output` and `input` are contiguous, of one dtype, and one is n times as large as the other.
     """
 
-    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    def all_reduce(
+        self, tensor: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+    ) -> Work | None:
         """Replace `tensor`, of any shape, by its sum over the ranks."""
         ...
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None) -> None:
-        """Put into rank i's `output` the sum over the ranks of the i-th of n equal parts of `input`."""
+    def reduce_scatter(
+        self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+    ) -> Work | None:
+        """Put into rank i's `output` the sum over the ranks of the i-th of n equal parts of `input`.
+
+        `output` may be that part of `input`; the rest of `input` may be overwritten then.
+        """
         ...
 
-    def all_gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None) -> None:
-        """Put every rank's `input`, in rank order, into `output` on every rank."""
+    def all_gather(
+        self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+    ) -> Work | None:
+        """Put every rank's `input`, in rank order, into `output` on every rank; `input` may be its part of `output`."""
         ...
 
 
@@ -50,4 +68,10 @@ FAMILY = add_family(Family("collectives", Collectives, reference="backend", chec
 
 from impl.collectives.library import Backend  # noqa: E402  (it registers in the family above)
 
-__all__ = ["Backend", "Collectives"]
+
+def collectives_for(group: dist.ProcessGroup | None = None) -> Collectives:
+    """The collectives that move the fewest bytes on that group's backend."""
+    return Backend()
+
+
+__all__ = ["Backend", "Collectives", "Work", "collectives_for"]

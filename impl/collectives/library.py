@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.accounting.collectives import in_place_peak
+from impl.collectives import Work
 from shardmark.registry import register
 
 
@@ -13,19 +14,23 @@ class Backend:
     """Contract: `impl.collectives.Collectives`."""
 
     @staticmethod
-    def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False) -> Work | None:
         """Replace `tensor` by its sum over the ranks."""
-        dist.all_reduce(tensor, group=group)
+        return dist.all_reduce(tensor, group=group, async_op=async_op)
 
     @staticmethod
-    def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    def reduce_scatter(
+        output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+    ) -> Work | None:
         """Put into rank i's `output` the sum of the i-th part of `input`."""
-        dist.reduce_scatter_tensor(output, input, group=group)
+        return dist.reduce_scatter_tensor(output, input, group=group, async_op=async_op)
 
     @staticmethod
-    def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    def all_gather(
+        output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+    ) -> Work | None:
         """Put every rank's `input` into `output` on every rank."""
-        dist.all_gather_into_tensor(output, input, group=group)
+        return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
 
 
 register("collectives", "backend", Backend, memory=in_place_peak)

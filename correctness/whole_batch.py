@@ -1,0 +1,123 @@
+"""A single process on the whole batch: what every way to spread training over ranks is held to, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+STEPS = 20
+ROWS = 3
+"""Rows of the batch on each rank."""
+DIM = 6
+
+
+class TiedAndFrozen(nn.Module):
+    """An input layer whose weight is also the output's, a frozen layer between them, and a buffer in use."""
+
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(DIM, 2 * DIM)
+        self.frozen = nn.Linear(2 * DIM, 2 * DIM).requires_grad_(False)
+        self.hidden = nn.Linear(2 * DIM, DIM)
+        self.tied = nn.Linear(DIM, 2 * DIM)
+        self.tied.weight = self.embed.weight
+        self.register_buffer("offset", torch.randn(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, DIM) -> (rows, 2 DIM)."""
+        x = self.frozen(self.embed(x).tanh())
+        return self.tied(self.hidden(x).tanh() + self.offset)
+
+
+class UsedTwice(nn.Module):
+    """A layer that each forward pass goes through twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Linear(DIM, DIM)
+        self.output = nn.Linear(DIM, 2 * DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, DIM) -> (rows, 2 DIM)."""
+        return self.output(self.twice(self.twice(x).tanh()).tanh())
+
+
+def _plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(DIM, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 2 * DIM))
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "plain": _plain,
+    "tied_and_frozen": TiedAndFrozen,
+    "used_twice": UsedTwice,
+}
+"""What tests train, by name, so that ranks can make their own."""
+
+
+def module(name: str, seed: int, device: str) -> nn.Module:
+    """One of MODULES in float64, the same for the same seed."""
+    torch.manual_seed(seed)
+    return MODULES[name]().double().to(device)
+
+
+def batch(step: int, ranks: int, device: str) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of the whole batch, the same on every rank that asks."""
+    generator = torch.Generator().manual_seed(step)
+    x, y = (torch.randn(ranks * ROWS, n, generator=generator, dtype=torch.float64) for n in (DIM, 2 * DIM))
+    return x.to(device), y.to(device)
+
+
+def share(rank: int) -> slice:
+    """The rank's rows of the batch."""
+    return slice(rank * ROWS, (rank + 1) * ROWS)
+
+
+def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Mean squared error: of ranks' equal shares, the mean of losses is the loss of the whole."""
+    return (model(x) - y).square().mean()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """Adam over what is trainable: it keeps what a wrong gradient did to it."""
+    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def single_process(
+    name: str,
+    ranks: int,
+    device: str,
+    *,
+    accumulate: bool = False,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adam,
+) -> dict[str, Tensor]:
+    """The state after STEPS steps on the whole batch, from seed 0's weights, on the CPU.
+
+    With `accumulate`, in two backward passes a step: each rank's first row, then the rest.
+    """
+    model = module(name, 0, device)
+    update = optimizer(model)
+    for step in range(STEPS):
+        update.zero_grad()
+        x, y = batch(step, ranks, device)
+        if not accumulate:
+            loss(model, x, y).backward()
+        else:
+            by_rank = [tensor.view(ranks, ROWS, -1) for tensor in (x, y)]
+            for part in (slice(0, 1), slice(1, None)):
+                loss(model, *(tensor[:, part].flatten(0, 1) for tensor in by_rank)).backward()
+        update.step()
+    return {key: tensor.cpu() for key, tensor in model.state_dict().items()}
+
+
+def assert_equal_states(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    """Each rank's state has the expected names, is equal to 1e-12, and is the same on every rank to the bit."""
+    for rank in found:
+        assert list(rank) == list(expected)
+        for key, value in rank.items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-12, atol=1e-12, msg=lambda m, k=key: f"{k}: {m}")
+            assert torch.equal(value, found[0][key]), f"{key} is not the same on every rank"

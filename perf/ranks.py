@@ -1,0 +1,67 @@
+"""One training step of the language model on every rank of a world: what the questions about ranks have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+
+from impl.model import SIZES, Transformer
+from impl.model.mlp import MLP_SIZES, MLPLanguageModel
+from shardmark.cases import TrainingStepCase
+from shardmark.passes import Mark
+from shardmark.registry import Implementation
+
+
+class RankStep(ABC):
+    """One AdamW step, its batch this rank's own. Subclasses spread the model and the optimizer over the ranks."""
+
+    def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
+        self.backend = dist.get_backend()
+        with torch.device(device):
+            self.model, self.optimizer = self.spread(implementation, case)
+            vocab = (MLP_SIZES if case.model in MLP_SIZES else SIZES)[case.model].vocab
+            self.tokens, self.targets = (torch.randint(vocab, (case.batch, case.context)) for _ in range(2))
+        self.loss: Tensor | None = None
+
+    @abstractmethod
+    def spread(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
+        """The model and the optimizer, as the implementation spreads them; new tensors are on the device already."""
+
+    def synchronize(self) -> None:
+        """What is left of the gradients' communication after backward."""
+        self.model.finish_gradient_synchronization()
+
+    def prepare(self) -> None:
+        """Let go of the last step's gradients."""
+        self.optimizer.zero_grad()
+        self.loss = None
+
+    def step(self, mark: Mark) -> None:
+        """Forward, backward, what is left of communication, optimizer."""
+        self.forward_and_backward(mark)
+        self.synchronize()
+        mark("communication")
+        self.optimizer.step()
+        mark("optimizer")
+
+    def forward_and_backward(self, mark: Mark) -> None:
+        """Gradients of the mean cross entropy."""
+        logits = self.model(self.tokens)  # (batch, context, vocab)
+        self.loss = cross_entropy(logits.flatten(0, 1), self.targets.flatten())
+        del logits  # the loss keeps what it needs
+        mark("forward")
+        self.loss.backward()
+        mark("backward")
+
+
+def language_model(case: TrainingStepCase) -> Transformer | MLPLanguageModel:
+    """The case's model, new, on the current default device."""
+    if case.model in MLP_SIZES:
+        return MLPLanguageModel(MLP_SIZES[case.model])
+    return Transformer(SIZES[case.model], context_length=case.context)
