@@ -32,8 +32,8 @@ from shardmark.timeline import Timeline, by_layer_and_operator
 Row = dict[str, Any]
 
 
-def new_row(plan: Plan, scale: str) -> Row:
-    """The part of a row that is known before anything is measured."""
+def new_row(plan: Plan, scale: str, link: str | None) -> Row:
+    """The part of a row that is known before anything is measured; `link` is the rate of the one between the ranks."""
     case = asdict(plan.case) if is_dataclass(plan.case) and not isinstance(plan.case, type) else {}
     return {
         "family": plan.implementation.family,
@@ -42,6 +42,7 @@ def new_row(plan: Plan, scale: str) -> Row:
         "device": plan.device,
         "backend": None,
         "world_size": plan.world_size,
+        "link": link,
         "dtype": case.get("dtype"),
         "scale": scale,
         "simulated": False,

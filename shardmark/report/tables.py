@@ -130,7 +130,12 @@ def render(entries: list[Entry]) -> Iterator[tuple[str, list[str]]]:
     for question, group in groupby(_together(entries, _question), key=_question):
         rows = _together(list(group), _case)
         below = (*peaks_by_length(rows), *kernel_lines(rows, layout), *memory_lines(rows, layout))
-        yield question or "other measurements", [*_table(rows), *below]
+        yield _title(question, rows), [*_table(rows), *below]
+
+
+def _title(question: str | None, rows: list[Entry]) -> str:
+    link = rows[0]["extra_info"].get("link")  # one for all rows of a run
+    return (question or "other measurements") + (f" (two hosts, joined at {link})" if link else "")
 
 
 def _question(entry: Entry) -> str | None:
