@@ -47,8 +47,9 @@ def gigabits_per_second(megabytes: int, both_ways: bool) -> float:
     for _ in range(5):
         dist.barrier()
         began = time.perf_counter()
-        works = [dist.isend(sent, 1 - rank)] if rank == 0 or both_ways else []
-        works += [dist.irecv(received, 1 - rank)] if rank == 1 or both_ways else []
+        # Receiving first: Gloo says that it is ready to receive on the same connection, after what it already sends.
+        works = [dist.irecv(received, 1 - rank)] if rank == 1 or both_ways else []
+        works += [dist.isend(sent, 1 - rank)] if rank == 0 or both_ways else []
         for work in works:
             work.wait()
         dist.barrier()
