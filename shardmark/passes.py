@@ -100,7 +100,7 @@ class Plan:
 
 @dataclass
 class Measured:
-    """What one rank measured: its memory, and each round's times of the implementation, its peer, and its parts alone."""
+    """What one rank measured: its memory, and the rounds of the implementation, its peer, and its parts alone."""
 
     backend: str
     memory: Memory
