@@ -17,7 +17,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from shardmark import cold, passes
 from shardmark.clock import Laps
 from shardmark.memory import Memory
-from shardmark.passes import COMPUTE, IMPLEMENTATION, PEER, Mark, Measured, Plan, Rounds, measure
+from shardmark.passes import COMMUNICATION, COMPUTE, IMPLEMENTATION, PEER, Mark, Measured, Plan, Rounds, measure
 from shardmark.registry import Implementation
 from shardmark.rows import step_seconds, time_entry
 from shardmark.world import World
@@ -53,6 +53,9 @@ class Logged:
         LOG.append(f"compute {self.name}")
         mark("backward")
 
+    def communication_step(self, mark: Mark) -> None:
+        LOG.append(f"communicate {self.name}")
+
 
 @pytest.fixture(autouse=True)
 def empty_log() -> Iterator[None]:
@@ -66,11 +69,13 @@ PLAN = Plan(Logged, MINE, THEIRS, None, "cpu", 1, Rounds(minimum=3, maximum=3, w
 
 def test_rounds_alternate_and_turn_around() -> None:
     measured = measure(PLAN)
-    steps = [entry for entry in LOG[LOG.index("init theirs") :] if entry.split()[0] in ("step", "compute")]
-    there = ["step mine", "compute mine", "step theirs"]
+    kinds = ("step", "compute", "communicate")
+    steps = [entry for entry in LOG[LOG.index("init theirs") :] if entry.startswith(kinds)]
+    there = ["step mine", "compute mine", "communicate mine", "step theirs"]
     assert steps == there + there + there[::-1] + there  # one warm-up, three rounds
-    assert {name: len(laps) for name, laps in measured.laps.items()} == {IMPLEMENTATION: 3, COMPUTE: 3, PEER: 3}
-    assert all(LOG[i - 1].startswith("prepare") for i, entry in enumerate(LOG) if entry.startswith(("step", "compute")))
+    timed = (IMPLEMENTATION, COMPUTE, COMMUNICATION, PEER)
+    assert {name: len(laps) for name, laps in measured.laps.items()} == dict.fromkeys(timed, 3)
+    assert all(LOG[i - 1].startswith("prepare") for i, entry in enumerate(LOG) if entry.startswith(kinds))
 
 
 def test_memory_is_metered_apart_after_a_warm_up() -> None:
@@ -196,4 +201,11 @@ def test_exposed_communication_is_what_compute_alone_does_not_take() -> None:
     time, _ = time_entry([_measured(implementation=[(5, 1)], compute=[(3, 0)])], None)
     assert time["parts"] == {"backward": 3, "communication": 3}
     time, _ = time_entry([_measured(implementation=[(5, 1)])], None)
-    assert time["parts"] == {"backward": 5, "communication": 1}
+    assert time["parts"] == {"backward": 5, "communication": 1} and "hidden" not in time
+
+
+def test_hidden_is_the_share_of_communication_alone_that_a_step_does_not_take_beyond_compute_alone() -> None:
+    alone = {"compute": [(4, 0), (3, 0)], "communication": [(0, 7), (0, 9)]}
+    time, _ = time_entry([_measured(implementation=[(4, 1), (5, 1)], **alone)], None)
+    assert (time["compute_alone"], time["communication_alone"]) == (3.5, 8)
+    assert time["hidden"] == 1 - (5.5 - 3.5) / 8

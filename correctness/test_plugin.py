@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from correctness.test_link import makes_links
 from shardmark import registry
 
 pytest_plugins = ["pytester"]
@@ -460,6 +461,7 @@ def test_the_listing_is_printed_and_nothing_runs(project: pytest.Pytester) -> No
         (["--impl=attention=missing.py:f"], "attention=missing.py:f: cannot import *missing.py: FileNotFoundError*"),
         (["--impl=attention=math:cos"], "attention=math:cos does not meet the attention contract: TypeError: *"),
         (["--impl=attention=exits.py:f"], "attention=exits.py:f: cannot import *exits.py: SystemExit: 3"),
+        (["--link=fast"], "--link fast: a link's rate is written as 1gbit or 100mbit, not 'fast'"),
         (["--budgets=missing.toml"], "missing.toml: No such file or directory"),
         (["--benchmark-json=missing/out.json"], "--benchmark-json missing/out.json: there is no folder missing"),
     ],
@@ -471,6 +473,42 @@ def test_a_bad_option_is_one_line_and_status_4(project: pytest.Pytester, argumen
     errors = [line for line in result.errlines if line]
     assert len(errors) == 1 and not result.outlines
     result.stderr.fnmatch_lines([f"ERROR: {message}"])
+
+
+@makes_links
+def test_rows_and_tables_tell_of_the_link_between_the_ranks(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_hosts="""
+        import os
+
+        def host():
+            return os.readlink("/proc/self/ns/net")
+
+        def test_two(link, worlds):
+            assert link.rate == "1gbit" and len(set(worlds(2).run(host))) == 2
+        """
+    )
+    result, output = _run(project, "--scale=smoke", "--link=1gbit", "-k", "nap and plain or two")
+    result.assert_outcomes(passed=2)
+    assert _row(output, "plain")["link"] == "1gbit"
+    result.stdout.fnmatch_lines(
+        ["link: the ranks live on two hosts, joined at 1gbit", "*How long is a nap? (two hosts, joined at 1gbit)*"]
+    )
+    result, output = _run(project, "--scale=smoke", "-k", "nap and plain or two", "-rs")
+    result.assert_outcomes(passed=1, skipped=1)
+    assert _row(output, "plain")["link"] is None
+    result.stdout.fnmatch_lines(["SKIPPED * needs a link between the ranks: --link 1gbit, as root"])
+    result.stdout.no_fnmatch_line("*joined at*")
+
+
+def test_a_link_does_not_go_with_torchruns_ranks(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")
+    result = project.runpytest_inprocess("--device=cpu", "--link=1gbit")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: --link 1gbit does not go with torchrun, whose ranks are where it started them"]
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA devices")

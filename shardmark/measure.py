@@ -125,7 +125,7 @@ class Measure:
         """
         __tracebackhide__ = True
         session = self._session
-        row = new_row(plan, session.scale)
+        row = new_row(plan, session.scale, session.link_rate)
         seconds = step_seconds(ranks)
         self._replay(seconds)
         row["backend"] = ranks[0].backend
@@ -224,7 +224,7 @@ class Measure:
     def _unmeasured(self, plan: Plan, memory_budget: MemoryBudget, verdict: str, **memory: int) -> None:
         """Save a row without times."""
         self._benchmark.skipped = True  # or pytest-benchmark warns of a fixture that was not used
-        row = new_row(plan, self._session.scale)
+        row = new_row(plan, self._session.scale, self._session.link_rate)
         row["memory"] = {**asdict(memory_budget), "budget": memory_budget.bytes, **memory}
         row["verdict"] = verdict
         self._save(row, None)

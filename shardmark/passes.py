@@ -36,7 +36,7 @@ FIRST, SECOND, MEDIAN = "first", "second", "median"
 """Steps whose peaks are told apart. The third, which is the one that budgets judge, is what all later ones repeat, and
 so the median of a run."""
 
-IMPLEMENTATION, PEER, COMPUTE = "implementation", "peer", "compute"
+IMPLEMENTATION, PEER, COMPUTE, COMMUNICATION = "implementation", "peer", "compute", "communication"
 
 
 class Workload(Protocol):
@@ -44,7 +44,8 @@ class Workload(Protocol):
 
     `backend` names what runs underneath (a process-group backend, an attention kernel). A workload may also have
     `compute_step(mark)`: the same step without its communication, timed in the same rounds, so that what communication
-    adds to the "backward" and "communication" parts together can be told; and `kinds()`: its live tensors by kind
+    adds to the "backward" and "communication" parts together can be told, and `communication_step(mark)`: communication
+    without the rest, of which the share that the step hid is told then; and `kinds()`: its live tensors by kind
     ("parameters", "gradients", "optimizer state"), so that every byte of the step can be told by kind. Where it says
     `cold = True`, its first steps are told apart: compiled from nothing, with the first one's time and each one's peak.
     """
@@ -99,7 +100,7 @@ class Plan:
 
 @dataclass
 class Measured:
-    """What one rank measured: its memory, and each round's times of the implementation, its peer and compute alone."""
+    """What one rank measured: its memory, and the rounds of the implementation, its peer, and its parts alone."""
 
     backend: str
     memory: Memory
@@ -170,11 +171,12 @@ def _meter(plan: Plan) -> tuple[Memory, float]:
 
 
 def _time(plan: Plan, memory: Memory) -> Measured:
-    """Rounds in which the implementation, its peer and compute alone take turns, the order reversed every round."""
+    """Rounds in which the implementation, its parts alone and its peer take turns, the order reversed every round."""
     mine = plan.workload(plan.implementation, plan.case, plan.device)
     steps: dict[str, tuple[Workload, Callable[[Mark], None]]] = {IMPLEMENTATION: (mine, mine.step)}
-    if hasattr(mine, "compute_step"):
-        steps[COMPUTE] = (mine, mine.compute_step)
+    for name, alone in ((COMPUTE, "compute_step"), (COMMUNICATION, "communication_step")):
+        if hasattr(mine, alone):
+            steps[name] = (mine, getattr(mine, alone))
     if plan.peer is not None:
         theirs = plan.workload(plan.peer, plan.case, plan.device)
         steps[PEER] = (theirs, theirs.step)

@@ -5,7 +5,8 @@
     @pytest.mark.question("What does attention cost?")     # rows of one question share a table
     def test_forward(implementation, case, measure): ...
 
-`world` is a warm world of each size in --ranks, and `worlds(n)` one of a given size.
+`world` is a warm world of each size in --ranks, `worlds(n)` one of a given size, and `link` what --link put between the
+ranks.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Callable, Generator
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from shardmark import registry, torchrun
 from shardmark.clock import DeviceClock
+from shardmark.link import Link
 from shardmark.measure import Measure
 from shardmark.rank import WorldError
 from shardmark.registry import Implementation, RegistryError, Unsupported
@@ -41,6 +44,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "smoke (seconds), laptop (minutes on two cores) or paper (the sizes people publish)",
     )
     group.addoption("--ranks", default=None, metavar="N,N", help="world sizes to use, such as 2,4")
+    group.addoption(
+        "--link",
+        default=None,
+        metavar="RATE",
+        help="have the ranks live on two hosts, as two network namespaces, joined by a link of that rate, such as "
+        "1gbit; needs root and iproute2",
+    )
     group.addoption(
         "--impl",
         action="append",
@@ -72,7 +82,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """Print the listing, or serve rank 0 when torchrun started us as another rank; then stop."""
     if config.getoption("implementations"):
-        print(registry.listing(start_session(config).device))
+        with closing(start_session(config)) as session:
+            print(registry.listing(session.device))
         return 0
     if torchrun.launched() and torchrun.rank() > 0:
         torchrun.serve(start_session(config).device)
@@ -94,6 +105,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[SESSION] = session
     if torchrun.launched():  # at once, as the other ranks are waiting
         session.worlds = torchrun.TorchrunWorlds(session.device)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """The link between the ranks, if there is one."""
+    rate = config.stash[SESSION].link_rate
+    return rate and f"link: the ranks live on two hosts, joined at {rate}"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -197,6 +214,15 @@ def worlds(pytestconfig: pytest.Config) -> Callable[[int], World]:
 def world(request: pytest.FixtureRequest, worlds: Callable[[int], World]) -> World:
     """A warm world of each size in --ranks."""
     return worlds(request.param)
+
+
+@pytest.fixture
+def link(pytestconfig: pytest.Config) -> Link:
+    """The link between the ranks, from --link; without one the test is skipped."""
+    found = pytestconfig.stash[SESSION].link
+    if found is None:
+        pytest.skip("needs a link between the ranks: --link 1gbit, as root")
+    return found
 
 
 @pytest.fixture

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardmark.link import Host
+
 
 class WorldError(ValueError):
     """A world that cannot be, or work that cannot be sent to one, in one line."""
@@ -54,8 +56,8 @@ def perform(work: bytes) -> bytes:
         return pickle.dumps((False, (text, error)))
 
 
-def serve(rank: int, size: int, device: str, directory: Path, pipe: connection.Connection) -> None:
-    """A rank's life: join the group, then answer each call until the pipe closes."""
+def serve(rank: int, size: int, device: str, directory: Path, host: Host | None, pipe: connection.Connection) -> None:
+    """A rank's life: join the group, from that host where one is given, then answer each call until the pipe closes."""
     _die_with_parent()
     # A daemon may not have children, and a data loader's workers are some.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
@@ -63,7 +65,7 @@ def serve(rank: int, size: int, device: str, directory: Path, pipe: connection.C
     stacks = (directory / f"rank{rank}.stacks").open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
-    pipe.send_bytes(perform(pickle.dumps((_join, (rank, size, device, directory)))))
+    pipe.send_bytes(perform(pickle.dumps((_join, (rank, size, device, directory, host)))))
     while True:
         try:
             work = pipe.recv_bytes()
@@ -74,8 +76,11 @@ def serve(rank: int, size: int, device: str, directory: Path, pipe: connection.C
         pipe.send_bytes(answer)
 
 
-def _join(rank: int, size: int, device: str, directory: Path) -> None:
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+def _join(rank: int, size: int, device: str, directory: Path, host: Host | None) -> None:
+    if host is not None:
+        host.enter()  # while this is the only thread, so that the group's own will be there too
+    interface = "lo" if host is None else host.interface
+    os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
     join_group(dist.FileStore(str(directory / "rendezvous"), size), rank, size, device, rank, size)
 
 

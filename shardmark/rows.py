@@ -25,15 +25,15 @@ from shardmark.cases import Work
 from shardmark.clock import Laps
 from shardmark.hardware import Roofline
 from shardmark.kernels import StepProfile
-from shardmark.passes import COMPUTE, IMPLEMENTATION, PEER, Measured, Plan
+from shardmark.passes import COMMUNICATION, COMPUTE, IMPLEMENTATION, PEER, Measured, Plan
 from shardmark.registry import TimeBudget
 from shardmark.timeline import Timeline, by_layer_and_operator
 
 Row = dict[str, Any]
 
 
-def new_row(plan: Plan, scale: str) -> Row:
-    """The part of a row that is known before anything is measured."""
+def new_row(plan: Plan, scale: str, link: str | None) -> Row:
+    """The part of a row that is known before anything is measured; `link` is the rate of the one between the ranks."""
     case = asdict(plan.case) if is_dataclass(plan.case) and not isinstance(plan.case, type) else {}
     return {
         "family": plan.implementation.family,
@@ -42,6 +42,7 @@ def new_row(plan: Plan, scale: str) -> Row:
         "device": plan.device,
         "backend": None,
         "world_size": plan.world_size,
+        "link": link,
         "dtype": case.get("dtype"),
         "scale": scale,
         "simulated": False,
@@ -97,6 +98,8 @@ def time_entry(ranks: list[Measured], budget: TimeBudget | None) -> tuple[Row, I
         "interval": None,
         "budget": None,
     }
+    if {COMPUTE, COMMUNICATION} <= set(ranks[0].laps):
+        entry |= _hidden(*(median(step_seconds(ranks, name)) for name in (IMPLEMENTATION, COMPUTE, COMMUNICATION)))
     first_steps = [rank.first_step for rank in ranks if rank.first_step is not None]
     if first_steps:
         entry["first_step"] = max(first_steps)
@@ -147,6 +150,15 @@ def _parts(ranks: list[Measured]) -> dict[str, float]:
         both = parts["backward"] + parts["communication"]
         parts |= {"backward": compute["backward"], "communication": both - compute["backward"]}
     return parts
+
+
+def _hidden(step: float, compute: float, communication: float) -> Row:
+    """The share of communication that the step hid: all of it where the step takes no longer than compute alone."""
+    return {
+        "compute_alone": compute,
+        "communication_alone": communication,
+        "hidden": 1 - (step - compute) / communication,
+    }
 
 
 def _mean_parts(laps: list[Laps]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from shardmark.budget import AbsoluteBudget, read_budgets
 from shardmark.cases import SCALES
 from shardmark.clock import DeviceClock
 from shardmark.hardware import Roofline, measure_roofline
+from shardmark.link import Link, LinkError
 from shardmark.rank import WorldError, available_cores
 from shardmark.registry import Implementation
 from shardmark.rows import RowFile
@@ -22,9 +23,10 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 class Session:
-    """What the options say, checked, and what the tests share: worlds, clock, rows.
+    """What the options say, checked, and what the tests share: worlds and the link between them, clock, rows.
 
-    Raises ValueError (of which RegistryError, WorldError and BudgetFileError are kinds), in one line, for a bad value.
+    Raises ValueError (of which RegistryError, WorldError, LinkError and BudgetFileError are kinds), in one line, for a
+    bad value.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -43,8 +45,14 @@ class Session:
         if self.rows.path is not None and not self.rows.path.absolute().parent.is_dir():
             raise ValueError(f"--benchmark-json {self.rows.path}: there is no folder {self.rows.path.parent}")
         self.clock = DeviceClock()
-        self.worlds: Worlds | torchrun.TorchrunWorlds = Worlds(self.device)
+        self.link = _link(option("link"), self.device)
+        self.worlds: Worlds | torchrun.TorchrunWorlds = Worlds(self.device, self.link)
         self._rooflines: dict[str, Roofline] = {}
+
+    @property
+    def link_rate(self) -> str | None:
+        """The rate of the link between the ranks, if there is one."""
+        return None if self.link is None else self.link.rate
 
     def implementations(self, family: str) -> list[Implementation]:
         """The family's implementations that this run is about: those of `--impl`, else all registered."""
@@ -64,8 +72,10 @@ class Session:
         return found
 
     def close(self) -> None:
-        """End the worlds."""
+        """End the worlds, and the link between their ranks."""
         self.worlds.close()
+        if self.link is not None:
+            self.link.close()
 
 
 SESSION = pytest.StashKey[Session]()
@@ -101,6 +111,20 @@ def _ranks(value: str | None, device: str) -> list[int]:
         except WorldError as error:
             raise ValueError(f"--ranks {value}: {error}") from None
     return list(dict.fromkeys(sizes))
+
+
+def _link(rate: str | None, device: str) -> Link | None:
+    """The link of `--link`, made."""
+    if rate is None:
+        return None
+    if device == "cuda":
+        raise LinkError(f"--link {rate} is for --device cpu: GPUs of one machine talk past the network")
+    if torchrun.launched():
+        raise LinkError(f"--link {rate} does not go with torchrun, whose ranks are where it started them")
+    try:
+        return Link(rate)
+    except LinkError as error:
+        raise LinkError(f"--link {rate}: {error}") from None
 
 
 def _selected(options: list[str], device: str) -> dict[str, list[Implementation]]:

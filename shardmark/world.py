@@ -4,7 +4,8 @@
         world.run(all_reduce_of_ones, 1024)  # [result of rank 0, result of rank 1]
 
 Ranks come from a forkserver that has torch imported already, meet through a file in a private directory, and talk over
-the loopback interface. Whatever happens to the process that started them, they do not outlive it.
+the loopback interface, or over a `shardmark.link.Link` between two hosts. Whatever happens to the process that started
+them, they do not outlive it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 
+from shardmark.link import Link
 from shardmark.rank import WorldError, available_cores, pickled_call, serve
 
 DEADLINE = 120.0
@@ -79,10 +81,11 @@ def check_size(size: int, device: str) -> None:
 class World:
     """`size` ranks of one process group (NCCL on "cuda", Gloo on "cpu"), each a process that waits for work.
 
-    Raises WorldError when the machine does not allow that many, RankError when they do not come up.
+    With a `link`, half of them live on each of its hosts. Raises WorldError when the machine does not allow that many,
+    RankError when they do not come up.
     """
 
-    def __init__(self, size: int, device: str = "cpu") -> None:
+    def __init__(self, size: int, device: str = "cpu", link: Link | None = None) -> None:
         check_size(size, device)
         self.size = size
         self.device = device
@@ -98,9 +101,10 @@ class World:
             for rank in range(size):
                 ours, theirs = context.Pipe()
                 self._connections.append(ours)
+                host = link.host(rank, size) if link else None
                 with theirs:
                     process = context.Process(
-                        target=serve, args=(rank, size, device, self._directory, theirs), daemon=True
+                        target=serve, args=(rank, size, device, self._directory, host, theirs), daemon=True
                     )
                     process.start()
                 self._processes.append(process)
@@ -225,10 +229,13 @@ class World:
 
 
 class Worlds:
-    """The worlds of a session: one of each size, started when first asked for and replaced when it has failed."""
+    """The worlds of a session, on one link if any: one of each size, started when first asked for and replaced when it
+    has failed.
+    """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, link: Link | None = None) -> None:
         self.device = device
+        self.link = link
         self._worlds: dict[int, World] = {}
 
     def get(self, size: int) -> World:
@@ -237,7 +244,7 @@ class Worlds:
         if world is None or not world.alive:
             if world is not None:
                 world.close()
-            world = self._worlds[size] = World(size, self.device)
+            world = self._worlds[size] = World(size, self.device, self.link)
         return world
 
     def close(self) -> None:

@@ -36,6 +36,7 @@ SIZES = {
     "tiny": TransformerSize(64, 256, 2, 2, vocab=1_000),
     "mini": TransformerSize(256, 1024, 4, 4),
     "deep": TransformerSize(64, 256, 16, 2, vocab=1_000),
+    "wide": TransformerSize(320, 1280, 4, 5, vocab=1_000),
     "small": TransformerSize(768, 3072, 12, 12),
     "medium": TransformerSize(1024, 4096, 24, 16),
     "large": TransformerSize(1280, 5120, 36, 20),

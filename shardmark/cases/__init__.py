@@ -5,6 +5,7 @@ from shardmark.cases.checkpointing import CHECKPOINTING
 from shardmark.cases.collectives import ALL_REDUCE, AllReduceCase
 from shardmark.cases.data_parallel import BUCKETS, DATA_PARALLEL
 from shardmark.cases.grid import MB, SCALES, Grid, Work
+from shardmark.cases.link import LINK, LINK_BUCKETS, LINK_BUCKETS_MB
 from shardmark.cases.loss import LOSS, LossCase
 from shardmark.cases.mlp_ladder import MLP_LADDER, MLP_RUNGS, Rung
 from shardmark.cases.optim import CLIPPED_STEP, CLIPPING, OPTIMIZER_STEP, OptimizerCase
@@ -29,6 +30,9 @@ __all__ = [
     "CLIPPED_STEP",
     "CLIPPING",
     "DATA_PARALLEL",
+    "LINK",
+    "LINK_BUCKETS",
+    "LINK_BUCKETS_MB",
     "LOSS",
     "MB",
     "MLP_LADDER",

@@ -44,6 +44,14 @@ def _fastest_and_slowest(entry: Entry, row: dict[str, Any]) -> str | None:
     return f"{_ms(min(ranks))} / {_ms(max(ranks))}" if len(ranks) > 1 else None
 
 
+def _alone(name: str) -> Cell:
+    return lambda entry, row: _ms(row["time"][name]) if name in row["time"] else None
+
+
+def _hidden(entry: Entry, row: dict[str, Any]) -> str | None:
+    return f"{row['time']['hidden']:.0%}" if "hidden" in row["time"] else None
+
+
 def _rate(name: str, unit: float) -> Cell:
     return lambda entry, row: f"{row['work'][name] / unit:.3f}" if name in row["work"] else None
 
@@ -100,6 +108,9 @@ COLUMNS: list[tuple[str, Cell]] = [
     ("backward", _part("backward")),
     ("exposed comm.", _part("communication")),
     ("optimizer", _part("optimizer")),
+    ("compute alone", _alone("compute_alone")),
+    ("comm. alone", _alone("communication_alone")),
+    ("hidden", _hidden),
     ("rank min / max", _fastest_and_slowest),
     ("alg GB/s", _rate("algorithm_bandwidth", 1e9)),
     ("bus GB/s", _rate("bus_bandwidth", 1e9)),
@@ -130,7 +141,12 @@ def render(entries: list[Entry]) -> Iterator[tuple[str, list[str]]]:
     for question, group in groupby(_together(entries, _question), key=_question):
         rows = _together(list(group), _case)
         below = (*peaks_by_length(rows), *kernel_lines(rows, layout), *memory_lines(rows, layout))
-        yield question or "other measurements", [*_table(rows), *below]
+        yield _title(question, rows), [*_table(rows), *below]
+
+
+def _title(question: str | None, rows: list[Entry]) -> str:
+    link = rows[0]["extra_info"].get("link")  # one for all rows of a run
+    return (question or "other measurements") + (f" (two hosts, joined at {link})" if link else "")
 
 
 def _question(entry: Entry) -> str | None:
