@@ -24,7 +24,7 @@ from correctness.whole_batch import (
     single_process,
 )
 from impl.data_parallel import BucketedDataParallel
-from impl.data_parallel.bucketed import partition
+from impl.data_parallel.buckets import partition
 from shardmark.registry import Implementation, family
 from shardmark.world import RankError, World
 
