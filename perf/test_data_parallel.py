@@ -30,7 +30,7 @@ class DataParallelStep(RankStep):
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(self, mark: Mark) -> None:
-        """Where the wrapper takes the optimizer, it updates each bucket as it arrives, while others are on their way."""
+        """Where the wrapper takes the optimizer, it updates each bucket while others are on their way."""
         if "optimizer" not in inspect.signature(self.model.finish_gradient_synchronization).parameters:
             super().step(mark)
             return

@@ -87,8 +87,9 @@ def partition(
     """Parameters, in the order in which their gradients come, in runs of one dtype of at most `bucket_bytes`.
 
     Runs are short at both ends: communication begins early when no run holds more than went before it, and little of
-    it is left after backward when none holds more than half of what is to come (as guided self-scheduling does,
-    Polychronopoulos and Kuck, 1987). Neither makes one shorter than `least_bytes`; a parameter that is larger than a run has its own.
+    it is left after backward when none holds more than half of what is to come (as in guided self-scheduling,
+    Polychronopoulos and Kuck, 1987). Neither makes one shorter than `least_bytes`; a parameter larger than a run has
+    its own.
     """
     total, before = sum(map(_bytes, parameters)), 0
     runs: list[list[nn.Parameter]] = []
