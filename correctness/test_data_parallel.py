@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,17 +21,18 @@ from correctness.whole_batch import (
     adam,
     assert_equal_states,
     batch,
+    error_line,
     loss,
     module,
     share,
     single_process,
 )
-from impl.data_parallel import BucketedDataParallel
-from impl.data_parallel.bucketed import partition
 from shardmark.registry import Implementation, family
 from shardmark.world import RankError, World
 
 pytestmark = pytest.mark.family("data_parallel")
+
+Worlds = Callable[[int], World]
 
 
 def _wrap(implementation: Implementation, module: nn.Module, **options: Any) -> Any:
@@ -112,11 +116,11 @@ def test_a_gradient_that_a_rank_does_not_have_counts_as_zero(
             assert torch.equal(found, wanted)
 
 
-def wrap_frozen(implementation: Implementation, device: str) -> None:
-    _wrap(implementation, nn.Linear(2, 2).requires_grad_(False).to(device))
+def wrap_frozen(implementation: Implementation, device: str) -> str:
+    return error_line(ValueError, _wrap, implementation, nn.Linear(2, 2).requires_grad_(False).to(device))
 
 
-def wrap_different(implementation: Implementation, device: str, how: str) -> None:
+def wrap_different(implementation: Implementation, device: str, how: str) -> str:
     last = dist.get_rank() == dist.get_world_size() - 1
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5 if last and how == "shape" else 4)).to(device)
     if last and how == "dtype":
@@ -125,14 +129,12 @@ def wrap_different(implementation: Implementation, device: str, how: str) -> Non
         module[1].bias = None
     if last and how == "frozen":
         module[1].weight.requires_grad_(False)
-    _wrap(implementation, module)
+    return error_line(ValueError, _wrap, implementation, module)
 
 
 def test_a_module_with_nothing_to_train_is_one_line(implementation: Implementation, world: World, device: str) -> None:
-    with pytest.raises(RankError) as caught:
-        world.run(wrap_frozen, implementation, device)
-    assert isinstance(caught.value.exception, ValueError)
-    assert "\n" not in str(caught.value.exception)
+    for line in world.run(wrap_frozen, implementation, device):
+        assert "no trainable parameters" in line
 
 
 @pytest.mark.parametrize(
@@ -149,22 +151,87 @@ def test_modules_that_differ_are_named_by_their_first_parameter(
 ) -> None:
     if world.size == 1:
         pytest.skip("one rank cannot differ from another")
-    with pytest.raises(RankError) as caught:
-        world.run(wrap_different, implementation, device, how, deadline=10)
-    assert isinstance(caught.value.exception, ValueError)
-    assert first in str(caught.value.exception) and "\n" not in str(caught.value.exception)
+    for line in world.run(wrap_different, implementation, device, how, deadline=10):
+        assert first in line
 
 
-def backward_twice(implementation: Implementation, device: str) -> None:
+def backward_twice(implementation: Implementation, device: str) -> str:
     model = _wrap(implementation, nn.Linear(2, 2).to(device))
-    for _ in range(2):
-        model(torch.ones(1, 2, device=device)).sum().backward()
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    return error_line(RuntimeError, model(torch.ones(1, 2, device=device)).sum().backward)
 
 
 @pytest.mark.parametrize("name", ["overlapped", "bucketed"])
 def test_a_second_backward_without_no_sync_is_an_error(name: str, world: World, device: str) -> None:
-    with pytest.raises(RankError, match=r"backward ran twice before finish_gradient_synchronization\(\)"):
-        world.run(backward_twice, family("data_parallel").implementations[name], device)
+    for line in world.run(backward_twice, family("data_parallel").implementations[name], device):
+        assert "backward ran twice before finish_gradient_synchronization()" in line
+
+
+def step_without_synchronizing(implementation: Implementation, device: str) -> list[str]:
+    """What the optimizer says of gradients that are this rank's alone, after every way to have them."""
+    model = _wrap(implementation, nn.Linear(2, 2).to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(1, 2, device=device)
+
+    def backward() -> None:
+        model(x).sum().backward()
+
+    lines = []
+    backward()
+    lines.append(error_line(RuntimeError, optimizer.step))
+    model.finish_gradient_synchronization()
+    optimizer.step()  # now they are everyone's
+    optimizer.zero_grad()
+    with model.no_sync():
+        backward()
+        model.finish_gradient_synchronization()  # does nothing here
+    lines.append(error_line(RuntimeError, optimizer.step))
+    optimizer.zero_grad()
+    optimizer.step()  # they are gone
+    torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()  # another model's
+    backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+    return lines
+
+
+@pytest.mark.parametrize("name", ["naive", "flat", "overlapped", "bucketed"])
+def test_a_step_on_gradients_that_were_not_synchronized_is_an_error(name: str, world: World, device: str) -> None:
+    for lines in world.run(step_without_synchronizing, family("data_parallel").implementations[name], device):
+        assert len(lines) == 2
+        for line in lines:
+            assert "'weight'" in line and "call finish_gradient_synchronization()" in line
+
+
+class Mixed(nn.Module):
+    """A sum of parameters of three dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float64)
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes)
+
+    def forward(self, scale: float) -> Tensor:
+        """() in float64."""
+        return torch.stack([(weight * scale).double().sum() for weight in self.weights]).sum()
+
+
+def mixed_dtypes_on_rank(implementation: Implementation, device: str, options: dict[str, Any]) -> list[Tensor]:
+    model = _wrap(implementation, Mixed().to(device), **options)
+    for _ in range(2):
+        model.zero_grad()
+        model(2.0 * dist.get_rank()).backward()
+        model.finish_gradient_synchronization()
+    return [p.grad.cpu() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_mb": 1e-5}], ids=["default", "small_buckets"])
+def test_parameters_of_several_dtypes(
+    implementation: Implementation, world: World, options: dict[str, Any], device: str
+) -> None:
+    expected = [torch.full_like(weight, world.size - 1) for weight in Mixed().weights]  # the mean of 0, 2, 4, ...
+    for found in world.run(mixed_dtypes_on_rank, implementation, device, options):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def wrap_and_let_go(implementation: Implementation, device: str) -> bool:
@@ -183,15 +250,29 @@ def test_a_wrapper_that_is_let_go_frees_its_parameters(
     assert all(world.run(wrap_and_let_go, implementation, device))
 
 
-@pytest.mark.parametrize("bucket_mb", [0, -1, float("nan")])
-def test_bucket_sizes_are_positive(bucket_mb: float) -> None:
-    with pytest.raises(ValueError, match="bucket_mb is a positive number of megabytes"):
-        BucketedDataParallel(nn.Linear(1, 1), bucket_mb=bucket_mb)
+def steps_of_different_number(implementation: Implementation, device: str) -> None:
+    model = _wrap(implementation, nn.Linear(2, 2).to(device))
+    for _ in range(1 + (dist.get_rank() == 0)):
+        model(torch.ones(1, 2, device=device)).sum().backward()
+        model.finish_gradient_synchronization()
 
 
-def test_buckets_are_filled_in_order_up_to_their_size() -> None:
-    parameters = [nn.Parameter(torch.empty(n)) for n in (2, 3, 9, 1, 1)]
-    parameters.append(nn.Parameter(torch.empty(1, dtype=torch.float64)))
-    runs = partition(parameters, bucket_bytes=20)  # five float32
-    assert [[p.numel() for p in run] for run in runs] == [[2, 3], [9], [1, 1], [1]]
-    assert [id(p) for run in runs for p in run] == [id(p) for p in parameters]
+def test_a_different_number_of_steps_is_told_with_the_stack(worlds: Worlds, device: str) -> None:
+    bucketed = family("data_parallel").implementations["bucketed"]
+    with pytest.raises(RankError, match=r"rank 0 of 2 had not answered after") as caught:
+        worlds(2).run(steps_of_different_number, bucketed, device, deadline=2)
+    assert "finish_gradient_synchronization" in str(caught.value) and "rank 1 of 2 finished" in str(caught.value)
+
+
+def killed_in_mid_step(implementation: Implementation, device: str) -> None:
+    model = _wrap(implementation, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device))
+    if dist.get_rank() == 1:  # when half of the gradients are there
+        model.module[1].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    model.finish_gradient_synchronization()
+
+
+def test_a_rank_killed_in_mid_step_is_told(worlds: Worlds, device: str) -> None:
+    bucketed = family("data_parallel").implementations["bucketed"]
+    with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
+        worlds(2).run(killed_in_mid_step, bucketed, device, deadline=10)

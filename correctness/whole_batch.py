@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -121,3 +122,13 @@ def assert_equal_states(found: list[dict[str, Tensor]], expected: dict[str, Tens
         for key, value in rank.items():
             torch.testing.assert_close(value, expected[key], rtol=1e-12, atol=1e-12, msg=lambda m, k=key: f"{k}: {m}")
             assert torch.equal(value, found[0][key]), f"{key} is not the same on every rank"
+
+
+def error_line(kind: type[Exception], function: Callable[..., Any], *args: Any) -> str:
+    """What a call that must raise `kind` says, in one line: caught on the rank where every rank raises, so that the
+    world lives on."""
+    with pytest.raises(kind) as caught:
+        function(*args)
+    line = str(caught.value)
+    assert "\n" not in line, line
+    return line

@@ -5,12 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 BACKWARD_TWICE = "backward ran twice before finish_gradient_synchronization(); run all but the last in no_sync()"
 
@@ -32,7 +35,7 @@ class PlainStateDict(nn.Module):
 class DataParallel(PlainStateDict):
     """Wrap `module`: check that the ranks agree on it, and give every rank rank 0's parameters and buffers.
 
-    Subclasses communicate gradients. Contract and errors: `impl.data_parallel.DataParallelWrapper`.
+    Subclasses communicate gradients, in `_average`. Contract and errors: `impl.data_parallel.DataParallelWrapper`.
     """
 
     def __init__(self, module: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> None:
@@ -46,6 +49,11 @@ class DataParallel(PlainStateDict):
         with torch.no_grad():
             for tensor in chain(module.parameters(), module.buffers()):
                 dist.broadcast(tensor, group=self.process_group, group_src=0)
+        self._own: dict[nn.Parameter, None] = {}  # whose gradient is this rank's alone, in the order they came
+        for parameter in self.trainable:
+            _call_on_gradient(parameter, self._on_gradient)
+        _wrappers.add(self)
+        _watch_optimizers()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
@@ -53,7 +61,17 @@ class DataParallel(PlainStateDict):
 
     def finish_gradient_synchronization(self) -> None:
         """Return when every gradient is the average over the ranks; inside `no_sync`, do nothing."""
+        if self.synchronizing:
+            self._own.clear()
+            self._average()
+
+    def _average(self) -> None:
+        """Make every gradient the average over the ranks."""
         raise NotImplementedError
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        """Backward has produced the parameter's gradient."""
+        self._own[parameter] = None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -94,7 +112,14 @@ def _first_difference(mine: list[tuple[str, str]], theirs: list[tuple[str, str]]
     return mine[0][0], "in another order", "in another order"  # all of them are there, with other neighbours
 
 
-def call_on_gradient(parameter: nn.Parameter, method: Callable[[nn.Parameter], None]) -> None:
+def gradient(parameter: nn.Parameter) -> Tensor:
+    """The parameter's gradient; zeros, put in its place, where this rank's loss did not reach it."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _call_on_gradient(parameter: nn.Parameter, method: Callable[[nn.Parameter], None]) -> None:
     """Call a wrapper's method each time backward has produced the parameter's gradient.
 
     The parameter must not keep the wrapper alive: the way from its hooks to the wrapper and back runs through C++,
@@ -109,8 +134,27 @@ def call_on_gradient(parameter: nn.Parameter, method: Callable[[nn.Parameter], N
     parameter.register_post_accumulate_grad_hook(hook)
 
 
-def gradient(parameter: nn.Parameter) -> Tensor:
-    """The parameter's gradient; zeros, put in its place, where this rank's loss did not reach it."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
+_wrappers: weakref.WeakSet[DataParallel] = weakref.WeakSet()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """From the first wrapper on, look before every optimizer's step."""
+    register_optimizer_step_pre_hook(_refuse_own_gradients)
+
+
+def _refuse_own_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise RuntimeError for a gradient that backward produced and nobody has averaged: the ranks would part.
+
+    A gradient that was let go of in between, as `zero_grad()` does, is forgotten.
+    """
+    for wrapper in _wrappers:
+        if not wrapper._own:
+            continue
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            if parameter in wrapper._own and parameter.grad is not None:
+                name = next(name for name, p in wrapper.module.named_parameters() if p is parameter)
+                raise RuntimeError(
+                    f"the gradient of {name!r} is this rank's alone: call finish_gradient_synchronization(), outside "
+                    "no_sync(), between backward and optimizer.step()"
+                )

@@ -5,110 +5,167 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import takewhile
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from impl.accounting.data_parallel import bucketed_peak
-from impl.data_parallel.base import BACKWARD_TWICE, DataParallel, call_on_gradient
+from impl.collectives import collectives_for
+from impl.data_parallel.base import BACKWARD_TWICE, DataParallel
+from impl.data_parallel.buckets import Bucket, partition
 from shardmark.registry import TimeBudget, register
 
-
-class Bucket:
-    """Gradients of one dtype that are communicated together: each lives in its slot of one flat tensor."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        sizes = [p.numel() for p in parameters]
-        self.flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
-        self.slots = {p: slot.view_as(p) for p, slot in zip(parameters, self.flat.split(sizes), strict=True)}
-        self.missing = set(parameters)  # those whose gradient backward has yet to produce
-        self.work: dist.Work | None = None
-
-    def take(self, parameter: nn.Parameter) -> None:
-        """Move the parameter's gradient into its slot, where it stays: nothing is copied back."""
-        slot = self.slots[parameter]
-        if parameter.grad is None:
-            slot.zero_()  # this rank's loss did not reach it
-        elif parameter.grad is not slot:
-            slot.copy_(parameter.grad)
-        parameter.grad = slot
-        self.missing.discard(parameter)
-
-    def launch(self, process_group: dist.ProcessGroup | None) -> None:
-        """Begin the all-reduce."""
-        for parameter in list(self.missing):
-            self.take(parameter)
-        self.work = dist.all_reduce(self.flat, group=process_group, async_op=True)
-
-    def finish(self, world_size: int) -> None:
-        """Wait for the sum and make it the average."""
-        assert self.work is not None
-        self.work.wait()
-        self.flat.div_(world_size)
-        self.work = None
-        self.missing = set(self.slots)
-
-
-def partition(parameters: Iterable[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
-    """Parameters in order, in runs of one dtype of at most `bucket_bytes`; one that is larger has its own."""
-    runs: list[list[nn.Parameter]] = []
-    size = 0
-    for p in parameters:
-        nbytes = p.numel() * p.element_size()
-        if not runs or p.dtype != runs[-1][0].dtype or size + nbytes > bucket_bytes:
-            runs.append([])
-            size = 0
-        runs[-1].append(p)
-        size += nbytes
-    return runs
+CommHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
+"""`hook(state, bucket)`; the bucket is a `Bucket` here, and a `torch.distributed.GradBucket` to those who wrote it."""
 
 
 class BucketedDataParallel(DataParallel):
-    """`bucket_mb`: a bucket's size in MB of 2^20 bytes, as PyTorch's `bucket_cap_mb`. ValueError unless positive.
+    """`bucket_mb`: the largest bucket's size in MB of 2^20 bytes, as PyTorch's `bucket_cap_mb`; `reduce_dtype`: what
+    gradients are communicated in, if not in their own dtype. ValueError unless they are positive and floating-point.
 
-    Backward runs from the last layer to the first, so buckets are filled in the reverse order of the parameters. They
-    are launched in that order on every rank, whichever gradients come first, so that the ranks' collectives match.
+    Gradients live in the buckets: a new one is divided by the ranks on its way into its slot, and none is copied out.
+    Where `.grad` is the slot already, as in every backward pass of `no_sync` but the first, autograd adds to it there.
+
+    Buckets are first filled in the reverse order of the parameters; after the first synchronized step, once and for
+    all, in the order in which rank 0's gradients came, one bucket at a time, so that only one is held twice. They are
+    launched in that order on every rank, whichever gradients come first, so that the ranks' collectives match.
     """
 
     def __init__(
-        self, module: nn.Module, *, process_group: dist.ProcessGroup | None = None, bucket_mb: float = 25
+        self,
+        module: nn.Module,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_mb: float = 25,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         if not bucket_mb > 0:
             raise ValueError(f"bucket_mb is a positive number of megabytes, not {bucket_mb}")
+        if reduce_dtype is not None and not reduce_dtype.is_floating_point:
+            raise ValueError(f"reduce_dtype is a floating-point dtype, not {reduce_dtype}")
         super().__init__(module, process_group=process_group)
-        self._buckets = [Bucket(run) for run in partition(self.trainable[::-1], bucket_mb * 2**20)]
+        self.reduce_dtype = reduce_dtype
+        self._bucket_bytes = bucket_mb * 2**20
+        self._collectives = collectives_for(self.process_group)
+        self._hook: tuple[Any, CommHook] | None = None
+        self._scale = 1 / self.world_size
+        self._order_is_learnt = False
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._next = 0  # the first bucket not launched yet
-        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.slots}
-        for parameter in self.trainable:
-            call_on_gradient(parameter, self._on_gradient)
+        self._fill(self.trainable[::-1])
 
-    def finish_gradient_synchronization(self) -> None:
-        """Launch what backward did not fill (parameters the loss did not reach), then wait for every bucket."""
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Have `hook(state, bucket)` communicate each bucket, as `DistributedDataParallel.register_comm_hook` does.
+
+        The future that it returns holds the bucket's averaged gradients. RuntimeError for a second one, or where
+        `reduce_dtype` says already how to communicate.
+        """
+        if self._hook is not None or self.reduce_dtype is not None:
+            raise RuntimeError("gradients are communicated by one communication hook or in reduce_dtype, not by more")
+        self._hook = state, hook
+        self._scale = 1.0  # dividing is the hook's
+
+    def finish_gradient_synchronization(self, optimizer: Optimizer | None = None) -> None:
+        """Launch what backward did not fill (parameters the loss did not reach), then wait for every bucket.
+
+        An `optimizer` that is given is stepped here, on each bucket's parameters as soon as their gradients are there,
+        and last on those it has beyond the module's: in place of `optimizer.step()`, for any that updates parameters
+        one by one, and without clipping by a norm over all of them.
+        """
         if not self.synchronizing:
             return
-        self._launch(len(self._buckets))
-        for bucket in self._buckets:
-            bucket.finish(self.world_size)
+        order = [*self._own, *(p for p in self.trainable[::-1] if p not in self._own)]
+        self._own.clear()
+        while self._next < len(self._buckets):
+            self._launch_next()
+        *of_buckets, of_others = _param_groups(optimizer, self._buckets)
+        for bucket, groups in zip(self._buckets, of_buckets, strict=True):
+            bucket.finish()
+            _step(optimizer, groups)
+        _step(optimizer, of_others)
         self._next = 0
+        if not self._order_is_learnt:
+            self._fill(self._order_of_rank_0(order))
+            self._order_is_learnt = True
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        if not self.synchronizing:
-            return
+        super()._on_gradient(parameter)
         bucket = self._bucket_of[parameter]
+        if not self.synchronizing:
+            bucket.keep(parameter)
+            return
         if parameter not in bucket.missing:
             raise RuntimeError(BACKWARD_TWICE)
-        bucket.take(parameter)
-        full = takewhile(lambda b: not b.missing, self._buckets[self._next :])
-        self._launch(self._next + len(list(full)))
+        bucket.take(parameter, self._scale)
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            self._launch_next()
 
-    def _launch(self, end: int) -> None:
-        """Launch the buckets before `end` that are not yet."""
-        for bucket in self._buckets[self._next : end]:
-            bucket.launch(self.process_group)
-        self._next = end
+    def _launch_next(self) -> None:
+        self._buckets[self._next].launch(self._scale, self._reduce)
+        self._next += 1
+
+    def _reduce(self, bucket: Bucket) -> Callable[[], Tensor]:
+        """Begin to communicate the bucket; what is returned waits for its averaged gradients."""
+        if self._hook is not None:
+            state, hook = self._hook
+            return hook(state, bucket).wait
+        tensor = bucket.buffer().to(self.reduce_dtype or bucket.buffer().dtype)
+        work = self._collectives.all_reduce(tensor, self.process_group, async_op=True)
+        assert work is not None  # as it is asynchronous
+
+        def arrive() -> Tensor:
+            work.wait()
+            return tensor
+
+        return arrive
+
+    def _order_of_rank_0(self, order: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        place = {parameter: i for i, parameter in enumerate(self.trainable)}
+        places = torch.tensor([place[parameter] for parameter in order], device=order[0].device)
+        dist.broadcast(places, group=self.process_group, group_src=0)
+        return [self.trainable[i] for i in places.tolist()]
+
+    def _fill(self, order: Sequence[nn.Parameter]) -> None:
+        """Make buckets for that order, and move what gradients there are into them."""
+        runs = partition(order, self._bucket_bytes)
+        self._buckets = []
+        for index, run in enumerate(runs):
+            bucket = Bucket(index, index == len(runs) - 1, run)
+            for parameter in run:
+                bucket.keep(parameter)
+                self._bucket_of[parameter] = bucket  # its old one is gone with the last of its gradients
+            self._buckets.append(bucket)
 
 
-register("data_parallel", "bucketed", BucketedDataParallel, memory=bucketed_peak, time=TimeBudget("ddp", 1.1))
+def _param_groups(optimizer: Optimizer | None, buckets: Sequence[Bucket]) -> list[list[dict[str, Any]]]:
+    """The optimizer's param groups with what is in each bucket, and last with what is in none and has a gradient."""
+    parts: list[list[dict[str, Any]]] = [[] for _ in range(len(buckets) + 1)]
+    place = {parameter: bucket.index() for bucket in buckets for parameter in bucket.slots}
+    for group in optimizer.param_groups if optimizer is not None else ():
+        inside: list[list[nn.Parameter]] = [[] for _ in parts]
+        for parameter in group["params"]:
+            if parameter in place or parameter.grad is not None:
+                inside[place.get(parameter, -1)].append(parameter)
+        for part, parameters in zip(parts, inside, strict=True):
+            if parameters:
+                part.append({**group, "params": parameters})
+    return parts
+
+
+def _step(optimizer: Optimizer | None, groups: list[dict[str, Any]]) -> None:
+    """Step on these param groups alone; the optimizer's own stay as they are."""
+    if optimizer is None or not groups:
+        return
+    whole, optimizer.param_groups = optimizer.param_groups, groups
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = whole
+
+
+register("data_parallel", "bucketed", BucketedDataParallel, memory=bucketed_peak, time=TimeBudget("ddp", 1.0))

@@ -15,10 +15,7 @@ from shardmark.registry import TimeBudget, register
 class FlatDataParallel(DataParallel):
     """Gradients of one dtype are copied into one tensor, communicated at once, and copied back."""
 
-    def finish_gradient_synchronization(self) -> None:
-        """Average all gradients over the ranks in one collective a dtype."""
-        if not self.synchronizing:
-            return
+    def _average(self) -> None:
         by_dtype = sorted(self.trainable, key=lambda p: str(p.dtype))
         for _, group in groupby(by_dtype, key=lambda p: p.dtype):
             parameters = list(group)

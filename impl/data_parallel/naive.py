@@ -12,10 +12,7 @@ from shardmark.registry import TimeBudget, register
 class NaiveDataParallel(DataParallel):
     """Nothing overlaps and every parameter pays a collective's latency."""
 
-    def finish_gradient_synchronization(self) -> None:
-        """Average each gradient over the ranks, one after the other."""
-        if not self.synchronizing:
-            return
+    def _average(self) -> None:
         for parameter in self.trainable:
             dist.all_reduce(gradient(parameter), group=self.process_group)
             gradient(parameter).div_(self.world_size)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from impl.accounting.data_parallel import overlapped_peak
-from impl.data_parallel.base import BACKWARD_TWICE, DataParallel, call_on_gradient, gradient
+from impl.data_parallel.base import BACKWARD_TWICE, DataParallel, gradient
 from shardmark.registry import TimeBudget, register
 
 
@@ -22,13 +22,8 @@ class OverlappedDataParallel(DataParallel):
         self._order = self.trainable[::-1]  # backward runs from the last layer to the first
         self._ready: set[nn.Parameter] = set()
         self._works: list[dist.Work] = []  # of the first len(_works) parameters in order
-        for parameter in self._order:
-            call_on_gradient(parameter, self._on_gradient)
 
-    def finish_gradient_synchronization(self) -> None:
-        """Launch what backward did not reach, wait for every all-reduce, and average."""
-        if not self.synchronizing:
-            return
+    def _average(self) -> None:
         while len(self._works) < len(self._order):
             self._launch_next()
         for parameter, work in zip(self._order, self._works, strict=True):
@@ -38,6 +33,7 @@ class OverlappedDataParallel(DataParallel):
         self._works.clear()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
+        super()._on_gradient(parameter)
         if not self.synchronizing:
             return
         if parameter in self._ready:
