@@ -7,11 +7,11 @@ import socket
 import struct
 
 _TCP_INFO_BYTES_SENT = 200
-"""Where `tcpi_bytes_sent` (Linux 4.19) lies in the kernel's struct tcp_info."""
+"""Where `tcpi_bytes_sent` and `tcpi_bytes_retrans` (Linux 4.19) lie in the kernel's struct tcp_info."""
 
 
 def tcp_bytes_sent() -> int:
-    """Of all connections that are open in this process, payload only; what is sent again counts again."""
+    """Of all connections that are open in this process; payload only, and once where it had to be sent again."""
     return sum(map(_bytes_sent, os.listdir("/proc/self/fd")))
 
 
@@ -21,6 +21,7 @@ def _bytes_sent(descriptor: str) -> int:
             return 0
         with socket.socket(fileno=os.dup(int(descriptor))) as connection:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            return struct.unpack_from("Q", info, _TCP_INFO_BYTES_SENT)[0]
+            sent, sent_again = struct.unpack_from("QQ", info, _TCP_INFO_BYTES_SENT)
+            return sent - sent_again
     except OSError:  # closed in the meantime, or no TCP
         return 0

@@ -75,7 +75,8 @@ class MessageCollectives(ABC):
 def flat(tensor: Tensor) -> Tensor:
     """A contiguous tensor's elements, one after the other, without its graph."""
     if not tensor.is_contiguous():
-        raise ValueError(f"collectives take contiguous tensors, not shape {tuple(tensor.shape)}, {tensor.stride()=}")
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        raise ValueError(f"collectives take contiguous tensors, not one of shape {shape} with strides {strides}")
     return tensor.detach().view(-1)
 
 
