@@ -16,7 +16,7 @@ from impl.attention import eager_attention
 from impl.model import SIZES, Transformer
 from perf.test_attention import AttentionPass
 from perf.test_data_parallel import DataParallelStep
-from shardmark.cases import MODES, STEP_MODES, AllReduceCase, AttentionCase, TrainingStepCase
+from shardmark.cases import MODES, STEP_MODES, AttentionCase, CollectiveCase, TrainingStepCase
 from shardmark.memory import Memory, meter
 from shardmark.passes import Plan, Rounds, measure
 from shardmark.registry import Implementation, family
@@ -183,5 +183,5 @@ def test_all_reduce_bytes_are_those_of_a_ring(ranks: int) -> None:
 
 def test_bus_bandwidth_is_that_of_nccls_tests() -> None:
     """1 GB in 10 ms on 8 ranks: 100 GB/s algorithm, 175 GB/s bus."""
-    assert bus_bandwidth(10**9, 0.01, 8) == pytest.approx(175e9)
-    assert AllReduceCase(1).bytes == 2**20
+    assert bus_bandwidth("all_reduce", 10**9, 0.01, 8) == pytest.approx(175e9)
+    assert CollectiveCase("all_reduce", 1).bytes == 2**20

@@ -96,7 +96,9 @@ class World:
         self._processes: list[Any] = []
         context = multiprocessing.get_context("forkserver")
         # Imported once in the server instead of once in every rank; test modules, which ranks import, need pytest.
-        context.set_forkserver_preload(["__main__", "torch", "torch.distributed", "shardmark.rank", "pytest"])
+        # torch.compile's front end is the most of what they import beyond torch: a second for each rank.
+        preload = ["__main__", "torch", "torch.distributed", "torch._dynamo", "shardmark.rank", "pytest"]
+        context.set_forkserver_preload(preload)
         try:
             for rank in range(size):
                 ours, theirs = context.Pipe()

@@ -66,12 +66,26 @@ def _check(target: Any, device: str) -> None:
 
 FAMILY = add_family(Family("collectives", Collectives, reference="backend", check=_check, memory=buffered_peak))
 
-from impl.collectives.library import Backend  # noqa: E402  (it registers in the family above)
+# They register in the family above.
+# isort: off
+from impl.collectives.library import Backend  # noqa: E402
+from impl.collectives.ring import Ring  # noqa: E402
+from impl.collectives.direct import Direct  # noqa: E402
+from impl.collectives.messages import count_bytes_sent  # noqa: E402
+# isort: on
+
+
+class OnGloo(Backend):
+    """Gloo's own all-reduce, and rings for the rest: Gloo reduce-scatters by an all-reduce, which is twice the bytes,
+    and holds a copy of the large tensor to scatter or gather it."""
+
+    reduce_scatter = Ring().reduce_scatter
+    all_gather = Ring().all_gather
 
 
 def collectives_for(group: dist.ProcessGroup | None = None) -> Collectives:
-    """The collectives that move the fewest bytes on that group's backend."""
-    return Backend()
+    """The collectives that move the fewest bytes on that group's backend, and need the least memory for it."""
+    return OnGloo() if dist.get_backend(group) == dist.Backend.GLOO else Backend()
 
 
-__all__ = ["Backend", "Collectives", "Work", "collectives_for"]
+__all__ = ["Backend", "Collectives", "Direct", "OnGloo", "Ring", "Work", "collectives_for", "count_bytes_sent"]

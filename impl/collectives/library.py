@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.accounting.collectives import in_place_peak
+from impl.accounting.collectives import backend_peak
 from impl.collectives import Work
 from shardmark.registry import register
 
@@ -33,4 +33,4 @@ class Backend:
         return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
 
 
-register("collectives", "backend", Backend, memory=in_place_peak)
+register("collectives", "backend", Backend, memory=backend_peak)

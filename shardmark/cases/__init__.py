@@ -2,7 +2,7 @@
 
 from shardmark.cases.attention import ATTENTION_HEADS, ATTENTION_LENGTHS, ATTENTION_MEMORY, MODES, AttentionCase
 from shardmark.cases.checkpointing import CHECKPOINTING
-from shardmark.cases.collectives import ALL_REDUCE, AllReduceCase
+from shardmark.cases.collectives import COLLECTIVE_SIZES, COLLECTIVES, LARGE_ALL_REDUCE, CollectiveCase
 from shardmark.cases.data_parallel import BUCKETS, DATA_PARALLEL
 from shardmark.cases.grid import MB, SCALES, Grid, Work
 from shardmark.cases.link import LINK, LINK_BUCKETS, LINK_BUCKETS_MB
@@ -21,7 +21,6 @@ from shardmark.cases.training_step import (
 )
 
 __all__ = [
-    "ALL_REDUCE",
     "ATTENTION_HEADS",
     "ATTENTION_LENGTHS",
     "ATTENTION_MEMORY",
@@ -29,10 +28,13 @@ __all__ = [
     "CHECKPOINTING",
     "CLIPPED_STEP",
     "CLIPPING",
+    "COLLECTIVES",
+    "COLLECTIVE_SIZES",
     "DATA_PARALLEL",
     "LINK",
     "LINK_BUCKETS",
     "LINK_BUCKETS_MB",
+    "LARGE_ALL_REDUCE",
     "LOSS",
     "MB",
     "MLP_LADDER",
@@ -47,8 +49,8 @@ __all__ = [
     "STEP_MODES",
     "STEP_TIMES",
     "STEP_WARMUPS",
-    "AllReduceCase",
     "AttentionCase",
+    "CollectiveCase",
     "Grid",
     "LossCase",
     "OptimizerCase",

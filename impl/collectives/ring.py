@@ -1,0 +1,45 @@
+"""Collectives around a ring: each rank sends to the next and receives from the one before, in n-1 steps or twice that.
+
+Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", JPDC 2009.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from impl.accounting.collectives import ring_peak
+from impl.collectives.base import MessageCollectives, requires_gloo
+from impl.collectives.messages import Peers, Steps
+from shardmark.registry import TimeBudget, register
+
+
+class Ring(MessageCollectives):
+    """No rank sends more than it must: (n-1)/n of the large tensor, twice that for an all-reduce."""
+
+    def reduce_rows(self, ranks: int) -> int:
+        """What is being passed on, beside what is being received."""
+        return min(2, ranks - 1)
+
+    def reduce_scatter_steps(self, peers: Peers, output: Tensor, parts: Sequence[Tensor], buffers: Tensor) -> Steps:
+        """The sum of each part grows on its way round, and comes to the part's own rank last."""
+        total = parts[peers.rank - 1]
+        for step in range(1, peers.size):
+            own = parts[peers.rank - 1 - step]
+            received = buffers[step % len(buffers)][: own.numel()]
+            yield [peers.send(total, to=peers.rank + 1), peers.receive(received, of=peers.rank - 1)]
+            total = torch.add(own, received, out=received if step < peers.size - 1 else output)
+        output.copy_(total)  # of a single rank: its own part
+
+    def all_gather_steps(self, peers: Peers, parts: Sequence[Tensor]) -> Steps:
+        """Each part is passed on until it comes to the rank before its own."""
+        for step in range(peers.size - 1):
+            yield [
+                peers.send(parts[(peers.rank - step) % peers.size], to=peers.rank + 1),
+                peers.receive(parts[(peers.rank - step - 1) % peers.size], of=peers.rank - 1),
+            ]
+
+
+register("collectives", "ring", Ring(), memory=ring_peak, time=TimeBudget("backend"), requires=(requires_gloo,))

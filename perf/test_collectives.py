@@ -1,0 +1,74 @@
+"""How fast is each collective, by size, and what does it put on the wire?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from impl.accounting.collectives import bus_bandwidth, bytes_sent
+from shardmark import cases
+from shardmark.cases import CollectiveCase, Work
+from shardmark.measure import Measure
+from shardmark.passes import Mark
+from shardmark.registry import Implementation
+from shardmark.world import World
+
+pytestmark = pytest.mark.question("How fast is each collective, by size?")
+
+
+class Collective:
+    """One collective of each rank's tensors: an all-reduce in place, the others out of place."""
+
+    def __init__(self, implementation: Implementation, case: CollectiveCase, device: str) -> None:
+        self.backend = dist.get_backend()
+        large, small = case.elements, case.elements // case.ranks
+        arguments = {"all_reduce": [large], "reduce_scatter": [small, large], "all_gather": [large, small]}
+        self.tensors = [torch.rand(elements, device=device) for elements in arguments[case.collective]]
+        self.collective = getattr(implementation.adapted, case.collective)
+
+    def prepare(self) -> None:
+        """Keep the values small however often they are summed."""
+        self.tensors[0].mul_(1 / dist.get_world_size())
+
+    def step(self, mark: Mark) -> None:
+        """One collective."""
+        self.collective(*self.tensors)
+
+
+def _measure(measure: Measure, implementation: Implementation, case: CollectiveCase, ranks: int) -> None:
+    if ranks == 1:
+        pytest.skip("one rank has nothing to communicate")
+    case = replace(case, ranks=ranks)
+    outputs = ranks * case.bytes // (ranks if case.collective == "reduce_scatter" else 1)
+    inputs = ranks * case.bytes // (ranks if case.collective == "all_gather" else 1)
+    measure(
+        Collective,
+        implementation,
+        case,
+        world_size=ranks,
+        work=Work(
+            flops=0 if case.collective == "all_gather" else (ranks - 1) * case.elements,
+            bytes_moved=inputs + outputs,
+            bytes_communicated=bytes_sent(case.collective, case.bytes, ranks),
+        ),
+        slack=1.02,
+        rates=lambda seconds: {
+            "algorithm_bandwidth": case.bytes / seconds,
+            "bus_bandwidth": bus_bandwidth(case.collective, case.bytes, seconds, ranks),
+        },
+    )
+
+
+@pytest.mark.family("collectives")
+@pytest.mark.cases(cases.COLLECTIVE_SIZES)
+def test_collective(implementation: Implementation, case: CollectiveCase, world: World, measure: Measure) -> None:
+    _measure(measure, implementation, case, world.size)
+
+
+@pytest.mark.family("collectives", only=("backend",))
+@pytest.mark.cases(cases.LARGE_ALL_REDUCE)
+def test_large_all_reduce(implementation: Implementation, case: CollectiveCase, world: World, measure: Measure) -> None:
+    _measure(measure, implementation, case, world.size)
