@@ -10,6 +10,11 @@ def all_reduce_bytes_sent(nbytes: int, ranks: int) -> int:
     return 2 * (ranks - 1) * nbytes // ranks
 
 
+def reduce_scatter_buffers(nbytes: int, ranks: int) -> int:
+    """Bytes that a reduce-scatter of `nbytes` holds until it is waited for: Gloo's all-reduces a copy."""
+    return nbytes
+
+
 def bus_bandwidth(nbytes: int, seconds: float, ranks: int) -> float:
     """Bytes a second across each link during an all-reduce, as NCCL's tests define it."""
     return nbytes / seconds * 2 * (ranks - 1) / ranks

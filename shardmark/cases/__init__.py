@@ -8,6 +8,7 @@ from shardmark.cases.grid import MB, SCALES, Grid, Work
 from shardmark.cases.loss import LOSS, LossCase
 from shardmark.cases.mlp_ladder import MLP_LADDER, MLP_RUNGS, Rung
 from shardmark.cases.optim import CLIPPED_STEP, CLIPPING, OPTIMIZER_STEP, OptimizerCase
+from shardmark.cases.sharded_optimizer import SHARDED_OPTIMIZER, ShardedStepCase
 from shardmark.cases.training_step import (
     STEP_COMPILED,
     STEP_GOALS,
@@ -36,6 +37,7 @@ __all__ = [
     "MODES",
     "OPTIMIZER_STEP",
     "SCALES",
+    "SHARDED_OPTIMIZER",
     "STEP_COMPILED",
     "STEP_GOALS",
     "STEP_KERNELS",
@@ -49,6 +51,7 @@ __all__ = [
     "LossCase",
     "OptimizerCase",
     "Rung",
+    "ShardedStepCase",
     "TrainingStepCase",
     "Work",
 ]
