@@ -18,6 +18,8 @@ from shardmark.cases import MB, ShardedStepCase, Work
 _FLOAT = 4
 BUCKET_MB = 5
 """Of gradients that are reduce-scattered together, and parameters that are gathered so."""
+_FACTOR = 8 + 4
+"""Bytes of the number that gradients are multiplied by on their way: as a float64, then as a float32."""
 IN_FLIGHT = 2
 """Reduce-scatters that are under way at once, each with buffers of its own."""
 
@@ -89,21 +91,29 @@ def sharded_peak(case: ShardedStepCase) -> int:
     """
     step = training_bytes(case)
     buckets = _buckets(case)
-    early = [bucket for bucket in buckets if bucket.last >= len(_counts(case)) - 2]  # of output projection and norm
+    head = [bucket for bucket in buckets if bucket.last >= len(_counts(case)) - 2]  # output projection, final norm
+    filled = [bucket for bucket in head if bucket.first >= len(_counts(case)) - 2]
+    begun = buckets if buckets[-1].last > 0 else buckets[:-1]  # before the embedding's gradient comes
     logits = _FLOAT * case.tokens * SIZES[case.model].vocab
-    feed_forward = step.peak_at_feed_forward - step.before_feed_forward + _flat_bytes(case, early)
-    before_embedding = step.peak_at_embedding - step.parameters + step.embedding
-    gradients = _flat_bytes(case, buckets)
+    feed_forward = step.peak_at_feed_forward - step.before_feed_forward
+    flat = _flat_bytes(case, buckets)
+    after_backward, before_embedding = step.after_backward + _FLOAT, step.peak_at_embedding + step.embedding
     moments = (
         step.peak_at_loss,
         step.peak_at_output,
-        step.peak_at_output - logits + _flat_bytes(case, early[:1]),
-        feed_forward + _reducing(case, early[:1]),
-        before_embedding + gradients + _reducing(case, buckets[:-1]),
-        step.after_backward - step.parameters + gradients + _reducing(case, buckets),
+        step.after_forward - logits + _flat_bytes(case, head[:1]) + _copied(case, buckets[0]) + _FACTOR,
+        feed_forward + _flat_bytes(case, head) + _reducing(case, filled),
+        before_embedding - step.parameters + _flat_bytes(case, begun) + _reducing(case, buckets[:-1]),
+        after_backward - step.parameters + flat + _copied(case, buckets[-1]) + _FACTOR + _reducing(case, buckets[:-1]),
+        after_backward - step.parameters + flat + _reducing(case, buckets),
     )
     ours = max((sharded_bytes(case, rank) for rank in range(case.ranks)), key=lambda rank: rank.optimizer_state)
     return max(moments) - step.parameters + ours.parameters - step.optimizer_state + ours.optimizer_state
+
+
+def _copied(case: ShardedStepCase, bucket: _Bucket) -> int:
+    """Bytes of a gradient as large as the embedding's while it is copied; one that fills its bucket is not."""
+    return 0 if bucket.counts == [case.ranks * bucket.slice] else training_bytes(case).embedding
 
 
 def _reducing(case: ShardedStepCase, buckets: list[_Bucket]) -> int:

@@ -88,17 +88,24 @@ class Bucket:
 
     def take(self, parameter: nn.Parameter) -> None:
         """Move the parameter's gradient, a part of the average, into its slot, where it stays."""
+        grad, scale = parameter.grad, 1 / self.ranks  # so that sums are averages
+        if grad is not None and grad.numel() == self.flat.numel() and grad.is_contiguous():
+            self.gradients = grad.mul_(scale).view(-1)  # it has the bucket for itself, and needs no copy
+        else:
+            slot = self._slot(parameter)
+            if grad is None:
+                slot.zero_()  # this rank's loss did not reach it
+            else:
+                torch.mul(grad, scale, out=slot)
+            parameter.grad = slot
+        self.missing.discard(parameter)
+
+    def _slot(self, parameter: nn.Parameter) -> Tensor:
         if self.gradients is None:
             self.gradients = torch.empty_like(self.flat)
             self.gradients[sum(self.sizes) :].zero_()
             self._slots = self.slots(self.gradients)
-        slot = self._slots[parameter]
-        if parameter.grad is None:
-            slot.zero_()  # this rank's loss did not reach it
-        else:
-            torch.mul(parameter.grad, 1 / self.ranks, out=slot)  # so that sums are averages
-        parameter.grad = slot
-        self.missing.discard(parameter)
+        return self._slots[parameter]
 
     def reduce(self) -> None:
         """Begin the reduce-scatter."""
