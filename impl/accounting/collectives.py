@@ -76,6 +76,11 @@ def buffer_bytes(part: int, itemsize: int, rows: int) -> int:
     return min(IN_FLIGHT, segments) * rows * -(-part // segments) * itemsize
 
 
+def reduce_scatter_buffers(nbytes: int, ranks: int, itemsize: int = 4) -> int:
+    """Bytes that a ring's reduce-scatter of `nbytes` holds until it is waited for."""
+    return buffer_bytes(nbytes // itemsize // ranks, itemsize, ring_rows("reduce_scatter", ranks))
+
+
 def ring_rows(collective: str, ranks: int) -> int:
     """Buffers of a segment: none to gather; to reduce, what was just received beside what is being passed on."""
     return 0 if collective == "all_gather" else min(2, ranks - 1)

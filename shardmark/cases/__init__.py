@@ -9,6 +9,7 @@ from shardmark.cases.link import LINK, LINK_BUCKETS, LINK_BUCKETS_MB
 from shardmark.cases.loss import LOSS, LossCase
 from shardmark.cases.mlp_ladder import MLP_LADDER, MLP_RUNGS, Rung
 from shardmark.cases.optim import CLIPPED_STEP, CLIPPING, OPTIMIZER_STEP, OptimizerCase
+from shardmark.cases.sharded_optimizer import SHARDED_OPTIMIZER, ShardedStepCase
 from shardmark.cases.training_step import (
     STEP_COMPILED,
     STEP_GOALS,
@@ -42,6 +43,7 @@ __all__ = [
     "MODES",
     "OPTIMIZER_STEP",
     "SCALES",
+    "SHARDED_OPTIMIZER",
     "STEP_COMPILED",
     "STEP_GOALS",
     "STEP_KERNELS",
@@ -55,6 +57,7 @@ __all__ = [
     "LossCase",
     "OptimizerCase",
     "Rung",
+    "ShardedStepCase",
     "TrainingStepCase",
     "Work",
 ]

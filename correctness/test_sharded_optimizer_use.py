@@ -1,0 +1,324 @@
+"""What people do around our sharded optimizer, such as clipping, closures, mixed dtypes; and what they get wrong."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from impl.optim import AdamW, TorchFused
+from impl.sharded_optimizer import ShardedOptimizer
+from shardmark.world import RankError, World
+
+Adam = torch.optim.Adam
+
+
+def raised(call: Callable[[], Any]) -> str:
+    """What it raises: its type, and its message."""
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def parameters(device: str, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
+    """The same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)) for shape in shapes
+    ]
+
+
+def set_gradients(params: list[nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
+
+
+SHAPES = ((3, 5), (), (0, 4), (101,), (1,), (7, 1, 3))
+
+
+def step_mixed(device: str, master_weights: bool) -> list[list[Tensor]]:
+    """Parameters of three dtypes after three steps with each half of the state saved and loaded, and whole."""
+    results = []
+    for sharded in (True, False):
+        params = [
+            p for d in (torch.float64, torch.bfloat16, torch.float32) for p in parameters(device, *SHAPES, dtype=d)
+        ]
+        options: dict[str, Any] = {"lr": 0.1, "master_weights": master_weights}
+
+        def make(params: list[nn.Parameter] = params, options: Any = options, sharded: bool = sharded) -> Any:
+            return ShardedOptimizer(params, AdamW, **options) if sharded else AdamW(params, **options)
+
+        optimizer = make()
+        for step in range(4):
+            if step == 2:
+                saved = optimizer.state_dict()
+                optimizer = make()
+                optimizer.load_state_dict(saved)
+            set_gradients(params, step)
+            optimizer.step()
+        results.append([p.detach().cpu() for p in params])
+    return results
+
+
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_parameters_of_several_dtypes_and_odd_sizes_are_to_the_bit_those_without_sharding(
+    worlds: Callable[[int], World], master_weights: bool, device: str
+) -> None:
+    for ranks in (2, 3):
+        for found, expected in worlds(ranks).run(step_mixed, device, master_weights):
+            for x, y in zip(found, expected, strict=True):
+                assert torch.equal(x, y)
+
+
+def start(device: str) -> list[Tensor]:
+    """Trainable parameters, each rank's own before, and once the optimizer is made."""
+    p = nn.Parameter(torch.full((5,), float(dist.get_rank() + 1), device=device))
+    ShardedOptimizer([p], Adam)
+    return p.detach().cpu()
+
+
+def test_ranks_start_from_rank_0s_parameters(world: World, device: str) -> None:
+    assert all(torch.equal(found, torch.ones(5)) for found in world.run(start, device))
+
+
+def clip(device: str, averages: bool) -> tuple[float, float, list[Tensor], list[Tensor]]:
+    """Norms and parameters, of clipping here and of torch's on the average gradients."""
+    norms, found = [], []
+    for sharded in (True, False):
+        params = parameters(device, *SHAPES)
+        x = torch.arange(1, dist.get_world_size() + 1, dtype=torch.float64, device=device)
+        optimizer: Any = (
+            ShardedOptimizer(params, torch.optim.SGD, lr=1.0, average_gradients=averages)
+            if sharded
+            else torch.optim.SGD(params, lr=1.0)
+        )
+        mine = x[dist.get_rank()] if sharded and averages else x.mean()
+        (mine * sum(p.square().sum() for p in params)).backward()
+        clip = optimizer.clip_grad_norm_ if sharded else lambda n, params=params: nn.utils.clip_grad_norm_(params, n)
+        norms.append(clip(0.5).item())
+        optimizer.step()
+        found.append([p.detach().cpu() for p in params])
+    return norms[0], norms[1], found[0], found[1]
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_clipping_is_torchs_on_the_average_gradients(world: World, averages: bool, device: str) -> None:
+    for norm, expected_norm, found, expected in world.run(clip, device, averages):
+        assert norm == pytest.approx(expected_norm, rel=1e-12) and norm > 1
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def use_closure(device: str) -> tuple[float, list[float]]:
+    (p,) = parameters(device, (3,))
+    optimizer = ShardedOptimizer([p], torch.optim.SGD, lr=0.25, average_gradients=True)
+    before = p.detach().clone()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    torch.testing.assert_close(p.detach(), before / 2)
+    return loss.item(), before.tolist()
+
+
+def test_a_closure_is_called_once_and_its_loss_returned(world: World, device: str) -> None:
+    for loss, before in world.run(use_closure, device):
+        assert loss == pytest.approx(sum(x * x for x in before))
+
+
+def learn_order(device: str) -> tuple[list[int], list[int]]:
+    """Sizes of the buckets in the order of their reduce-scatters, before and after the first step."""
+    params = parameters(device, (3,), (5,), (7,))
+    optimizer = ShardedOptimizer(
+        [{"params": [params[1]]}, {"params": params[::2]}], Adam, average_gradients=True, bucket_mb=1e-6
+    )
+    orders = []
+    for _ in range(2):
+        orders.append([bucket.parameters[0].numel() for bucket in optimizer._buckets])
+        x = torch.ones((), dtype=torch.float64, device=device)
+        for p in params:
+            x = (x * p).sum()
+        x.backward()
+        optimizer.step()
+    return orders[0], orders[1]
+
+
+def test_buckets_are_reduced_in_the_order_in_which_backward_fills_them(world: World, device: str) -> None:
+    assert set(map(str, world.run(learn_order, device))) == {"([5, 7, 3], [7, 5, 3])"}
+
+
+class Peeking(nn.Module):
+    """Reads its child's weight itself."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.child = nn.Linear(3, 3, bias=False, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.child.weight)
+
+
+def overlap(device: str) -> list[str]:
+    """Whether all-gathers are under way after a step, and after what waits for them; and what peeking raises."""
+    model, x = nn.Linear(3, 3, device=device), torch.ones(3, device=device)
+    optimizer = ShardedOptimizer(model.parameters(), Adam, average_gradients=True, module=model)
+    under_way = []
+    for wait in (lambda: model(x), model.state_dict, optimizer.finish_parameter_synchronization):
+        model(x).sum().backward()
+        optimizer.step()
+        for after in (lambda: None, wait):
+            after()
+            under_way.append(str(any(bucket.gathering for bucket in optimizer._buckets)))
+    peeking = Peeking(device)
+    early = ShardedOptimizer(peeking.parameters(), Adam, module=peeking)
+    peeking(x).sum().backward()
+    for p in peeking.parameters():
+        dist.all_reduce(p.grad)
+    early.step()
+    return [*under_way, raised(lambda: peeking(x).sum().backward())]
+
+
+def test_forward_and_state_dict_wait_for_parameters_and_peeking_is_an_error(world: World, device: str) -> None:
+    for *under_way, peeked in world.run(overlap, device):
+        assert under_way == ["True", "False"] * 3
+        assert peeked.startswith("RuntimeError: a parameter of shape (3, 3) was used outside of its own module's")
+
+
+def let_go(device: str) -> bool:
+    model = nn.Linear(2, 2).to(device)
+    optimizer = ShardedOptimizer(model.parameters(), Adam, average_gradients=True, module=model)
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    optimizer.step()
+    weight = weakref.ref(model.weight)
+    del model, optimizer
+    gc.collect()
+    return weight() is None
+
+
+def test_an_optimizer_that_is_let_go_frees_its_parameters(world: World, device: str) -> None:
+    assert all(world.run(let_go, device))
+
+
+def faults(device: str) -> dict[str, str]:
+    """What each of a user's faults raises on this rank."""
+    rank, last = dist.get_rank(), dist.get_rank() == dist.get_world_size() - 1
+    p, q = parameters(device, (4,), (2, 2))
+    p.grad = torch.full_like(p, rank + 1.0)
+    found = {"not averaged": raised(ShardedOptimizer([p], Adam).step)}
+    p.grad = None if last else torch.ones_like(p)
+    found["missing on one"] = raised(ShardedOptimizer([p], Adam).step)
+    p.grad = None
+
+    for what, mine in {"shape": parameters(device, (5,))[0], "number": None}.items():
+        params = [q, p] if not last else [q, mine] if mine is not None else [q]
+        found[what] = raised(lambda params=params: ShardedOptimizer(params, Adam))
+
+    embedding = nn.Embedding(4, 2, sparse=True).to(device)
+    optimizer = ShardedOptimizer(embedding.parameters(), Adam, average_gradients=True)
+    tokens = torch.ones(1, dtype=torch.int64, device=device)
+    found["sparse"] = raised(lambda: embedding(tokens).sum().backward())
+
+    optimizer = ShardedOptimizer([q], Adam, average_gradients=True)
+    found["twice"] = raised(lambda: [q.sum().backward() for _ in range(2)])
+    optimizer.zero_grad()
+    found["thrown away"] = raised(lambda: q.sum().backward())
+    optimizer.step()
+
+    model = nn.Linear(2, 2).to(device)
+    optimizer = ShardedOptimizer(model.parameters(), Adam)
+    model.double()
+    found["moved"] = raised(optimizer.step)
+    frozen = nn.Parameter(torch.ones(2, device=device), requires_grad=False)
+    optimizer = ShardedOptimizer([nn.Parameter(torch.ones(2, device=device)), frozen], Adam)
+    frozen.requires_grad_().sum().backward()
+    found["thawed"] = raised(optimizer.step)
+    return found
+
+
+def test_faults_are_one_line_on_every_rank(pair: World, device: str) -> None:
+    says = {
+        "not averaged": "RuntimeError: the ranks' gradients differ (rank 0 has 1 of norm 2; rank 1 has 1 of norm 4): "
+        "average them before step(), or make the optimizer with average_gradients=True",
+        "missing on one": "RuntimeError: the ranks' gradients differ (rank 0 has 1 of norm 2; rank 1 has 0 of norm 0)",
+        "shape": "ValueError: the ranks' parameters differ at index 1: (4,) of torch.float64, trainable on rank 0, "
+        "(5,) of torch.float64, trainable on rank 1",
+        "number": "ValueError: the ranks' parameters differ: 2 parameters on rank 0, 1 on rank 1",
+        "sparse": "ValueError: gradients must be dense, and that of a parameter of shape (4, 2) is torch.sparse_coo",
+        "twice": "RuntimeError: backward ran twice before step(); run all but the last in no_sync()",
+        "thrown away": "nothing",
+        "moved": "RuntimeError: a parameter of shape (2,) is no longer where the optimizer keeps it",
+        "thawed": "RuntimeError: a parameter of shape (2,) has a gradient, and was frozen when the optimizer was made",
+    }
+    for found in pair.run(faults, device):
+        assert list(found) == list(says)
+        for fault, line in found.items():
+            assert line.startswith(says[fault]) and "\n" not in line, fault
+
+
+def load_wrong(device: str) -> tuple[list[str], bool]:
+    """What loading another model's state raises, and whether the optimizer is as it was."""
+    params = parameters(device, (4,), (2, 3))
+    optimizer = ShardedOptimizer(params, Adam, lr=0.5)
+    set_gradients(params, 0)
+    optimizer.step()
+    good = optimizer.state_dict()
+    others = [
+        good | {"state": good["state"] | {1: good["state"][1] | {"exp_avg": torch.ones(3, 2)}}},
+        good | {"param_groups": [good["param_groups"][0] | {"params": [0], "lr": 0.1}]},
+        {"model": {}},
+    ]
+    lines = [raised(lambda other=other: optimizer.load_state_dict(other)) for other in others]
+    after = optimizer.state_dict()
+    same = all(torch.equal(after["state"][i][name], value) for i in (0, 1) for name, value in good["state"][i].items())
+    return lines, same and after["param_groups"] == good["param_groups"]
+
+
+def test_another_models_state_is_one_line_and_nothing_is_loaded(world: World, device: str) -> None:
+    for lines, unchanged in world.run(load_wrong, device):
+        another = "ValueError: the state is of another model: "
+        assert lines[0] == another + "'exp_avg' of parameter 1 has shape (3, 2), and the parameter (2, 3)"
+        assert lines[1] == another + "its groups have [1] parameters, the optimizer's [2]"
+        assert lines[2] == "ValueError: this is no optimizer's state: it has no 'state', but ['model']"
+        assert unchanged
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "says"),
+    [
+        (torch.optim.Adafactor, {}, "Adafactor needs more than one rank's elements"),
+        (torch.optim.LBFGS, {}, "LBFGS needs more"),
+        (TorchFused, {"bucket_mb": 0}, "bucket_mb is a positive number of megabytes, not 0"),
+        (AdamW, {"max_grad_norm": 1.0}, "max_grad_norm needs more"),
+    ],
+)
+def test_what_cannot_be_sharded_is_an_error(
+    optimizer: type[torch.optim.Optimizer], options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        ShardedOptimizer([nn.Parameter(torch.ones(1))], optimizer, **options)
+
+
+def step_more_than_others(device: str) -> None:
+    (p,) = parameters(device, (4,))
+    optimizer = ShardedOptimizer([p], Adam, average_gradients=True)
+    for _ in range(2 + dist.get_rank()):
+        p.sum().backward()
+        optimizer.step()
+
+
+def test_ranks_that_step_a_different_number_of_times_are_told_by_their_stacks(pair: World, device: str) -> None:
+    with pytest.raises(RankError, match=r"step_more_than_others"):
+        pair.run(step_more_than_others, device, deadline=2)

@@ -1,0 +1,75 @@
+"""What a user can get wrong around a sharded optimizer, each an error of one line, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from impl.collectives import Collectives
+
+NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+"""torch's optimizers whose update of an element depends on the others of its parameter."""
+
+
+def check_elementwise(optimizer_cls: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
+    """ValueError for an optimizer that is known to need more than a part of a parameter."""
+    clips = defaults.get("max_grad_norm") is not None
+    if clips or optimizer_cls.__name__ in NOT_ELEMENTWISE:
+        what = "max_grad_norm" if clips else optimizer_cls.__name__
+        raise ValueError(f"{what} needs more than one rank's elements of each parameter, so it cannot be sharded")
+
+
+def check_same_group(group: dict[str, Any], process_group: dist.ProcessGroup) -> None:
+    """ValueError where the ranks' parameters differ in number, shape, dtype or in being trainable."""
+    mine = [f"{tuple(p.shape)} of {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}" for p in group["params"]]
+    everyone: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, mine, group=process_group)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            i = next((i for i, pair in enumerate(zip(everyone[0], theirs, strict=False)) if pair[0] != pair[1]), None)
+            if i is None:
+                counts = f"{len(everyone[0])} parameters on rank 0, {len(theirs)} on rank {rank}"
+                raise ValueError(f"the ranks' parameters differ: {counts}")
+            raise ValueError(
+                f"the ranks' parameters differ at index {i}: {everyone[0][i]} on rank 0, {theirs[i]} on rank {rank}"
+            )
+
+
+def check_dense(parameter: nn.Parameter) -> None:
+    """ValueError for a sparse gradient."""
+    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+        raise ValueError(
+            f"gradients must be dense, and that of a parameter of shape {tuple(parameter.shape)} is "
+            f"{parameter.grad.layout}: make its embedding without sparse=True"
+        )
+
+
+def check_averaged(
+    parameters: Iterable[nn.Parameter], process_group: dist.ProcessGroup, collectives: Collectives
+) -> None:
+    """RuntimeError on every rank where the ranks' gradients are not the same: nobody averaged them.
+
+    Reads each gradient once; the ranks exchange how many there are, and their norm.
+    """
+    grads = [p.grad for p in parameters if p.grad is not None]
+    mine = torch.zeros(2, dtype=torch.float64, device=grads[0].device if grads else None)
+    if grads:
+        mine[0] = len(grads)
+        mine[1] = total_norm(grads)
+    everyone = mine.new_empty(dist.get_world_size(process_group), 2)
+    collectives.all_gather(everyone.flatten(), mine, process_group)
+    if not torch.allclose(everyone, everyone[0], rtol=1e-6, atol=0, equal_nan=True):
+        says = "; ".join(f"rank {r} has {int(n)} of norm {norm:.6g}" for r, (n, norm) in enumerate(everyone.tolist()))
+        raise RuntimeError(
+            f"the ranks' gradients differ ({says}): average them before step(), or make the optimizer with "
+            "average_gradients=True"
+        )
+
+
+def total_norm(grads: list[Tensor]) -> Tensor:
+    """The norm of all of them together, in float64."""
+    return torch.stack([norm.double() for norm in torch._foreach_norm(grads)]).norm()

@@ -1,0 +1,56 @@
+"""Updated parameters arrive while forward runs: each submodule waits for its own, just before it reads them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from impl.sharded_optimizer.shards import Bucket
+
+
+class ForwardOverlap:
+    """Hooks on `module` and its submodules; they keep nothing alive, and do nothing once `self` is gone.
+
+    What of the parameters is still to come when the module's forward ends was not read by its own submodule;
+    `read_too_early` tells whether something else, such as its parent, has read it all the same.
+    """
+
+    def __init__(self, module: nn.Module, bucket_of: Mapping[nn.Parameter, Bucket]) -> None:
+        self._bucket_of = bucket_of
+        self._late: set[Bucket] = set()
+        weak = weakref.ref(self)
+
+        def wait_for_own(submodule: nn.Module, args: Any) -> None:
+            if (alive := weak()) is not None:
+                alive._wait(submodule)
+
+        def wait_for_rest(*_: Any, forward: bool = False) -> None:
+            if (alive := weak()) is not None:
+                alive._wait_for_rest(forward)
+
+        for submodule in module.modules():
+            if next(submodule.parameters(recurse=False), None) is not None:
+                submodule.register_forward_pre_hook(wait_for_own)
+        module.register_forward_hook(partial(wait_for_rest, forward=True))
+        module.register_state_dict_pre_hook(wait_for_rest)
+        module.register_load_state_dict_pre_hook(wait_for_rest)
+
+    def read_too_early(self, parameter: nn.Parameter) -> bool:
+        """Whether the last forward read the parameter, as its gradient shows, and had not waited for it."""
+        return self._bucket_of[parameter] in self._late
+
+    def _wait(self, submodule: nn.Module) -> None:
+        for parameter in submodule.parameters(recurse=False):
+            if (bucket := self._bucket_of.get(parameter)) is not None:
+                bucket.finish_gathering()
+
+    def _wait_for_rest(self, forward: bool) -> None:
+        rest = {bucket for bucket in self._bucket_of.values() if bucket.gathering}
+        for bucket in rest:
+            bucket.finish_gathering()
+        if forward:
+            self._late = rest

@@ -1,0 +1,116 @@
+"""Optimizer state between this rank's segments and whole parameters, so that it fits any number of ranks, and torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from impl.collectives import Collectives
+from impl.sharded_optimizer.shards import Bucket, Segment
+
+State = dict[str, Any]
+"""One parameter's: tensors of its shape, and values that all of its elements share, such as a step count."""
+
+
+def gather_state(
+    buckets: Sequence[Bucket], state: Mapping[Tensor, State], group: dist.ProcessGroup, collectives: Collectives
+) -> dict[nn.Parameter, State]:
+    """Every rank's part of the state put together, on every rank; parameters without state are left out.
+
+    ValueError for state that is neither of a segment's shape nor a single value.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, [_shared(bucket, state) for bucket in buckets], group=group)
+    gathered: dict[nn.Parameter, State] = {}
+    for i, bucket in enumerate(buckets):
+        shared: dict[int, State] = {}  # by the parameter's place in the bucket
+        for rank in everyone:
+            shared |= rank[i]
+        dtypes = {name: dtype for values in shared.values() for name, dtype in values.items() if _is_dtype(dtype)}
+        whole = {name: _whole(bucket, name, dtypes[name], state, group, collectives) for name in sorted(dtypes)}
+        for place, values in sorted(shared.items()):
+            p = bucket.parameters[place]
+            gathered[p] = {k: whole[k][p].clone() if _is_dtype(value) else value for k, value in values.items()}
+    return gathered
+
+
+def split_state(loaded: Mapping[int, State], segment: Segment, index: int) -> State:
+    """Of the whole state, what belongs to that segment of the parameter at `index`; tensors are copied."""
+    parts = {}
+    for name, value in loaded.get(index, {}).items():
+        if is_elementwise(name, value, segment.parameter):
+            value = value.reshape(-1)[segment.start : segment.stop]
+        parts[name] = value.clone() if isinstance(value, Tensor) else value
+    return parts
+
+
+def check_state(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """ValueError, in one line, where the state is not of these param groups."""
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"this is no optimizer's state: it has no {key!r}, but {sorted(map(str, state_dict))}")
+    theirs, ours = ([len(group["params"]) for group in g] for g in (state_dict["param_groups"], groups))
+    if theirs != ours:
+        raise ValueError(f"the state is of another model: its groups have {theirs} parameters, the optimizer's {ours}")
+    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+    params = [p for group in groups for p in group["params"]]
+    for i, p in zip(ids, params, strict=True):
+        for name, value in state_dict["state"].get(i, {}).items():
+            if isinstance(value, Tensor) and value.shape != p.shape and value.numel() != 1:
+                raise ValueError(
+                    f"the state is of another model: {name!r} of parameter {i} has shape {tuple(value.shape)}, "
+                    f"and the parameter {tuple(p.shape)}"
+                )
+
+
+def is_elementwise(name: str, value: Any, parameter: Tensor) -> bool:
+    """Whether that state of a whole parameter has a value for each of its elements."""
+    return isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"
+
+
+def _shared(bucket: Bucket, state: Mapping[Tensor, State]) -> dict[int, State]:
+    """State of this rank's segments by place: values that all elements share, and for tensors their dtype alone."""
+    places = {p: place for place, p in enumerate(bucket.parameters)}
+    described: dict[int, State] = {}
+    for segment in bucket.segments:
+        for name, value in state.get(segment.shard, {}).items():
+            entry = described.setdefault(places[segment.parameter], {})
+            if isinstance(value, Tensor) and value.shape == segment.shard.shape:
+                entry[name] = value.dtype
+            elif isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(
+                    f"state {name!r} has shape {tuple(value.shape)} where the shard has {tuple(segment.shard.shape)}: "
+                    "the optimizer does not treat each element by itself, so its state cannot be put together"
+                )
+            else:
+                entry[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    return described
+
+
+def _whole(
+    bucket: Bucket,
+    name: str,
+    dtype: torch.dtype,
+    state: Mapping[Tensor, State],
+    group: dist.ProcessGroup,
+    collectives: Collectives,
+) -> dict[nn.Parameter, Tensor]:
+    """One kind of state of a whole bucket, by parameter."""
+    own = torch.zeros(bucket.size, dtype=dtype, device=bucket.flat.device)
+    begin = 0
+    for segment in bucket.segments:
+        part = own[begin : begin + segment.shard.numel()]
+        if name in state.get(segment.shard, {}):
+            part.copy_(state[segment.shard][name])
+        begin += segment.shard.numel()
+    whole = torch.empty(bucket.flat.shape, dtype=dtype, device=own.device)
+    collectives.all_gather(whole, own, group)
+    return bucket.slots(whole)
+
+
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, torch.dtype)
