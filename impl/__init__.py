@@ -1,5 +1,15 @@
 """What is measured: one folder per family, one file per implementation, registered where it is defined."""
 
-from impl import attention, checkpointing, collectives, data_parallel, loss, model, optim, training_step
+from impl import attention, checkpointing, collectives, data_parallel, fsdp, loss, model, optim, training_step
 
-__all__ = ["attention", "checkpointing", "collectives", "data_parallel", "loss", "model", "optim", "training_step"]
+__all__ = [
+    "attention",
+    "checkpointing",
+    "collectives",
+    "data_parallel",
+    "fsdp",
+    "loss",
+    "model",
+    "optim",
+    "training_step",
+]
