@@ -32,10 +32,10 @@ def _wrap(implementation: Implementation, module: nn.Module, **options: Any) -> 
     return implementation.adapted(module, **{k: v for k, v in options.items() if implementation.accepts(k)})
 
 
-def full_state(model: Any) -> dict[str, Tensor]:
-    """The whole state by the names of the unwrapped module, on the CPU."""
-    full = model.gather_full_parameters() | dict(model.module.named_buffers())
-    return {name: full[name].cpu() for name in model.module.state_dict()}
+def full_state(model: Any, module: nn.Module) -> dict[str, Tensor]:
+    """The whole state as the unwrapped `module` would have it, on the CPU; buffers as they are there."""
+    full = dict(module.named_buffers()) | model.gather_full_parameters()
+    return {name: full[name].cpu() for name in module.state_dict()}
 
 
 def train_on_rank(
@@ -56,7 +56,7 @@ def train_on_rank(
         loss(model, x, y).backward()
         model.finish_gradient_synchronization()
         optimizer.step()
-    return full_state(model)
+    return full_state(model, module(name, 0, device))
 
 
 @pytest.mark.parametrize("wrap", WRAPS)

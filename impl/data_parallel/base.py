@@ -43,9 +43,7 @@ class DataParallel(PlainStateDict):
         self.synchronizing = True  # False inside no_sync
         self.trainable = [p for p in module.parameters() if p.requires_grad]  # a tied parameter comes once
         check_same_module(module, self.process_group)
-        with torch.no_grad():
-            for tensor in chain(module.parameters(), module.buffers()):
-                dist.broadcast(tensor, group=self.process_group, group_src=0)
+        broadcast_state(module, self.process_group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
@@ -83,6 +81,13 @@ def check_same_module(module: nn.Module, process_group: dist.ProcessGroup | None
             raise ValueError(f"the ranks' modules differ at {name!r}: {here} on rank 0, {there} on rank {rank}")
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no trainable parameters, so there is no gradient to average")
+
+
+@torch.no_grad()
+def broadcast_state(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
+    """Give every rank rank 0's parameters and buffers."""
+    for tensor in chain(module.parameters(), module.buffers()):
+        dist.broadcast(tensor, group=process_group, group_src=0)
 
 
 def _first_difference(mine: list[tuple[str, str]], theirs: list[tuple[str, str]]) -> tuple[str, str, str]:

@@ -66,12 +66,21 @@ def _check(target: Any, device: str) -> None:
             raise RegistryError(f"it has no method {method}()")
 
 
-FAMILY = add_family(Family("fsdp", FullySharded, reference="sharded", check=_check))
+FAMILY = add_family(Family("fsdp", FullySharded, reference="sharded_plain", check=_check))
 
 # They register in the family above, as every list and table has them.
 # isort: off
 from impl.fsdp.sharded import FullyShardedDataParallel  # noqa: E402
+from impl.fsdp.library import TorchFSDP1, TorchFSDP2  # noqa: E402
 from impl.fsdp.wrapping import by_size, by_type, whole  # noqa: E402
 # isort: on
 
-__all__ = ["FullySharded", "FullyShardedDataParallel", "by_size", "by_type", "whole"]
+__all__ = [
+    "FullySharded",
+    "FullyShardedDataParallel",
+    "TorchFSDP1",
+    "TorchFSDP2",
+    "by_size",
+    "by_type",
+    "whole",
+]

@@ -269,4 +269,6 @@ def _refuse_unsynchronized_steps(model: FullyShardedDataParallel) -> None:
     weakref.finalize(model, handle.remove)
 
 
+register("fsdp", "sharded_plain", partial(FullyShardedDataParallel, forward_prefetch=0, backward_prefetch=0))
 register("fsdp", "sharded", FullyShardedDataParallel)
+register("fsdp", "sharded_kept", partial(FullyShardedDataParallel, reshard_after_forward=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,31 +36,48 @@ def split(module: nn.Module, wrap: Policy, sharding: Sharding) -> list[Unit]:
     return units
 
 
+def shared_between(module: nn.Module, roots: list[nn.Module]) -> str | None:
+    """The name of a parameter that modules of several units share."""
+    owners = _innermost(module, roots)
+    names = {p: name for name, p in module.named_parameters()}
+    return next((names[p] for p, parts in _users(owners).items() if len({owners[part] for part in parts}) > 1), None)
+
+
 def _owners(module: nn.Module, roots: list[nn.Module]) -> dict[nn.Module, nn.Module]:
     """The unit of each module within: the innermost around it, or the whole, where several share its parameters."""
-    owners: dict[nn.Module, nn.Module] = {}
-
-    def own(part: nn.Module, root: nn.Module) -> None:
-        root = part if part in roots else root
-        if part in owners:
-            return
-        owners[part] = root
-        for child in part.children():
-            own(child, root)
-
-    own(module, module)
-    users: dict[nn.Parameter, list[nn.Module]] = {}
-    for part in owners:
-        for parameter in part.parameters(recurse=False):
-            users.setdefault(parameter, []).append(part)
+    owners = _innermost(module, roots)
     moved = True
     while moved:  # a module that moves takes its other parameters along, which others may share
         moved = False
-        for parts in users.values():
+        for parts in _users(owners).values():
             if len({owners[part] for part in parts}) > 1:
                 owners |= dict.fromkeys(parts, module)
                 moved = True
     return owners
+
+
+def _innermost(module: nn.Module, roots: list[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """The innermost unit around each module within."""
+    owners: dict[nn.Module, nn.Module] = {}
+
+    def own(part: nn.Module, root: nn.Module) -> None:
+        if part in owners:
+            return
+        owners[part] = root = part if part in roots else root
+        for child in part.children():
+            own(child, root)
+
+    own(module, module)
+    return owners
+
+
+def _users(parts: Iterable[nn.Module]) -> dict[nn.Parameter, list[nn.Module]]:
+    """Each parameter's own modules."""
+    users: dict[nn.Parameter, list[nn.Module]] = {}
+    for part in parts:
+        for parameter in part.parameters(recurse=False):
+            users.setdefault(parameter, []).append(part)
+    return users
 
 
 def _on_meta(part: nn.Module) -> bool:
