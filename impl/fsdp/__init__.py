@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from shardmark.registry import Family, RegistryError, add_family
+from impl.accounting.fsdp import sharded_peak
+from shardmark.registry import Family, RegistryError, TimeBudget, add_family
 
 
 class FullySharded(Protocol):
@@ -66,7 +67,16 @@ def _check(target: Any, device: str) -> None:
             raise RegistryError(f"it has no method {method}()")
 
 
-FAMILY = add_family(Family("fsdp", FullySharded, reference="sharded_plain", check=_check))
+FAMILY = add_family(
+    Family(
+        "fsdp",
+        FullySharded,
+        reference="sharded_plain",
+        check=_check,
+        memory=sharded_peak,
+        time=TimeBudget("fsdp2", 1.1),
+    )
+)
 
 # They register in the family above, as every list and table has them.
 # isort: off

@@ -18,12 +18,13 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
+from impl.accounting.fsdp import kept_peak, plain_peak, sharded_peak
 from impl.collectives import collectives_for
 from impl.data_parallel.base import PlainStateDict, check_same_module
 from impl.fsdp.splitting import split
 from impl.fsdp.units import Sharding, Unit
 from impl.fsdp.wrapping import Policy, by_type
-from shardmark.registry import register
+from shardmark.registry import TimeBudget, register
 
 LINEARS_AND_EMBEDDINGS = by_type(nn.Linear, nn.Embedding)
 """The smallest units that pay: nearly all parameters of a language model are in these."""
@@ -269,6 +270,20 @@ def _refuse_unsynchronized_steps(model: FullyShardedDataParallel) -> None:
     weakref.finalize(model, handle.remove)
 
 
-register("fsdp", "sharded_plain", partial(FullyShardedDataParallel, forward_prefetch=0, backward_prefetch=0))
-register("fsdp", "sharded", FullyShardedDataParallel)
-register("fsdp", "sharded_kept", partial(FullyShardedDataParallel, reshard_after_forward=False))
+BUDGET = TimeBudget("fsdp2", 1.0)
+
+register(
+    "fsdp",
+    "sharded_plain",
+    partial(FullyShardedDataParallel, forward_prefetch=0, backward_prefetch=0),
+    memory=plain_peak,
+    time=TimeBudget("fsdp2"),
+)
+register("fsdp", "sharded", FullyShardedDataParallel, memory=sharded_peak, time=BUDGET)
+register(
+    "fsdp",
+    "sharded_kept",
+    partial(FullyShardedDataParallel, reshard_after_forward=False),
+    memory=kept_peak,
+    time=BUDGET,
+)

@@ -144,9 +144,10 @@ class Flat:
         if self._reducing is None or self._gradient is None:
             return
         self._reducing.wait()
+        self._reducing = None  # before there is anything new: some backends reduce a copy
         average = torch.empty_like(self.shard)
         average.copy_(self._part(self._gradient)).div_(self.sharding.world_size)
-        self._reducing, self._gradient = None, None
+        self._gradient = None
         self._missing = set(range(len(self.parameters)))
         for parameter, piece in zip(self.parameters, self.own(average), strict=True):
             parameter.grad = piece if parameter.grad is None else parameter.grad.add_(piece)
