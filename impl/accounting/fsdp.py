@@ -36,8 +36,8 @@ def _units(case: FSDPCase) -> _Units:
     size = SIZES[case.model]
     table = size.vocab * size.d_model
     block = 4 * size.d_model**2 + 3 * size.d_model * size.d_ff + 2 * size.d_model
-    padded = [-(-elements // case.ranks) * case.ranks for elements in (table, block, table, size.d_model)]
-    return _Units(*padded, blocks=size.layers)
+    table, block, root = (-(-n // case.ranks) * case.ranks for n in (table, block, size.d_model))
+    return _Units(table, block, table, root, blocks=size.layers)
 
 
 def sharded_peak(case: FSDPCase, kept: bool = False, prefetch: int = 1) -> int:

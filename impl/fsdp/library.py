@@ -31,7 +31,7 @@ from impl.data_parallel.base import PlainStateDict, broadcast_state, check_same_
 from impl.fsdp.sharded import LINEARS_AND_EMBEDDINGS
 from impl.fsdp.splitting import shared_between
 from impl.fsdp.wrapping import Policy, checked
-from shardmark.registry import Unsupported, register
+from shardmark.registry import TimeBudget, Unsupported, register
 
 
 class TorchFSDP2(PlainStateDict):
