@@ -46,12 +46,10 @@ class DataParallel(PlainStateDict):
         self.synchronizing = True  # False inside no_sync
         self.trainable = [p for p in module.parameters() if p.requires_grad]  # a tied parameter comes once
         check_same_module(module, self.process_group)
-        with torch.no_grad():
-            for tensor in chain(module.parameters(), module.buffers()):
-                dist.broadcast(tensor, group=self.process_group, group_src=0)
+        broadcast_state(module, self.process_group)
         self._own: dict[nn.Parameter, None] = {}  # whose gradient is this rank's alone, in the order they came
         for parameter in self.trainable:
-            _call_on_gradient(parameter, self._on_gradient)
+            call_on_gradient(parameter, self._on_gradient)
         _wrappers.add(self)
         _watch_optimizers()
 
@@ -103,6 +101,13 @@ def check_same_module(module: nn.Module, process_group: dist.ProcessGroup | None
         raise ValueError(f"{type(module).__name__} has no trainable parameters, so there is no gradient to average")
 
 
+@torch.no_grad()
+def broadcast_state(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
+    """Give every rank rank 0's parameters and buffers."""
+    for tensor in chain(module.parameters(), module.buffers()):
+        dist.broadcast(tensor, group=process_group, group_src=0)
+
+
 def _first_difference(mine: list[tuple[str, str]], theirs: list[tuple[str, str]]) -> tuple[str, str, str]:
     """The first name at which two descriptions part, and what each has there."""
     here, there = dict(mine), dict(theirs)
@@ -119,7 +124,7 @@ def gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _call_on_gradient(parameter: nn.Parameter, method: Callable[[nn.Parameter], None]) -> None:
+def call_on_gradient(parameter: nn.Parameter, method: Callable[[nn.Parameter], None]) -> None:
     """Call a wrapper's method each time backward has produced the parameter's gradient.
 
     The parameter must not keep the wrapper alive: the way from its hooks to the wrapper and back runs through C++,

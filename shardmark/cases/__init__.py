@@ -4,6 +4,7 @@ from shardmark.cases.attention import ATTENTION_HEADS, ATTENTION_LENGTHS, ATTENT
 from shardmark.cases.checkpointing import CHECKPOINTING
 from shardmark.cases.collectives import COLLECTIVE_SIZES, COLLECTIVES, LARGE_ALL_REDUCE, CollectiveCase
 from shardmark.cases.data_parallel import BUCKETS, DATA_PARALLEL
+from shardmark.cases.fsdp import FSDP, FSDPCase
 from shardmark.cases.grid import MB, SCALES, Grid, Work
 from shardmark.cases.link import LINK, LINK_BUCKETS, LINK_BUCKETS_MB
 from shardmark.cases.loss import LOSS, LossCase
@@ -32,10 +33,11 @@ __all__ = [
     "COLLECTIVES",
     "COLLECTIVE_SIZES",
     "DATA_PARALLEL",
+    "FSDP",
+    "LARGE_ALL_REDUCE",
     "LINK",
     "LINK_BUCKETS",
     "LINK_BUCKETS_MB",
-    "LARGE_ALL_REDUCE",
     "LOSS",
     "MB",
     "MLP_LADDER",
@@ -53,6 +55,7 @@ __all__ = [
     "STEP_WARMUPS",
     "AttentionCase",
     "CollectiveCase",
+    "FSDPCase",
     "Grid",
     "LossCase",
     "OptimizerCase",

@@ -1,0 +1,167 @@
+"""Full sharding as PyTorch ships it: FSDP1, FSDP2, and accelerate's way to the latter, under the family's contract.
+
+None takes a parameter that several units share; both raise where the ranks' modules would not let them communicate.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
+
+from impl.accounting.fsdp import library_kept_peak, library_peak
+from impl.data_parallel.base import PlainStateDict, broadcast_state, check_same_module
+from impl.fsdp.sharded import LINEARS_AND_EMBEDDINGS
+from impl.fsdp.splitting import shared_between
+from impl.fsdp.wrapping import Policy, checked
+from shardmark.registry import TimeBudget, Unsupported, register
+
+
+class TorchFSDP2(PlainStateDict):
+    """`torch.distributed.fsdp.fully_shard`, of each unit and of the whole; parameters become DTensors cut by rows."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        compute_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        wrap: Policy = LINEARS_AND_EMBEDDINGS,
+        reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
+    ) -> None:
+        super().__init__()
+        units = _units(module, wrap, process_group)
+        device = next(module.parameters()).device.type
+        group = process_group or dist.group.WORLD
+        assert group is not None
+        for unit in units[::-1]:
+            fully_shard(
+                unit,
+                mesh=DeviceMesh.from_group(group, device),
+                # None is PyTorch's own way: the whole stays, as backward begins with it.
+                reshard_after_forward=None if unit is module and reshard_after_forward else reshard_after_forward,
+                mp_policy=MixedPrecisionPolicy(compute_dtype, reduce_dtype),
+                offload_policy=CPUOffloadPolicy(pin_memory=device == "cuda") if cpu_offload else OffloadPolicy(),
+            )
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns."""
+        return self.module(*args, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Nothing is left to do once backward has returned."""
+
+    @torch.no_grad()
+    def gather_full_parameters(self) -> dict[str, Tensor]:
+        """Every parameter, whole, by each of its names."""
+        full = {p: _whole(p.detach()) for p in self.module.parameters()}
+        return {name: full[p] for name, p in self.module.named_parameters(remove_duplicate=False)}
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_`, which knows DTensors."""
+        return _whole(nn.utils.clip_grad_norm_(self.module.parameters(), max_norm))
+
+
+class TorchFSDP1(PlainStateDict):
+    """`torch.distributed.fsdp.FullyShardedDataParallel` with the parameters' own objects (`use_orig_params`).
+
+    `backward_prefetch` is "pre", "post" or None: the next unit is gathered before or after the gradients of this one
+    are computed, or when it is needed. Without `reshard_after_forward` it is `SHARD_GRAD_OP`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        compute_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        wrap: Policy = LINEARS_AND_EMBEDDINGS,
+        reshard_after_forward: bool = True,
+        backward_prefetch: str | None = "pre",
+        forward_prefetch: bool = False,
+        cpu_offload: bool = False,
+    ) -> None:
+        super().__init__()
+        prefetch = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, None: None}
+        if backward_prefetch not in prefetch:
+            raise ValueError(f'backward_prefetch is "pre", "post" or None, got {backward_prefetch!r}')
+        units = _units(module, wrap, process_group)
+        device = next(module.parameters()).device
+        self.module = FSDP1(
+            module,
+            process_group=process_group or dist.group.WORLD,
+            sharding_strategy=ShardingStrategy.FULL_SHARD if reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP,
+            cpu_offload=CPUOffload(cpu_offload),
+            auto_wrap_policy=CustomPolicy(lambda part: part in units[1:]),
+            backward_prefetch=prefetch[backward_prefetch],
+            forward_prefetch=forward_prefetch,
+            mixed_precision=MixedPrecision(compute_dtype, reduce_dtype) if compute_dtype or reduce_dtype else None,
+            device_id=device,  # or it looks for an accelerator
+            use_orig_params=True,
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns."""
+        return self.module(*args, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Nothing is left to do once backward has returned."""
+
+    @torch.no_grad()
+    def gather_full_parameters(self) -> dict[str, Tensor]:
+        """Every parameter, whole, by each of its names."""
+        with FSDP1.summon_full_params(self.module, writeback=False):
+            return {
+                name.replace("_fsdp_wrapped_module.", ""): p.detach().clone()
+                for name, p in self.module.named_parameters(remove_duplicate=False)
+            }
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """FSDP1's own."""
+        model: Any = self.module
+        return model.clip_grad_norm_(max_norm)
+
+
+def _units(module: nn.Module, wrap: Policy, process_group: dist.ProcessGroup | None) -> list[nn.Module]:
+    """The units, once the ranks have rank 0's values; Unsupported where units share parameters."""
+    check_same_module(module, process_group)
+    units = checked(wrap, module)
+    if shared := shared_between(module, units):
+        raise Unsupported(f"PyTorch's FSDP takes tied parameters within one unit, and {shared!r} is in two")
+    broadcast_state(module, process_group)
+    return units
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+SHOWN = TimeBudget("sharded")
+
+register("fsdp", "fsdp1", TorchFSDP1, memory=library_peak, time=SHOWN)
+register("fsdp", "fsdp1_post", partial(TorchFSDP1, backward_prefetch="post"), memory=library_peak, time=SHOWN)
+register("fsdp", "fsdp1_no_prefetch", partial(TorchFSDP1, backward_prefetch=None), memory=library_peak, time=SHOWN)
+register("fsdp", "fsdp1_forward_prefetch", partial(TorchFSDP1, forward_prefetch=True), memory=library_peak, time=SHOWN)
+register("fsdp", "fsdp2", TorchFSDP2, memory=library_peak, time=SHOWN)
+register("fsdp", "fsdp2_kept", partial(TorchFSDP2, reshard_after_forward=False), memory=library_kept_peak, time=SHOWN)

@@ -1,0 +1,289 @@
+"""Fully sharded data parallelism: each rank keeps a part of every parameter, gradient and moment, and all compute.
+
+Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023; ZeRO-3 of Rajbhandari et
+al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves, tree_map
+
+from impl.accounting.fsdp import kept_peak, plain_peak, sharded_peak
+from impl.collectives import collectives_for
+from impl.data_parallel.base import PlainStateDict, check_same_module
+from impl.fsdp.splitting import split
+from impl.fsdp.units import Sharding, Unit
+from impl.fsdp.wrapping import Policy, by_type
+from shardmark.registry import TimeBudget, register
+
+LINEARS_AND_EMBEDDINGS = by_type(nn.Linear, nn.Embedding)
+"""The smallest units that pay: nearly all parameters of a language model are in these."""
+
+NOT_SYNCHRONIZED = "optimizer.step() before finish_gradient_synchronization()"
+
+
+class Order:
+    """Units in the order of their use: learnt in one step, foretold in the next."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self._last: list[Unit] = []
+        self._now: list[Unit] = []
+
+    def begin(self) -> None:
+        """A new step."""
+        if self._now:
+            self._last, self._now = self._now, []
+
+    def next_after(self, unit: Unit) -> list[Unit]:
+        """The unit is in use; the `depth` that will be next, none where this step is unlike the last."""
+        self._now.append(unit)
+        i = len(self._now)
+        return self._last[i : i + self.depth] if self._last[i - 1 : i] == [unit] else []
+
+
+class FullyShardedDataParallel(PlainStateDict):
+    """Contract and errors: `impl.fsdp.FullySharded`.
+
+    `wrap` says which parts become units (`impl.fsdp.wrapping`), each gathered when its forward begins. It is let go
+    when that ends and gathered again in backward; without `reshard_after_forward` it stays until backward is done with
+    it. The whole module is a unit too, and stays in any case, as backward begins with it. `forward_prefetch` and
+    `backward_prefetch` are how many units ahead are gathered while one computes, in the order of the step before.
+
+    Parameters are kept in their own dtype; `compute_dtype` is what they, and floating-point inputs of units, are cast
+    to before the all-gather, `reduce_dtype` (by default the compute dtype) what gradients are cast to before the
+    reduce-scatter. With `cpu_offload` shards, their gradients and so the optimizer's state are in host memory.
+
+    A module on the meta device is made real unit by unit on `device`, by the `reset_parameters()` of what owns
+    parameters or buffers there: the whole is never held.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        compute_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        wrap: Policy = LINEARS_AND_EMBEDDINGS,
+        reshard_after_forward: bool = True,
+        forward_prefetch: int = 1,
+        backward_prefetch: int = 1,
+        cpu_offload: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        _check_options(compute_dtype, reduce_dtype, forward_prefetch, backward_prefetch)
+        group = process_group or dist.group.WORLD
+        assert group is not None
+        check_same_module(module, group)
+        self.module = module
+        self.process_group = group
+        self.reshard_after_forward = reshard_after_forward
+        device = _device_of(module, device)
+        self.sharding = Sharding(
+            group, compute_dtype, reduce_dtype, device, torch.device("cpu") if cpu_offload else device
+        )
+        self.units = split(module, wrap, self.sharding)
+        self._root = self.units[0]
+        self._forward_order, self._backward_order = Order(forward_prefetch), Order(backward_prefetch)
+        self._reducing: Unit | None = None  # whose gradients are on their way: one at a time, as each needs memory
+        self._unsynchronized = False
+        for unit in self.units:
+            unit.module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
+            unit.module.register_forward_hook(partial(self._after_forward, unit))
+        _refuse_unsynchronized_steps(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns."""
+        return self.module(*args, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Reduce what backward could not, and wait until every shard has its gradient."""
+        self._finish_backward()
+        self._unsynchronized = False
+
+    @torch.no_grad()
+    def gather_full_parameters(self) -> dict[str, Tensor]:
+        """Every parameter, whole, in its own dtype and by its own name, tied ones by each of theirs. All ranks call."""
+        full = {
+            parameter: whole
+            for unit in self.units
+            for flat in unit.flats
+            for parameter, whole in zip(flat.parameters, flat.gathered_once(), strict=True)
+        }
+        for unit in self.units:
+            unit.reshard()
+        return {name: full[p] for name, p in self.module.named_parameters(remove_duplicate=False)}
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm that they had.
+
+        The same as `torch.nn.utils.clip_grad_norm_` of the whole gradients. All ranks call.
+        """
+        gradients = [p.grad for p in self._trainable() if p.grad is not None]
+        norms = [torch.linalg.vector_norm(gradient) for gradient in gradients if gradient.numel()]
+        total = torch.stack(norms).square().sum() if norms else torch.zeros(())
+        total = total.to(self.sharding.device)
+        collectives_for(self.process_group).all_reduce(total, self.process_group)
+        norm = total.sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(self.sharding.home)
+        torch._foreach_mul_(gradients, scale)
+        return norm
+
+    def _trainable(self) -> Iterator[nn.Parameter]:
+        """This rank's shards of what is trainable."""
+        return (p for unit in self.units for flat in unit.flats if flat.trainable for p in flat.parameters)
+
+    def _before_forward(
+        self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        again = _backward_runs()
+        if unit is self._root and not again:
+            self._begin_step()
+        self._gather(unit, self._backward_order if again else self._forward_order)
+        args, kwargs = tree_map(self._cast, (args, kwargs))
+        if torch.is_grad_enabled() and not again:
+            unit.calls += 1
+            # Backward is through a unit when it has the gradients of what went in: autograd takes what was made last
+            # first, and so reaches what made the inputs after all that the unit made of them.
+            inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.grad_fn is not None]
+            if inputs:
+                register_multi_grad_hook(inputs, partial(self._after_backward, unit))
+        return args, kwargs
+
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        if unit.in_backward:
+            return  # backward is about to read what was computed again
+        unit.install_shards()
+        if not torch.is_grad_enabled():
+            unit.reshard()
+            return
+        for x in tree_leaves(output):
+            if isinstance(x, Tensor) and x.requires_grad:
+                x.register_hook(partial(self._before_backward, unit))
+        if self.reshard_after_forward and unit is not self._root:
+            unit.reshard()
+
+    def _before_backward(self, unit: Unit, gradient: Tensor) -> None:
+        self._unsynchronized = True
+        if not unit.in_backward and unit.read_in_backward:
+            self._gather(unit, self._backward_order)
+        unit.in_backward = True
+
+    def _after_backward(self, unit: Unit, gradients: Any) -> None:
+        unit.calls -= 1
+        if unit.calls <= 0:
+            self._reduce(unit)
+
+    def _gather(self, unit: Unit, order: Order) -> None:
+        """Have the unit's parameters there, and those of the next on their way."""
+        unit.begin_gather()
+        for later in order.next_after(unit):
+            later.begin_gather()
+        unit.finish_gather()
+
+    def _reduce(self, unit: Unit) -> None:
+        """Backward is done with the unit."""
+        unit.reshard()
+        unit.in_backward = False
+        if self._reducing is not None:
+            self._reducing.finish_reduce()
+        unit.begin_reduce()
+        self._reducing = unit
+
+    def _begin_step(self) -> None:
+        """What is gathered is of before the optimizer's step; what an earlier backward left is its own to reduce."""
+        if self._unsynchronized:
+            self._finish_backward()
+        for unit in self.units:
+            unit.reshard()
+        self._forward_order.begin()
+        self._backward_order.begin()
+
+    def _finish_backward(self) -> None:
+        """Reduce the units whose inputs have no gradient, such as the first one, and those not reached."""
+        for unit in self.units[::-1]:
+            if not unit.reduced or unit.has_gradients:
+                self._reduce(unit)
+        if self._reducing is not None:
+            self._reducing.finish_reduce()
+            self._reducing = None
+        for unit in self.units:
+            unit.reshard()
+            unit.calls, unit.reduced = 0, False
+
+    def _cast(self, x: Any) -> Any:
+        """A floating-point tensor in the compute dtype; anything else as it is."""
+        dtype = self.sharding.compute_dtype
+        return x.to(dtype) if dtype and isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _check_options(
+    compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, forward_prefetch: int, backward_prefetch: int
+) -> None:
+    for name, dtype in {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}.items():
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"{name} is a floating-point dtype or None, got {dtype!r}")
+    for name, depth in {"forward_prefetch": forward_prefetch, "backward_prefetch": backward_prefetch}.items():
+        if not isinstance(depth, int) or depth < 0:
+            raise ValueError(f"{name} is how many units to gather ahead, from 0 on, got {depth!r}")
+
+
+def _device_of(module: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Where to compute: as asked, or where the module is; for one on meta, the default device."""
+    if device is not None:
+        return torch.device(device)
+    own = next(module.parameters()).device
+    return torch.get_default_device() if own.type == "meta" else own
+
+
+def _backward_runs() -> bool:
+    """Whether this is within a backward pass: a forward in there is activation checkpointing, which computes again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _refuse_unsynchronized_steps(model: FullyShardedDataParallel) -> None:
+    """Have an optimizer of the model's parameters raise RuntimeError where it would miss gradients."""
+    alive = weakref.ref(model)
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        model = alive()
+        if model is None or not model._unsynchronized:
+            return
+        own = set(model._trainable())
+        if any(p in own for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(NOT_SYNCHRONIZED)
+
+    handle = register_optimizer_step_pre_hook(check)
+    weakref.finalize(model, handle.remove)
+
+
+BUDGET = TimeBudget("fsdp2", 1.0)
+
+register(
+    "fsdp",
+    "sharded_plain",
+    partial(FullyShardedDataParallel, forward_prefetch=0, backward_prefetch=0),
+    memory=plain_peak,
+    time=TimeBudget("fsdp2"),
+)
+register("fsdp", "sharded", FullyShardedDataParallel, memory=sharded_peak, time=BUDGET)
+register(
+    "fsdp",
+    "sharded_kept",
+    partial(FullyShardedDataParallel, reshard_after_forward=False),
+    memory=kept_peak,
+    time=BUDGET,
+)
