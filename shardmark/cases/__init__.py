@@ -8,6 +8,7 @@ from shardmark.cases.grid import MB, SCALES, Grid, Work
 from shardmark.cases.loss import LOSS, LossCase
 from shardmark.cases.mlp_ladder import MLP_LADDER, MLP_RUNGS, Rung
 from shardmark.cases.optim import CLIPPED_STEP, CLIPPING, OPTIMIZER_STEP, OptimizerCase
+from shardmark.cases.scaling import SCALING, ScalingCase
 from shardmark.cases.training_step import (
     STEP_COMPILED,
     STEP_GOALS,
@@ -38,6 +39,7 @@ __all__ = [
     "MODES",
     "OPTIMIZER_STEP",
     "SCALES",
+    "SCALING",
     "STEP_COMPILED",
     "STEP_GOALS",
     "STEP_KERNELS",
@@ -51,6 +53,7 @@ __all__ = [
     "LossCase",
     "OptimizerCase",
     "Rung",
+    "ScalingCase",
     "TrainingStepCase",
     "Work",
 ]

@@ -56,6 +56,16 @@ def _after_warmups(count: int) -> Cell:
     return cell
 
 
+def _sent(entry: Entry, row: dict[str, Any]) -> str | None:
+    work = row["work"]
+    return f"{mib(work['bytes_sent'])} / {mib(work['bytes_communicated'])}" if "bytes_sent" in work else None
+
+
+def _efficiency(entry: Entry, row: dict[str, Any]) -> str | None:
+    work = row["work"]
+    return f"{work['efficiency']:.0%} of {work['efficiency_ceiling']:.0%}" if "efficiency" in work else None
+
+
 def _recomputed(entry: Entry, row: dict[str, Any]) -> str | None:
     return f"{row['work']['recomputed']:.0%}" if "recomputed" in row["work"] else None
 
@@ -95,6 +105,8 @@ COLUMNS: list[tuple[str, Cell]] = [
     ("implementation", lambda entry, row: row["implementation"]),
     ("ranks", lambda entry, row: str(row["world_size"])),
     ("time ms", _step),
+    ("one rank ms", lambda entry, row: _ms(s) if (s := row["work"].get("one_rank_seconds")) else None),
+    ("efficiency", _efficiency),
     *((f"after {n} warm-up{'s' * (n != 1)}", _after_warmups(n)) for n in (0, 1, 2, 5)),
     ("forward", _part("forward")),
     ("backward", _part("backward")),
@@ -103,6 +115,7 @@ COLUMNS: list[tuple[str, Cell]] = [
     ("rank min / max", _fastest_and_slowest),
     ("alg GB/s", _rate("algorithm_bandwidth", 1e9)),
     ("bus GB/s", _rate("bus_bandwidth", 1e9)),
+    ("sent / least MiB", _sent),
     ("TFLOP/s", _rate("flops_per_second", 1e12)),
     ("GB/s", _rate("bytes_per_second", 1e9)),
     ("tokens/s", lambda entry, row: f"{r:,.0f}" if (r := row["work"].get("tokens_per_second")) else None),
