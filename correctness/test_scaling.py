@@ -16,7 +16,7 @@ def test_strong_scaling_keeps_the_whole_batch_and_weak_scaling_each_ranks() -> N
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_one_line() -> None:
-    with pytest.raises(Unsupported, match="^3 ranks cannot share a batch of 8 equally$"):
+    with pytest.raises(Unsupported, match=r"^3 ranks cannot share a batch of 8 equally$"):
         STRONG.on(3)
     assert WEAK.on(3).batch == 8
 

@@ -8,6 +8,7 @@ from shardmark.cases.grid import MB, SCALES, Grid, Work
 from shardmark.cases.loss import LOSS, LossCase
 from shardmark.cases.mlp_ladder import MLP_LADDER, MLP_RUNGS, Rung
 from shardmark.cases.optim import CLIPPED_STEP, CLIPPING, OPTIMIZER_STEP, OptimizerCase
+from shardmark.cases.optimizer_order import OPTIMIZER_ORDER
 from shardmark.cases.scaling import SCALING, ScalingCase
 from shardmark.cases.training_step import (
     STEP_COMPILED,
@@ -37,6 +38,7 @@ __all__ = [
     "MLP_LADDER",
     "MLP_RUNGS",
     "MODES",
+    "OPTIMIZER_ORDER",
     "OPTIMIZER_STEP",
     "SCALES",
     "SCALING",

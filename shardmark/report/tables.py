@@ -8,7 +8,7 @@ from typing import Any
 
 from shardmark.report.fits import peaks_by_length
 from shardmark.report.kernels import kernel_lines
-from shardmark.report.memory import memory_lines, mib
+from shardmark.report.memory import memory_lines, mib, stage_lines
 
 Entry = dict[str, Any]
 Cell = Callable[[Entry, dict[str, Any]], str | None]
@@ -122,6 +122,7 @@ COLUMNS: list[tuple[str, Cell]] = [
     ("MFU", lambda entry, row: f"{row['limit']['mfu']:.1%}" if "mfu" in row["limit"] else None),
     ("compile s", lambda entry, row: f"{s:.1f}" if (s := row["time"].get("compile")) is not None else None),
     ("recomputed", _recomputed),
+    ("losses", lambda entry, row: " → ".join(f"{loss:.3f}" for loss in row["losses"]) if "losses" in row else None),
     ("ratio to peer", _ratio),
     ("of limit", lambda entry, row: f"{row['limit']['fraction']:.0%}" if row["limit"].get("fraction") else None),
     ("before backward", _before_backward),
@@ -142,7 +143,12 @@ def render(entries: list[Entry]) -> Iterator[tuple[str, list[str]]]:
     """(title, lines) of each question's table; a case's implementations stand together, empty cells are a dash."""
     for question, group in groupby(_together(entries, _question), key=_question):
         rows = _together(list(group), _case)
-        below = (*peaks_by_length(rows), *kernel_lines(rows, layout), *memory_lines(rows, layout))
+        below = (
+            *peaks_by_length(rows),
+            *kernel_lines(rows, layout),
+            *memory_lines(rows, layout),
+            *stage_lines(rows, layout),
+        )
         yield question or "other measurements", [*_table(rows), *below]
 
 
