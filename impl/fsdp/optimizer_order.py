@@ -59,9 +59,7 @@ def _state(name: str, held: Mapping[str, Any], old: Tensor, new: Tensor) -> dict
 
 
 def _like(new: Tensor, value: Tensor) -> Tensor:
-    """This rank's shard, in memory of its own, so that the whole can go."""
+    """This rank's shard, which is a copy, so that the whole can go."""
     if not isinstance(new, DTensor):
         return value
-    mesh, placements = new.device_mesh, new.placements
-    shard = distribute_tensor(value, mesh, placements, src_data_rank=None).to_local().clone()
-    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
+    return distribute_tensor(value, new.device_mesh, new.placements, src_data_rank=None)
