@@ -87,5 +87,6 @@ def test_collective(implementation: Implementation, case: CollectiveCase, world:
 
 @pytest.mark.family("collectives", only=("backend",))
 @pytest.mark.cases(cases.LARGE_ALL_REDUCE)
+@pytest.mark.benchmark(min_rounds=3)  # of seconds each
 def test_large_all_reduce(implementation: Implementation, case: CollectiveCase, world: World, measure: Measure) -> None:
     _measure(measure, implementation, case, world)
