@@ -105,11 +105,11 @@ def test_results_do_not_depend_on_the_segments(
 
 
 def random_sum(implementation: Implementation, device: str) -> tuple[Tensor, Tensor]:
-    """This rank's numbers, of several segments, before and after they were summed."""
+    """This rank's parameter, of several segments, before and after it was summed."""
     mine = torch.randn(3, 300_001, device=device)
-    total = mine.clone()
+    total = torch.nn.Parameter(mine.clone())
     implementation.adapted.all_reduce(total)
-    return mine.cpu(), total.cpu()
+    return mine.cpu(), total.detach().cpu()
 
 
 @pytest.mark.family("collectives")

@@ -8,7 +8,7 @@ from impl.accounting.training_step import SOFTMAX_FLOPS, attention_flops
 from shardmark.cases import TrainingStepCase
 from shardmark.kernels import ELSE, MATRIX_PRODUCT, Call, StepProfile
 from shardmark.report.kernels import WIDEST, kernel_lines
-from shardmark.report.memory import memory_lines
+from shardmark.report.memory import memory_lines, stage_lines
 from shardmark.report.tables import layout
 
 
@@ -57,6 +57,22 @@ def test_lines_tell_bytes_by_kind_what_is_kept_and_the_largest_blocks() -> None:
     memory["activations"][1]["formula"] = None
     assert ["total", "-", "4.00", "-"] in [line.split() for line in memory_lines([entry], layout)]
     assert not list(memory_lines([{"extra_info": {"memory": {}}}], layout))
+
+
+def test_stages_are_columns_in_the_order_of_the_longest_life() -> None:
+    def entry(name: str, stages: dict[str, tuple[int, int | None]]) -> dict[str, Any]:
+        figures = {at: {"live": live, "formula": 2**20, "reserved": kept} for at, (live, kept) in stages.items()}
+        return {"extra_info": {"case": {"id": "mlp"}, "implementation": name, "stages": figures}}
+
+    short = entry("short", {"model": (2**21, None), "step_1": (2**22, None)})
+    long = entry("long", {"model": (2**20, 2**23), "repair": (2**19, 2**23), "step_1": (0, 2**23)})
+    cells = [line.split() for line in stage_lines([short, long, {"extra_info": {}}], layout)]
+    assert ["case", "implementation", "MiB", "model", "repair", "step", "1"] in cells
+    assert ["mlp", "short", "live", "2.00", "-", "4.00"] in cells
+    assert ["mlp", "long", "live", "1.00", "0.50", "0.00"] in cells
+    assert ["mlp", "long", "reserved", "8.00", "8.00", "8.00"] in cells
+    assert len(cells) == 3 + 2 + 5  # nothing is reserved for the short one
+    assert not list(stage_lines([{"extra_info": {}}], layout))
 
 
 def test_attentions_flops_are_the_formulas() -> None:

@@ -14,9 +14,13 @@ from shardmark.cases import CollectiveCase, Work
 from shardmark.measure import Measure
 from shardmark.passes import Mark
 from shardmark.registry import Implementation
+from shardmark.wire import tcp_bytes_sent
 from shardmark.world import World
 
-pytestmark = pytest.mark.question("How fast is each collective, by size?")
+pytestmark = [
+    pytest.mark.question("How fast is each collective, by size?"),
+    pytest.mark.benchmark(max_time=0.1),
+]
 
 
 class Collective:
@@ -38,10 +42,22 @@ class Collective:
         self.collective(*self.tensors)
 
 
-def _measure(measure: Measure, implementation: Implementation, case: CollectiveCase, ranks: int) -> None:
+def sent_over_tcp(implementation: Implementation, case: CollectiveCase, device: str) -> int:
+    """Bytes that this rank's connections sent during one step."""
+    collective = Collective(implementation, case, device)
+    dist.barrier()
+    before = tcp_bytes_sent()
+    collective.step(lambda part: None)
+    dist.barrier()  # the last of it has left
+    return tcp_bytes_sent() - before
+
+
+def _measure(measure: Measure, implementation: Implementation, case: CollectiveCase, world: World) -> None:
+    ranks = world.size
     if ranks == 1:
         pytest.skip("one rank has nothing to communicate")
     case = replace(case, ranks=ranks)
+    sent = max(world.run(sent_over_tcp, implementation, case, world.device)) if world.device == "cpu" else None
     outputs = ranks * case.bytes // (ranks if case.collective == "reduce_scatter" else 1)
     inputs = ranks * case.bytes // (ranks if case.collective == "all_gather" else 1)
     measure(
@@ -58,6 +74,7 @@ def _measure(measure: Measure, implementation: Implementation, case: CollectiveC
         rates=lambda seconds: {
             "algorithm_bandwidth": case.bytes / seconds,
             "bus_bandwidth": bus_bandwidth(case.collective, case.bytes, seconds, ranks),
+            **({"bytes_sent": sent} if sent is not None else {}),
         },
     )
 
@@ -65,10 +82,11 @@ def _measure(measure: Measure, implementation: Implementation, case: CollectiveC
 @pytest.mark.family("collectives")
 @pytest.mark.cases(cases.COLLECTIVE_SIZES)
 def test_collective(implementation: Implementation, case: CollectiveCase, world: World, measure: Measure) -> None:
-    _measure(measure, implementation, case, world.size)
+    _measure(measure, implementation, case, world)
 
 
 @pytest.mark.family("collectives", only=("backend",))
 @pytest.mark.cases(cases.LARGE_ALL_REDUCE)
+@pytest.mark.benchmark(min_rounds=3)  # of seconds each
 def test_large_all_reduce(implementation: Implementation, case: CollectiveCase, world: World, measure: Measure) -> None:
-    _measure(measure, implementation, case, world.size)
+    _measure(measure, implementation, case, world)

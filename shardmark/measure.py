@@ -118,10 +118,13 @@ class Measure:
         times: Row | None = None,
         profiled: Callable[[StepProfile], Row] | None = None,
         activations: Mapping[tuple[str, str], int] | None = None,
+        further: Row | None = None,
     ) -> Row:
         """Judge and save what each rank measured, and return the row.
 
-        `absolute` budgets are held to beside those of `--budgets`; `times` are further entries of the row's time.
+        `absolute` budgets are held to beside those of `--budgets`; `times` are further entries of the row's time,
+        `further` ones of the row: "losses" of each step; "stages" of a life that is no step, in bytes, for each stage
+        those "live", those by "formula", and those "reserved" by an allocator that keeps some (else None).
         """
         __tracebackhide__ = True
         session = self._session
@@ -133,6 +136,7 @@ class Measure:
             row["memory"] = memory_entry(ranks, memory_budget)
         if ranks[0].timeline is not None:
             row["memory"] |= timeline_entry(ranks[0].timeline, activations or {})
+        row |= further or {}
         if work is not None:
             row["work"] = asdict(work) | rates(fmean(seconds))
             devices = plan.world_size if session.device == "cuda" else 1

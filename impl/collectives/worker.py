@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -74,7 +73,6 @@ def _end(thread: threading.Thread, queue: SimpleQueue[tuple[Job, WorkerWork] | N
         thread.join(AT_EXIT)  # a thread that wakes up in C++ while the interpreter ends would abort the process
 
 
-@torch.no_grad()  # each thread has its own gradient mode
 def _serve(queue: SimpleQueue[tuple[Job, WorkerWork] | None]) -> None:
     while (entry := queue.get()) is not None:
         job, work = entry

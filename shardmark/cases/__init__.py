@@ -10,6 +10,8 @@ from shardmark.cases.link import LINK, LINK_BUCKETS, LINK_BUCKETS_MB
 from shardmark.cases.loss import LOSS, LossCase
 from shardmark.cases.mlp_ladder import MLP_LADDER, MLP_RUNGS, Rung
 from shardmark.cases.optim import CLIPPED_STEP, CLIPPING, OPTIMIZER_STEP, OptimizerCase
+from shardmark.cases.optimizer_order import OPTIMIZER_ORDER
+from shardmark.cases.scaling import SCALING, ScalingCase
 from shardmark.cases.sharded_optimizer import SHARDED_OPTIMIZER, ShardedStepCase
 from shardmark.cases.training_step import (
     STEP_COMPILED,
@@ -43,8 +45,10 @@ __all__ = [
     "MLP_LADDER",
     "MLP_RUNGS",
     "MODES",
+    "OPTIMIZER_ORDER",
     "OPTIMIZER_STEP",
     "SCALES",
+    "SCALING",
     "SHARDED_OPTIMIZER",
     "STEP_COMPILED",
     "STEP_GOALS",
@@ -60,6 +64,7 @@ __all__ = [
     "LossCase",
     "OptimizerCase",
     "Rung",
+    "ScalingCase",
     "ShardedStepCase",
     "TrainingStepCase",
     "Work",

@@ -27,6 +27,26 @@ def memory_lines(entries: list[dict[str, Any]], layout: Any) -> Iterator[str]:
                 yield from layout([_block(block) for block in largest[:TOP]], ("kind", "module", "operator"))
 
 
+def stage_lines(entries: list[dict[str, Any]], layout: Any) -> Iterator[str]:
+    """For rows that tell what is live after each stage of a life: one table, the stages its columns."""
+    rows = [entry["extra_info"] for entry in entries if "stages" in entry["extra_info"]]
+    if rows:
+        names = dict.fromkeys(
+            name for row in sorted(rows, key=lambda row: -len(row["stages"])) for name in row["stages"]
+        )
+        cells = [_stages(row, figure, list(names)) for row in rows for figure in ("live", "formula", "reserved")]
+        yield from ("", "MiB after each stage", "")
+        yield from layout([row for row in cells if row is not None], ("case", "implementation", "MiB"))
+
+
+def _stages(row: dict[str, Any], figure: str, names: list[str]) -> dict[str, str | None] | None:
+    stages = {name: stage[figure] for name, stage in row["stages"].items() if stage[figure] is not None}
+    if not stages:
+        return None
+    what = {"case": row["case"]["id"], "implementation": row["implementation"], "MiB": figure}
+    return what | {name.replace("_", " "): mib(stages[name]) if name in stages else None for name in names}
+
+
 def _phase(phase: str, nbytes: dict[str, int]) -> dict[str, str | None]:
     cells = {kind: mib(nbytes.get(kind, 0)) for kind in KINDS}
     return {"at": phase.replace("_", " "), **cells, "total": mib(sum(nbytes.values()))}

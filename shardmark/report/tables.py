@@ -8,7 +8,7 @@ from typing import Any
 
 from shardmark.report.fits import peaks_by_length
 from shardmark.report.kernels import kernel_lines
-from shardmark.report.memory import memory_lines, mib
+from shardmark.report.memory import memory_lines, mib, stage_lines
 
 Entry = dict[str, Any]
 Cell = Callable[[Entry, dict[str, Any]], str | None]
@@ -64,6 +64,16 @@ def _after_warmups(count: int) -> Cell:
     return cell
 
 
+def _sent(entry: Entry, row: dict[str, Any]) -> str | None:
+    work = row["work"]
+    return f"{mib(work['bytes_sent'])} / {mib(work['bytes_communicated'])}" if "bytes_sent" in work else None
+
+
+def _efficiency(entry: Entry, row: dict[str, Any]) -> str | None:
+    work = row["work"]
+    return f"{work['efficiency']:.0%} of {work['efficiency_ceiling']:.0%}" if "efficiency" in work else None
+
+
 def _recomputed(entry: Entry, row: dict[str, Any]) -> str | None:
     return f"{row['work']['recomputed']:.0%}" if "recomputed" in row["work"] else None
 
@@ -103,6 +113,8 @@ COLUMNS: list[tuple[str, Cell]] = [
     ("implementation", lambda entry, row: row["implementation"]),
     ("ranks", lambda entry, row: str(row["world_size"])),
     ("time ms", _step),
+    ("one rank ms", lambda entry, row: _ms(s) if (s := row["work"].get("one_rank_seconds")) else None),
+    ("efficiency", _efficiency),
     *((f"after {n} warm-up{'s' * (n != 1)}", _after_warmups(n)) for n in (0, 1, 2, 5)),
     ("forward", _part("forward")),
     ("backward", _part("backward")),
@@ -114,12 +126,14 @@ COLUMNS: list[tuple[str, Cell]] = [
     ("rank min / max", _fastest_and_slowest),
     ("alg GB/s", _rate("algorithm_bandwidth", 1e9)),
     ("bus GB/s", _rate("bus_bandwidth", 1e9)),
+    ("sent / least MiB", _sent),
     ("TFLOP/s", _rate("flops_per_second", 1e12)),
     ("GB/s", _rate("bytes_per_second", 1e9)),
     ("tokens/s", lambda entry, row: f"{r:,.0f}" if (r := row["work"].get("tokens_per_second")) else None),
     ("MFU", lambda entry, row: f"{row['limit']['mfu']:.1%}" if "mfu" in row["limit"] else None),
     ("compile s", lambda entry, row: f"{s:.1f}" if (s := row["time"].get("compile")) is not None else None),
     ("recomputed", _recomputed),
+    ("losses", lambda entry, row: " → ".join(f"{loss:.3f}" for loss in row["losses"]) if "losses" in row else None),
     ("ratio to peer", _ratio),
     ("of limit", lambda entry, row: f"{row['limit']['fraction']:.0%}" if row["limit"].get("fraction") else None),
     ("before backward", _before_backward),
@@ -140,7 +154,12 @@ def render(entries: list[Entry]) -> Iterator[tuple[str, list[str]]]:
     """(title, lines) of each question's table; a case's implementations stand together, empty cells are a dash."""
     for question, group in groupby(_together(entries, _question), key=_question):
         rows = _together(list(group), _case)
-        below = (*peaks_by_length(rows), *kernel_lines(rows, layout), *memory_lines(rows, layout))
+        below = (
+            *peaks_by_length(rows),
+            *kernel_lines(rows, layout),
+            *memory_lines(rows, layout),
+            *stage_lines(rows, layout),
+        )
         yield _title(question, rows), [*_table(rows), *below]
 
 

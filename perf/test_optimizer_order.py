@@ -1,0 +1,143 @@
+"""What if the optimizer is made before the model is sharded: what trains, what stays in memory, can it be repaired?
+
+FSDP2 gives a model new parameters. An optimizer that holds the old ones updates what is no longer used and keeps it
+alive, and nothing says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.optim import AdamW
+
+from impl.accounting.optimizer_order import VARIANTS, stage_bytes
+from impl.fsdp.optimizer_order import rewire
+from impl.model.mlp import MLP_SIZES, MLPLanguageModel
+from shardmark import cases
+from shardmark.cases import TrainingStepCase
+from shardmark.clock import Stopwatch
+from shardmark.measure import Measure
+from shardmark.memory import Memory, meter
+from shardmark.passes import IMPLEMENTATION, Measured, Plan, Rounds
+from shardmark.registry import Implementation
+from shardmark.world import World
+
+STEPS = 2
+WITH_STATE = "before_with_state_repaired"
+
+
+def model_and_batch(case: TrainingStepCase, device: str) -> tuple[MLPLanguageModel, Tensor]:
+    """The same model, and the same batch of all ranks, (ranks * batch, context), everywhere."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = MLPLanguageModel(MLP_SIZES[case.model])
+        return model, torch.randint(model.size.vocab, (dist.get_world_size() * case.batch, case.context))
+
+
+def adamw(model: nn.Module) -> AdamW:
+    """Fused, so that it needs no temporaries."""
+    return AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def backward(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The mean cross entropy of each token as its own successor, once backward is done."""
+    loss = cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    return loss.detach()
+
+
+def update(optimizer: AdamW) -> None:
+    """A step, after which its gradients are gone."""
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def unsharded_losses(case: TrainingStepCase, device: str) -> list[float]:
+    """A single process on the whole batch, one step more than the others take once they are sharded."""
+    model, tokens = model_and_batch(case, device)
+    optimizer, losses = adamw(model), []
+    for _ in range(1 + STEPS):
+        losses.append(backward(model, tokens).item())
+        update(optimizer)
+    return losses
+
+
+def shard(variant: str, model: MLPLanguageModel, tokens: Tensor, done: Callable[[str], None]) -> AdamW:
+    """Shard the model and make the optimizer, one before or after the other; with state, it has made a step by then."""
+    optimizer = None
+    if variant != "after":
+        optimizer = adamw(model)
+        if variant == WITH_STATE:
+            backward(model, tokens)
+            update(optimizer)
+        done("optimizer")
+    before = dict(model.named_parameters()) if variant.endswith("repaired") else {}
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    done("sharding")
+    if optimizer is None:
+        optimizer = adamw(model)
+        done("optimizer")
+    if before:
+        rewire(optimizer, before, dict(model.named_parameters()))
+        before.clear()
+        done("repair")
+    return optimizer
+
+
+def train(variant: str, case: TrainingStepCase, device: str) -> tuple[Measured, dict[str, int], list[float]]:
+    """What this rank measured, the bytes that its CUDA allocator kept at each stage, and all ranks' mean losses."""
+    laps, losses, reserved = [], [], {}
+    with meter(device) as memory:
+
+        def done(stage: str) -> None:
+            memory.mark(stage)
+            if device == "cuda":
+                reserved[stage] = torch.cuda.memory_reserved()
+
+        model, tokens = model_and_batch(case, device)
+        done("model")
+        optimizer = shard(variant, model, tokens, done)
+        mine = tokens.chunk(dist.get_world_size())[dist.get_rank()]
+        for step in range(1, 1 + STEPS):
+            watch = Stopwatch(device)
+            watch.start()
+            losses.append(backward(model, mine))
+            if step == 1:
+                done("backward_1")
+            update(optimizer)
+            laps.append(watch.stop())
+            done(f"step_{step}")
+        for loss in losses:
+            dist.all_reduce(loss)
+    measured = Measured(dist.get_backend(), Memory(memory.phases, memory.peak), {IMPLEMENTATION: laps})
+    return measured, reserved, [loss.item() / dist.get_world_size() for loss in losses]
+
+
+@pytest.mark.question("What if the optimizer is made before the model is sharded?")
+@pytest.mark.cases(cases.OPTIMIZER_ORDER)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_optimizer_order(variant: str, case: TrainingStepCase, world: World, measure: Measure) -> None:
+    measured, reserved, losses = zip(*world.run(train, variant, case, world.device), strict=True)
+    implementation = Implementation("fsdp", variant, fully_shard)
+    plan = Plan(MLPLanguageModel, implementation, None, case, world.device, world.size, Rounds())
+    expected = stage_bytes(variant, 4 * MLP_SIZES[case.model].parameters, world.size)
+    live = {stage: max(rank.memory.phases[stage] for rank in measured) for stage in expected}
+    stages = {
+        stage: {"live": live[stage], "formula": expected[stage], "reserved": reserved[0].get(stage)} for stage in live
+    }
+    measure.record(plan, list(measured), further={"losses": losses[0], "stages": stages})
+
+    if world.device == "cpu":  # on CUDA the workspaces that libraries keep are live, too
+        assert live == pytest.approx(expected, rel=0.02)
+    alone = world.run(unsharded_losses, case, world.device)[0]
+    wanted = {"before": [alone[0]] * STEPS, WITH_STATE: alone[1:]}.get(variant, alone[:STEPS])
+    assert losses[0] == pytest.approx(wanted, rel=1e-5)
+    assert alone[0] - alone[1] > 1e-3 * alone[0]  # so that who trains is told from who does not

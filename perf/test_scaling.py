@@ -1,0 +1,88 @@
+"""How well does a training step scale over the ranks, strongly and weakly?
+
+Efficiency is against one rank that has as many cores as each of the ranks. On CPU ranks share the machine's cores and
+their memory, so its ceiling is cores over ranks where there are more ranks than cores, and nobody reaches it where
+memory is what limits the step; on CUDA each rank has a device of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import fmean, median
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from impl.accounting.data_parallel import work
+from perf.test_data_parallel import DataParallelStep
+from shardmark import cases
+from shardmark.budget import paired_ratios
+from shardmark.cases import ScalingCase
+from shardmark.clock import Laps
+from shardmark.measure import Measure
+from shardmark.memory import Memory
+from shardmark.passes import IMPLEMENTATION, PEER, Measured, Plan, Rounds, alternate, timed_steps
+from shardmark.rank import available_cores
+from shardmark.registry import Implementation, TimeBudget
+from shardmark.rows import step_seconds
+from shardmark.wire import tcp_bytes_sent
+from shardmark.world import World
+
+ROUNDS, STEPS, WARMUPS = 3, 3, 2
+"""Each world's turns, the steps that are timed in each, and those before that are not."""
+
+
+def timed_on_rank(plan: Plan, threads: int) -> list[Laps]:
+    """This rank's timed steps, on that many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return timed_steps(plan, WARMUPS + STEPS)[WARMUPS:]
+    finally:
+        torch.set_num_threads(before)
+
+
+def sent_in_a_step(plan: Plan) -> tuple[str, int]:
+    """The backend, and the bytes that this rank's connections send."""
+    workload = DataParallelStep(plan.implementation, plan.case, plan.device)
+    dist.barrier()
+    before = tcp_bytes_sent()
+    workload.step(lambda part: None)
+    dist.barrier()  # the last of it has left
+    return workload.backend, tcp_bytes_sent() - before
+
+
+@pytest.mark.family("data_parallel", only=("bucketed",))
+@pytest.mark.question("How well does a training step scale over the ranks?")
+@pytest.mark.cases(cases.SCALING)
+def test_scaling(
+    implementation: Implementation,
+    case: ScalingCase,
+    world: World,
+    worlds: Callable[[int], World],
+    measure: Measure,
+) -> None:
+    ranks = world.size
+    if ranks == 1:
+        pytest.skip("one rank is what the others are held to")
+    plans = {n: Plan(DataParallelStep, implementation, None, case.on(n), world.device, n, Rounds()) for n in (1, ranks)}
+    threads = max(1, available_cores() // ranks)
+    laps: dict[int, list[list[Laps]]] = {n: [[] for _ in range(n)] for n in plans}
+    for n in alternate(list(plans), ROUNDS):
+        for mine, new in zip(laps[n], worlds(n).run(timed_on_rank, plans[n], threads), strict=True):
+            mine += [Laps(lap.seconds) for lap in new]
+    backends, sent = zip(*world.run(sent_in_a_step, plans[ranks]), strict=True)
+    (alone,) = laps[1]
+    measured = [Measured(backends[0], Memory(), {IMPLEMENTATION: mine, PEER: alone}) for mine in laps[ranks]]
+    ratio = median(paired_ratios(step_seconds(measured), step_seconds(measured, PEER)))
+    figures = {
+        "one_rank_seconds": fmean(lap.seconds for lap in alone),
+        "efficiency": case.efficiency(ranks, ratio),
+        "efficiency_ceiling": min(1.0, available_cores() / ranks) if world.device == "cpu" else 1.0,
+        **({"bytes_sent": max(sent)} if world.device == "cpu" else {}),
+    }
+    plan = Plan(DataParallelStep, implementation, None, case, world.device, ranks, Rounds())
+    measure.record(
+        plan, measured, TimeBudget("one rank"), work=work(case.on(ranks), ranks), rates=lambda seconds: figures
+    )
