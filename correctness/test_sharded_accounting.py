@@ -17,11 +17,9 @@ from shardmark.registry import family
 from shardmark.timeline import Bytes
 from shardmark.world import World
 
-CASES = [
-    ShardedStepCase("tiny", 1, 4),  # the largest moment is the end of backward
-    ShardedStepCase("tiny", 2, 32),  # backward in the last layer, or when it leaves the output projection
-    ShardedStepCase("tiny", 3, 61),  # the loss
-]
+AT_LAYERS = ShardedStepCase("tiny", 2, 32)
+"""Its largest moment is when backward leaves the output projection, or is in the last layer."""
+AT_END, AT_LOSS = ShardedStepCase("tiny", 1, 4), ShardedStepCase("tiny", 3, 61)
 
 
 def step_memory(name: str, case: ShardedStepCase) -> Measured:
@@ -29,22 +27,29 @@ def step_memory(name: str, case: ShardedStepCase) -> Measured:
     return measure(Plan(ShardedStep, implementation, None, case, "cpu", case.ranks, Rounds(minimum=1, maximum=1)))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("name", ["unsharded", "zero_redundancy", "sharded"])
-def test_peak_is_the_formulas_on_every_rank(name: str, case: ShardedStepCase, worlds: Any) -> None:
+def assert_peaks_are_the_formulas(name: str, case: ShardedStepCase, ranks: list[Measured]) -> None:
     formula = family("sharded_optimizer").implementations[name].memory
     assert formula is not None
-    for ranks in (2, 3) if name == "sharded" else (2,):
-        case = replace(case, ranks=ranks)
-        peaks = [measured.memory.peak for measured in worlds(ranks).run(step_memory, name, case)]
-        assert peaks == [pytest.approx(formula(case), rel=0.02)] * ranks
-        assert max(peaks) <= 1.01 * min(peaks)
+    peaks = [measured.memory.peak for measured in ranks]
+    assert peaks == [pytest.approx(formula(case), rel=0.02)] * case.ranks
+    assert max(peaks) <= 1.01 * min(peaks)
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("unsharded", AT_LAYERS), ("zero_redundancy", AT_LAYERS), ("sharded", AT_END), ("sharded", AT_LOSS)],
+    ids=str,
+)
+def test_peak_is_the_formulas_on_every_rank(name: str, case: ShardedStepCase, worlds: Any) -> None:
+    assert_peaks_are_the_formulas(name, case, worlds(2).run(step_memory, name, case))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_bytes_of_each_kind_are_the_formulas_to_the_byte_on_every_rank(ranks: int, worlds: Any) -> None:
-    case = ShardedStepCase("tiny", 2, 32, ranks=ranks)
-    for rank, measured in enumerate(worlds(ranks).run(step_memory, "sharded", case)):
+    case = replace(AT_LAYERS, ranks=ranks)
+    measured_by_rank = worlds(ranks).run(step_memory, "sharded", case)
+    assert_peaks_are_the_formulas("sharded", case, measured_by_rank)
+    for rank, measured in enumerate(measured_by_rank):
         expected = sharded_bytes(case, rank)
         phases = measured.memory.phases
         assert phases["after_init"] == expected.after_init
@@ -99,7 +104,7 @@ def bytes_sent(case: ShardedStepCase) -> int:
 
 
 def test_a_step_sends_gradients_once_and_parameters_once(pair: World) -> None:
-    case = ShardedStepCase("tiny", 2, 32)
+    case = AT_LAYERS
     assert pair.run(bytes_sent, case) == [work(case).bytes_communicated] * 2
     assert work(case).bytes_communicated == 4 * SIZES["tiny"].parameters  # 2 (n - 1) / n of them, each of 4 bytes
     assert zero_redundancy_work(case).bytes_communicated == 6 * SIZES["tiny"].parameters
