@@ -86,7 +86,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        trainable = [p for p in group["params"] if p.requires_grad]
+        trainable = [p for p in group["params"] if p.requires_grad and p.numel()]
         runs = partition(trainable[::-1], self._bucket_bytes)  # backward comes to the last parameters first
         new = [Bucket(run, self.process_group, self._collectives) for run in runs]
         for bucket in new:
@@ -275,7 +275,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "optimizer after the model is moved or converted, and load into the model without assign=True"
             )
         for p in (p for group in self.param_groups for p in group["params"]):
-            if p.grad is not None and p not in self._bucket_of:
+            if p.grad is not None and p.numel() and p not in self._bucket_of:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(p.shape)} has a gradient, and was frozen when the optimizer was "
                     "made: make it anew"
