@@ -44,10 +44,11 @@ class Workload(Protocol):
 
     `backend` names what runs underneath (a process-group backend, an attention kernel). A workload may also have
     `compute_step(mark)`: the same step without its communication, timed in the same rounds, so that what communication
-    adds to the "backward" and "communication" parts together can be told, and `communication_step(mark)`: communication
-    without the rest, of which the share that the step hid is told then; and `kinds()`: its live tensors by kind
-    ("parameters", "gradients", "optimizer state"), so that every byte of the step can be told by kind. Where it says
-    `cold = True`, its first steps are told apart: compiled from nothing, with the first one's time and each one's peak.
+    adds to the parts that it marks and the "communication" part together can be told, and `communication_step(mark)`:
+    communication without the rest, of which the share that the step hid is told then; and `kinds()`: its live tensors
+    by kind ("parameters", "gradients", "optimizer state"), so that every byte of the step can be told by kind. Where it
+    says `cold = True`, its first steps are told apart: compiled from nothing, with the first one's time and each one's
+    peak.
     """
 
     backend: str

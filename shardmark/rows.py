@@ -141,14 +141,14 @@ def limit_entry(work: Work, roofline: Roofline, devices: int, seconds: float) ->
 def _parts(ranks: list[Measured]) -> dict[str, float]:
     """Mean seconds of each part over rounds and ranks.
 
-    With compute alone in the same rounds, "backward" is compute's, and "communication" what the ranks spent in the
-    two parts beyond it: the communication that computation did not hide.
+    With compute alone in the same rounds, its parts, "forward" and "backward", are compute's, and "communication" what
+    the ranks spent in them and in it beyond that: the communication that computation did not hide.
     """
     parts = _mean_parts([laps for rank in ranks for laps in rank.laps[IMPLEMENTATION]])
     if COMPUTE in ranks[0].laps:
         compute = _mean_parts([laps for rank in ranks for laps in rank.laps[COMPUTE]])
-        both = parts["backward"] + parts["communication"]
-        parts |= {"backward": compute["backward"], "communication": both - compute["backward"]}
+        together = sum(parts[part] for part in {*compute, "communication"})
+        parts |= compute | {"communication": together - sum(compute.values())}
     return parts
 
 

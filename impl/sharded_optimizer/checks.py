@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -49,15 +49,14 @@ def check_dense(parameter: nn.Parameter) -> None:
 
 
 def check_averaged(
-    parameters: Iterable[nn.Parameter], process_group: dist.ProcessGroup, collectives: Collectives
+    parameters: Collection[nn.Parameter], process_group: dist.ProcessGroup, collectives: Collectives
 ) -> None:
     """RuntimeError on every rank where the ranks' gradients are not the same: nobody averaged them.
 
     Reads each gradient once; the ranks exchange how many there are, and their norm.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    mine = torch.zeros(2, dtype=torch.float64, device=grads[0].device if grads else None)
-    if grads:
+    mine = torch.zeros(2, dtype=torch.float64, device=next((p.device for p in parameters), None))
+    if grads := [p.grad for p in parameters if p.grad is not None]:
         mine[0] = len(grads)
         mine[1] = total_norm(grads)
     everyone = mine.new_empty(dist.get_world_size(process_group), 2)

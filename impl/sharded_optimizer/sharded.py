@@ -32,7 +32,7 @@ BACKWARD_TWICE = "backward ran twice before step(); run all but the last in no_s
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Contract and errors: `impl.sharded_optimizer.ShardedOptimizer`. Rank 0's parameters are what all start from.
+    """Rank 0's parameters are what all start from. Contract and errors: `impl.sharded_optimizer`.
 
     `optimizer_cls` sees this rank's part of each parameter, flat, so it must treat each element by itself: SGD, Adam,
     AdamW, RMSprop, Adagrad and the like do. Those that look at a whole parameter or gradient do not: Adafactor, Muon,
@@ -86,7 +86,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        trainable = [p for p in group["params"] if p.requires_grad]
+        trainable = [p for p in group["params"] if p.requires_grad and p.numel()]
         runs = partition(trainable[::-1], self._bucket_bytes)  # backward comes to the last parameters first
         new = [Bucket(run, self.process_group, self._collectives) for run in runs]
         for bucket in new:
@@ -254,12 +254,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._next = max(self._next, end)
 
     def _learn_order(self) -> None:
-        """From now on buckets are communicated in the order in which rank 0's backward filled them."""
-        order = [self._buckets.index(bucket) for bucket in self._filled]
-        shared = [order + [i for i in range(len(self._buckets)) if i not in order]]
+        """From the first backward on, buckets are communicated in the order in which it filled them on rank 0."""
+        shared = [[self._buckets.index(bucket) for bucket in self._filled]]
         dist.broadcast_object_list(shared, group=self.process_group, group_src=0)
-        self._buckets = [self._buckets[i] for i in shared[0]]
-        self._order_is_learnt = True
+        order = shared[0]
+        self._buckets = [self._buckets[i] for i in [*order, *sorted(set(range(len(self._buckets))) - set(order))]]
+        self._order_is_learnt = bool(order)  # a step without a backward tells nothing
 
     def _let_go_of_gradients(self) -> None:
         for bucket in self._buckets:
@@ -275,7 +275,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "optimizer after the model is moved or converted, and load into the model without assign=True"
             )
         for p in (p for group in self.param_groups for p in group["params"]):
-            if p.grad is not None and p not in self._bucket_of:
+            if p.grad is not None and p.numel() and p not in self._bucket_of:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(p.shape)} has a gradient, and was frozen when the optimizer was "
                     "made: make it anew"

@@ -56,6 +56,10 @@ def _rate(name: str, unit: float) -> Cell:
     return lambda entry, row: f"{row['work'][name] / unit:.3f}" if name in row["work"] else None
 
 
+def _to_send(entry: Entry, row: dict[str, Any]) -> str | None:
+    return mib(nbytes) if (nbytes := row["work"].get("bytes_communicated")) else None
+
+
 def _after_warmups(count: int) -> Cell:
     def cell(entry: Entry, row: dict[str, Any]) -> str | None:
         after = row["time"].get("after_warmups", {}).get(str(count))
@@ -102,7 +106,7 @@ FIRST_STEPS = {
 def _first_steps(*where: str) -> Cell:
     def cell(entry: Entry, row: dict[str, Any]) -> str | None:
         section, name = where
-        told = "peaks" in row["memory"]
+        told = {"peaks", "kinds"} & set(row["memory"]) and name in row["memory"].get(section, {})
         return mib(row["memory"][section][name]) if told else None
 
     return cell
@@ -124,6 +128,7 @@ COLUMNS: list[tuple[str, Cell]] = [
     ("comm. alone", _alone("communication_alone")),
     ("hidden", _hidden),
     ("rank min / max", _fastest_and_slowest),
+    ("to send MiB", _to_send),
     ("alg GB/s", _rate("algorithm_bandwidth", 1e9)),
     ("bus GB/s", _rate("bus_bandwidth", 1e9)),
     ("sent / least MiB", _sent),

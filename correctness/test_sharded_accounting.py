@@ -1,0 +1,110 @@
+"""Memory and communication of a step with a sharded optimizer: closed forms against the meter, on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from impl.accounting.sharded_optimizer import sharded_bytes, work, zero_redundancy_work
+from impl.model import SIZES
+from perf.test_sharded_optimizer import ShardedStep
+from shardmark.cases import ShardedStepCase
+from shardmark.passes import Measured, Plan, Rounds, measure
+from shardmark.registry import family
+from shardmark.timeline import Bytes
+from shardmark.world import World
+
+AT_LAYERS = ShardedStepCase("tiny", 2, 32)
+"""Its largest moment is when backward leaves the output projection, or is in the last layer."""
+AT_END, AT_LOSS = ShardedStepCase("mini", 1, 4), ShardedStepCase("tiny", 3, 61)  # the one has many buckets
+
+
+def step_memory(name: str, case: ShardedStepCase) -> Measured:
+    implementation = family("sharded_optimizer").implementations[name]
+    return measure(Plan(ShardedStep, implementation, None, case, "cpu", case.ranks, Rounds(minimum=1, maximum=1)))
+
+
+def assert_peaks_are_the_formulas(name: str, case: ShardedStepCase, ranks: list[Measured]) -> None:
+    formula = family("sharded_optimizer").implementations[name].memory
+    assert formula is not None
+    peaks = [measured.memory.peak for measured in ranks]
+    assert peaks == [pytest.approx(formula(case), rel=0.02)] * case.ranks
+    assert max(peaks) <= 1.01 * min(peaks)
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("unsharded", AT_LAYERS), ("zero_redundancy", AT_LAYERS), ("sharded", AT_END), ("sharded", AT_LOSS)],
+    ids=str,
+)
+def test_peak_is_the_formulas_on_every_rank(name: str, case: ShardedStepCase, worlds: Any) -> None:
+    assert_peaks_are_the_formulas(name, case, worlds(2).run(step_memory, name, case))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bytes_of_each_kind_are_the_formulas_to_the_byte_on_every_rank(ranks: int, worlds: Any) -> None:
+    case = replace(AT_LAYERS, ranks=ranks)
+    measured_by_rank = worlds(ranks).run(step_memory, "sharded", case)
+    assert_peaks_are_the_formulas("sharded", case, measured_by_rank)
+    for rank, measured in enumerate(measured_by_rank):
+        expected = sharded_bytes(case, rank)
+        phases = measured.memory.phases
+        assert phases["after_init"] == expected.after_init
+        assert phases["before_step"] == phases["after_step"] == expected.before_step
+        assert measured.timeline is not None
+        after: Bytes = measured.timeline.phases["after_optimizer"]
+        assert sum(after.values()) - after["temporaries"] == expected.after_step  # a backend's buffers, to gather
+        assert after["gradients"] == 0
+        before: Bytes = measured.timeline.phases["before_step"]
+        assert before["parameters"] == expected.parameters
+        assert before["gradients"] == expected.gradients
+        assert before["optimizer state"] == expected.optimizer_state
+        assert before["inputs and buffers"] == expected.inputs_and_buffers + 4  # the loss
+
+
+def test_shards_of_the_state_are_the_nth_part_and_a_number_for_each_parameter() -> None:
+    case = ShardedStepCase("mini", 2, 64)
+    elements, parameters = SIZES["mini"].parameters, 3 + 9 * SIZES["mini"].layers
+    for ranks in (1, 2, 3, 8):
+        for rank in range(ranks):
+            state = sharded_bytes(replace(case, ranks=ranks), rank).optimizer_state
+            assert 0 <= state - 8 * elements // ranks <= 4 * parameters + 8 * ranks * parameters
+
+
+class Counting:
+    """Collectives that count the bytes that each rank must send."""
+
+    def __init__(self, collectives: Any) -> None:
+        self.collectives, self.sent = collectives, 0
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, *args: Any, **options: Any) -> Any:
+        self.sent += input.nbytes - output.nbytes
+        return self.collectives.reduce_scatter(output, input, *args, **options)
+
+    def all_gather(self, output: Tensor, input: Tensor, *args: Any, **options: Any) -> Any:
+        self.sent += output.nbytes - input.nbytes
+        return self.collectives.all_gather(output, input, *args, **options)
+
+
+def bytes_sent(case: ShardedStepCase) -> int:
+    """In the second step."""
+    step = ShardedStep(family("sharded_optimizer").implementations["sharded"], case, "cpu")
+    optimizer: Any = step.optimizer
+    step.prepare()
+    step.step(lambda part: None)
+    counting = Counting(optimizer._collectives)
+    for bucket in optimizer._buckets:
+        bucket._collectives = counting
+    optimizer._collectives = counting
+    step.step(lambda part: None)
+    return counting.sent
+
+
+def test_a_step_sends_gradients_once_and_parameters_once(pair: World) -> None:
+    case = AT_LAYERS
+    assert pair.run(bytes_sent, case) == [work(case).bytes_communicated] * 2
+    assert work(case).bytes_communicated == 4 * SIZES["tiny"].parameters  # 2 (n - 1) / n of them, each of 4 bytes
+    assert zero_redundancy_work(case).bytes_communicated == 6 * SIZES["tiny"].parameters
