@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardmark.memory import Memory, available_bytes, is_out_of_memory, meter
+from shardmark.memory import Memory, available_bytes, is_out_of_memory, meter, stage
 from shardmark.world import World
 
 N = 100_000
@@ -50,6 +50,21 @@ def test_the_peak_can_begin_again(device: str) -> None:
         memory.reset_peak()
         torch.empty(N, device=device)
     assert memory.peak == 8 * N and kept.numel() == N
+
+
+def test_stages_tell_what_is_live_and_the_most_there_was_whatever_peak_begins_again(device: str) -> None:
+    stage("nothing")  # without a meter it goes nowhere
+    with meter(device) as memory:
+        kept = torch.empty(N, device=device)
+        torch.empty(3 * N, device=device)
+        stage("first")
+        memory.reset_peak()
+        more = torch.empty(N, device=device)
+        stage("second")
+    assert [(held.live, held.peak) for held in memory.stages.values()] == [(4 * N, 16 * N), (8 * N, 16 * N)]
+    assert list(memory.stages) == ["first", "second"] and memory.peak == 8 * N
+    assert all((held.reserved or 0) >= (16 * N if device == "cuda" else 0) for held in memory.stages.values())
+    del kept, more
 
 
 def test_what_was_there_before_does_not_count(device: str) -> None:

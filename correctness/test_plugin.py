@@ -488,13 +488,13 @@ def test_rows_and_tables_tell_of_the_link_between_the_ranks(project: pytest.Pyte
             assert link.rate == "1gbit" and len(set(worlds(2).run(host))) == 2
         """
     )
-    result, output = _run(project, "--scale=smoke", "--link=1gbit", "-k", "nap and plain or two")
+    result, output = _run(project, "--scale=smoke", "--link=1gbit", "-k", "first_steps and plain or two")
     result.assert_outcomes(passed=2)
     assert _row(output, "plain")["link"] == "1gbit"
     result.stdout.fnmatch_lines(
-        ["link: the ranks live on two hosts, joined at 1gbit", "*How long is a nap? (two hosts, joined at 1gbit)*"]
+        ["link: the ranks live on two hosts, joined at 1gbit", "*other measurements (two hosts, joined at 1gbit)*"]
     )
-    result, output = _run(project, "--scale=smoke", "-k", "nap and plain or two", "-rs")
+    result, output = _run(project, "--scale=smoke", "-k", "first_steps and plain or two", "-rs")
     result.assert_outcomes(passed=1, skipped=1)
     assert _row(output, "plain")["link"] is None
     result.stdout.fnmatch_lines(["SKIPPED * needs a link between the ranks: --link 1gbit, as root"])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from impl.accounting.training_step import SOFTMAX_FLOPS, attention_flops
 from shardmark.cases import TrainingStepCase
 from shardmark.kernels import ELSE, MATRIX_PRODUCT, Call, StepProfile
+from shardmark.passes import Plan, Rounds
+from shardmark.registry import resolve
 from shardmark.report.kernels import WIDEST, kernel_lines
 from shardmark.report.memory import memory_lines, stage_lines
-from shardmark.report.tables import layout
+from shardmark.report.tables import layout, render
+from shardmark.rows import new_row
 
 
 def _entry(kernels: dict[str, Any]) -> dict[str, Any]:
@@ -34,6 +38,19 @@ def test_lines_tell_attentions_parts_against_its_products() -> None:
     assert ["both", "products", "4.000", "8.000", "100.0%", "100.0%"] in cells
     row_without: dict[str, Any] = {"extra_info": {}}
     assert not list(kernel_lines([row_without], layout))
+
+
+def test_columns_tell_what_is_alone_what_is_hidden_and_what_each_stage_holds() -> None:
+    case = TrainingStepCase("tiny", batch=2, context=32)
+    row = new_row(Plan(object, resolve("data_parallel", "naive"), None, case, "cpu", 2, Rounds()), "smoke", "1gbit")
+    row["time"] = {"compute_alone": 0.25, "communication_alone": 0.05, "hidden": 0.625}
+    held = {"live": 2**20, "peak": 3 * 2**20, "reserved": None}
+    row["memory"] = {"stages": {"data": held, "warm-up": held | {"reserved": 2**22}}}
+    [(title, lines)] = render([{"group": "What hides?", "stats": None, "extra_info": row}])
+    assert title == "What hides? (two hosts, joined at 1gbit)"
+    cells = dict(zip(*(re.split(r"  +", line.strip()) for line in (lines[0], lines[2])), strict=True))
+    assert (cells["compute alone"], cells["comm. alone"], cells["hidden"]) == ("250.0", "50.000", "62%")
+    assert (cells["after data MiB"], cells["after warm-up MiB"]) == ("1.00 / 3.00", "1.00 / 3.00 / 4.00")
 
 
 def test_lines_tell_bytes_by_kind_what_is_kept_and_the_largest_blocks() -> None:

@@ -31,10 +31,21 @@ from torch.autograd.profiler import profile
 
 from shardmark.blocks import Allocated, Marked, Released, mark, replay
 
-_PEAK = "peak of "
-"""What the CPU meter's marks of a step's peak begin with."""
+_PEAK, _STAGE = "peak of ", "stage "
+"""What the CPU meter's marks of a step's peak, and of a stage, begin with."""
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints two lines at every use
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is held when a stage ends, in bytes: live, the most there was since the meter began, and what the caching
+    allocator keeps, which only CUDA has.
+    """
+
+    live: int
+    peak: int
+    reserved: int | None = None
 
 
 @dataclass
@@ -45,6 +56,8 @@ class Memory:
     peak: int = 0
     peaks: dict[str, int] = field(default_factory=dict)
     """Of the steps that were kept apart."""
+    stages: dict[str, Stage] = field(default_factory=dict)
+    """Of making the workload and warming it up, as it tells them."""
 
 
 class Meter(Memory):
@@ -62,13 +75,30 @@ class Meter(Memory):
         """The peak since it was last reset is that of `step`."""
         raise NotImplementedError
 
+    def stage(self, name: str) -> None:
+        """The stage of that name ends here."""
+        raise NotImplementedError
+
+
+_running: list[Meter] = []
+
+
+def stage(name: str) -> None:
+    """Tell the meter, if one runs, that a stage of making a workload ends here."""
+    for running in _running:
+        running.stage(name)
+
 
 @contextmanager
 def meter(device: str) -> Iterator[Meter]:
     """Meter what the block allocates on `device` ("cpu" or "cuda"), from zero at its start."""
     running: _CpuMeter | _CudaMeter = _CudaMeter() if device == "cuda" else _CpuMeter()
     with running.recording():
-        yield running
+        _running.append(running)
+        try:
+            yield running
+        finally:
+            _running.remove(running)
     running.read()
 
 
@@ -93,6 +123,11 @@ class _CudaMeter(Meter):
     def keep_peak(self, step: str) -> None:
         self.peaks[step] = self._live("peak") - self._base
 
+    def stage(self, name: str) -> None:
+        live, peak = self._live() - self._base, self._live("peak") - self._base
+        peak = max([peak, *(stage.peak for stage in self.stages.values())])
+        self.stages[name] = Stage(live, peak, torch.cuda.memory_reserved())
+
     def read(self) -> None:
         self.peak = self._live("peak") - self._base
 
@@ -112,8 +147,11 @@ class _CpuMeter(Meter):
     def keep_peak(self, step: str) -> None:
         mark(_PEAK + step)
 
+    def stage(self, name: str) -> None:
+        mark(_STAGE + name)
+
     def read(self) -> None:
-        total = 0
+        total = most = 0
         for event in replay(self._profile, "cpu"):
             match event:
                 case Allocated(block):
@@ -124,9 +162,11 @@ class _CpuMeter(Meter):
                     self.peak = total
                 case Marked(name) if name.startswith(_PEAK):
                     self.peaks[name.removeprefix(_PEAK)] = self.peak
+                case Marked(name) if name.startswith(_STAGE):
+                    self.stages[name.removeprefix(_STAGE)] = Stage(total, most)
                 case Marked(phase):
                     self.phases[phase] = total
-            self.peak = max(self.peak, total)
+            self.peak, most = max(self.peak, total), max(most, total)
 
 
 @contextmanager

@@ -162,13 +162,15 @@ def _meter(plan: Plan) -> tuple[Memory, float]:
             workload.prepare()
             workload.step(lambda part: None)
         memory.keep_peak(SECOND)
+        memory.stage("warm-up")
         workload.prepare()
         memory.mark("before_step")
         memory.reset_peak()
         workload.step(lambda part: memory.mark(f"after_{part}"))
         memory.mark("after_step")
         memory.keep_peak(MEDIAN)
-    return Memory(memory.phases, memory.peak, memory.peaks), first_step
+    stages = memory.stages if len(memory.stages) > 1 else {}  # where the workload tells its own, this one follows
+    return Memory(memory.phases, memory.peak, memory.peaks, stages), first_step
 
 
 def _time(plan: Plan, memory: Memory) -> Measured:

@@ -67,6 +67,7 @@ def memory_entry(ranks: list[Measured], budget: MemoryBudget) -> Row:
         "peak": most.peak,
         "peak_by_rank": [rank.memory.peak for rank in ranks],
         **({"peaks": most.peaks} if most.peaks else {}),
+        **({"stages": {name: asdict(stage) for name, stage in most.stages.items()}} if most.stages else {}),
         **asdict(budget),
         "budget": budget.bytes,
     }

@@ -56,6 +56,11 @@ class MLPBlock(nn.Module):
         return x + self.w2(self.gelu(self.w1(x)))
 
 
+def square_linears(width: int, linears: int) -> nn.Sequential:
+    """(rows, width) -> (rows, width): that many linear layers with bias, and a ReLU after each."""
+    return nn.Sequential(*(layer for _ in range(linears) for layer in (nn.Linear(width, width), nn.ReLU())))
+
+
 class MLPLanguageModel(nn.Module):
     """tokens (batch, context) int64 -> logits (batch, context, vocab) in the parameters' dtype.
 

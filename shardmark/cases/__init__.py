@@ -9,6 +9,7 @@ from shardmark.cases.grid import MB, SCALES, Grid, Work
 from shardmark.cases.link import LINK, LINK_BUCKETS, LINK_BUCKETS_MB
 from shardmark.cases.loss import LOSS, LossCase
 from shardmark.cases.mlp_ladder import MLP_LADDER, MLP_RUNGS, Rung
+from shardmark.cases.nine_linears import NINE_LINEARS, NineLinearsCase
 from shardmark.cases.optim import CLIPPED_STEP, CLIPPING, OPTIMIZER_STEP, OptimizerCase
 from shardmark.cases.optimizer_order import OPTIMIZER_ORDER
 from shardmark.cases.scaling import SCALING, ScalingCase
@@ -45,6 +46,7 @@ __all__ = [
     "MLP_LADDER",
     "MLP_RUNGS",
     "MODES",
+    "NINE_LINEARS",
     "OPTIMIZER_ORDER",
     "OPTIMIZER_STEP",
     "SCALES",
@@ -62,6 +64,7 @@ __all__ = [
     "FSDPCase",
     "Grid",
     "LossCase",
+    "NineLinearsCase",
     "OptimizerCase",
     "Rung",
     "ScalingCase",
