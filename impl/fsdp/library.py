@@ -138,7 +138,9 @@ class TorchFSDP1(PlainStateDict):
             }
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """FSDP1's own."""
+        """FSDP1's own, which takes norms in float32; Unsupported for gradients in float64."""
+        if any(p.dtype == torch.float64 for p in self.parameters()):
+            raise Unsupported("FSDP1 clips no gradients in float64")
         model: Any = self.module
         return model.clip_grad_norm_(max_norm)
 
