@@ -31,7 +31,7 @@ from impl.data_parallel.base import PlainStateDict, broadcast_state, check_same_
 from impl.fsdp.sharded import LINEARS_AND_EMBEDDINGS
 from impl.fsdp.splitting import shared_between
 from impl.fsdp.wrapping import Policy, checked
-from shardmark.registry import TimeBudget, Unsupported, register
+from shardmark.registry import Unsupported, register
 
 
 class TorchFSDP2(PlainStateDict):
@@ -159,11 +159,9 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-SHOWN = TimeBudget("sharded")
-
-register("fsdp", "fsdp1", TorchFSDP1, memory=library_peak, time=SHOWN)
-register("fsdp", "fsdp1_post", partial(TorchFSDP1, backward_prefetch="post"), memory=library_peak, time=SHOWN)
-register("fsdp", "fsdp1_no_prefetch", partial(TorchFSDP1, backward_prefetch=None), memory=library_peak, time=SHOWN)
-register("fsdp", "fsdp1_forward_prefetch", partial(TorchFSDP1, forward_prefetch=True), memory=library_peak, time=SHOWN)
-register("fsdp", "fsdp2", TorchFSDP2, memory=library_peak, time=SHOWN)
-register("fsdp", "fsdp2_kept", partial(TorchFSDP2, reshard_after_forward=False), memory=library_kept_peak, time=SHOWN)
+register("fsdp", "fsdp1", TorchFSDP1, memory=library_peak)
+register("fsdp", "fsdp1_post", partial(TorchFSDP1, backward_prefetch="post"), memory=library_peak)
+register("fsdp", "fsdp1_no_prefetch", partial(TorchFSDP1, backward_prefetch=None), memory=library_peak)
+register("fsdp", "fsdp1_forward_prefetch", partial(TorchFSDP1, forward_prefetch=True), memory=library_peak)
+register("fsdp", "fsdp2", TorchFSDP2, memory=library_peak)
+register("fsdp", "fsdp2_kept", partial(TorchFSDP2, reshard_after_forward=False), memory=library_kept_peak)

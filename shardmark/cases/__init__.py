@@ -4,7 +4,7 @@ from shardmark.cases.attention import ATTENTION_HEADS, ATTENTION_LENGTHS, ATTENT
 from shardmark.cases.checkpointing import CHECKPOINTING
 from shardmark.cases.collectives import ALL_REDUCE, AllReduceCase
 from shardmark.cases.data_parallel import BUCKETS, DATA_PARALLEL
-from shardmark.cases.fsdp import FSDP, FSDPCase
+from shardmark.cases.fsdp import FSDP, FSDP_LOW_PRECISION, FSDPCase
 from shardmark.cases.grid import MB, SCALES, Grid, Work
 from shardmark.cases.loss import LOSS, LossCase
 from shardmark.cases.mlp_ladder import MLP_LADDER, MLP_RUNGS, Rung
@@ -31,6 +31,7 @@ __all__ = [
     "CLIPPING",
     "DATA_PARALLEL",
     "FSDP",
+    "FSDP_LOW_PRECISION",
     "LOSS",
     "MB",
     "MLP_LADDER",
