@@ -1,6 +1,6 @@
-"""Full sharding as PyTorch ships it: FSDP1, FSDP2, and accelerate's way to the latter, under the family's contract.
+"""Full sharding as PyTorch ships it, FSDP1 and FSDP2, under the family's contract.
 
-None takes a parameter that several units share; both raise where the ranks' modules would not let them communicate.
+Neither takes a parameter that several units share.
 """
 
 from __future__ import annotations
