@@ -233,14 +233,14 @@ def applied_to_its_own_output_on_rank(device: str) -> None:
     plain = nn.Linear(DIM, DIM).double().to(device)
     layer = nn.Linear(DIM, DIM).double().to(device)
     layer.load_state_dict(plain.state_dict())
-    model = FullyShardedDataParallel(nn.Sequential(layer, layer), wrap=by_type(nn.Linear))
+    model = FullyShardedDataParallel(nn.Sequential(layer, layer, layer), wrap=by_type(nn.Linear))
     x = torch.ones(2, DIM, dtype=torch.float64, device=device)
-    plain(plain(x)).square().sum().backward()
+    plain(plain(plain(x))).square().sum().backward()
     model(x).square().sum().backward()
     model.finish_gradient_synchronization()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     torch.optim.SGD(plain.parameters(), lr=1.0).step()
-    torch.testing.assert_close(model.gather_full_parameters()["1.weight"], plain.weight.detach())
+    torch.testing.assert_close(model.gather_full_parameters()["2.weight"], plain.weight.detach())
 
 
 def test_a_unit_may_be_applied_to_its_own_output(world: World, device: str) -> None:
