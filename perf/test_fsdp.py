@@ -38,8 +38,20 @@ class FSDPStep(RankStep):
 @pytest.mark.family("fsdp")
 @pytest.mark.question("What does sharding everything save, and what does it cost?")
 @pytest.mark.cases(cases.FSDP)
-@pytest.mark.benchmark(min_rounds=12)
+@pytest.mark.benchmark(min_rounds=8)
 def test_training_step(implementation: Implementation, case: FSDPCase, world: World, measure: Measure) -> None:
+    _measure(implementation, case, world, measure)
+
+
+@pytest.mark.family("fsdp", only=("sharded", "fsdp2"))
+@pytest.mark.question("What does sharding everything save, and what does it cost?")
+@pytest.mark.cases(cases.FSDP_LOW_PRECISION)
+@pytest.mark.benchmark(min_rounds=8)
+def test_low_precision_step(implementation: Implementation, case: FSDPCase, world: World, measure: Measure) -> None:
+    _measure(implementation, case, world, measure)
+
+
+def _measure(implementation: Implementation, case: FSDPCase, world: World, measure: Measure) -> None:
     case = replace(case, ranks=world.size)
     kept = implementation.name.endswith("kept")
     measure(FSDPStep, implementation, case, world_size=world.size, work=work(case, kept), slack=1.02)

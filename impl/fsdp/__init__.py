@@ -6,7 +6,8 @@
     model.finish_gradient_synchronization()
     optimizer.step()
 
-Our own, with and without gathering ahead and again, and PyTorch's: `fsdp1`, `fsdp2`, and `accelerate` over the latter.
+Our own, from the simplest: nothing gathered ahead (the reference), one unit ahead, kept after forward. And PyTorch's
+two, `fsdp1` and `fsdp2`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Full sharding as PyTorch ships it: FSDP1, FSDP2, and accelerate's way to the latter, under the family's contract.
+"""Full sharding as PyTorch ships it, FSDP1 and FSDP2, under the family's contract.
 
-None takes a parameter that several units share; both raise where the ranks' modules would not let them communicate.
+Neither takes a parameter that several units share.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from impl.data_parallel.base import PlainStateDict, broadcast_state, check_same_
 from impl.fsdp.sharded import LINEARS_AND_EMBEDDINGS
 from impl.fsdp.splitting import shared_between
 from impl.fsdp.wrapping import Policy, checked
-from shardmark.registry import TimeBudget, Unsupported, register
+from shardmark.registry import Unsupported, register
 
 
 class TorchFSDP2(PlainStateDict):
@@ -138,7 +138,9 @@ class TorchFSDP1(PlainStateDict):
             }
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """FSDP1's own."""
+        """FSDP1's own, which takes norms in float32; Unsupported for gradients in float64."""
+        if any(p.dtype == torch.float64 for p in self.parameters()):
+            raise Unsupported("FSDP1 clips no gradients in float64")
         model: Any = self.module
         return model.clip_grad_norm_(max_norm)
 
@@ -157,11 +159,9 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-SHOWN = TimeBudget("sharded")
-
-register("fsdp", "fsdp1", TorchFSDP1, memory=library_peak, time=SHOWN)
-register("fsdp", "fsdp1_post", partial(TorchFSDP1, backward_prefetch="post"), memory=library_peak, time=SHOWN)
-register("fsdp", "fsdp1_no_prefetch", partial(TorchFSDP1, backward_prefetch=None), memory=library_peak, time=SHOWN)
-register("fsdp", "fsdp1_forward_prefetch", partial(TorchFSDP1, forward_prefetch=True), memory=library_peak, time=SHOWN)
-register("fsdp", "fsdp2", TorchFSDP2, memory=library_peak, time=SHOWN)
-register("fsdp", "fsdp2_kept", partial(TorchFSDP2, reshard_after_forward=False), memory=library_kept_peak, time=SHOWN)
+register("fsdp", "fsdp1", TorchFSDP1, memory=library_peak)
+register("fsdp", "fsdp1_post", partial(TorchFSDP1, backward_prefetch="post"), memory=library_peak)
+register("fsdp", "fsdp1_no_prefetch", partial(TorchFSDP1, backward_prefetch=None), memory=library_peak)
+register("fsdp", "fsdp1_forward_prefetch", partial(TorchFSDP1, forward_prefetch=True), memory=library_peak)
+register("fsdp", "fsdp2", TorchFSDP2, memory=library_peak)
+register("fsdp", "fsdp2_kept", partial(TorchFSDP2, reshard_after_forward=False), memory=library_kept_peak)

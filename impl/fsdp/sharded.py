@@ -270,8 +270,6 @@ def _refuse_unsynchronized_steps(model: FullyShardedDataParallel) -> None:
     weakref.finalize(model, handle.remove)
 
 
-BUDGET = TimeBudget("fsdp2", 1.0)
-
 register(
     "fsdp",
     "sharded_plain",
@@ -279,11 +277,11 @@ register(
     memory=plain_peak,
     time=TimeBudget("fsdp2"),
 )
-register("fsdp", "sharded", FullyShardedDataParallel, memory=sharded_peak, time=BUDGET)
+register("fsdp", "sharded", FullyShardedDataParallel, memory=sharded_peak, time=TimeBudget("fsdp2", 1.0))
 register(
     "fsdp",
     "sharded_kept",
     partial(FullyShardedDataParallel, reshard_after_forward=False),
     memory=kept_peak,
-    time=BUDGET,
+    time=TimeBudget("fsdp2_kept", 1.0),
 )

@@ -4,7 +4,7 @@ from shardmark.cases.attention import ATTENTION_HEADS, ATTENTION_LENGTHS, ATTENT
 from shardmark.cases.checkpointing import CHECKPOINTING
 from shardmark.cases.collectives import COLLECTIVE_SIZES, COLLECTIVES, LARGE_ALL_REDUCE, CollectiveCase
 from shardmark.cases.data_parallel import BUCKETS, DATA_PARALLEL
-from shardmark.cases.fsdp import FSDP, FSDPCase
+from shardmark.cases.fsdp import FSDP, FSDP_LOW_PRECISION, FSDPCase
 from shardmark.cases.grid import MB, SCALES, Grid, Work
 from shardmark.cases.link import LINK, LINK_BUCKETS, LINK_BUCKETS_MB
 from shardmark.cases.loss import LOSS, LossCase
@@ -41,6 +41,7 @@ __all__ = [
     "LINK",
     "LINK_BUCKETS",
     "LINK_BUCKETS_MB",
+    "FSDP_LOW_PRECISION",
     "LOSS",
     "MB",
     "MLP_LADDER",

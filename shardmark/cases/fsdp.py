@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardmark.cases.grid import Grid
 from shardmark.cases.training_step import TrainingStepCase
@@ -21,10 +21,12 @@ class FSDPCase(TrainingStepCase):
 
 FSDP = Grid(
     smoke=[FSDPCase("tiny", batch=2, context=32)],
-    laptop=[FSDPCase("mini", batch=2, context=64), FSDPCase("mini", batch=2, context=64, dtype="bfloat16")],
-    paper=[
-        FSDPCase(model, batch=4, context=512, dtype=dtype)
-        for model in ("small", "medium", "large", "xl")
-        for dtype in ("float32", "bfloat16")
-    ],
+    laptop=[FSDPCase("mini", batch=2, context=64)],
+    paper=[FSDPCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
+)
+
+FSDP_LOW_PRECISION = Grid(
+    smoke=[],
+    laptop=[replace(case, dtype="bfloat16") for case in FSDP.laptop],
+    paper=[replace(case, dtype="bfloat16") for case in FSDP.paper],
 )
