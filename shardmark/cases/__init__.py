@@ -3,7 +3,7 @@
 from shardmark.cases.attention import ATTENTION_HEADS, ATTENTION_LENGTHS, ATTENTION_MEMORY, MODES, AttentionCase
 from shardmark.cases.checkpointing import CHECKPOINTING
 from shardmark.cases.collectives import ALL_REDUCE, AllReduceCase
-from shardmark.cases.data_parallel import BUCKETS, DATA_PARALLEL
+from shardmark.cases.data_parallel import BUCKET_MODEL, BUCKETS, DATA_PARALLEL, REDUCTIONS, OverheadCase, ReductionCase
 from shardmark.cases.grid import MB, SCALES, Grid, Work
 from shardmark.cases.loss import LOSS, LossCase
 from shardmark.cases.mlp_ladder import MLP_LADDER, MLP_RUNGS, Rung
@@ -25,6 +25,7 @@ __all__ = [
     "ATTENTION_LENGTHS",
     "ATTENTION_MEMORY",
     "BUCKETS",
+    "BUCKET_MODEL",
     "CHECKPOINTING",
     "CLIPPED_STEP",
     "CLIPPING",
@@ -35,6 +36,7 @@ __all__ = [
     "MLP_RUNGS",
     "MODES",
     "OPTIMIZER_STEP",
+    "REDUCTIONS",
     "SCALES",
     "STEP_COMPILED",
     "STEP_GOALS",
@@ -48,6 +50,8 @@ __all__ = [
     "Grid",
     "LossCase",
     "OptimizerCase",
+    "OverheadCase",
+    "ReductionCase",
     "Rung",
     "TrainingStepCase",
     "Work",

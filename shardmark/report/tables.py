@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from shardmark.report.buckets import bucket_lines
 from shardmark.report.fits import peaks_by_length
 from shardmark.report.kernels import kernel_lines
 from shardmark.report.memory import memory_lines, mib
@@ -130,7 +131,7 @@ def render(entries: list[Entry]) -> Iterator[tuple[str, list[str]]]:
     for question, group in groupby(_together(entries, _question), key=_question):
         rows = _together(list(group), _case)
         below = (*peaks_by_length(rows), *kernel_lines(rows, layout), *memory_lines(rows, layout))
-        yield question or "other measurements", [*_table(rows), *below]
+        yield question or "other measurements", [*_table(rows), *below, *bucket_lines(rows, layout)]
 
 
 def _question(entry: Entry) -> str | None:
