@@ -46,7 +46,7 @@ def flat_peak(case: TrainingStepCase) -> int:
 
 
 def bucketed_peak(case: TrainingStepCase) -> int:
-    """Peak in bytes when gradients move into buckets that exist from the start; the last to come is the embedding's.
+    """Peak in bytes when gradients live in buckets that exist from the start; the last to come is the embedding's.
 
     A narrower reduction adds a copy of what is on its way, from its launch until the step has all of it: everything
     once backward is done; before that nothing where one bucket has room for all, else at most what has come.
