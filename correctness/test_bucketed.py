@@ -120,7 +120,7 @@ def layers_in_buckets(device: str) -> list[list[int]]:
         model(x, [(step + 1 + rank + i * (3 if step else 1)) % 4 for i in (0, 2, 1, 3)]).sum().backward()
         model.finish_gradient_synchronization()
         for p in model.parameters():
-            assert torch.equal(p.grad, torch.full_like(p, (ranks + 1) / 2))
+            torch.testing.assert_close(p.grad, torch.full_like(p, (ranks + 1) / 2))
     return seen
 
 
@@ -141,7 +141,7 @@ def where_gradients_lie(device: str) -> None:
                 model(x).sum().backward()
         model(x).sum().backward()
         model.finish_gradient_synchronization()
-        assert torch.equal(model.module.weight.grad, torch.full_like(model.module.weight, times * mean))
+        torch.testing.assert_close(model.module.weight.grad, torch.full_like(model.module.weight, times * mean))
         assert len({p.grad.untyped_storage().data_ptr() for p in model.parameters()}) == 1
         return [p.grad.data_ptr() for p in model.parameters()]
 
@@ -281,4 +281,4 @@ def test_dtypes_fill_their_own_buckets() -> None:
     parameters = [nn.Parameter(torch.empty(1, dtype=dtype)) for dtype in dtypes]
     runs = partition(parameters, bucket_bytes=8)
     places = [[next(i for i, p in enumerate(parameters) if p is found) for found in run] for run in runs]
-    assert places == [[1], [0, 2], [4], [3]] or places == [[0, 2], [1], [4], [3]]
+    assert places == [[1], [0, 2], [4], [3]]

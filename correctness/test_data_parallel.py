@@ -231,7 +231,9 @@ def test_parameters_of_several_dtypes(
 ) -> None:
     expected = [torch.full_like(weight, world.size - 1) for weight in Mixed().weights]  # the mean of 0, 2, 4, ...
     for found in world.run(mixed_dtypes_on_rank, implementation, device, options):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        for gradient, mean in zip(found, expected, strict=True):
+            rounded = world.size * torch.finfo(mean.dtype).eps / 2  # each rank's share once, and each sum
+            torch.testing.assert_close(gradient, mean, rtol=rounded, atol=0)
 
 
 def wrap_and_let_go(implementation: Implementation, device: str) -> bool:
@@ -250,17 +252,18 @@ def test_a_wrapper_that_is_let_go_frees_its_parameters(
     assert all(world.run(wrap_and_let_go, implementation, device))
 
 
-def steps_of_different_number(implementation: Implementation, device: str) -> None:
+def steps(implementation: Implementation, device: str, more_on_rank_0: int) -> None:
     model = _wrap(implementation, nn.Linear(2, 2).to(device))
-    for _ in range(1 + (dist.get_rank() == 0)):
+    for _ in range(1 + (more_on_rank_0 if dist.get_rank() == 0 else 0)):
         model(torch.ones(1, 2, device=device)).sum().backward()
         model.finish_gradient_synchronization()
 
 
 def test_a_different_number_of_steps_is_told_with_the_stack(worlds: Worlds, device: str) -> None:
     bucketed = family("data_parallel").implementations["bucketed"]
+    worlds(2).run(steps, bucketed, device, 0)
     with pytest.raises(RankError, match=r"rank 0 of 2 had not answered after") as caught:
-        worlds(2).run(steps_of_different_number, bucketed, device, deadline=2)
+        worlds(2).run(steps, bucketed, device, 1, deadline=2)
     assert "finish_gradient_synchronization" in str(caught.value) and "rank 1 of 2 finished" in str(caught.value)
 
 
@@ -275,4 +278,4 @@ def killed_in_mid_step(implementation: Implementation, device: str) -> None:
 def test_a_rank_killed_in_mid_step_is_told(worlds: Worlds, device: str) -> None:
     bucketed = family("data_parallel").implementations["bucketed"]
     with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
-        worlds(2).run(killed_in_mid_step, bucketed, device, deadline=10)
+        worlds(2).run(killed_in_mid_step, bucketed, device)

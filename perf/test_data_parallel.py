@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import inspect
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
-from impl.accounting.data_parallel import work
+from impl.accounting.data_parallel import best_bucket_bytes, exposed_seconds, work
+from impl.model import SIZES
 from perf.ranks import RankStep, language_model
 from shardmark import cases
-from shardmark.cases import TrainingStepCase
-from shardmark.measure import Measure
-from shardmark.passes import Mark
-from shardmark.registry import Implementation
+from shardmark.cases import MB, OverheadCase, ReductionCase, TrainingStepCase
+from shardmark.measure import CASE_DEADLINE, Measure
+from shardmark.passes import IMPLEMENTATION, Mark, Measured, Plan, Rounds
+from shardmark.passes import measure as measure_on_rank
+from shardmark.registry import Implementation, TimeBudget
+from shardmark.report.fits import fit_line
 from shardmark.world import World
 
 
@@ -24,8 +29,9 @@ class DataParallelStep(RankStep):
 
     def spread(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
         """The wrapped model, and AdamW: fused, so that the optimizer itself needs no temporaries."""
-        takes_buckets = case.bucket_mb is not None and implementation.accepts("bucket_mb")  # its peer may not
-        options = {"bucket_mb": case.bucket_mb} if takes_buckets else {}
+        reduce_dtype = getattr(torch, case.reduce_dtype) if isinstance(case, ReductionCase) else None
+        asked = {"bucket_mb": case.bucket_mb, "reduce_dtype": reduce_dtype}
+        options = {k: v for k, v in asked.items() if v is not None and implementation.accepts(k)}  # its peer may not
         model = implementation.adapted(language_model(case), **options)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
@@ -52,7 +58,7 @@ class DataParallelStep(RankStep):
 @pytest.mark.cases(cases.DATA_PARALLEL)
 @pytest.mark.benchmark(min_rounds=12)
 def test_training_step(implementation: Implementation, case: TrainingStepCase, world: World, measure: Measure) -> None:
-    measure(DataParallelStep, implementation, case, world_size=world.size, work=work(case, world.size))
+    measure(DataParallelStep, implementation, case, world_size=world.size, work=work(case, world.size), slack=1.02)
 
 
 @pytest.mark.family("data_parallel", option="bucket_mb")
@@ -60,4 +66,76 @@ def test_training_step(implementation: Implementation, case: TrainingStepCase, w
 @pytest.mark.cases(cases.BUCKETS)
 @pytest.mark.benchmark(min_rounds=12)
 def test_bucket_size(implementation: Implementation, case: TrainingStepCase, world: World, measure: Measure) -> None:
-    measure(DataParallelStep, implementation, case, world_size=world.size, work=work(case, world.size))
+    measure(DataParallelStep, implementation, case, world_size=world.size, work=work(case, world.size), slack=1.02)
+
+
+@pytest.mark.family("data_parallel", option="reduce_dtype")
+@pytest.mark.question("What does it cost to communicate gradients in half precision?")
+@pytest.mark.cases(cases.REDUCTIONS)
+@pytest.mark.benchmark(min_rounds=12)
+def test_reduction_dtype(implementation: Implementation, case: ReductionCase, world: World, measure: Measure) -> None:
+    measure(
+        DataParallelStep,
+        implementation,
+        case,
+        world_size=world.size,
+        work=work(case, world.size),
+        slack=1.02,
+        time=TimeBudget("ddp"),  # whose gradients travel in float32: what is faster depends on the link
+    )
+
+
+class AllReduces:
+    """A sum over the ranks of a tensor of each size, the smallest first."""
+
+    def __init__(self, implementation: Implementation, case: OverheadCase, device: str) -> None:
+        self.collectives = implementation.adapted
+        self.backend = dist.get_backend()
+        self.tensors = {size: torch.zeros(size * 1024 // 4, device=device) for size in sorted(case.kilobytes)}
+
+    def prepare(self) -> None:
+        """Zeros stay zeros."""
+
+    def step(self, mark: Mark) -> None:
+        """One all-reduce of each size, as the buckets' are: begun, then waited for."""
+        for size, tensor in self.tensors.items():
+            self.collectives.all_reduce(tensor, async_op=True).wait()
+            mark(f"{size} KB")
+
+
+def overhead_model(ranks: list[Measured], case: OverheadCase) -> dict[str, Any]:
+    """Overhead and bandwidth of an all-reduce, each size's time the median of the slowest rank's, and what they say."""
+    rounds = list(zip(*(rank.laps[IMPLEMENTATION] for rank in ranks), strict=True))
+    seconds = {
+        size * 1024: median(max(laps.parts[f"{size} KB"] for laps in round_) for round_ in rounds)
+        for size in case.kilobytes
+    }
+    overhead, per_byte, miss = fit_line(seconds)
+    gradients = 4 * SIZES[case.model].parameters
+    fitted = max(overhead, 0.0), 1 / per_byte
+    best = best_bucket_bytes(gradients, *fitted)
+    return {
+        "seconds": {str(nbytes): each for nbytes, each in seconds.items()},
+        "gradient_bytes": gradients,
+        "overhead": fitted[0],
+        "bandwidth": fitted[1],
+        "miss": miss,
+        "best_bytes": best,
+        "best_seconds": exposed_seconds(gradients, best, *fitted) if best else 0.0,
+        "exposed": {
+            str(size): exposed_seconds(gradients, min(size * MB, gradients), *fitted) for size in case.bucket_sizes
+        },
+    }
+
+
+@pytest.mark.family("collectives")
+@pytest.mark.question("Which bucket size is best?")
+@pytest.mark.cases(cases.BUCKET_MODEL)
+def test_model_of_overhead(
+    implementation: Implementation, case: OverheadCase, world: World, device: str, measure: Measure
+) -> None:
+    if world.size == 1:
+        pytest.skip("one rank has nothing to reduce")
+    plan = Plan(AllReduces, implementation, None, case, device, world.size, Rounds(minimum=20, max_seconds=0.5))
+    ranks = measure.attempt(plan, lambda plan: world.run(measure_on_rank, plan, deadline=CASE_DEADLINE))
+    measure.record(plan, ranks, times={"model": overhead_model(ranks, case)})

@@ -5,6 +5,9 @@
     model.finish_gradient_synchronization()
     optimizer.step()
 
+or, with the bucketed wrapper, `model.finish_gradient_synchronization(optimizer)`, which updates the parameters of each
+bucket while those after it are on their way.
+
 From the simplest to the fastest: `naive` (one all-reduce a parameter, after backward), `flat` (one for all of them),
 `overlapped` (one a parameter, during backward), `bucketed` (one a bucket, during backward), and PyTorch's own `ddp`.
 """
@@ -28,7 +31,11 @@ class DataParallelWrapper(Protocol):
     parameter, and on every rank when the ranks' modules differ, naming the first parameter that does. After
     `finish_gradient_synchronization`, between backward and `optimizer.step()`, each trainable parameter's `.grad` is
     the average over the ranks, and a gradient that this rank does not have counts as zero. Frozen parameters keep no
-    gradient; tied ones are communicated once. `state_dict` has the module's own names.
+    gradient; tied ones are communicated once. Buffers that forward changes are each rank's own. `state_dict` has the
+    module's own names.
+
+    Ours raise RuntimeError at an `optimizer.step()` on gradients that backward has produced since, inside `no_sync` or
+    out of it; those that `zero_grad()` let go of do not count. Where the method takes an `optimizer`, it steps it too.
     """
 
     module: nn.Module

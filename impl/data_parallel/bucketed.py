@@ -79,19 +79,18 @@ class BucketedDataParallel(DataParallel):
         """
         if not self.synchronizing:
             return
-        order = [*self._own, *(p for p in self.trainable[::-1] if p not in self._own)]
+        arrived = list(self._own)
         self._own.clear()
         while self._next < len(self._buckets):
             self._launch_next()
+        self._next = 0
+        if not self._order_is_learnt:
+            self._learn_order(arrived)  # before an optimizer has made its state, so that there is room
         *of_buckets, of_others = _param_groups(optimizer, self._buckets)
         for bucket, groups in zip(self._buckets, of_buckets, strict=True):
             bucket.finish()
             _step(optimizer, groups)
         _step(optimizer, of_others)
-        self._next = 0
-        if not self._order_is_learnt:
-            self._fill(self._order_of_rank_0(order))
-            self._order_is_learnt = True
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         super()._on_gradient(parameter)
@@ -124,11 +123,16 @@ class BucketedDataParallel(DataParallel):
 
         return arrive
 
-    def _order_of_rank_0(self, order: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    def _learn_order(self, arrived: Sequence[nn.Parameter]) -> None:
+        """Fill the buckets anew, in the order in which rank 0's gradients came; those that did not come last."""
+        for bucket in self._buckets:
+            bucket.finish()
+        order = dict.fromkeys([*arrived, *self.trainable[::-1]])
         place = {parameter: i for i, parameter in enumerate(self.trainable)}
-        places = torch.tensor([place[parameter] for parameter in order], device=order[0].device)
+        places = torch.tensor([place[parameter] for parameter in order], device=self.trainable[0].device)
         dist.broadcast(places, group=self.process_group, group_src=0)
-        return [self.trainable[i] for i in places.tolist()]
+        self._fill([self.trainable[i] for i in places.tolist()])
+        self._order_is_learnt = True
 
     def _fill(self, order: Sequence[nn.Parameter]) -> None:
         """Make buckets for that order, and move what gradients there are into them."""

@@ -49,11 +49,11 @@ class Bucket:
         self._arrive = reduce(self)
 
     def finish(self) -> None:
-        """Return when the gradients are the reduction's result."""
-        assert self._arrive is not None
-        self.set_buffer(self._arrive())
-        self._arrive = None
-        self.missing = set(self.slots)
+        """Return when the gradients are the result of the reduction, if one is under way."""
+        if self._arrive is not None:
+            self.set_buffer(self._arrive())
+            self._arrive = None
+            self.missing = set(self.slots)
 
     def index(self) -> int:
         """Place among the buckets, in the order of their reductions."""

@@ -2,8 +2,15 @@
 
 from shardmark.cases.attention import ATTENTION_HEADS, ATTENTION_LENGTHS, ATTENTION_MEMORY, MODES, AttentionCase
 from shardmark.cases.checkpointing import CHECKPOINTING
-from shardmark.cases.collectives import COLLECTIVE_SIZES, COLLECTIVES, LARGE_ALL_REDUCE, CollectiveCase
-from shardmark.cases.data_parallel import BUCKETS, DATA_PARALLEL
+from shardmark.cases.collectives import (
+    ALL_REDUCE,
+    COLLECTIVE_SIZES,
+    COLLECTIVES,
+    LARGE_ALL_REDUCE,
+    AllReduceCase,
+    CollectiveCase,
+)
+from shardmark.cases.data_parallel import BUCKET_MODEL, BUCKETS, DATA_PARALLEL, REDUCTIONS, OverheadCase, ReductionCase
 from shardmark.cases.fsdp import FSDP, FSDP_LOW_PRECISION, FSDPCase
 from shardmark.cases.grid import MB, SCALES, Grid, Work
 from shardmark.cases.link import LINK, LINK_BUCKETS, LINK_BUCKETS_MB
@@ -30,6 +37,7 @@ __all__ = [
     "ATTENTION_LENGTHS",
     "ATTENTION_MEMORY",
     "BUCKETS",
+    "BUCKET_MODEL",
     "CHECKPOINTING",
     "CLIPPED_STEP",
     "CLIPPING",
@@ -37,11 +45,11 @@ __all__ = [
     "COLLECTIVE_SIZES",
     "DATA_PARALLEL",
     "FSDP",
+    "FSDP_LOW_PRECISION",
     "LARGE_ALL_REDUCE",
     "LINK",
     "LINK_BUCKETS",
     "LINK_BUCKETS_MB",
-    "FSDP_LOW_PRECISION",
     "LOSS",
     "MB",
     "MLP_LADDER",
@@ -50,6 +58,7 @@ __all__ = [
     "NINE_LINEARS",
     "OPTIMIZER_ORDER",
     "OPTIMIZER_STEP",
+    "REDUCTIONS",
     "SCALES",
     "SCALING",
     "SHARDED_OPTIMIZER",
@@ -67,6 +76,8 @@ __all__ = [
     "LossCase",
     "NineLinearsCase",
     "OptimizerCase",
+    "OverheadCase",
+    "ReductionCase",
     "Rung",
     "ScalingCase",
     "ShardedStepCase",

@@ -2,10 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from shardmark.cases.grid import Grid
+from shardmark.cases.grid import MB, Grid
 from shardmark.cases.training_step import TrainingStepCase
+
+
+@dataclass(frozen=True)
+class ReductionCase(TrainingStepCase):
+    """A step whose gradients are communicated in `reduce_dtype`, "bfloat16" or "float16"."""
+
+    reduce_dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}-reduce_{self.reduce_dtype}"
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of a gradient's element on its way."""
+        return 2
+
+
+@dataclass(frozen=True)
+class OverheadCase:
+    """All-reduces of float32 tensors of several sizes, which tell overhead and bandwidth, and so what each of
+    `bucket_sizes`, in MB, should cost the training step of `model`."""
+
+    model: str
+    bucket_sizes: tuple[int, ...]
+    kilobytes: tuple[int, ...] = (4, 256, 2048, 16384)
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        return f"{self.model}-all_reduces"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the largest tensor on one rank."""
+        return max(self.kilobytes) * MB // 1024
+
 
 DATA_PARALLEL = Grid(
     smoke=[TrainingStepCase("tiny", batch=2, context=32)],
@@ -13,8 +48,22 @@ DATA_PARALLEL = Grid(
     paper=[TrainingStepCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
 )
 
+_SIZES = {"smoke": (1, 25), "laptop": (1, 5, 25, 100), "paper": (1, 10, 100, 1000)}  # MB
+
 BUCKETS = Grid(
-    smoke=[replace(DATA_PARALLEL.smoke[0], bucket_mb=bucket_mb) for bucket_mb in (1, 1000)],
-    laptop=[replace(DATA_PARALLEL.laptop[0], bucket_mb=bucket_mb) for bucket_mb in (1, 10, 100, 1000)],
-    paper=[replace(DATA_PARALLEL.paper[-1], bucket_mb=bucket_mb) for bucket_mb in (1, 10, 100, 1000)],
+    smoke=[replace(DATA_PARALLEL.smoke[0], bucket_mb=bucket_mb) for bucket_mb in _SIZES["smoke"]],
+    laptop=[replace(DATA_PARALLEL.laptop[0], bucket_mb=bucket_mb) for bucket_mb in _SIZES["laptop"]],
+    paper=[replace(DATA_PARALLEL.paper[-1], bucket_mb=bucket_mb) for bucket_mb in _SIZES["paper"]],
+)
+
+BUCKET_MODEL = Grid(
+    smoke=[OverheadCase("tiny", _SIZES["smoke"], kilobytes=(4, 64, 1024))],
+    laptop=[OverheadCase("mini", _SIZES["laptop"])],
+    paper=[OverheadCase("xl", _SIZES["paper"], kilobytes=(4, 256, 16384, 262144))],
+)
+
+REDUCTIONS = Grid(
+    smoke=[ReductionCase("tiny", batch=2, context=32)],
+    laptop=[ReductionCase("mini", batch=2, context=64)],
+    paper=[ReductionCase(case.model, case.batch, case.context) for case in DATA_PARALLEL.paper],
 )

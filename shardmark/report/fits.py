@@ -1,4 +1,4 @@
-"""Memory fitted to sequence length: what of the peak is quadratic in it, and what linear."""
+"""Fits: what of a peak is quadratic in sequence length, and what linear; what of a time is overhead."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ def fit_peaks(peaks: dict[int, int]) -> tuple[list[float], float]:
     terms = np.stack([seq**2, seq, np.ones_like(seq)], axis=1) / peak[:, None]
     coefficients, *_ = np.linalg.lstsq(terms, np.ones_like(peak), rcond=None)
     return coefficients.tolist(), float(np.abs(terms @ coefficients - 1).max())
+
+
+def fit_line(values: dict[int, float]) -> tuple[float, float, float]:
+    """(value at 0, slope, largest relative miss) of the least-squares line through positive values by size.
+
+    Each value counts by its relative miss, so that the small sizes count too.
+    """
+    size, value = (np.array(column, dtype=np.float64) for column in zip(*sorted(values.items()), strict=True))
+    terms = np.stack([np.ones_like(size), size], axis=1) / value[:, None]
+    (constant, slope), *_ = np.linalg.lstsq(terms, np.ones_like(value), rcond=None)
+    return float(constant), float(slope), float(np.abs(terms @ [constant, slope] - 1).max())
 
 
 def peaks_by_length(entries: list[dict[str, Any]]) -> Iterator[str]:

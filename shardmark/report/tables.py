@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from shardmark.report.buckets import bucket_lines
 from shardmark.report.fits import peaks_by_length
 from shardmark.report.kernels import kernel_lines
 from shardmark.report.memory import memory_lines, mib, stage_lines
@@ -174,6 +175,7 @@ def render(entries: list[Entry]) -> Iterator[tuple[str, list[str]]]:
             *kernel_lines(rows, layout),
             *memory_lines(rows, layout),
             *stage_lines(rows, layout),
+            *bucket_lines(rows, layout),
         )
         yield _title(question, rows), [*_table(rows), *below]
 
