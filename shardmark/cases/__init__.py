@@ -6,7 +6,7 @@ from shardmark.cases.collectives import ALL_REDUCE, AllReduceCase
 from shardmark.cases.data_parallel import BUCKETS, DATA_PARALLEL
 from shardmark.cases.grid import MB, SCALES, Grid, Work
 from shardmark.cases.loss import LOSS, LossCase
-from shardmark.cases.mlp_ladder import MLP_LADDER, MLP_RUNGS, Rung
+from shardmark.cases.mlp_ladder import MLP_LADDER, MLP_RUNGS, RANK_RUNGS, RANK_STAGES, RankRung, Rung
 from shardmark.cases.optim import CLIPPED_STEP, CLIPPING, OPTIMIZER_STEP, OptimizerCase
 from shardmark.cases.training_step import (
     STEP_COMPILED,
@@ -35,6 +35,8 @@ __all__ = [
     "MLP_RUNGS",
     "MODES",
     "OPTIMIZER_STEP",
+    "RANK_RUNGS",
+    "RANK_STAGES",
     "SCALES",
     "STEP_COMPILED",
     "STEP_GOALS",
@@ -48,6 +50,7 @@ __all__ = [
     "Grid",
     "LossCase",
     "OptimizerCase",
+    "RankRung",
     "Rung",
     "TrainingStepCase",
     "Work",

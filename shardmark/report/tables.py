@@ -90,6 +90,18 @@ def _first_steps(*where: str) -> Cell:
     return cell
 
 
+STAGES = ("model", "data_parallel", "to_empty", "init_weights")
+"""In which a model on ranks is made."""
+
+
+def _stage(name: str) -> Cell:
+    def cell(entry: Entry, row: dict[str, Any]) -> str | None:
+        phases = row["memory"].get("phases", {})
+        return mib(phases[name]) if name in phases else None
+
+    return cell
+
+
 COLUMNS: list[tuple[str, Cell]] = [
     ("case", lambda entry, row: row["case"]["id"]),
     ("implementation", lambda entry, row: row["implementation"]),
@@ -113,6 +125,7 @@ COLUMNS: list[tuple[str, Cell]] = [
     ("of limit", lambda entry, row: f"{row['limit']['fraction']:.0%}" if row["limit"].get("fraction") else None),
     ("before backward", _before_backward),
     *((f"{name} MiB", _first_steps(*where)) for name, where in FIRST_STEPS.items()),
+    *((f"after {stage} MiB", _stage(stage)) for stage in STAGES),
     ("peak MiB", _memory),
     ("budget MiB", lambda entry, row: mib(row["memory"]["budget"]) if "budget" in row["memory"] else None),
     ("verdict", lambda entry, row: row["verdict"]),
