@@ -16,6 +16,7 @@ from impl.model.mlp import MLPLanguageModel
 from impl.training_step import EagerStep
 from shardmark.cases import RankRung
 from shardmark.memory import meter
+from shardmark.world import World
 
 
 def initialized(mode: str, device: str, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
@@ -57,20 +58,27 @@ def test_init_weights_draws_what_the_constructor_does() -> None:
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
-PASSES = 4
-"""Of which the smallest figure counts: what the backend's thread releases late is seen as live (shardmark.memory)."""
+PASSES = 10
+"""At most so many, of which the smallest figure counts: what the backend's thread is slow to release is seen as live."""
 
 
-def smallest(passes: list[dict[str, int]]) -> dict[str, int]:
-    return {name: min(found[name] for found in passes) for name in passes[0]}
+def assert_metered(world: World, expected: dict[str, int], function: Callable[..., dict[str, int]], *args: Any) -> None:
+    found: dict[str, int] = {}
+    for _ in range(PASSES):
+        for rank in world.run(function, *args):
+            found = {name: min(value, found.get(name, value)) for name, value in rank.items()}
+        if found == expected:
+            break
+    assert found == expected
 
 
 def metered_stages(case: RankRung, device: str) -> dict[str, int]:
+    mesh = mesh_for("fully_shard", device)
     with meter(device) as memory:
         with torch.device("meta" if case.meta else device):
             model = MLPLanguageModel(TINY)
         memory.mark("model")
-        data_parallel(model, mesh_for("fully_shard", device))
+        data_parallel(model, mesh)
         memory.mark("data_parallel")
         if case.meta:
             model.to_empty(device=device)
@@ -85,22 +93,28 @@ def metered_stages(case: RankRung, device: str) -> dict[str, int]:
 def test_no_stage_holds_more_than_its_formula(meta: bool, ranks: int, worlds: Worlds) -> None:
     """On meta that is never more than the shards, and a generator's state."""
     case = RankRung("mlp-tiny", 1, 8, meta=meta, ranks=ranks)
-    passes = [found for _ in range(PASSES) for found in worlds(ranks).run(metered_stages, case, "cpu")]
-    assert smallest(passes) == {**stages(case), "peak": peak_of_stages(case)}
+    assert_metered(worlds(ranks), {**stages(case), "peak": peak_of_stages(case)}, metered_stages, case, "cpu")
 
 
 PHASES = ("after_init", "before_step", "after_forward", "after_backward")
+PEAKS = ("peak_of_first_step", "peak_of_backward")
+
+
+def expected_step(case: RankRung, reshard: bool) -> dict[str, int]:
+    expected = step_bytes(case, reshard)
+    return {name: getattr(expected, name) for name in PHASES + PEAKS}
 
 
 def metered_step(case: RankRung, reshard: bool) -> dict[str, int]:
     """The phases of the third step, its peak, and the first's."""
+    mesh = mesh_for("fully_shard", "cpu")
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, case.dtype), reduce_dtype=getattr(torch, case.reduce_dtype)
     )
     with meter("cpu") as memory:
         with torch.device("meta"):
             model = MLPLanguageModel(TINY)
-        data_parallel(model, mesh_for("fully_shard", "cpu"), mp_policy=policy, reshard_after_forward=reshard)
+        data_parallel(model, mesh, mp_policy=policy, reshard_after_forward=reshard)
         init_weights(model.to_empty(device="cpu"))
         if case.checkpointed:
             full(model)
@@ -114,8 +128,7 @@ def metered_step(case: RankRung, reshard: bool) -> dict[str, int]:
             step(tokens, targets, lambda part: memory.mark(f"after_{part}"))
             memory.keep_peak(name)
             step.optimizer.zero_grad()
-    del memory.peaks["second"]
-    return {name: memory.phases[name] for name in PHASES} | memory.peaks
+    return {name: memory.phases[name] for name in PHASES} | {name: memory.peaks[name] for name in PEAKS}
 
 
 PAIRS = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"))
@@ -128,17 +141,13 @@ def test_bytes_of_a_step_are_exact(
     dtype: str, reduce_dtype: str, checkpointed: bool, reshard: bool, worlds: Worlds
 ) -> None:
     case = RankRung("mlp-tiny", 3, 61, dtype, reduce_dtype=reduce_dtype, checkpointed=checkpointed)
-    expected = step_bytes(case, reshard)
-    found = smallest([found for _ in range(PASSES) for found in worlds(2).run(metered_step, case, reshard)])
-    assert found == {name: getattr(expected, name) for name in found}
+    assert_metered(worlds(2), expected_step(case, reshard), metered_step, case, reshard)
 
 
 @pytest.mark.parametrize("context", [2, 61], ids=["few_tokens", "many_tokens"])
 def test_on_four_ranks_and_where_the_peak_is_elsewhere(context: int, worlds: Worlds) -> None:
     case = RankRung("mlp-tiny", 3, context, ranks=4)
-    expected = step_bytes(case)
-    found = smallest([found for _ in range(PASSES) for found in worlds(4).run(metered_step, case, True)])
-    assert found == {name: getattr(expected, name) for name in found}
+    assert_metered(worlds(4), expected_step(case, True), metered_step, case, True)
 
 
 PUBLISHED = {"model": 0, "data_parallel": 0, "to_empty": 768}

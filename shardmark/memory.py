@@ -16,11 +16,11 @@ libraries are in them.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class Meter(Memory):
         raise NotImplementedError
 
 
-@contextlib.contextmanager
+@contextmanager
 def meter(device: str) -> Iterator[Meter]:
     """Meter what the block allocates on `device` ("cpu" or "cuda"), from zero at its start."""
     running: _CpuMeter | _CudaMeter = _CudaMeter() if device == "cuda" else _CpuMeter()
@@ -76,7 +76,7 @@ class _CudaMeter(Meter):
     def _live(self, which: str = "current") -> int:
         return torch.cuda.memory_stats().get(f"requested_bytes.all.{which}", 0)  # empty until the first allocation
 
-    @contextlib.contextmanager
+    @contextmanager
     def recording(self) -> Iterator[None]:
         torch.cuda.synchronize()
         self._base = self._live()
@@ -98,7 +98,7 @@ class _CudaMeter(Meter):
 
 
 class _CpuMeter(Meter):
-    @contextlib.contextmanager
+    @contextmanager
     def recording(self) -> Iterator[None]:
         with _workers_let_go_first(), profile(profile_memory=True) as self._profile:
             yield
@@ -129,12 +129,12 @@ class _CpuMeter(Meter):
             self.peak = max(self.peak, total)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _workers_let_go_first() -> Iterator[None]:
-    """Have every wait for a collective last until the backend's worker threads are at rest.
+    """Have every wait for a collective last a moment longer.
 
-    A worker lets go of a tensor just after it reports it done, and what another thread releases is not metered: unless
-    the worker is first, a tensor that is gone would count as live.
+    The backend's worker thread lets go of a tensor just after it reports it done, and what another thread releases is
+    not metered: unless the worker is first, a tensor that is gone would count as live.
     """
     functional: Any = torch.ops._c10d_functional.wait_tensor  # what DTensor waits by, and its overload compiled code
     waits: list[tuple[Any, str]] = [(dist.Work, "wait"), (functional, "_op"), (functional.default, "_op")]
@@ -151,24 +151,10 @@ def _workers_let_go_first() -> Iterator[None]:
 def _patient(wait: Callable[..., Any]) -> Callable[..., Any]:
     def patient_wait(*args: Any, **kwargs: Any) -> Any:
         done = wait(*args, **kwargs)
-        deadline = time.monotonic() + 1
-        time.sleep(0.0005)  # a worker may need Python's lock to let go
-        while _workers_run() and time.monotonic() < deadline:  # other collectives may be under way
-            time.sleep(0.0005)
+        time.sleep(0.002)
         return done
 
     return patient_wait
-
-
-def _workers_run() -> bool:
-    """Whether one of Gloo's worker threads is running, or would be if it had a core."""
-    for task in Path("/proc/self/task").iterdir():
-        # "id (name) state ..."; a thread may end while its neighbours are read
-        with contextlib.suppress(OSError):
-            name, state = (task / "stat").read_text().partition(" (")[2].split(") ", 1)
-            if name == "pt_gloo_runloop" and state[0] == "R":
-                return True
-    return False
 
 
 def release(device: str) -> None:
