@@ -43,8 +43,9 @@ class RankRung(TrainingStepCase):
     ranks: int = 2
 
     def __str__(self) -> str:
+        step = "" if self.step == "eager" else f"{self.step}-"
         options = "-checkpointed" * self.checkpointed + "-no_meta" * (not self.meta)
-        return f"{self.model}-b{self.batch}-s{self.context}-{self.dtype}-reduce_{self.reduce_dtype}{options}"
+        return f"{step}{self.model}-b{self.batch}-s{self.context}-{self.dtype}-reduce_{self.reduce_dtype}{options}"
 
 
 def _cases(model: str, batch: int, context: int) -> list[TrainingStepCase]:
