@@ -118,8 +118,10 @@ class SimpleFullyShardedDataParallel(PlainStateDict):
         super().__init__()
         group = process_group or dist.group.WORLD
         assert group is not None
-        device = next((parameter.device.type for parameter in module.parameters()), "cpu")
-        mesh = DeviceMesh.from_group(group, "cpu" if device == "meta" else device)
+        device = next((parameter.device.type for parameter in module.parameters()), "meta")
+        if device == "meta":
+            device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        mesh = DeviceMesh.from_group(group, device)
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
         self.module = data_parallel(module, mesh, "fully_shard", policy, reshard_after_forward=reshard_after_forward)
 
