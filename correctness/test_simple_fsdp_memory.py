@@ -104,7 +104,7 @@ def test_no_stage_holds_more_than_its_formula(meta: bool, ranks: int, worlds: Wo
 
 
 PHASES = ("after_init", "before_step", "after_forward", "after_backward")
-PEAKS = ("peak_of_first_step", "peak_of_backward")
+PEAKS = ("peak_of_first_step", "peak_of_forward", "peak_of_backward")
 
 
 def expected_step(case: RankRung, reshard: bool) -> dict[str, int]:
@@ -113,7 +113,7 @@ def expected_step(case: RankRung, reshard: bool) -> dict[str, int]:
 
 
 def metered_step(case: RankRung, reshard: bool) -> dict[str, int]:
-    """The phases of the third step, its peak, and the first's."""
+    """The phases of the third step, its peaks, and the first's."""
     mesh = mesh_for("fully_shard", "cpu")
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, case.dtype), reduce_dtype=getattr(torch, case.reduce_dtype)
@@ -128,11 +128,16 @@ def metered_step(case: RankRung, reshard: bool) -> dict[str, int]:
         step = EagerStep(model, torch.optim.AdamW(model.parameters(), fused=True))
         tokens, targets = (torch.randint(TINY.vocab, (case.batch, case.context)) for _ in range(2))
         memory.mark("after_init")
-        memory.reset_peak()
+
+        def mark(part: str) -> None:
+            memory.mark(f"after_{part}")
+            if part == "forward":
+                memory.keep_peak("peak_of_forward")
+
         for name in ("peak_of_first_step", "second", "peak_of_backward"):
             memory.mark("before_step")
             memory.reset_peak()
-            step(tokens, targets, lambda part: memory.mark(f"after_{part}"))
+            step(tokens, targets, mark)
             memory.keep_peak(name)
             step.optimizer.zero_grad()
     return {name: memory.phases[name] for name in PHASES} | {name: memory.peaks[name] for name in PEAKS}
