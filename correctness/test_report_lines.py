@@ -40,17 +40,14 @@ def test_lines_tell_attentions_parts_against_its_products() -> None:
     assert not list(kernel_lines([row_without], layout))
 
 
-def test_columns_tell_what_is_alone_what_is_hidden_and_what_each_stage_holds() -> None:
+def test_columns_tell_what_is_alone_and_what_is_hidden() -> None:
     case = TrainingStepCase("tiny", batch=2, context=32)
     row = new_row(Plan(object, resolve("data_parallel", "naive"), None, case, "cpu", 2, Rounds()), "smoke", "1gbit")
     row["time"] = {"compute_alone": 0.25, "communication_alone": 0.05, "hidden": 0.625}
-    held = {"live": 2**20, "peak": 3 * 2**20, "reserved": None}
-    row["memory"] = {"stages": {"data": held, "warm-up": held | {"reserved": 2**22}}}
     [(title, lines)] = render([{"group": "What hides?", "stats": None, "extra_info": row}])
     assert title == "What hides? (two hosts, joined at 1gbit)"
     cells = dict(zip(*(re.split(r"  +", line.strip()) for line in (lines[0], lines[2])), strict=True))
     assert (cells["compute alone"], cells["comm. alone"], cells["hidden"]) == ("250.0", "50.000", "62%")
-    assert (cells["after data MiB"], cells["after warm-up MiB"]) == ("1.00 / 3.00", "1.00 / 3.00 / 4.00")
 
 
 def test_lines_tell_bytes_by_kind_what_is_kept_and_the_largest_blocks() -> None:
@@ -79,17 +76,17 @@ def test_lines_tell_bytes_by_kind_what_is_kept_and_the_largest_blocks() -> None:
 def test_stages_are_columns_in_the_order_of_the_longest_life() -> None:
     def entry(name: str, stages: dict[str, tuple[int, int | None]]) -> dict[str, Any]:
         figures = {at: {"live": live, "formula": 2**20, "reserved": kept} for at, (live, kept) in stages.items()}
-        return {"extra_info": {"case": {"id": "mlp"}, "implementation": name, "stages": figures}}
+        return {"extra_info": {"case": {"id": "mlp"}, "implementation": name, "memory": {"stages": figures}}}
 
     short = entry("short", {"model": (2**21, None), "step_1": (2**22, None)})
     long = entry("long", {"model": (2**20, 2**23), "repair": (2**19, 2**23), "step_1": (0, 2**23)})
-    cells = [line.split() for line in stage_lines([short, long, {"extra_info": {}}], layout)]
+    cells = [line.split() for line in stage_lines([short, long, {"extra_info": {"memory": {}}}], layout)]
     assert ["case", "implementation", "MiB", "model", "repair", "step", "1"] in cells
     assert ["mlp", "short", "live", "2.00", "-", "4.00"] in cells
     assert ["mlp", "long", "live", "1.00", "0.50", "0.00"] in cells
     assert ["mlp", "long", "reserved", "8.00", "8.00", "8.00"] in cells
     assert len(cells) == 3 + 2 + 5  # nothing is reserved for the short one
-    assert not list(stage_lines([{"extra_info": {}}], layout))
+    assert not list(stage_lines([{"extra_info": {"memory": {}}}], layout))
 
 
 def test_attentions_flops_are_the_formulas() -> None:

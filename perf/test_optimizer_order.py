@@ -6,8 +6,6 @@ alive, and nothing says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +21,7 @@ from shardmark import cases
 from shardmark.cases import TrainingStepCase
 from shardmark.clock import Stopwatch
 from shardmark.measure import Measure
-from shardmark.memory import Memory, meter
+from shardmark.memory import Memory, meter, stage
 from shardmark.passes import IMPLEMENTATION, Measured, Plan, Rounds
 from shardmark.registry import Implementation
 from shardmark.world import World
@@ -68,7 +66,7 @@ def unsharded_losses(case: TrainingStepCase, device: str) -> list[float]:
     return losses
 
 
-def shard(variant: str, model: MLPLanguageModel, tokens: Tensor, done: Callable[[str], None]) -> AdamW:
+def shard(variant: str, model: MLPLanguageModel, tokens: Tensor) -> AdamW:
     """Shard the model and make the optimizer, one before or after the other; with state, it has made a step by then."""
     optimizer = None
     if variant != "after":
@@ -76,64 +74,55 @@ def shard(variant: str, model: MLPLanguageModel, tokens: Tensor, done: Callable[
         if variant == WITH_STATE:
             backward(model, tokens)
             update(optimizer)
-        done("optimizer")
+        stage("optimizer")
     before = dict(model.named_parameters()) if variant.endswith("repaired") else {}
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    done("sharding")
+    stage("sharding")
     if optimizer is None:
         optimizer = adamw(model)
-        done("optimizer")
+        stage("optimizer")
     if before:
         rewire(optimizer, before, dict(model.named_parameters()))
         before.clear()
-        done("repair")
+        stage("repair")
     return optimizer
 
 
-def train(variant: str, case: TrainingStepCase, device: str) -> tuple[Measured, dict[str, int], list[float]]:
-    """What this rank measured, the bytes that its CUDA allocator kept at each stage, and all ranks' mean losses."""
-    laps, losses, reserved = [], [], {}
+def train(variant: str, case: TrainingStepCase, device: str) -> tuple[Measured, list[float]]:
+    """What this rank measured, and all ranks' mean losses."""
+    laps, losses = [], []
     with meter(device) as memory:
-
-        def done(stage: str) -> None:
-            memory.mark(stage)
-            if device == "cuda":
-                reserved[stage] = torch.cuda.memory_reserved()
-
         model, tokens = model_and_batch(case, device)
-        done("model")
-        optimizer = shard(variant, model, tokens, done)
+        stage("model")
+        optimizer = shard(variant, model, tokens)
         mine = tokens.chunk(dist.get_world_size())[dist.get_rank()]
         for step in range(1, 1 + STEPS):
             watch = Stopwatch(device)
             watch.start()
             losses.append(backward(model, mine))
             if step == 1:
-                done("backward_1")
+                stage("backward_1")
             update(optimizer)
             laps.append(watch.stop())
-            done(f"step_{step}")
+            stage(f"step_{step}")
         for loss in losses:
             dist.all_reduce(loss)
-    measured = Measured(dist.get_backend(), Memory(memory.phases, memory.peak), {IMPLEMENTATION: laps})
-    return measured, reserved, [loss.item() / dist.get_world_size() for loss in losses]
+    measured = Measured(dist.get_backend(), Memory(peak=memory.peak, stages=memory.stages), {IMPLEMENTATION: laps})
+    return measured, [loss.item() / dist.get_world_size() for loss in losses]
 
 
 @pytest.mark.question("What if the optimizer is made before the model is sharded?")
 @pytest.mark.cases(cases.OPTIMIZER_ORDER)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_optimizer_order(variant: str, case: TrainingStepCase, world: World, measure: Measure) -> None:
-    measured, reserved, losses = zip(*world.run(train, variant, case, world.device), strict=True)
+    measured, losses = zip(*world.run(train, variant, case, world.device), strict=True)
     implementation = Implementation("fsdp", variant, fully_shard)
     plan = Plan(MLPLanguageModel, implementation, None, case, world.device, world.size, Rounds())
     expected = stage_bytes(variant, 4 * MLP_SIZES[case.model].parameters, world.size)
-    live = {stage: max(rank.memory.phases[stage] for rank in measured) for stage in expected}
-    stages = {
-        stage: {"live": live[stage], "formula": expected[stage], "reserved": reserved[0].get(stage)} for stage in live
-    }
-    measure.record(plan, list(measured), further={"losses": losses[0], "stages": stages})
+    row = measure.record(plan, list(measured), stages=expected, losses=losses[0])
+    live = {name: held["live"] for name, held in row["memory"]["stages"].items()}
 
     if world.device == "cpu":  # on CUDA the workspaces that libraries keep are live, too
         assert live == pytest.approx(expected, rel=0.02)

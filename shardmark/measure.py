@@ -23,6 +23,7 @@ from shardmark.rows import (
     memory_entry,
     new_row,
     profile_entry,
+    stages_entry,
     step_seconds,
     time_entry,
     timeline_entry,
@@ -118,13 +119,14 @@ class Measure:
         times: Row | None = None,
         profiled: Callable[[StepProfile], Row] | None = None,
         activations: Mapping[tuple[str, str], int] | None = None,
-        further: Row | None = None,
+        stages: Mapping[str, int] | None = None,
+        losses: Sequence[float] = (),
     ) -> Row:
         """Judge and save what each rank measured, and return the row.
 
-        `absolute` budgets are held to beside those of `--budgets`; `times` are further entries of the row's time,
-        `further` ones of the row: "losses" of each step; "stages" of a life that is no step, in bytes, for each stage
-        those "live", those by "formula", and those "reserved" by an allocator that keeps some (else None).
+        `absolute` budgets are held to beside those of `--budgets`; `times` are further entries of the row's time;
+        `stages` are the formulas, in bytes, of what is live after each stage that the meter was told of; `losses` those
+        of each step.
         """
         __tracebackhide__ = True
         session = self._session
@@ -136,7 +138,10 @@ class Measure:
             row["memory"] = memory_entry(ranks, memory_budget)
         if ranks[0].timeline is not None:
             row["memory"] |= timeline_entry(ranks[0].timeline, activations or {})
-        row |= further or {}
+        if ranks[0].memory.stages:
+            row["memory"]["stages"] = stages_entry(ranks, stages or {})
+        if losses:
+            row["losses"] = list(losses)
         if work is not None:
             row["work"] = asdict(work) | rates(fmean(seconds))
             devices = plan.world_size if session.device == "cuda" else 1

@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,18 +176,25 @@ def _workers_let_go_first() -> Iterator[None]:
     The backend's worker thread lets go of a tensor just after it reports it done, and what another thread releases is
     not metered: unless the worker is first, a tensor that is gone would count as live.
     """
-    wait = dist.Work.wait
-
-    def patient_wait(*args: Any) -> bool:
-        done = wait(*args)
-        time.sleep(0.002)
-        return done
-
-    dist.Work.wait = patient_wait  # type: ignore[method-assign, assignment]
+    functional: Any = torch.ops._c10d_functional.wait_tensor  # what DTensor waits by, and its overload compiled code
+    waits: list[tuple[Any, str]] = [(dist.Work, "wait"), (functional, "_op"), (functional.default, "_op")]
+    before = [getattr(owner, name) for owner, name in waits]
+    for (owner, name), wait in zip(waits, before, strict=True):
+        setattr(owner, name, _patient(wait))
     try:
         yield
     finally:
-        dist.Work.wait = wait  # type: ignore[method-assign]
+        for (owner, name), wait in zip(waits, before, strict=True):
+            setattr(owner, name, wait)
+
+
+def _patient(wait: Callable[..., Any]) -> Callable[..., Any]:
+    def patient_wait(*args: Any, **kwargs: Any) -> Any:
+        done = wait(*args, **kwargs)
+        time.sleep(0.002)
+        return done
+
+    return patient_wait
 
 
 def release(device: str) -> None:

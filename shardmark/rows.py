@@ -67,9 +67,17 @@ def memory_entry(ranks: list[Measured], budget: MemoryBudget) -> Row:
         "peak": most.peak,
         "peak_by_rank": [rank.memory.peak for rank in ranks],
         **({"peaks": most.peaks} if most.peaks else {}),
-        **({"stages": {name: asdict(stage) for name, stage in most.stages.items()}} if most.stages else {}),
         **asdict(budget),
         "budget": budget.bytes,
+    }
+
+
+def stages_entry(ranks: list[Measured], formulas: Mapping[str, int]) -> Row:
+    """Bytes held after each stage, on the rank that holds most then, beside the formula of those that are live."""
+    return {
+        name: asdict(max((rank.memory.stages[name] for rank in ranks), key=lambda stage: stage.live))
+        | {"formula": formulas.get(name)}
+        for name in ranks[0].memory.stages
     }
 
 

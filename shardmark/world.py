@@ -34,6 +34,8 @@ DEADLINE = 120.0
 """Seconds that a call may take on a world before its ranks count as hung."""
 GRACE = 1.0
 """Seconds that the other ranks get to answer once one has failed."""
+PRELOADED = ["__main__", "torch", "torch.distributed.tensor", "torch._dynamo", "shardmark.rank", "pytest"]
+"""Imported once in the server instead of once in every rank: DTensor's operators need dynamo, test modules pytest."""
 RANKS_PER_CORE = 8
 """Ranks that may share a core: enough for correctness at any world size, too many to measure."""
 
@@ -95,10 +97,7 @@ class World:
         self._connections: list[connection.Connection] = []
         self._processes: list[Any] = []
         context = multiprocessing.get_context("forkserver")
-        # Imported once in the server instead of once in every rank; test modules, which ranks import, need pytest.
-        # torch.compile's front end is the most of what they import beyond torch: a second for each rank.
-        preload = ["__main__", "torch", "torch.distributed", "torch._dynamo", "shardmark.rank", "pytest"]
-        context.set_forkserver_preload(preload)
+        context.set_forkserver_preload(PRELOADED)
         try:
             for rank in range(size):
                 ours, theirs = context.Pipe()

@@ -31,17 +31,19 @@ class StepBytes:
 
 
 @dataclass
-class _Ledger:
+class Ledger:
     """Bytes live, and the most there were."""
 
     live: int = 0
     peak: int = field(default=0, init=False)
 
     def take(self, *sizes: int) -> None:
+        """Allocate so many bytes."""
         self.live += sum(sizes)
         self.peak = max(self.peak, self.live)
 
     def give(self, *sizes: int) -> None:
+        """Let go of so many bytes."""
         self.live -= sum(sizes)
 
 
@@ -69,7 +71,7 @@ def step_bytes(case: TrainingStepCase, checkpointed: bool = False) -> StepBytes:
     tensors = 4 + 4 * size.layers  # parameters, each with a step counter in AdamW
     moments = 2 * parameters + _FLOAT * tensors
     after_init = parameters + 16 * case.tokens  # int64 tokens and targets
-    ledger = _Ledger()
+    ledger = Ledger()
     _forward(ledger, case, checkpointed)
     after_forward, peak_of_forward = ledger.live, ledger.peak
     _backward(ledger, case, checkpointed)
@@ -114,7 +116,7 @@ def _matrices(case: TrainingStepCase) -> int:
     return size.layers * 2 * size.dim * size.hidden + size.vocab * size.dim
 
 
-def _forward(ledger: _Ledger, case: TrainingStepCase, checkpointed: bool) -> None:
+def _forward(ledger: Ledger, case: TrainingStepCase, checkpointed: bool) -> None:
     """Operator by operator, as eager PyTorch does it."""
     size, tokens, c = MLP_SIZES[case.model], case.tokens, _COMPUTE[case.dtype]
     take, give, autocast = ledger.take, ledger.give, c != _FLOAT
@@ -156,7 +158,7 @@ def _forward(ledger: _Ledger, case: TrainingStepCase, checkpointed: bool) -> Non
         give(2 * c * size.layers * h * d if checkpointed else 0)
 
 
-def _backward(ledger: _Ledger, case: TrainingStepCase, checkpointed: bool) -> None:
+def _backward(ledger: Ledger, case: TrainingStepCase, checkpointed: bool) -> None:
     """Node by node, as autograd does it; the gradient that flows from block to block is float32."""
     size, tokens, c = MLP_SIZES[case.model], case.tokens, _COMPUTE[case.dtype]
     take, give, autocast = ledger.take, ledger.give, c != _FLOAT

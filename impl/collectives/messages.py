@@ -76,8 +76,12 @@ def _pipeline(segments: Iterator[Steps]) -> None:
 
 
 def _exchange(messages: list[dist.P2POp]) -> list[dist.Work]:
-    """Begin a step's messages; those that would be empty are not sent."""
+    """Begin a step's messages; those that would be empty are not sent.
+
+    Receiving comes first: Gloo's word that a rank is ready would else wait behind the bytes that it sends.
+    """
     messages = [message for message in messages if message.tensor.numel()]
+    messages.sort(key=lambda message: message.op is dist.isend)
     nbytes = sum(message.tensor.nbytes for message in messages if message.op is dist.isend)
     for counter in _counters:
         counter.nbytes += nbytes

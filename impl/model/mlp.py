@@ -76,6 +76,12 @@ class MLPLanguageModel(nn.Module):
         self.norm = nn.LayerNorm(size.dim)
         self.output = nn.Linear(size.dim, size.vocab, bias=False)
 
+    def init_weights(self) -> None:
+        """Draw every parameter anew, as the constructor did: what follows `to_empty` on a model made on meta."""
+        for module in self.modules():
+            if isinstance(module, nn.Embedding | nn.Linear | nn.LayerNorm):
+                module.reset_parameters()
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the token that follows each position, of that position's own token alone."""
         if tokens.ndim != 2:

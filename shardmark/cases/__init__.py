@@ -3,11 +3,9 @@
 from shardmark.cases.attention import ATTENTION_HEADS, ATTENTION_LENGTHS, ATTENTION_MEMORY, MODES, AttentionCase
 from shardmark.cases.checkpointing import CHECKPOINTING
 from shardmark.cases.collectives import (
-    ALL_REDUCE,
     COLLECTIVE_SIZES,
     COLLECTIVES,
     LARGE_ALL_REDUCE,
-    AllReduceCase,
     CollectiveCase,
 )
 from shardmark.cases.data_parallel import BUCKET_MODEL, BUCKETS, DATA_PARALLEL, REDUCTIONS, OverheadCase, ReductionCase
@@ -15,7 +13,7 @@ from shardmark.cases.fsdp import FSDP, FSDP_LOW_PRECISION, FSDPCase
 from shardmark.cases.grid import MB, SCALES, Grid, Work
 from shardmark.cases.link import LINK, LINK_BUCKETS, LINK_BUCKETS_MB
 from shardmark.cases.loss import LOSS, LossCase
-from shardmark.cases.mlp_ladder import MLP_LADDER, MLP_RUNGS, Rung
+from shardmark.cases.mlp_ladder import MLP_LADDER, MLP_RUNGS, RANK_RUNGS, RANK_STAGES, RankRung, Rung
 from shardmark.cases.nine_linears import NINE_LINEARS, NineLinearsCase
 from shardmark.cases.optim import CLIPPED_STEP, CLIPPING, OPTIMIZER_STEP, OptimizerCase
 from shardmark.cases.optimizer_order import OPTIMIZER_ORDER
@@ -58,6 +56,8 @@ __all__ = [
     "NINE_LINEARS",
     "OPTIMIZER_ORDER",
     "OPTIMIZER_STEP",
+    "RANK_RUNGS",
+    "RANK_STAGES",
     "REDUCTIONS",
     "SCALES",
     "SCALING",
@@ -77,6 +77,7 @@ __all__ = [
     "NineLinearsCase",
     "OptimizerCase",
     "OverheadCase",
+    "RankRung",
     "ReductionCase",
     "Rung",
     "ScalingCase",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardmark.cases.grid import Grid
 from shardmark.cases.training_step import TrainingStepCase
@@ -26,6 +26,26 @@ class Rung:
 
     def __str__(self) -> str:
         return f"{self.implementation}-{self.case}"
+
+
+@dataclass(frozen=True)
+class RankRung(TrainingStepCase):
+    """A rung of the ladder on that many ranks, parameters spread; `step` names an implementation of the training step.
+
+    `dtype` is what parameters are gathered and products made in, `reduce_dtype` what gradients are summed in. `meta`
+    says whether the model is made on the meta device, so that no rank ever holds the whole of it.
+    """
+
+    reduce_dtype: str = "float32"
+    step: str = "eager"
+    checkpointed: bool = False
+    meta: bool = True
+    ranks: int = 2
+
+    def __str__(self) -> str:
+        step = "" if self.step == "eager" else f"{self.step}-"
+        options = "-checkpointed" * self.checkpointed + "-no_meta" * (not self.meta)
+        return f"{step}{self.model}-b{self.batch}-s{self.context}-{self.dtype}-reduce_{self.reduce_dtype}{options}"
 
 
 def _cases(model: str, batch: int, context: int) -> list[TrainingStepCase]:
@@ -52,3 +72,44 @@ MLP_RUNGS = Grid(
     ],
 )
 """The rungs above those."""
+
+RANK_STEPS = ("eager", "compile_model", "compile_forward_backward", "compile_step")
+_PAIRS = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"))
+"""Dtypes that parameters are gathered in, and that gradients are reduced in."""
+
+
+def _on_ranks(case: TrainingStepCase, *steps: str, checkpointed: bool = False) -> list[RankRung]:
+    """Those steps of the case, with every pair of dtypes."""
+    return [
+        RankRung(case.model, case.batch, case.context, dtype, reduce_dtype=reduce, step=step, checkpointed=checkpointed)
+        for dtype, reduce in _PAIRS
+        for step in steps
+    ]
+
+
+RANK_RUNGS = Grid(
+    smoke=_on_ranks(MLP_LADDER.smoke[0], "eager")[:1],
+    laptop=[
+        *_on_ranks(MLP_LADDER.laptop[0], "eager", "compile_model")[:2],
+        *_on_ranks(MLP_LADDER.laptop[0], "eager", checkpointed=True),
+    ],
+    paper=[
+        rung
+        for case in MLP_LADDER.paper[::2]
+        for checkpointed in (False, True)
+        for rung in _on_ranks(case, *RANK_STEPS, checkpointed=checkpointed)
+    ],
+)
+"""Placements of the compiler, with and without checkpointing, by the dtypes of parameters and of reductions."""
+
+
+def _made(case: RankRung) -> list[RankRung]:
+    return [replace(case, meta=meta) for meta in (False, True)]
+
+
+RANK_STAGES = Grid(
+    smoke=_made(RANK_RUNGS.smoke[0]),
+    laptop=_made(RANK_RUNGS.laptop[0]),
+    paper=[case for rung in RANK_RUNGS.paper[:: len(RANK_RUNGS.paper) // 2] for case in _made(rung)],
+)
+"""One rung of each model, made whole and made on meta."""

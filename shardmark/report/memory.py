@@ -28,23 +28,23 @@ def memory_lines(entries: list[dict[str, Any]], layout: Any) -> Iterator[str]:
 
 
 def stage_lines(entries: list[dict[str, Any]], layout: Any) -> Iterator[str]:
-    """For rows that tell what is live after each stage of a life: one table, the stages its columns."""
-    rows = [entry["extra_info"] for entry in entries if "stages" in entry["extra_info"]]
+    """For rows that tell what is held after each stage of a life: one table, the stages its columns."""
+    rows = [entry["extra_info"] for entry in entries if entry["extra_info"]["memory"].get("stages")]
     if rows:
-        names = dict.fromkeys(
-            name for row in sorted(rows, key=lambda row: -len(row["stages"])) for name in row["stages"]
-        )
-        cells = [_stages(row, figure, list(names)) for row in rows for figure in ("live", "formula", "reserved")]
+        stages = [row["memory"]["stages"] for row in rows]
+        names = list(dict.fromkeys(name for row in sorted(stages, key=len, reverse=True) for name in row))
+        lines = (_held(row, figure, names) for row in rows for figure in ("live", "formula", "peak", "reserved"))
         yield from ("", "MiB after each stage", "")
-        yield from layout([row for row in cells if row is not None], ("case", "implementation", "MiB"))
+        yield from layout([line for line in lines if line is not None], ("case", "implementation", "MiB"))
 
 
-def _stages(row: dict[str, Any], figure: str, names: list[str]) -> dict[str, str | None] | None:
-    stages = {name: stage[figure] for name, stage in row["stages"].items() if stage[figure] is not None}
-    if not stages:
+def _held(row: dict[str, Any], figure: str, names: list[str]) -> dict[str, str | None] | None:
+    """One figure of a row's stages; None where it has none, as only CUDA has bytes reserved."""
+    held = {name: stage[figure] for name, stage in row["memory"]["stages"].items() if stage.get(figure) is not None}
+    if not held:
         return None
     what = {"case": row["case"]["id"], "implementation": row["implementation"], "MiB": figure}
-    return what | {name.replace("_", " "): mib(stages[name]) if name in stages else None for name in names}
+    return what | {name.replace("_", " "): mib(held[name]) if name in held else None for name in names}
 
 
 def _phase(phase: str, nbytes: dict[str, int]) -> dict[str, str | None]:

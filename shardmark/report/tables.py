@@ -113,15 +113,6 @@ def _first_steps(*where: str) -> Cell:
     return cell
 
 
-def _stage(name: str) -> Cell:
-    def cell(entry: Entry, row: dict[str, Any]) -> str | None:
-        stage = row["memory"].get("stages", {}).get(name)
-        held = stage and (stage["live"], stage["peak"], stage["reserved"])
-        return " / ".join(mib(nbytes) for nbytes in held if nbytes is not None) if held else None
-
-    return cell
-
-
 COLUMNS: list[tuple[str, Cell]] = [
     ("case", lambda entry, row: row["case"]["id"]),
     ("implementation", lambda entry, row: row["implementation"]),
@@ -153,7 +144,6 @@ COLUMNS: list[tuple[str, Cell]] = [
     ("of limit", lambda entry, row: f"{row['limit']['fraction']:.0%}" if row["limit"].get("fraction") else None),
     ("before backward", _before_backward),
     *((f"{name} MiB", _first_steps(*where)) for name, where in FIRST_STEPS.items()),
-    *((f"after {name} MiB", _stage(name)) for name in ("data", "model", "wrapping", "warm-up")),
     ("peak MiB", _memory),
     ("budget MiB", lambda entry, row: mib(row["memory"]["budget"]) if "budget" in row["memory"] else None),
     ("verdict", lambda entry, row: row["verdict"]),

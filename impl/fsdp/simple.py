@@ -1,0 +1,290 @@
+"""SimpleFSDP: a parameter is stored as a DTensor, and reading it computes what the module works with.
+
+    mesh = init_device_mesh("cuda", (4,))
+    data_parallel(model, mesh, mode="fully_shard", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+As the gather is an operator of forward, autograd itself makes the collective of backward, and a compiler sees both.
+Zhang et al., "SimpleFSDP: Simpler Fully Sharded Data Parallel with torch.compile", 2024.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.weak import WeakIdKeyDictionary
+
+from impl.data_parallel.base import PlainStateDict, check_same_module
+
+PLACEMENTS: dict[str, tuple[Placement, ...]] = {
+    "replicate": (Replicate(),),
+    "fully_shard": (Shard(0),),
+    "hybrid_shard": (Replicate(), Shard(0)),
+}
+"""How each mode stores a parameter over the mesh's dimensions."""
+
+
+def data_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    mode: str = "fully_shard",
+    mp_policy: MixedPrecisionPolicy | None = None,
+    *,
+    reshard_after_forward: bool = True,
+) -> nn.Module:
+    """Spread the model's parameters over the mesh, in place, and give it back.
+
+    `mode` is "replicate" (whole on every rank), "fully_shard" (rows over the ranks) or "hybrid_shard" (rows over the
+    last dimension of a two-dimensional mesh of all ranks, copies over the first). Parameters that are not on the meta
+    device become rank 0's, and buffers too. Parameters are gathered in `mp_policy.param_dtype`, gradients averaged over
+    the ranks in `mp_policy.reduce_dtype`; where these are None, and in `.grad`, in the dtype that is stored. With
+    `reshard_after_forward` what backward needs of a sharded parameter is gathered again there, else it is kept.
+
+    Names in `state_dict` and what `isinstance` says do not change; what a state holds are DTensors. Each read gathers
+    anew, so every rank must read the same parameters in the same order, and reach them in backward. A model that is
+    spread is saved by its `state_dict`: it cannot be pickled whole.
+
+    ValueError for another mode, a mesh of other dimensions, parameters that are spread already or have no rows, none to
+    train, and models that differ between ranks. RuntimeError in backward where a parameter changed after forward.
+    """
+    _check(model, mesh, mode)
+    mp_policy = mp_policy or MixedPrecisionPolicy()
+    reading = _Reading(mp_policy, reshard_after_forward and mode != "replicate", mesh)
+    spread = WeakIdKeyDictionary()  # by what is replaced: the whole of each parameter goes as soon as its shards exist
+    with_properties: Any = cache(_with_properties)
+    for module in model.modules():
+        own = [name for name, parameter in module._parameters.items() if parameter is not None]
+        for name in own:
+            module._parameters[name] = _spread(module._parameters[name], mesh, PLACEMENTS[mode], spread)
+        vars(module)["_reading"] = reading
+        module.__class__ = with_properties(type(module), *own)
+    for buffer in model.buffers():
+        if not buffer.is_meta:
+            dist.broadcast(buffer, group=_group(mesh), group_src=0)
+    model.__class__ = type(type(model).__name__, (_Root, type(model)), {"__module__": type(model).__module__})
+    return model
+
+
+@contextmanager
+def as_stored() -> Iterator[None]:
+    """In this context to read a parameter is to get the DTensor that is stored: nothing is gathered."""
+    _Reading.as_stored = True
+    try:
+        yield
+    finally:
+        _Reading.as_stored = False
+
+
+def init_weights(model: nn.Module, seed: int = 0) -> None:
+    """`model.init_weights()`, each rank for its own shards, so that none ever holds more.
+
+    Copies of a shard are drawn alike, and different shards from generators of their own; the rank's own is left alone.
+    """
+    parameter: Any = next(model.parameters())
+    mesh, placements = parameter.device_mesh, parameter.placements
+    own = [index for index, placement in zip(mesh.get_coordinate(), placements, strict=True) if placement.is_shard()]
+    devices = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
+    with torch.random.fork_rng(devices), as_stored(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")  # hence the seeds
+        torch.manual_seed(seed * mesh.size() + sum(own))
+        initialize: Any = model.init_weights
+        initialize()
+
+
+class SimpleFullyShardedDataParallel(PlainStateDict):
+    """`data_parallel` over a process group, as the family's tests call it."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        compute_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        reshard_after_forward: bool = True,
+    ) -> None:
+        super().__init__()
+        group = process_group or dist.group.WORLD
+        assert group is not None
+        device = next((parameter.device.type for parameter in module.parameters()), "meta")
+        if device == "meta":
+            device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        mesh = DeviceMesh.from_group(group, device)
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+        self.module = data_parallel(module, mesh, "fully_shard", policy, reshard_after_forward=reshard_after_forward)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns."""
+        return self.module(*args, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Nothing is left to do once backward has returned."""
+
+    def gather_full_parameters(self) -> dict[str, Tensor]:
+        """Every parameter whole, on every rank, by the module's own names."""
+        return gather_full_parameters(self.module)
+
+
+def gather_full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter whole, on every rank, by name."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: parameter.full_tensor().detach() for name, parameter in named if isinstance(parameter, DTensor)}
+
+
+class _Gathered(NamedTuple):
+    """A view of what was gathered, as autograd keeps it: how to make it again."""
+
+    parameter: DTensor
+    version: int
+    view: tuple[Any, Any, Any]
+    """Size, strides and offset."""
+
+
+class _Reading:
+    """How the parameters of one model are read, and read again in backward."""
+
+    as_stored = False
+
+    def __init__(self, policy: MixedPrecisionPolicy, reshard: bool, mesh: DeviceMesh) -> None:
+        self.policy = policy
+        self.reshard = reshard
+        self._shards = DeviceMesh.from_group(mesh.get_group(1), mesh.device_type) if mesh.ndim == 2 else None
+        self._gathered: dict[int, tuple[StorageWeakRef, DTensor]] | None = None  # by storage, while forward runs
+
+    def __call__(self, parameter: DTensor) -> Tensor:
+        """The whole parameter."""
+        if self.as_stored:
+            return parameter
+        if torch.compiler.is_compiling():
+            if not self.reshard:
+                return self._gather(parameter)
+            again = partial(create_selective_checkpoint_contexts, _recompute)
+            return checkpoint(self._gather, parameter, use_reentrant=False, context_fn=again)
+        whole = self._gather(parameter)
+        if self._gathered is not None:
+            reference = StorageWeakRef(whole.untyped_storage())  # keeps its address from being another's
+            self._gathered[reference.cdata] = reference, parameter
+        return whole
+
+    def _gather(self, parameter: DTensor) -> Tensor:
+        gathered_in = self.policy.param_dtype or parameter.dtype
+        reduced_in = self.policy.reduce_dtype or parameter.dtype
+        shards = parameter
+        if self._shards is not None:  # or DTensor's backward would begin with an all-reduce of the whole gradient
+            unmoved = parameter.redistribute(placements=parameter.placements, backward_dtype=reduced_in)
+            rows = unmoved.to_local(grad_placements=[Partial("avg"), Shard(0)])
+            shape, stride = parameter.shape, parameter.stride()
+            shards = DTensor.from_local(rows, self._shards, [Shard(0)], shape=shape, stride=stride)
+        whole = shards.redistribute(placements=[Replicate()], forward_dtype=gathered_in, backward_dtype=reduced_in)
+        return whole.to_local(grad_placements=[Partial("avg")])
+
+    @contextmanager
+    def regathering(self) -> Iterator[None]:
+        """What autograd saves of gathered parameters in this context is how to gather them again."""
+        self._gathered = {}
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._gathered = None
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Gathered:
+        assert self._gathered is not None
+        _, parameter = self._gathered.get(tensor.untyped_storage()._cdata, (None, None))
+        if parameter is None:
+            return tensor
+        view = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return _Gathered(parameter, parameter._version, view)
+
+    def _unpack(self, saved: Tensor | _Gathered) -> Tensor:
+        if not isinstance(saved, _Gathered):
+            return saved
+        if saved.parameter._version != saved.version:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(saved.parameter.shape)} was changed between forward and backward, which "
+                "gathers it again: run backward first, or pass reshard_after_forward=False"
+            )
+        with torch.no_grad():
+            return self._gather(saved.parameter).as_strided(*saved.view)
+
+
+class _Root(nn.Module):
+    """What the model's class is put under: casts what goes in and out, and has backward gather again."""
+
+    _reading: _Reading
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+        reading, policy = self._reading, self._reading.policy
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            args = tuple(_cast(value, policy.param_dtype) for value in args)
+            kwargs = {name: _cast(value, policy.param_dtype) for name, value in kwargs.items()}
+        if reading.reshard and not torch.compiler.is_compiling():
+            with reading.regathering():
+                output = super().forward(*args, **kwargs)
+        else:
+            output = super().forward(*args, **kwargs)
+        return output if policy.output_dtype is None else _cast(output, policy.output_dtype)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _recompute(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Of a compiled gather nothing is kept for backward."""
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _with_properties(kind: type[nn.Module], *names: str) -> type[nn.Module]:
+    """A class under which those parameters are read."""
+
+    def read(name: str) -> property:
+        return property(lambda module: module._reading(module._parameters[name]))
+
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **{name: read(name) for name in names}})
+
+
+def _spread(
+    parameter: Any, mesh: DeviceMesh, placements: tuple[Placement, ...], spread: WeakIdKeyDictionary
+) -> nn.Parameter:
+    """The parameter's shards; those of a tied one once."""
+    if parameter not in spread:
+        if not parameter.is_meta:
+            dist.broadcast(parameter.detach(), group=_group(mesh), group_src=0)  # in place, where a scatter would copy
+        distributed = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+        spread[parameter] = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+    return spread[parameter]
+
+
+def _group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """All ranks of the mesh."""
+    return mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+
+
+def _check(model: nn.Module, mesh: DeviceMesh, mode: str) -> None:
+    if mode not in PLACEMENTS:
+        raise ValueError(f"mode is one of {', '.join(PLACEMENTS)}, not {mode!r}")
+    if mesh.ndim != len(PLACEMENTS[mode]):
+        raise ValueError(
+            f"{mode} takes a mesh of {len(PLACEMENTS[mode])} dimension{'s' * (len(PLACEMENTS[mode]) > 1)}, got "
+            f"{tuple(mesh.shape)}"
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"{name} is a DTensor already: data_parallel takes a plain model, once")
+        if parameter.ndim == 0 and mode != "replicate":
+            raise ValueError(f"{mode} splits rows, and {name} has none: give it the shape (1,)")
+    check_same_module(model, _group(mesh))
