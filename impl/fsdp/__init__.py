@@ -6,8 +6,8 @@
     model.finish_gradient_synchronization()
     optimizer.step()
 
-Our own, from the simplest: nothing gathered ahead (the reference), one unit ahead, kept after forward. And PyTorch's
-two, `fsdp1` and `fsdp2`.
+Our own, from the simplest: nothing gathered ahead (the reference), one unit ahead, kept after forward; `simple`, where
+reading a parameter gathers it. And PyTorch's two, `fsdp1` and `fsdp2`.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ FAMILY = add_family(
 # They register in the family above, as every list and table has them.
 # isort: off
 from impl.fsdp.sharded import FullyShardedDataParallel  # noqa: E402
+from impl.fsdp.simple import SimpleFullyShardedDataParallel  # noqa: E402
 from impl.fsdp.library import TorchFSDP1, TorchFSDP2  # noqa: E402
 from impl.fsdp.wrapping import by_size, by_type, whole  # noqa: E402
 # isort: on
@@ -89,6 +90,7 @@ from impl.fsdp.wrapping import by_size, by_type, whole  # noqa: E402
 __all__ = [
     "FullySharded",
     "FullyShardedDataParallel",
+    "SimpleFullyShardedDataParallel",
     "TorchFSDP1",
     "TorchFSDP2",
     "by_size",

@@ -26,7 +26,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.weak import WeakIdKeyDictionary
 
+from impl.accounting.fsdp import library_peak
 from impl.data_parallel.base import PlainStateDict, check_same_module
+from shardmark.registry import TimeBudget, register
 
 PLACEMENTS: dict[str, tuple[Placement, ...]] = {
     "replicate": (Replicate(),),
@@ -288,3 +290,6 @@ def _check(model: nn.Module, mesh: DeviceMesh, mode: str) -> None:
         if parameter.ndim == 0 and mode != "replicate":
             raise ValueError(f"{mode} splits rows, and {name} has none: give it the shape (1,)")
     check_same_module(model, _group(mesh))
+
+
+register("fsdp", "simple", SimpleFullyShardedDataParallel, memory=library_peak, time=TimeBudget("fsdp2"))
