@@ -31,7 +31,8 @@ class FSDPStep(RankStep):
     def spread(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
         """The sharded model, and AdamW: fused, so that the optimizer itself needs no temporaries."""
         compute = getattr(torch, case.dtype) if case.dtype != "float32" else None
-        model = implementation.adapted(language_model(case), wrap=UNITS, compute_dtype=compute)
+        units = {"wrap": UNITS} if implementation.accepts("wrap") else {}
+        model = implementation.adapted(language_model(case), compute_dtype=compute, **units)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 

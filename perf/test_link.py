@@ -8,7 +8,7 @@ the communication could hide then, and what does not hide shows.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from statistics import median
 from typing import Any
@@ -19,10 +19,15 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from impl.accounting.data_parallel import work
+from impl.accounting.fsdp import work as fsdp_work
+from impl.accounting.sharded_optimizer import work as sharded_work
+from impl.accounting.sharded_optimizer import zero_redundancy_work
 from perf.ranks import RankStep, language_model
 from perf.test_data_parallel import DataParallelStep
+from perf.test_fsdp import FSDPStep
+from perf.test_sharded_optimizer import ShardedStep
 from shardmark import cases, registry
-from shardmark.cases import MB, TrainingStepCase
+from shardmark.cases import MB, FSDPCase, ShardedStepCase, TrainingStepCase
 from shardmark.measure import Measure
 from shardmark.passes import Mark, Plan, Rounds, timed_steps
 from shardmark.registry import Implementation, TimeBudget
@@ -30,9 +35,10 @@ from shardmark.world import World
 
 pytestmark = [
     pytest.mark.usefixtures("link"),
-    pytest.mark.question("What hides behind backward on a limited link?"),
     pytest.mark.benchmark(min_rounds=12),
 ]
+
+WHAT_HIDES = pytest.mark.question("What hides behind backward on a limited link?")
 
 DEFAULT_BUCKET_MB = 25
 
@@ -89,6 +95,7 @@ class StepOnLink(DataParallelStep):
 
 
 @pytest.mark.family("data_parallel", only=("bucketed",))
+@WHAT_HIDES
 @pytest.mark.cases(cases.LINK_BUCKETS)
 def test_no_bucket_size_is_slower_than_ddp(
     implementation: Implementation, case: TrainingStepCase, world: World, device: str, measure: Measure
@@ -97,6 +104,7 @@ def test_no_bucket_size_is_slower_than_ddp(
 
 
 @pytest.mark.family("data_parallel", only=("bucketed",))
+@WHAT_HIDES
 @pytest.mark.cases(cases.LINK)
 def test_buckets_are_faster_than_ddp_at_its_best(
     implementation: Implementation, case: TrainingStepCase, world: World, device: str, measure: Measure
@@ -110,12 +118,35 @@ def test_buckets_are_faster_than_ddp_at_its_best(
 
 
 @pytest.mark.family("data_parallel")
+@WHAT_HIDES
 @pytest.mark.cases(cases.LINK)
 def test_what_is_hidden_need_not_be_waited_for(
     implementation: Implementation, case: TrainingStepCase, world: World, device: str, measure: Measure
 ) -> None:
     goal = 0.75 if implementation.name == "bucketed" else None
     _measure(measure, implementation, _balanced(case, world, device), world, TimeBudget("naive", goal))
+
+
+@pytest.mark.family("sharded_optimizer")
+@pytest.mark.question("What does sharding cost on a limited link?")
+@pytest.mark.cases(cases.LINK)
+def test_sharded_optimizer(
+    implementation: Implementation, case: TrainingStepCase, world: World, device: str, measure: Measure
+) -> None:
+    case = ShardedStepCase(**asdict(_balanced(case, world, device)), ranks=world.size)
+    theory = zero_redundancy_work if implementation.name == "zero_redundancy" else sharded_work
+    time = TimeBudget("zero_redundancy", 0.85) if implementation.name == "sharded" else None
+    measure(ShardedStep, implementation, case, world_size=world.size, work=theory(case), slack=1.02, time=time)
+
+
+@pytest.mark.family("fsdp", only=("sharded", "fsdp2"))
+@pytest.mark.question("What does sharding cost on a limited link?")
+@pytest.mark.cases(cases.LINK)
+def test_fsdp(
+    implementation: Implementation, case: TrainingStepCase, world: World, device: str, measure: Measure
+) -> None:
+    case = FSDPCase(**asdict(_balanced(case, world, device)), ranks=world.size)
+    measure(FSDPStep, implementation, case, world_size=world.size, work=fsdp_work(case), slack=1.02)
 
 
 def _measure(
