@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from correctness.metering import assert_held
+from correctness.metering import assert_metered
 from impl.accounting import attention, data_parallel, training_step
 from impl.accounting.collectives import all_reduce_bytes_sent, bus_bandwidth
 from impl.accounting.model import training_bytes, training_work
@@ -18,10 +20,9 @@ from impl.model import SIZES, Transformer
 from perf.test_attention import AttentionPass
 from perf.test_data_parallel import DataParallelStep
 from shardmark.cases import MODES, STEP_MODES, AttentionCase, CollectiveCase, TrainingStepCase
-from shardmark.memory import Memory, meter
+from shardmark.memory import meter
 from shardmark.passes import Plan, Rounds, measure
 from shardmark.registry import Implementation, family
-from shardmark.world import World
 
 ATTENTION_CASES = [
     AttentionCase(batch=2, seq=512, head_dim=32),
@@ -107,9 +108,10 @@ def test_attention_flops_are_those_counted(mode: str) -> None:
     assert attention.work(replace(case, is_causal=True)).flops == counted[mode] // 2
 
 
-def training_memory(implementation: Implementation, case: TrainingStepCase) -> Memory:
+def training_memory(implementation: Implementation, case: TrainingStepCase, phases: Sequence[str]) -> dict[str, int]:
     plan = Plan(DataParallelStep, implementation, None, case, "cpu", 2, Rounds(minimum=1, maximum=1))
-    return measure(plan).memory
+    memory = measure(plan).memory
+    return {"peak": memory.peak} | {phase: memory.phases[phase] for phase in phases}
 
 
 @pytest.mark.parametrize(
@@ -122,17 +124,12 @@ def training_memory(implementation: Implementation, case: TrainingStepCase) -> M
     ids=str,
 )
 @pytest.mark.parametrize("name", ["naive", "flat", "overlapped", "bucketed", "ddp"])
-def test_training_step_peak_is_the_formulas(name: str, case: TrainingStepCase) -> None:
+def test_training_step_peak_is_the_formulas(name: str, case: TrainingStepCase, worlds: Any) -> None:
     implementation = family("data_parallel").implementations[name]
     assert implementation.memory is not None
-    with World(2, "cpu") as world:
-        ranks = world.run(training_memory, implementation, case)
-    for memory in ranks:
-        assert_held(memory.peak, implementation.memory(case))
-        if name in ("naive", "overlapped"):
-            expected = training_bytes(case)
-            for phase in ("after_init", "before_step", "after_forward", "after_backward"):
-                assert_held(memory.phases[phase], getattr(expected, phase))
+    phases = ("after_init", "before_step", "after_forward", "after_backward") if name in ("naive", "overlapped") else ()
+    expected = {"peak": implementation.memory(case)} | {phase: getattr(training_bytes(case), phase) for phase in phases}
+    assert_metered(worlds(2), [expected] * 2, training_memory, implementation, case, phases)
 
 
 def test_training_flops_are_those_counted() -> None:

@@ -2,46 +2,52 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from correctness.metering import assert_held
+from correctness.metering import assert_metered
 from impl.accounting.nine_linears import FSDP_PEAKS, activation_bytes, ddp_peak, linear_bytes, work
 from perf.test_nine_linears import NineLinearsStep
 from shardmark.cases import NineLinearsCase
-from shardmark.passes import Measured, Plan, Rounds, measure
+from shardmark.passes import Plan, Rounds, measure
 from shardmark.registry import resolve
-from shardmark.world import World
 
-PEAKS = {("data_parallel", "ddp"): ddp_peak, **{("fsdp", name): peak for name, peak in FSDP_PEAKS.items()}}
 BATCHES = {"small_batch": 48, "large_batch": 384}
 """Rows of 96 values: where gradients decide on the peak, and where activations do."""
 
 
-def _measured(world: World, family: str, name: str, case: NineLinearsCase) -> Measured:
-    plan = Plan(NineLinearsStep, resolve(family, name), None, case, "cpu", world.size, Rounds(minimum=1, maximum=1))
-    return max(world.run(measure, plan), key=lambda rank: rank.memory.peak)
+def held(family: str, name: str, case: NineLinearsCase) -> dict[str, int]:
+    """Bytes on this rank at the peak, and after each stage."""
+    plan = Plan(NineLinearsStep, resolve(family, name), None, case, "cpu", 2, Rounds(minimum=1, maximum=1))
+    memory = measure(plan).memory
+    assert memory.stages["wrapping"].peak >= memory.stages["model"].live
+    return {"peak": memory.peak} | {stage: at.live for stage, at in memory.stages.items()}
 
 
-@pytest.mark.parametrize("world", [2], indirect=True)
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
-@pytest.mark.parametrize(("family", "name"), PEAKS, ids=[name for _, name in PEAKS])
-def test_the_peak_is_what_the_formula_says(family: str, name: str, batch: int, world: World, device: str) -> None:
-    if device != "cpu":
-        pytest.skip("CUDA's libraries keep workspaces of their own")
+def test_ddps_bytes_are_the_formulas(batch: int, worlds: Any) -> None:
     case = NineLinearsCase(96, batch)
-    memory = _measured(world, family, name, case).memory
-    assert memory.peak == pytest.approx(PEAKS[family, name](case), rel=0.02)
     data, model = activation_bytes(case), 9 * linear_bytes(case)
-    stages = {stage: held.live for stage, held in memory.stages.items()}
-    assert stages["data"] == data and stages["model"] == data + model
-    if family == "data_parallel":
-        assert_held(memory.peak, ddp_peak(case))
-        assert_held(stages["wrapping"], data + 2 * model)  # with its buckets
-        assert_held(stages["warm-up"], data + 3 * model + 4)  # with gradients and the loss
-    else:
-        assert stages["wrapping"] == pytest.approx(data + model / 2, rel=0.005)
-        assert stages["warm-up"] == pytest.approx(data + model, rel=0.005)  # with gradients, sharded as it is
-    assert memory.stages["wrapping"].peak >= data + model and memory.stages["warm-up"].peak == memory.peak
+    expected = {
+        "data": data,
+        "model": data + model,
+        "wrapping": data + 2 * model,  # with its buckets
+        "warm-up": data + 3 * model + 4,  # with gradients and the loss
+        "peak": ddp_peak(case),
+    }
+    assert_metered(worlds(2), [expected] * 2, held, "data_parallel", "ddp", case)
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("name", FSDP_PEAKS)
+def test_the_peak_of_sharding_is_within_a_fiftieth_of_the_formula(name: str, batch: int, worlds: Any) -> None:
+    case = NineLinearsCase(96, batch)
+    data, model = activation_bytes(case), 9 * linear_bytes(case)
+    for rank in worlds(2).run(held, "fsdp", name, case):
+        assert rank["peak"] == pytest.approx(FSDP_PEAKS[name](case), rel=0.02)
+        assert rank["wrapping"] == pytest.approx(data + model / 2, rel=0.005)
+        assert rank["warm-up"] == pytest.approx(data + model, rel=0.005)  # with gradients, sharded as it is
 
 
 def test_work_is_that_of_three_products_a_linear() -> None:

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from correctness.metering import assert_held
+from correctness.metering import assert_metered
 from impl.accounting.sharded_optimizer import sharded_bytes, work, zero_redundancy_work
 from impl.model import SIZES
 from perf.test_sharded_optimizer import ShardedStep
 from shardmark.cases import ShardedStepCase
 from shardmark.passes import Measured, Plan, Rounds, measure
 from shardmark.registry import family
-from shardmark.timeline import Bytes
 from shardmark.world import World
 
 AT_LAYERS = ShardedStepCase("tiny", 2, 32)
@@ -45,26 +44,34 @@ def test_peak_is_the_formulas_on_every_rank(name: str, case: ShardedStepCase, wo
     assert_peaks_are_the_formulas(name, case, worlds(2).run(step_memory, name, case))
 
 
+def bytes_by_kind(case: ShardedStepCase) -> dict[str, int]:
+    """Of one step on this rank: at the end of its phases, and of each kind when it begins."""
+    measured = step_memory("sharded", case)
+    assert measured.timeline is not None
+    after, before = (measured.timeline.phases[phase] for phase in ("after_optimizer", "before_step"))
+    phases = {phase: measured.memory.phases[phase] for phase in ("after_init", "before_step", "after_step")}
+    after_optimizer = sum(after.values()) - after["temporaries"]  # a backend's buffers, to gather
+    return phases | before | {"after_optimizer": after_optimizer, "gradients after optimizer": after["gradients"]}
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_bytes_of_each_kind_are_the_formulas_to_the_byte_on_every_rank(ranks: int, worlds: Any) -> None:
     case = replace(AT_LAYERS, ranks=ranks)
-    measured_by_rank = worlds(ranks).run(step_memory, "sharded", case)
-    assert_peaks_are_the_formulas("sharded", case, measured_by_rank)
-    for rank, measured in enumerate(measured_by_rank):
-        expected = sharded_bytes(case, rank)
-        phases = measured.memory.phases
-        assert_held(phases["after_init"], expected.after_init)
-        assert_held(phases["before_step"], expected.before_step)
-        assert_held(phases["after_step"], expected.before_step)
-        assert measured.timeline is not None
-        after: Bytes = measured.timeline.phases["after_optimizer"]
-        assert_held(sum(after.values()) - after["temporaries"], expected.after_step)  # a backend's buffers, to gather
-        assert after["gradients"] == 0
-        before: Bytes = measured.timeline.phases["before_step"]
-        assert before["parameters"] == expected.parameters
-        assert before["gradients"] == expected.gradients
-        assert before["optimizer state"] == expected.optimizer_state
-        assert_held(before["inputs and buffers"], expected.inputs_and_buffers + 4)  # the loss
+    expected = [
+        {
+            "after_init": held.after_init,
+            "before_step": held.before_step,
+            "after_step": held.before_step,
+            "parameters": held.parameters,
+            "gradients": held.gradients,
+            "optimizer state": held.optimizer_state,
+            "inputs and buffers": held.inputs_and_buffers + 4,  # the loss
+            "after_optimizer": held.after_step,
+            "gradients after optimizer": 0,
+        }
+        for held in (sharded_bytes(case, rank) for rank in range(ranks))
+    ]
+    assert_metered(worlds(ranks), expected, bytes_by_kind, case)
 
 
 def test_shards_of_the_state_are_the_nth_part_and_a_number_for_each_parameter() -> None:

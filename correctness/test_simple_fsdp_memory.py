@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from correctness.metering import assert_metered
 from correctness.test_simple_fsdp import TINY, Worlds, mesh_for, ranks_for, whole
 from impl.accounting.simple_fsdp import peak_of_stages, stages, step_bytes
 from impl.checkpointing import full
@@ -19,7 +17,6 @@ from impl.model.mlp import MLPLanguageModel
 from impl.training_step import EagerStep
 from shardmark.cases import RankRung
 from shardmark.memory import meter
-from shardmark.world import World
 
 
 def initialized(mode: str, device: str, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
@@ -61,24 +58,6 @@ def test_init_weights_draws_what_the_constructor_does() -> None:
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
-PASSES = 10
-LATE = 1.001
-"""At most so many passes, of which the smallest figure counts, and may be so much too large: what the backend's thread
-releases late on a busy machine is seen as live."""
-
-
-def assert_metered(world: World, expected: dict[str, int], function: Callable[..., dict[str, int]], *args: Any) -> None:
-    """Exact where the machine is quiet."""
-    found: dict[str, int] = {}
-    for _ in range(PASSES):
-        for rank in world.run(function, *args):
-            found = {name: min(value, found.get(name, value)) for name, value in rank.items()}
-        if found == expected:
-            break
-    for name, value in expected.items():
-        assert value <= found[name] <= LATE * value, name
-
-
 def metered_stages(case: RankRung, device: str) -> dict[str, int]:
     mesh = mesh_for("fully_shard", device)
     with meter(device) as memory:
@@ -100,7 +79,7 @@ def metered_stages(case: RankRung, device: str) -> dict[str, int]:
 def test_no_stage_holds_more_than_its_formula(meta: bool, ranks: int, worlds: Worlds) -> None:
     """On meta that is never more than the shards, and a generator's state."""
     case = RankRung("mlp-tiny", 1, 8, meta=meta, ranks=ranks)
-    assert_metered(worlds(ranks), {**stages(case), "peak": peak_of_stages(case)}, metered_stages, case, "cpu")
+    assert_metered(worlds(ranks), ranks * [{**stages(case), "peak": peak_of_stages(case)}], metered_stages, case, "cpu")
 
 
 PHASES = ("after_init", "before_step", "after_forward", "after_backward")
@@ -157,13 +136,13 @@ def test_bytes_of_a_step_are_exact(
     dtype: str, reduce_dtype: str, checkpointed: bool, reshard: bool, worlds: Worlds
 ) -> None:
     case = RankRung("mlp-tiny", 3, 61, dtype, reduce_dtype=reduce_dtype, checkpointed=checkpointed)
-    assert_metered(worlds(2), expected_step(case, reshard), metered_step, case, reshard)
+    assert_metered(worlds(2), 2 * [expected_step(case, reshard)], metered_step, case, reshard)
 
 
 @pytest.mark.parametrize("context", [2, 61], ids=["few_tokens", "many_tokens"])
 def test_on_four_ranks_and_where_the_peak_is_elsewhere(context: int, worlds: Worlds) -> None:
     case = RankRung("mlp-tiny", 3, context, ranks=4)
-    assert_metered(worlds(4), expected_step(case, True), metered_step, case, True)
+    assert_metered(worlds(4), 4 * [expected_step(case, True)], metered_step, case, True)
 
 
 PUBLISHED = {"model": 0, "data_parallel": 0, "to_empty": 768}
