@@ -7,6 +7,7 @@ import os
 import signal
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -155,15 +156,20 @@ def test_modules_that_differ_are_named_by_their_first_parameter(
         assert first in line
 
 
-def backward_twice(implementation: Implementation, device: str) -> str:
+def backward_twice(implementation: Implementation, in_no_sync: bool, device: str) -> str:
     model = _wrap(implementation, nn.Linear(2, 2).to(device))
     model(torch.ones(1, 2, device=device)).sum().backward()
-    return error_line(RuntimeError, model(torch.ones(1, 2, device=device)).sum().backward)
+    with model.no_sync() if in_no_sync else nullcontext():
+        return error_line(RuntimeError, model(torch.ones(1, 2, device=device)).sum().backward)
 
 
+@pytest.mark.parametrize("in_no_sync", [False, True], ids=["synchronizing", "no_sync"])
 @pytest.mark.parametrize("name", ["overlapped", "bucketed"])
-def test_a_second_backward_without_no_sync_is_an_error(name: str, world: World, device: str) -> None:
-    for line in world.run(backward_twice, family("data_parallel").implementations[name], device):
+def test_a_second_backward_before_synchronizing_is_an_error(
+    name: str, in_no_sync: bool, world: World, device: str
+) -> None:
+    """Inside `no_sync` too: it would add to gradients that are on their way."""
+    for line in world.run(backward_twice, family("data_parallel").implementations[name], in_no_sync, device):
         assert "backward ran twice before finish_gradient_synchronization()" in line
 
 

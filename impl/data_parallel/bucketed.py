@@ -95,11 +95,11 @@ class BucketedDataParallel(DataParallel):
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         super()._on_gradient(parameter)
         bucket = self._bucket_of[parameter]
+        if parameter not in bucket.missing:  # or, even in no_sync, it was added to what is being communicated
+            raise RuntimeError(BACKWARD_TWICE)
         if not self.synchronizing:
             bucket.keep(parameter)
             return
-        if parameter not in bucket.missing:
-            raise RuntimeError(BACKWARD_TWICE)
         bucket.take(parameter, self._scale)
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._launch_next()

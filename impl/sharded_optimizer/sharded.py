@@ -177,12 +177,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for segment in self._segments():
             segment.take_gradient()
         grads = [segment.shard.grad for segment in self._segments() if segment.shard.grad is not None]
-        square = torch.zeros(1, dtype=torch.float64, device=self._buckets[0].flat.device)
+        square = torch.zeros(1, dtype=torch.float64, device=self.param_groups[0]["params"][0].device)
         if grads:
             square += total_norm(grads).square()
         self._collectives.all_reduce(square, self.process_group)
         norm = square.sqrt().squeeze()
-        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).item())
+        if grads:  # a rank may own nothing of a few elements
+            torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).item())
         return norm
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,11 +234,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"a parameter of shape {tuple(parameter.shape)} was used outside of its own module's forward, before "
                 "it was gathered: make the optimizer without `module`, or call finish_parameter_synchronization() first"
             )
-        if not (self.average_gradients and self._synchronizing):
+        if not self.average_gradients:
             return
         bucket = self._bucket_of[parameter]
-        if parameter not in bucket.missing:
+        if parameter not in bucket.missing:  # or, even in no_sync, it was added to what is being communicated
             raise RuntimeError(BACKWARD_TWICE)
+        if not self._synchronizing:
+            return
         check_dense(parameter)
         bucket.take(parameter)
         if not bucket.missing:
