@@ -173,6 +173,17 @@ def test_a_second_backward_before_synchronizing_is_an_error(
         assert "backward ran twice before finish_gradient_synchronization()" in line
 
 
+def sparse_gradient(implementation: Implementation, device: str) -> str:
+    model = _wrap(implementation, nn.Embedding(4, 2, sparse=True).to(device))
+    return error_line(ValueError, model(torch.ones(1, dtype=torch.int64, device=device)).sum().backward)
+
+
+@pytest.mark.parametrize("name", ["flat", "bucketed"])
+def test_a_sparse_gradient_is_one_line_where_gradients_share_a_tensor(name: str, world: World, device: str) -> None:
+    for line in world.run(sparse_gradient, family("data_parallel").implementations[name], device):
+        assert "gradients must be dense, and that of a parameter of shape (4, 2) is torch.sparse_coo" in line
+
+
 def step_without_synchronizing(implementation: Implementation, device: str) -> list[str]:
     """What the optimizer says of gradients that are this rank's alone, after every way to have them."""
     model = _wrap(implementation, nn.Linear(2, 2).to(device))

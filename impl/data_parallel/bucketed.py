@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from impl.accounting.data_parallel import bucketed_peak
 from impl.collectives import collectives_for
-from impl.data_parallel.base import BACKWARD_TWICE, DataParallel
+from impl.data_parallel.base import BACKWARD_TWICE, DataParallel, check_dense
 from impl.data_parallel.buckets import Bucket, partition
 from shardmark.registry import TimeBudget, register
 
@@ -94,6 +94,7 @@ class BucketedDataParallel(DataParallel):
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         super()._on_gradient(parameter)
+        check_dense(parameter)
         bucket = self._bucket_of[parameter]
         if parameter not in bucket.missing:  # or, even in no_sync, it was added to what is being communicated
             raise RuntimeError(BACKWARD_TWICE)

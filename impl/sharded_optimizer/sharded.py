@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from impl.accounting.sharded_optimizer import BUCKET_MB, IN_FLIGHT, sharded_peak
 from impl.collectives import collectives_for
-from impl.data_parallel.base import call_on_gradient
-from impl.sharded_optimizer.checks import check_averaged, check_dense, check_elementwise, check_same_group, total_norm
+from impl.data_parallel.base import call_on_gradient, check_dense
+from impl.sharded_optimizer.checks import check_averaged, check_elementwise, check_same_group, total_norm
 from impl.sharded_optimizer.overlap import ForwardOverlap
 from impl.sharded_optimizer.shards import Bucket, Segment, partition
 from impl.sharded_optimizer.state import check_state, gather_state, split_state
