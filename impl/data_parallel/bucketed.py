@@ -75,7 +75,7 @@ class BucketedDataParallel(DataParallel):
 
         An `optimizer` that is given is stepped here, on each bucket's parameters as soon as their gradients are there,
         and last on those it has beyond the module's: in place of `optimizer.step()`, for any that updates parameters
-        one by one, and without clipping by a norm over all of them.
+        one by one, and without clipping by a norm over all of them. Inside `no_sync`, nothing is done, and no step.
         """
         if not self.synchronizing:
             return
