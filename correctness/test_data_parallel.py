@@ -7,6 +7,7 @@ import os
 import signal
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -155,16 +156,32 @@ def test_modules_that_differ_are_named_by_their_first_parameter(
         assert first in line
 
 
-def backward_twice(implementation: Implementation, device: str) -> str:
+def backward_twice(implementation: Implementation, in_no_sync: bool, device: str) -> str:
     model = _wrap(implementation, nn.Linear(2, 2).to(device))
     model(torch.ones(1, 2, device=device)).sum().backward()
-    return error_line(RuntimeError, model(torch.ones(1, 2, device=device)).sum().backward)
+    with model.no_sync() if in_no_sync else nullcontext():
+        return error_line(RuntimeError, model(torch.ones(1, 2, device=device)).sum().backward)
 
 
+@pytest.mark.parametrize("in_no_sync", [False, True], ids=["synchronizing", "no_sync"])
 @pytest.mark.parametrize("name", ["overlapped", "bucketed"])
-def test_a_second_backward_without_no_sync_is_an_error(name: str, world: World, device: str) -> None:
-    for line in world.run(backward_twice, family("data_parallel").implementations[name], device):
+def test_a_second_backward_before_synchronizing_is_an_error(
+    name: str, in_no_sync: bool, world: World, device: str
+) -> None:
+    """Inside `no_sync` too: it would add to gradients that are on their way."""
+    for line in world.run(backward_twice, family("data_parallel").implementations[name], in_no_sync, device):
         assert "backward ran twice before finish_gradient_synchronization()" in line
+
+
+def sparse_gradient(implementation: Implementation, device: str) -> str:
+    model = _wrap(implementation, nn.Embedding(4, 2, sparse=True).to(device))
+    return error_line(ValueError, model(torch.ones(1, dtype=torch.int64, device=device)).sum().backward)
+
+
+@pytest.mark.parametrize("name", ["flat", "bucketed"])
+def test_a_sparse_gradient_is_one_line_where_gradients_share_a_tensor(name: str, world: World, device: str) -> None:
+    for line in world.run(sparse_gradient, family("data_parallel").implementations[name], device):
+        assert "gradients must be dense, and that of a parameter of shape (4, 2) is torch.sparse_coo" in line
 
 
 def step_without_synchronizing(implementation: Implementation, device: str) -> list[str]:

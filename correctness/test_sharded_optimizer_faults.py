@@ -37,6 +37,8 @@ def faults(device: str) -> dict[str, str]:
 
     optimizer = ShardedOptimizer([q], Adam, average_gradients=True)
     found["twice"] = raised(lambda: [q.sum().backward() for _ in range(2)])
+    with optimizer.no_sync():
+        found["twice, then in no_sync"] = raised(q.sum().backward)
     optimizer.zero_grad()
     found["thrown away"] = raised(lambda: q.sum().backward())
     optimizer.step()
@@ -62,6 +64,7 @@ def test_faults_are_one_line_on_every_rank(pair: World, device: str) -> None:
         "number": "ValueError: the ranks' parameters differ: 2 parameters on rank 0, 1 on rank 1",
         "sparse": "ValueError: gradients must be dense, and that of a parameter of shape (4, 2) is torch.sparse_coo",
         "twice": "RuntimeError: backward ran twice before step(); run all but the last in no_sync()",
+        "twice, then in no_sync": "RuntimeError: backward ran twice before step(); run all but the last in no_sync()",
         "thrown away": "nothing",
         "moved": "RuntimeError: a parameter of shape (2,) is no longer where the optimizer keeps it",
         "thawed": "RuntimeError: a parameter of shape (2,) has a gradient, and was frozen when the optimizer was made",

@@ -118,6 +118,21 @@ def test_clipping_is_torchs_on_the_average_gradients(world: World, averages: boo
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def clip_alone(device: str) -> tuple[float, float]:
+    """The norm and the parameter, of one element, which one rank owns and the others have nothing of."""
+    p = nn.Parameter(torch.ones(1, dtype=torch.float64, device=device))
+    optimizer = ShardedOptimizer([p], torch.optim.SGD, lr=1.0, average_gradients=True)
+    (2 * p).sum().backward()
+    norm = optimizer.clip_grad_norm_(0.5)
+    optimizer.step()
+    return norm.item(), p.item()
+
+
+def test_ranks_that_own_nothing_clip_too(world: World, device: str) -> None:
+    for norm, parameter in world.run(clip_alone, device):
+        assert (norm, parameter) == (2.0, pytest.approx(0.5, rel=1e-6))  # the divisor is the norm and 1e-6, as torch's
+
+
 def use_closure(device: str) -> tuple[float, list[float]]:
     (p,) = parameters(device, (3,))
     optimizer = ShardedOptimizer([p], torch.optim.SGD, lr=0.25, average_gradients=True)
@@ -188,7 +203,7 @@ def overlap(device: str) -> list[str]:
     for p in peeking.parameters():
         dist.all_reduce(p.grad)
     early.step()
-    return [*under_way, raised(lambda: peeking(x).sum().backward())]
+    return [*under_way, raised(lambda: (peeking(x) + peeking(x)).sum().backward())]  # the first one peeked
 
 
 def test_forward_and_state_dict_wait_for_parameters_and_peeking_is_an_error(world: World, device: str) -> None:

@@ -125,7 +125,8 @@ def _run_on(host: Host, *commands: str) -> None:
     for command in commands:
         done = subprocess.run(command.split(), capture_output=True, text=True)
         if done.returncode:
-            raise LinkError(f"no link: `{command}` says {done.stderr.strip().splitlines()[0]}")
+            says = done.stderr.strip() or f"nothing and exits with {done.returncode}"
+            raise LinkError(f"no link: `{command}` says {says.splitlines()[0]}")
 
 
 def _in_a_thread(function: Callable[[], T]) -> T:

@@ -124,6 +124,15 @@ def gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
+def check_dense(parameter: nn.Parameter) -> None:
+    """ValueError for a sparse gradient."""
+    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+        raise ValueError(
+            f"gradients must be dense, and that of a parameter of shape {tuple(parameter.shape)} is "
+            f"{parameter.grad.layout}: make its embedding without sparse=True"
+        )
+
+
 def call_on_gradient(parameter: nn.Parameter, method: Callable[[nn.Parameter], None]) -> None:
     """Call a wrapper's method each time backward has produced the parameter's gradient.
 

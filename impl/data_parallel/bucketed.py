@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from impl.accounting.data_parallel import bucketed_peak
 from impl.collectives import collectives_for
-from impl.data_parallel.base import BACKWARD_TWICE, DataParallel
+from impl.data_parallel.base import BACKWARD_TWICE, DataParallel, check_dense
 from impl.data_parallel.buckets import Bucket, partition
 from shardmark.registry import TimeBudget, register
 
@@ -75,7 +75,7 @@ class BucketedDataParallel(DataParallel):
 
         An `optimizer` that is given is stepped here, on each bucket's parameters as soon as their gradients are there,
         and last on those it has beyond the module's: in place of `optimizer.step()`, for any that updates parameters
-        one by one, and without clipping by a norm over all of them.
+        one by one, and without clipping by a norm over all of them. Inside `no_sync`, nothing is done, and no step.
         """
         if not self.synchronizing:
             return
@@ -94,12 +94,13 @@ class BucketedDataParallel(DataParallel):
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         super()._on_gradient(parameter)
+        check_dense(parameter)
         bucket = self._bucket_of[parameter]
+        if parameter not in bucket.missing:  # or, even in no_sync, it was added to what is being communicated
+            raise RuntimeError(BACKWARD_TWICE)
         if not self.synchronizing:
             bucket.keep(parameter)
             return
-        if parameter not in bucket.missing:
-            raise RuntimeError(BACKWARD_TWICE)
         bucket.take(parameter, self._scale)
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._launch_next()

@@ -6,14 +6,19 @@ from itertools import groupby
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from impl.accounting.data_parallel import flat_peak
-from impl.data_parallel.base import DataParallel, gradient
+from impl.data_parallel.base import DataParallel, check_dense, gradient
 from shardmark.registry import TimeBudget, register
 
 
 class FlatDataParallel(DataParallel):
     """Gradients of one dtype are copied into one tensor, communicated at once, and copied back."""
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        super()._on_gradient(parameter)
+        check_dense(parameter)
 
     def _average(self) -> None:
         by_dtype = sorted(self.trainable, key=lambda p: str(p.dtype))

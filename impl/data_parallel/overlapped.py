@@ -34,10 +34,10 @@ class OverlappedDataParallel(DataParallel):
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         super()._on_gradient(parameter)
+        if parameter in self._ready:  # or, even in no_sync, it was added to what is being communicated
+            raise RuntimeError(BACKWARD_TWICE)
         if not self.synchronizing:
             return
-        if parameter in self._ready:
-            raise RuntimeError(BACKWARD_TWICE)
         self._ready.add(parameter)
         while len(self._works) < len(self._order) and self._order[len(self._works)] in self._ready:
             self._launch_next()

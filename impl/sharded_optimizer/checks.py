@@ -39,15 +39,6 @@ def check_same_group(group: dict[str, Any], process_group: dist.ProcessGroup) ->
             )
 
 
-def check_dense(parameter: nn.Parameter) -> None:
-    """ValueError for a sparse gradient."""
-    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-        raise ValueError(
-            f"gradients must be dense, and that of a parameter of shape {tuple(parameter.shape)} is "
-            f"{parameter.grad.layout}: make its embedding without sparse=True"
-        )
-
-
 def check_averaged(
     parameters: Collection[nn.Parameter], process_group: dist.ProcessGroup, collectives: Collectives
 ) -> None:

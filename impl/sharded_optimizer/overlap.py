@@ -21,7 +21,6 @@ class ForwardOverlap:
 
     def __init__(self, module: nn.Module, bucket_of: Mapping[nn.Parameter, Bucket]) -> None:
         self._bucket_of = bucket_of
-        self._late: set[Bucket] = set()
         weak = weakref.ref(self)
 
         def wait_for_own(submodule: nn.Module, args: Any) -> None:
@@ -40,17 +39,16 @@ class ForwardOverlap:
         module.register_load_state_dict_pre_hook(wait_for_rest)
 
     def read_too_early(self, parameter: nn.Parameter) -> bool:
-        """Whether the last forward read the parameter, as its gradient shows, and had not waited for it."""
-        return self._bucket_of[parameter] in self._late
+        """Whether a forward since the step read the parameter, as its gradient shows, and had not waited for it."""
+        return self._bucket_of[parameter].late
 
     def _wait(self, submodule: nn.Module) -> None:
         for parameter in submodule.parameters(recurse=False):
             if (bucket := self._bucket_of.get(parameter)) is not None:
                 bucket.finish_gathering()
+                bucket.late = False
 
     def _wait_for_rest(self, forward: bool) -> None:
-        rest = {bucket for bucket in self._bucket_of.values() if bucket.gathering}
-        for bucket in rest:
+        for bucket in {bucket for bucket in self._bucket_of.values() if bucket.gathering}:
             bucket.finish_gathering()
-        if forward:
-            self._late = rest
+            bucket.late = forward

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from impl.accounting.sharded_optimizer import BUCKET_MB, IN_FLIGHT, sharded_peak
 from impl.collectives import collectives_for
-from impl.data_parallel.base import call_on_gradient
-from impl.sharded_optimizer.checks import check_averaged, check_dense, check_elementwise, check_same_group, total_norm
+from impl.data_parallel.base import call_on_gradient, check_dense
+from impl.sharded_optimizer.checks import check_averaged, check_elementwise, check_same_group, total_norm
 from impl.sharded_optimizer.overlap import ForwardOverlap
 from impl.sharded_optimizer.shards import Bucket, Segment, partition
 from impl.sharded_optimizer.state import check_state, gather_state, split_state
@@ -177,12 +177,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for segment in self._segments():
             segment.take_gradient()
         grads = [segment.shard.grad for segment in self._segments() if segment.shard.grad is not None]
-        square = torch.zeros(1, dtype=torch.float64, device=self._buckets[0].flat.device)
+        square = torch.zeros(1, dtype=torch.float64, device=self.param_groups[0]["params"][0].device)
         if grads:
             square += total_norm(grads).square()
         self._collectives.all_reduce(square, self.process_group)
         norm = square.sqrt().squeeze()
-        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).item())
+        if grads:  # a rank may own nothing of a few elements
+            torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).item())
         return norm
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,11 +234,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"a parameter of shape {tuple(parameter.shape)} was used outside of its own module's forward, before "
                 "it was gathered: make the optimizer without `module`, or call finish_parameter_synchronization() first"
             )
-        if not (self.average_gradients and self._synchronizing):
+        if not self.average_gradients:
             return
         bucket = self._bucket_of[parameter]
-        if parameter not in bucket.missing:
+        if parameter not in bucket.missing:  # or, even in no_sync, it was added to what is being communicated
             raise RuntimeError(BACKWARD_TWICE)
+        if not self._synchronizing:
+            return
         check_dense(parameter)
         bucket.take(parameter)
         if not bucket.missing:

@@ -66,6 +66,7 @@ class Bucket:
         self._slots: dict[nn.Parameter, Tensor] = {}
         self._reduction: Work | None = None
         self._gathering: Work | None = None
+        self.late = False  # forward ended, and nobody had waited for the updated parameters
 
     def slots(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
         """Each parameter's part of a tensor that is laid out as `flat` is, in the parameter's shape."""
@@ -131,6 +132,7 @@ class Bucket:
 
     def gather(self) -> None:
         """Begin the all-gather of the updated parameters."""
+        self.late = False
         self._gathering = self._collectives.all_gather(self.flat, self.flat[self.own], self._group, async_op=True)
 
     def finish_gathering(self) -> None:
