@@ -23,7 +23,8 @@ def assert_metered(
             break
         for old, new in zip(least, world.run(function, *args), strict=True):
             old.update({name: min(value, new[name]) for name, value in old.items()})
-    assert not _beyond(least, expected)
+    beyond = _beyond(least, expected)
+    assert not beyond, "; ".join(beyond)
 
 
 def _beyond(found: Sequence[dict[str, int]], expected: Sequence[dict[str, int]]) -> list[str]:

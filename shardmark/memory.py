@@ -174,24 +174,27 @@ def _workers_let_go_first() -> Iterator[None]:
     """Have every wait for a collective last a moment longer.
 
     The backend's worker thread lets go of a tensor just after it reports it done, and what another thread releases is
-    not metered: unless the worker is first, a tensor that is gone would count as live.
+    not metered: unless the worker is first, a tensor that is gone would count as live. Who waits by a Work holds it
+    until after; DTensor waits by an operator (and compiled code by its overload) that lets go at once, and so is called
+    when all is likely to be done.
     """
-    functional: Any = torch.ops._c10d_functional.wait_tensor  # what DTensor waits by, and its overload compiled code
-    waits: list[tuple[Any, str]] = [(dist.Work, "wait"), (functional, "_op"), (functional.default, "_op")]
-    before = [getattr(owner, name) for owner, name in waits]
-    for (owner, name), wait in zip(waits, before, strict=True):
-        setattr(owner, name, _patient(wait))
+    functional: Any = torch.ops._c10d_functional.wait_tensor
+    waits = [(dist.Work, "wait", 0.0, 0.002), (functional, "_op", 0.01, 0.0), (functional.default, "_op", 0.01, 0.0)]
+    before = [getattr(owner, name) for owner, name, *_ in waits]
+    for (owner, name, *seconds), wait in zip(waits, before, strict=True):
+        setattr(owner, name, _patient(wait, *seconds))
     try:
         yield
     finally:
-        for (owner, name), wait in zip(waits, before, strict=True):
+        for (owner, name, *_), wait in zip(waits, before, strict=True):
             setattr(owner, name, wait)
 
 
-def _patient(wait: Callable[..., Any]) -> Callable[..., Any]:
+def _patient(wait: Callable[..., Any], seconds_before: float, seconds_after: float) -> Callable[..., Any]:
     def patient_wait(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds_before)
         done = wait(*args, **kwargs)
-        time.sleep(0.002)
+        time.sleep(seconds_after)
         return done
 
     return patient_wait
