@@ -72,6 +72,43 @@ def test_what_two_ranks_save_one_three_and_four_load_to_the_bit(
     assert all(torch.equal(state[key], saved[key]) for key in state), "names and shapes are the module's own"
 
 
+def other_optimizers_on_rank(directory: Path, device: str) -> list[str]:
+    """What is said of optimizers that are not the saved one; one of another order is loaded parameter by parameter."""
+    model = FullyShardedDataParallel(module("plain", 0, device))
+    optimizer = adam(model)
+    _train(model, optimizer, range(1), device)
+    save(directory, model, optimizer)
+
+    parameters = list(model.parameters())
+    turned = torch.optim.Adam(parameters[::-1])
+    load(directory, model, turned)
+    for p in parameters:
+        assert torch.equal(turned.state[p]["exp_avg"], optimizer.state[p]["exp_avg"])
+
+    said = []
+    others = (
+        torch.optim.Adam(parameters[1:]),
+        torch.optim.SGD(parameters),
+        torch.optim.Adam([{"params": [p]} for p in parameters]),
+    )
+    for other in others:
+        try:
+            load(directory, model, other)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_moments_go_to_their_own_parameters_and_those_of_another_optimizer_nowhere(
+    worlds: Callable[[int], World], tmp_path: Path, device: str
+) -> None:
+    for said in worlds(2).run(other_optimizers_on_rank, tmp_path / "checkpoint", device):
+        fewer, sgd, groups = (line.partition("is of another optimizer: ")[2] for line in said)
+        assert fewer.startswith("group 0 has the parameter ") and fewer.endswith(" only there")
+        assert sgd.startswith("group 0 has the setting ")
+        assert groups.startswith("1 parameter groups there and ")
+
+
 def wrong_checkpoints_on_rank(directory: Path, device: str) -> list[str]:
     """What is said of directories that cannot be used, and of a save that fails halfway."""
     model = FullyShardedDataParallel(module("plain", 0, device))

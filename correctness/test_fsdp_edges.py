@@ -245,3 +245,22 @@ def applied_to_its_own_output_on_rank(device: str) -> None:
 
 def test_a_unit_may_be_applied_to_its_own_output(world: World, device: str) -> None:
     world.run(applied_to_its_own_output_on_rank, device)
+
+
+def clip_one_element(device: str) -> tuple[str, float]:
+    """What is said before gradients are synchronized, and the norm of a gradient that one rank holds alone."""
+    model = FullyShardedDataParallel(nn.Linear(1, 1, bias=False).double().to(device))
+    model(torch.full((1, 1), 3.0, dtype=torch.float64, device=device)).sum().backward()
+    try:
+        model.clip_grad_norm_(1.0)
+        said = "nothing"
+    except RuntimeError as error:
+        said = str(error)
+    model.finish_gradient_synchronization()
+    return said, model.clip_grad_norm_(1.0).item()
+
+
+def test_clipping_counts_ranks_without_elements_and_waits_for_synchronization(pair: World, device: str) -> None:
+    for said, norm in pair.run(clip_one_element, device):
+        assert said == "clip_grad_norm_() before finish_gradient_synchronization()"
+        assert norm == 3.0

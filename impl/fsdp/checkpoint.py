@@ -65,22 +65,30 @@ def save(directory: str | Path, model: FullyShardedDataParallel, optimizer: Opti
 def load(directory: str | Path, model: FullyShardedDataParallel, optimizer: Optimizer | None = None) -> None:
     """Read this rank's part of everything. All ranks call.
 
-    ValueError, in one line and before anything is read, for a directory that holds no complete checkpoint, or one of
-    another model.
+    ValueError, in one line and before anything is changed, for a directory that holds no complete checkpoint, one of
+    another model, or one of an optimizer with other settings or other parameters in a group; their order may differ.
     """
     metadata = _complete(Path(directory))
     state = _model_state(model)
     _check_same(Path(directory), metadata, state)
     moments: dict[str, dict[nn.Parameter, Tensor]] = {}
+    groups: list[dict[str, Any]] = []
     if optimizer is not None:
         if _GROUPS not in metadata.state_dict_metadata:
             raise ValueError(f"{directory} holds no optimizer's state")
+        groups = _read(directory, model, {_GROUPS: None})[_GROUPS]
+        _check_same_groups(Path(directory), model, optimizer, groups)
         moments = _empty_moments(model, metadata, state)
-        state[_GROUPS] = None
+    _read(directory, model, state)
+    if optimizer is not None:
+        _put(optimizer, moments, groups)
+
+
+def _read(directory: str | Path, model: FullyShardedDataParallel, state: dict[str, Any]) -> dict[str, Any]:
+    """Fill `state`, and give it back."""
     planner = _Load(flatten_state_dict=False)
     dcp.load(state, checkpoint_id=directory, planner=planner, process_group=model.process_group)
-    if optimizer is not None:
-        _put(model, optimizer, moments, state[_GROUPS])
+    return state
 
 
 @dataclass(frozen=True)
@@ -217,21 +225,40 @@ def _empty_moments(
     return moments
 
 
-def _put(
-    model: FullyShardedDataParallel,
-    optimizer: Optimizer,
-    moments: dict[str, dict[nn.Parameter, Tensor]],
-    groups: list[dict[str, Any]],
-) -> None:
-    """Give the optimizer its state, in its own order of parameters."""
-    by_name = {name: p for name, p, _, _ in _parameters(model)}
+def _put(optimizer: Optimizer, moments: dict[str, dict[nn.Parameter, Tensor]], groups: list[dict[str, Any]]) -> None:
+    """Give the optimizer its state and the groups' settings, in its own order of parameters."""
     order = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     of: dict[int, dict[str, Tensor]] = {}
     for key, tensors in moments.items():
         for parameter, tensor in tensors.items():
             of.setdefault(order[parameter], {})[key] = tensor
-    numbered = [group | {"params": [order[by_name[name]] for name in group["params"]]} for group in groups]
+    numbered = [
+        saved | {"params": [order[p] for p in own["params"]]}
+        for saved, own in zip(groups, optimizer.param_groups, strict=True)
+    ]
     optimizer.load_state_dict({"state": of, "param_groups": numbered})
+
+
+def _check_same_groups(
+    directory: Path, model: FullyShardedDataParallel, optimizer: Optimizer, groups: list[dict[str, Any]]
+) -> None:
+    """ValueError where the checkpoint's groups have other settings, or other parameters, than the optimizer's."""
+    names = {p: name for name, p, _, _ in _parameters(model)}
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"{directory} is of another optimizer: {len(groups)} parameter groups there and "
+            f"{len(optimizer.param_groups)} here"
+        )
+    for i, (saved, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        for what, there, here in (
+            ("setting", set(saved), set(own)),
+            ("parameter", set(saved["params"]), {names[p] for p in own["params"]}),
+        ):
+            if other := sorted(there ^ here):
+                where = "there" if other[0] in there else "here"
+                raise ValueError(
+                    f"{directory} is of another optimizer: group {i} has the {what} {other[0]!r} only {where}"
+                )
 
 
 def _complete(directory: Path) -> Metadata:

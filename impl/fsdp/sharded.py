@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -130,16 +130,22 @@ class FullyShardedDataParallel(PlainStateDict):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm that they had.
 
-        The same as `torch.nn.utils.clip_grad_norm_` of the whole gradients. All ranks call.
+        The same as `torch.nn.utils.clip_grad_norm_` of the whole gradients; RuntimeError before they are synchronized.
+        All ranks call.
         """
+        if self._unsynchronized:
+            raise RuntimeError("clip_grad_norm_() before finish_gradient_synchronization()")
         gradients = [p.grad for p in self._trainable() if p.grad is not None]
-        norms = [torch.linalg.vector_norm(gradient) for gradient in gradients if gradient.numel()]
-        total = torch.stack(norms).square().sum() if norms else torch.zeros(())
+        # One dtype on every rank, also where a rank has no elements, or parameters of several dtypes.
+        dtype = reduce(torch.promote_types, (p.dtype for p in self._trainable()))
+        norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients if gradient.numel()]
+        total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=dtype)
         total = total.to(self.sharding.device)
         collectives_for(self.process_group).all_reduce(total, self.process_group)
         norm = total.sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(self.sharding.home)
-        torch._foreach_mul_(gradients, scale)
+        if gradients:
+            torch._foreach_mul_(gradients, scale)
         return norm
 
     def _trainable(self) -> Iterator[nn.Parameter]:
