@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -136,6 +137,7 @@ def test_model_of_overhead(
 ) -> None:
     if world.size == 1:
         pytest.skip("one rank has nothing to reduce")
+    case = replace(case, ranks=world.size)
     plan = Plan(AllReduces, implementation, None, case, device, world.size, Rounds(minimum=20, max_seconds=0.5))
     ranks = measure.attempt(plan, lambda plan: world.run(measure_on_rank, plan, deadline=CASE_DEADLINE))
     measure.record(plan, ranks, times={"model": overhead_model(ranks, case)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from shardmark.cases.collectives import CollectiveCase
 from shardmark.cases.grid import MB, Grid
 from shardmark.cases.training_step import TrainingStepCase
 
@@ -24,22 +25,16 @@ class ReductionCase(TrainingStepCase):
 
 
 @dataclass(frozen=True)
-class OverheadCase:
-    """All-reduces of float32 tensors of several sizes, which tell overhead and bandwidth, and so what each of
-    `bucket_sizes`, in MB, should cost the training step of `model`."""
+class OverheadCase(CollectiveCase):
+    """All-reduces of float32 tensors of several sizes up to that many `megabytes`, which tell overhead and bandwidth,
+    and so what each of `bucket_sizes`, in MB, should cost the training step of `model`."""
 
-    model: str
-    bucket_sizes: tuple[int, ...]
-    kilobytes: tuple[int, ...] = (4, 256, 2048, 16384)
-    dtype: str = "float32"
+    model: str = "tiny"
+    bucket_sizes: tuple[int, ...] = ()
+    kilobytes: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.model}-all_reduces"
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the largest tensor on one rank."""
-        return max(self.kilobytes) * MB // 1024
 
 
 DATA_PARALLEL = Grid(
@@ -56,10 +51,16 @@ BUCKETS = Grid(
     paper=[replace(DATA_PARALLEL.paper[-1], bucket_mb=bucket_mb) for bucket_mb in _SIZES["paper"]],
 )
 
+
+def _overhead(model: str, scale: str, *kilobytes: int) -> OverheadCase:
+    largest = max(kilobytes) * 1024 // MB
+    return OverheadCase("all_reduce", largest, model=model, bucket_sizes=_SIZES[scale], kilobytes=kilobytes)
+
+
 BUCKET_MODEL = Grid(
-    smoke=[OverheadCase("tiny", _SIZES["smoke"], kilobytes=(4, 64, 1024))],
-    laptop=[OverheadCase("mini", _SIZES["laptop"])],
-    paper=[OverheadCase("xl", _SIZES["paper"], kilobytes=(4, 256, 16384, 262144))],
+    smoke=[_overhead("tiny", "smoke", 4, 64, 1024)],
+    laptop=[_overhead("mini", "laptop", 4, 256, 2048, 16_384)],
+    paper=[_overhead("xl", "paper", 4, 256, 16_384, 262_144)],
 )
 
 REDUCTIONS = Grid(
