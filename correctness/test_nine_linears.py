@@ -52,6 +52,6 @@ def test_the_peak_of_sharding_is_within_a_fiftieth_of_the_formula(name: str, bat
 
 def test_work_is_that_of_three_products_a_linear() -> None:
     case = NineLinearsCase(width=10, batch=3, linears=2, ranks=4)
-    assert work(case, sharded=False).flops == 4 * (2 * 3 * 10 * 10) * 5
-    assert work(case, sharded=False).bytes_communicated == 2 * (2 * 4 * 110) * 3 // 4
-    assert work(case, sharded=True).bytes_communicated == 3 * (2 * 4 * 110) * 3 // 4
+    assert work(case, gathered_again=False).flops == 4 * (2 * 3 * 10 * 10) * 5
+    assert work(case, gathered_again=False).bytes_communicated == 2 * (2 * 4 * 110) * 3 // 4
+    assert work(case, gathered_again=True).bytes_communicated == 3 * (2 * 4 * 110) * 3 // 4

@@ -91,11 +91,11 @@ FSDP_PEAKS: dict[str, Callable[[NineLinearsCase], int]] = {
 """By the names of the family's implementations."""
 
 
-def work(case: NineLinearsCase, sharded: bool) -> Work:
+def work(case: NineLinearsCase, gathered_again: bool) -> Work:
     """All ranks' FLOPs and least bytes, and what each rank must send.
 
     Three products a linear, but for the gradient of what goes into the first; weights read twice, gradients written,
-    and both read and one written by SGD. Full shards are gathered twice, for forward and for backward.
+    and both read and one written by SGD. Shards that are not kept whole are gathered again for backward.
     """
     parameters = case.linears * linear_bytes(case)
     flops = 2 * case.batch * case.width**2 * (3 * case.linears - 1)
@@ -103,7 +103,7 @@ def work(case: NineLinearsCase, sharded: bool) -> Work:
     return Work(
         flops=case.ranks * flops,
         bytes_moved=case.ranks * 6 * parameters,
-        bytes_communicated=(3 if sharded else 2) * once,
+        bytes_communicated=(3 if gathered_again else 2) * once,
         model_flops=case.ranks * flops,
     )
 
