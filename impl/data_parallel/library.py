@@ -14,6 +14,8 @@ from shardmark.registry import TimeBudget, register
 class TorchDataParallel(PlainStateDict, DistributedDataParallel):
     """`torch.nn.parallel.DistributedDataParallel` under the family's contract; `bucket_mb` is its `bucket_cap_mb`.
 
+    None is its own choice: 25, and 1 for the first bucket, which it makes smaller only then.
+
     It waits for its collectives at the end of backward. A gradient that this rank does not have is looked for
     (`find_unused_parameters`) only when asked, as the search costs time.
     """
@@ -23,7 +25,7 @@ class TorchDataParallel(PlainStateDict, DistributedDataParallel):
         module: nn.Module,
         *,
         process_group: dist.ProcessGroup | None = None,
-        bucket_mb: float = 25,
+        bucket_mb: float | None = None,
         find_unused_parameters: bool = False,
     ) -> None:
         check_same_module(module, process_group)
