@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from correctness.compiling import compile_loss, compiler
+from correctness.faults import with_fault
 from impl.loss import fused_pytorch, fused_triton, triton_kernels
 from impl.loss.fused import Terms
 from impl.loss.fused_triton import CONFIGURATIONS
@@ -102,13 +102,7 @@ FAULTS = {  # what is replaced in the kernel's source, and by what
 @pytest.mark.usefixtures("_runs")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str) -> None:
-    source, (right, wrong) = Path(triton_kernels.__file__).read_text(), FAULTS[fault]
-    assert right in source, f"the kernel no longer contains {right!r}"
-    (path := tmp_path / "wrong.py").write_text(source.replace(right, wrong))
-    spec = importlib.util.spec_from_file_location(f"wrong_{tmp_path.name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = with_fault(triton_kernels, tmp_path, *FAULTS[fault])
     monkeypatch.setattr(fused_triton, "triton_kernels", module)
     monkeypatch.setattr(fused_triton, "configuration", lambda vocab: (16, 4))
     with pytest.raises(AssertionError):  # rows enough that in some the largest logit is not in the first block

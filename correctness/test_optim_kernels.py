@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
 from correctness.compiling import compiler
+from correctness.faults import with_fault
 from correctness.optimizing import (
     assert_as_accurate_as_plain,
     assert_same,
@@ -126,21 +126,9 @@ def test_a_planted_fault_is_caught(
     grads = gradients(start, 3)
     grads[1][0][0] = torch.inf  # a step that is skipped
     if fault is not None:
-        monkeypatch.setattr(multi_tensor, "triton_kernels", _load_with(tmp_path / "wrong.py", *FAULTS[fault]))
+        monkeypatch.setattr(multi_tensor, "triton_kernels", with_fault(triton_kernels, tmp_path, *FAULTS[fault]))
     with nullcontext() if fault is None else pytest.raises(AssertionError, match="error"):
         assert_as_accurate_as_plain(fused(SMALL), start, grads, lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=1.0)
-
-
-def _load_with(path: Path, right: str, wrong: str) -> ModuleType:
-    """The kernels' module with a fault in it."""
-    source = Path(triton_kernels.__file__).read_text()
-    assert right in source, f"the kernels no longer contain {right!r}"
-    path.write_text(source.replace(right, wrong))
-    spec = importlib.util.spec_from_file_location(f"wrong_{path.parent.name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_tensors_of_one_kind_take_one_launch_and_one_table(fused: Callable[[Configuration], Any], device: str) -> None:

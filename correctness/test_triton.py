@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 
 from correctness.accuracy import assert_as_accurate_as_eager, random_inputs, results
 from correctness.compiling import ARITHMETIC, compile_tile, compiler
+from correctness.faults import with_fault
 from impl.attention import FlashAttentionTriton, as_attention, flash_triton, triton_configurations, triton_kernels
 from impl.attention.triton_configurations import (
     CHIPS,
@@ -127,22 +126,10 @@ def test_a_planted_fault_is_caught(
     monkeypatch.setattr(triton_configurations, "TABLES", {80: {HALF: small}})
     monkeypatch.setattr(flash_triton, "chip_of", lambda device: 80)
     if fault is not None:
-        monkeypatch.setattr(flash_triton, "triton_kernels", _load_with(tmp_path / "wrong.py", *FAULTS[fault]))
+        monkeypatch.setattr(flash_triton, "triton_kernels", with_fault(triton_kernels, tmp_path, *FAULTS[fault]))
     inputs = random_inputs((4, 40, 16), (2, 37, 16), torch.float16, device)
     with nullcontext() if fault is None else pytest.raises(AssertionError, match="error"):
         assert_as_accurate_as_eager(flash, inputs, is_causal=True)
-
-
-def _load_with(path: Path, right: str, wrong: str) -> ModuleType:
-    """The kernels' module with a fault in it."""
-    source = Path(triton_kernels.__file__).read_text()
-    assert right in source, f"the kernels no longer contain {right!r}"
-    path.write_text(source.replace(right, wrong))
-    spec = importlib.util.spec_from_file_location(f"wrong_{path.parent.name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="session")

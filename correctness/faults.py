@@ -1,0 +1,21 @@
+"""A fault planted in the source of kernels: what checks them must fail on it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+
+def with_fault(module: ModuleType, folder: Path, right: str, wrong: str) -> ModuleType:
+    """The module with `wrong` in place of `right` in its source, from a file in `folder`, where Triton can read it."""
+    assert module.__file__ is not None
+    source = Path(module.__file__).read_text()
+    assert right in source, f"the kernels no longer contain {right!r}"
+    path = folder / "wrong.py"
+    path.write_text(source.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location(f"wrong_{folder.name}", path)
+    assert spec is not None and spec.loader is not None
+    faulty = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(faulty)
+    return faulty
