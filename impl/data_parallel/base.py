@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+T = TypeVar("T")
 
 BACKWARD_TWICE = "backward ran twice before finish_gradient_synchronization(); run all but the last in no_sync()"
 
@@ -87,18 +89,26 @@ def check_same_module(module: nn.Module, process_group: dist.ProcessGroup | None
     Names, shapes, dtypes and `requires_grad` must be the same everywhere: a collective between ranks that do not
     agree on them would hang or mix up parameters.
     """
-    mine = [
-        (name, f"{tuple(p.shape)} of {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}")
-        for name, p in chain(module.named_parameters(), module.named_buffers())
-    ]
-    everyone: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, mine, group=process_group)
+    mine = [(name, described(tensor)) for name, tensor in chain(module.named_parameters(), module.named_buffers())]
+    everyone = of_every_rank(mine, process_group)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             name, here, there = _first_difference(everyone[0], theirs)
             raise ValueError(f"the ranks' modules differ at {name!r}: {here} on rank 0, {there} on rank {rank}")
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no trainable parameters, so there is no gradient to average")
+
+
+def described(tensor: Tensor) -> str:
+    """What ranks must agree on of a tensor."""
+    return f"{tuple(tensor.shape)} of {tensor.dtype}, {'trainable' if tensor.requires_grad else 'frozen'}"
+
+
+def of_every_rank(mine: T, process_group: dist.ProcessGroup | None) -> list[T]:
+    """Every rank's `mine`, which goes by pickle, in rank order."""
+    everyone: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, mine, group=process_group)
+    return everyone
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from impl.collectives import Collectives
+from impl.data_parallel.base import described, of_every_rank
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """torch's optimizers whose update of an element depends on the others of its parameter."""
@@ -25,9 +26,7 @@ def check_elementwise(optimizer_cls: type[torch.optim.Optimizer], defaults: dict
 
 def check_same_group(group: dict[str, Any], process_group: dist.ProcessGroup) -> None:
     """ValueError where the ranks' parameters differ in number, shape, dtype or in being trainable."""
-    mine = [f"{tuple(p.shape)} of {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}" for p in group["params"]]
-    everyone: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, mine, group=process_group)
+    everyone = of_every_rank([described(p) for p in group["params"]], process_group)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             i = next((i for i, pair in enumerate(zip(everyone[0], theirs, strict=False)) if pair[0] != pair[1]), None)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from impl.collectives import Collectives
+from impl.data_parallel.base import of_every_rank
 from impl.sharded_optimizer.shards import Bucket, Segment
 
 State = dict[str, Any]
@@ -23,8 +24,7 @@ def gather_state(
 
     ValueError for state that is neither of a segment's shape nor a single value.
     """
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, [_shared(bucket, state) for bucket in buckets], group=group)
+    everyone = of_every_rank([_shared(bucket, state) for bucket in buckets], group)
     gathered: dict[nn.Parameter, State] = {}
     for i, bucket in enumerate(buckets):
         shared: dict[int, State] = {}  # by the parameter's place in the bucket
