@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shardmark.passes import Measured, Plan, Rounds, Workload, measure
+from shardmark.registry import Implementation
 from shardmark.world import World
 
 PASSES = 10
 """At most so many, of which each figure's smallest counts: what the backend's thread releases last is not metered."""
 UNSEEN = 1e-3
 """What may seem to stay even so, as a share: the small tensors in which ranks describe their modules to one another."""
+
+
+def measured(workload: type[Workload], implementation: Implementation, case: Any, ranks: int = 2) -> Measured:
+    """What this rank measures of the case in the fewest rounds; the other ranks are in here too."""
+    return measure(Plan(workload, implementation, None, case, "cpu", ranks, Rounds(minimum=1, maximum=1)))
 
 
 def assert_metered(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from correctness.metering import assert_metered
+from correctness.metering import assert_metered, measured
 from impl.accounting import attention, data_parallel, training_step
 from impl.accounting.collectives import all_reduce_bytes_sent, bus_bandwidth
 from impl.accounting.model import training_bytes, training_work
@@ -21,7 +21,6 @@ from perf.test_attention import AttentionPass
 from perf.test_data_parallel import DataParallelStep
 from shardmark.cases import MODES, STEP_MODES, AttentionCase, CollectiveCase, TrainingStepCase
 from shardmark.memory import meter
-from shardmark.passes import Plan, Rounds, measure
 from shardmark.registry import Implementation, family
 
 ATTENTION_CASES = [
@@ -109,8 +108,7 @@ def test_attention_flops_are_those_counted(mode: str) -> None:
 
 
 def training_memory(implementation: Implementation, case: TrainingStepCase, phases: Sequence[str]) -> dict[str, int]:
-    plan = Plan(DataParallelStep, implementation, None, case, "cpu", 2, Rounds(minimum=1, maximum=1))
-    memory = measure(plan).memory
+    memory = measured(DataParallelStep, implementation, case).memory
     return {"peak": memory.peak} | {phase: memory.phases[phase] for phase in phases}
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from correctness.metering import measured
 from impl.accounting.data_parallel import best_bucket_bytes, bucketed_peak, exposed_seconds, work
 from perf.test_data_parallel import DataParallelStep
 from shardmark.cases import ReductionCase, TrainingStepCase
 from shardmark.memory import meter
-from shardmark.passes import Plan, Rounds, measure
 from shardmark.registry import Implementation, family
 from shardmark.report.buckets import bucket_lines
 from shardmark.report.fits import fit_line
@@ -22,7 +22,7 @@ Worlds = Callable[[int], World]
 
 def peak(implementation: Implementation, case: TrainingStepCase) -> int:
     """Of the third step."""
-    return measure(Plan(DataParallelStep, implementation, None, case, "cpu", 2, Rounds(1, 1))).memory.peak
+    return measured(DataParallelStep, implementation, case).memory.peak
 
 
 @pytest.mark.parametrize(

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from correctness.metering import measured
 from impl.accounting.fsdp import sharded_peak, work
 from impl.model.sizes import SIZES
 from perf.test_fsdp import FSDPStep
 from shardmark.cases import FSDPCase
-from shardmark.memory import Memory
-from shardmark.passes import Plan, Rounds, measure
 from shardmark.registry import Implementation, family
-from shardmark.world import World
 
 
-def training_memory(implementation: Implementation, case: FSDPCase) -> Memory:
-    plan = Plan(FSDPStep, implementation, None, case, "cpu", case.ranks, Rounds(minimum=1, maximum=1))
-    return measure(plan).memory
+def peak(implementation: Implementation, case: FSDPCase) -> int:
+    """Of the third step."""
+    return measured(FSDPStep, implementation, case, case.ranks).memory.peak
 
 
 MINI = FSDPCase("mini", batch=2, context=64)
@@ -37,12 +36,11 @@ MINI = FSDPCase("mini", batch=2, context=64)
     ],
     ids=lambda value: f"{value}-{value.ranks}ranks" if isinstance(value, FSDPCase) else value,
 )
-def test_peak_is_within_a_fiftieth_of_the_formula(name: str, case: FSDPCase) -> None:
+def test_peak_is_within_a_fiftieth_of_the_formula(name: str, case: FSDPCase, worlds: Any) -> None:
     implementation = family("fsdp").implementations[name]
     assert implementation.memory is not None
-    with World(case.ranks, "cpu") as world:
-        for memory in world.run(training_memory, implementation, case):
-            assert memory.peak == pytest.approx(implementation.memory(case), rel=0.02)
+    for found in worlds(case.ranks).run(peak, implementation, case):
+        assert found == pytest.approx(implementation.memory(case), rel=0.02)
 
 
 def test_peak_falls_with_the_ranks_and_stays_above_what_every_rank_must_hold() -> None:

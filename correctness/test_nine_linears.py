@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from correctness.metering import assert_metered
+from correctness.metering import assert_metered, measured
 from impl.accounting.nine_linears import FSDP_PEAKS, activation_bytes, ddp_peak, linear_bytes, work
 from perf.test_nine_linears import NineLinearsStep
 from shardmark.cases import NineLinearsCase
-from shardmark.passes import Plan, Rounds, measure
 from shardmark.registry import resolve
 
 BATCHES = {"small_batch": 48, "large_batch": 384}
@@ -19,8 +18,7 @@ BATCHES = {"small_batch": 48, "large_batch": 384}
 
 def held(family: str, name: str, case: NineLinearsCase) -> dict[str, int]:
     """Bytes on this rank at the peak, and after each stage."""
-    plan = Plan(NineLinearsStep, resolve(family, name), None, case, "cpu", 2, Rounds(minimum=1, maximum=1))
-    memory = measure(plan).memory
+    memory = measured(NineLinearsStep, resolve(family, name), case).memory
     assert memory.stages["wrapping"].peak >= memory.stages["model"].live
     return {"peak": memory.peak} | {stage: at.live for stage, at in memory.stages.items()}
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from correctness.metering import assert_metered
+from correctness.metering import assert_metered, measured
 from impl.accounting.sharded_optimizer import sharded_bytes, work, zero_redundancy_work
 from impl.model import SIZES
 from perf.test_sharded_optimizer import ShardedStep
 from shardmark.cases import ShardedStepCase
-from shardmark.passes import Measured, Plan, Rounds, measure
+from shardmark.passes import Measured
 from shardmark.registry import family
 from shardmark.world import World
 
@@ -24,13 +24,13 @@ AT_END, AT_LOSS = ShardedStepCase("mini", 1, 4), ShardedStepCase("tiny", 3, 61) 
 
 def step_memory(name: str, case: ShardedStepCase) -> Measured:
     implementation = family("sharded_optimizer").implementations[name]
-    return measure(Plan(ShardedStep, implementation, None, case, "cpu", case.ranks, Rounds(minimum=1, maximum=1)))
+    return measured(ShardedStep, implementation, case, case.ranks)
 
 
 def assert_peaks_are_the_formulas(name: str, case: ShardedStepCase, ranks: list[Measured]) -> None:
     formula = family("sharded_optimizer").implementations[name].memory
     assert formula is not None
-    peaks = [measured.memory.peak for measured in ranks]
+    peaks = [rank.memory.peak for rank in ranks]
     assert peaks == [pytest.approx(formula(case), rel=0.02)] * case.ranks
     assert max(peaks) <= 1.01 * min(peaks)
 
@@ -46,10 +46,10 @@ def test_peak_is_the_formulas_on_every_rank(name: str, case: ShardedStepCase, wo
 
 def bytes_by_kind(case: ShardedStepCase) -> dict[str, int]:
     """Of one step on this rank: at the end of its phases, and of each kind when it begins."""
-    measured = step_memory("sharded", case)
-    assert measured.timeline is not None
-    after, before = (measured.timeline.phases[phase] for phase in ("after_optimizer", "before_step"))
-    phases = {phase: measured.memory.phases[phase] for phase in ("after_init", "before_step", "after_step")}
+    step = step_memory("sharded", case)
+    assert step.timeline is not None
+    after, before = (step.timeline.phases[phase] for phase in ("after_optimizer", "before_step"))
+    phases = {phase: step.memory.phases[phase] for phase in ("after_init", "before_step", "after_step")}
     after_optimizer = sum(after.values()) - after["temporaries"]  # a backend's buffers, to gather
     return phases | before | {"after_optimizer": after_optimizer, "gradients after optimizer": after["gradients"]}
 
