@@ -11,7 +11,7 @@ from shardmark.cases.collectives import (
 from shardmark.cases.data_parallel import BUCKET_MODEL, BUCKETS, DATA_PARALLEL, REDUCTIONS, OverheadCase, ReductionCase
 from shardmark.cases.fsdp import FSDP, FSDP_LOW_PRECISION, FSDPCase
 from shardmark.cases.grid import MB, SCALES, Grid, Work
-from shardmark.cases.link import LINK, LINK_BUCKETS, LINK_BUCKETS_MB
+from shardmark.cases.link import LINK, LINK_BUCKETS
 from shardmark.cases.loss import LOSS, LossCase
 from shardmark.cases.mlp_ladder import MLP_LADDER, MLP_RUNGS, RANK_RUNGS, RANK_STAGES, RankRung, Rung
 from shardmark.cases.nine_linears import NINE_LINEARS, NineLinearsCase
@@ -47,7 +47,6 @@ __all__ = [
     "LARGE_ALL_REDUCE",
     "LINK",
     "LINK_BUCKETS",
-    "LINK_BUCKETS_MB",
     "LOSS",
     "MB",
     "MLP_LADDER",

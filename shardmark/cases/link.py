@@ -7,7 +7,7 @@ from dataclasses import replace
 from shardmark.cases.grid import Grid
 from shardmark.cases.training_step import TrainingStepCase
 
-LINK_BUCKETS_MB = (1, 2, 5, 10, 25)
+_BUCKETS_MB = (1, 2, 5, 10, 25)
 
 LINK = Grid(
     smoke=[TrainingStepCase("tiny", batch=4, context=32)],
@@ -17,7 +17,7 @@ LINK = Grid(
 """The batch is where the search for the one at which both take as long begins."""
 
 LINK_BUCKETS = Grid(
-    smoke=[replace(case, bucket_mb=bucket_mb) for case in LINK.smoke for bucket_mb in LINK_BUCKETS_MB[::4]],
-    laptop=[replace(case, bucket_mb=bucket_mb) for case in LINK.laptop for bucket_mb in LINK_BUCKETS_MB],
-    paper=[replace(case, bucket_mb=bucket_mb) for case in LINK.paper for bucket_mb in LINK_BUCKETS_MB],
+    smoke=[replace(case, bucket_mb=bucket_mb) for case in LINK.smoke for bucket_mb in _BUCKETS_MB[::4]],
+    laptop=[replace(case, bucket_mb=bucket_mb) for case in LINK.laptop for bucket_mb in _BUCKETS_MB],
+    paper=[replace(case, bucket_mb=bucket_mb) for case in LINK.paper for bucket_mb in _BUCKETS_MB],
 )
