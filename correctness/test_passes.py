@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from shardmark import cold, passes
+from shardmark import cold, passes, registry
 from shardmark.clock import Laps
 from shardmark.memory import Memory
 from shardmark.passes import COMMUNICATION, COMPUTE, IMPLEMENTATION, PEER, Mark, Measured, Plan, Rounds, measure
@@ -105,6 +105,34 @@ class Cold(Logged):
             torch.empty(self.extra.pop(0))
             time.sleep(0.05)
         super().step(mark)
+
+
+class Overstated(Logged):
+    """On the last rank 4000 bytes more in its first pass, as where another thread is late to release a tensor."""
+
+    def __init__(self, implementation: Implementation, case: object, device: str) -> None:
+        late = dist.get_rank() == dist.get_world_size() - 1 and not LOG
+        super().__init__(implementation, case, device)
+        self.late = torch.empty(1000) if late else None
+
+
+def passes_and_peak(plan: Plan) -> tuple[int, int]:
+    """How often the workload was made, once of them to be timed, and its peak."""
+    LOG.clear()
+    peak = measure(plan).memory.peak
+    return sum(entry.startswith("init") for entry in LOG), peak
+
+
+@pytest.mark.parametrize(
+    ("formula", "made"),
+    [(2400, 3), (6400, 3), (1000, 4), (None, 2)],
+    ids=["over_the_formula", "unlike_the_others", "never_within_the_formula", "no_formula"],
+)
+def test_ranks_meter_again_what_is_overstated(formula: int | None, made: int, worlds: Callable[[int], World]) -> None:
+    known = registry.resolve("training_step", "eager")  # to a rank an implementation goes by its name
+    plan = Plan(Overstated, known, None, None, "cpu", 2, Rounds(minimum=1, maximum=1), formula=formula)
+    last = 6400 if formula is None else 2400
+    assert worlds(2).run(passes_and_peak, plan) == [(made, 2400), (made, last)]
 
 
 def test_the_first_steps_are_told_apart_where_a_workload_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from shardmark.budget import RANKS_ALIKE
 from shardmark.clock import Laps, Stopwatch
 from shardmark.cold import cold_compiler, has_compiled
 from shardmark.kernels import StepProfile
@@ -35,6 +36,12 @@ WARMUPS = 2
 FIRST, SECOND, MEDIAN = "first", "second", "median"
 """Steps whose peaks are told apart. The third, which is the one that budgets judge, is what all later ones repeat, and
 so the median of a run."""
+
+MOST_PASSES = 3
+"""Of the meter, among ranks."""
+
+NEAR = 1.001
+"""What a peak may be of its formula: those leave single values out, as an optimizer's counters."""
 
 IMPLEMENTATION, PEER, COMPUTE, COMMUNICATION = "implementation", "peer", "compute", "communication"
 
@@ -93,6 +100,8 @@ class Plan:
     device: str
     world_size: int
     rounds: Rounds
+    formula: int | None = None
+    """What the peak in bytes should be."""
     profiled: bool = False
     """Whether one more step runs under the profiler."""
     trace: Path | None = None
@@ -117,8 +126,8 @@ class Measured:
 def measure(plan: Plan) -> Measured:
     """Meter, time, and where it is asked for profile, on this rank. Every rank of the world must be in here together.
 
-    Metered twice where a pass can overstate, and the smaller counts: on CUDA libraries take their workspaces in the
-    first pass, and among ranks a backend's thread may release a tensor unseen.
+    A pass of the meter can overstate: on CUDA libraries take workspaces in the first, among ranks a backend's thread
+    may release a tensor unseen. So there are two on CUDA, and among ranks up to three; the smallest counts.
     """
     cold = getattr(plan.workload, "cold", False)
     with cold_compiler(plan.device) if cold else nullcontext():
@@ -127,8 +136,9 @@ def measure(plan: Plan) -> Measured:
 
 def _measure(plan: Plan, cold: bool) -> Measured:
     try:
-        passes = 2 if plan.device == "cuda" or plan.world_size > 1 else 1
-        metered = [_meter(plan) for _ in range(passes)]
+        metered = [_meter(plan) for _ in range(2 if plan.device == "cuda" else 1)]
+        while len(metered) < MOST_PASSES and _overstated(plan, min(memory.peak for memory, _ in metered)):
+            metered.append(_meter(plan))
         memory = min((memory for memory, _ in metered), key=lambda memory: memory.peak)
         memory.peaks = memory.peaks | {FIRST: metered[0][0].peaks[FIRST]} if cold else {}
         measured = _time(plan, memory)
@@ -140,6 +150,14 @@ def _measure(plan: Plan, cold: bool) -> Measured:
         return measured
     finally:
         release(plan.device)
+
+
+def _overstated(plan: Plan, peak: int) -> bool:
+    """Whether, among ranks, one's peak is over the formula, or over another's by more than they may differ."""
+    if plan.world_size == 1 or plan.formula is None:
+        return False
+    least, most = -_largest(plan, -peak), _largest(plan, peak)
+    return most > NEAR * plan.formula or most > RANKS_ALIKE * least
 
 
 def _meter(plan: Plan) -> tuple[Memory, float]:
@@ -194,10 +212,10 @@ def _time(plan: Plan, memory: Memory) -> Measured:
                 if name != PEER:
                     raise
                 del steps[PEER]  # what the implementation takes, its peer may not
-        elapsed = _slowest(plan, time.perf_counter() - warmup_began)
+        elapsed = _largest(plan, time.perf_counter() - warmup_began)
         if warmup > 0 and elapsed > plan.rounds.max_warmup_seconds:
             break
-    rounds = plan.rounds.count(_slowest(plan, estimate[IMPLEMENTATION]))
+    rounds = plan.rounds.count(_largest(plan, estimate[IMPLEMENTATION]))
 
     measured = Measured(mine.backend, memory, {name: [] for name in steps})
     with _no_gc() if plan.rounds.disable_gc else nullcontext():
@@ -216,19 +234,22 @@ def _profile(plan: Plan) -> tuple[StepProfile, list[Path]]:
     """One step under the profiler, from nothing and when all else is done, so that it touches no other figure."""
     release(plan.device)
     if plan.trace is None:
-        return profile_step(_warmed_up(plan), plan.device), []
+        return profile_step(_steps(plan, WARMUPS), plan.device), []
     rank = f".rank{dist.get_rank()}" if plan.world_size > 1 else ""
     chrome, snapshot = (plan.trace.with_name(f"{plan.trace.name}{rank}.{end}") for end in ("json", "pickle"))
     with memory_snapshot(snapshot, plan.device) as snapshots:
-        workload = _warmed_up(plan)
+        workload = _steps(plan, WARMUPS)
     return profile_step(workload, plan.device, trace=chrome), [chrome, *snapshots]
 
 
-def _timeline(plan: Plan) -> Timeline:
-    """What each byte of one step is, and who allocated it."""
+def _timeline(plan: Plan) -> Timeline | None:
+    """What each byte of one step is, and who allocated it, on the first rank; the others go along."""
     release(plan.device)
+    if plan.world_size > 1 and dist.get_rank() > 0:
+        _steps(plan, WARMUPS + 1)
+        return None
     with timeline(plan.device) as recording:
-        workload: Any = _warmed_up(plan)
+        workload = _steps(plan, WARMUPS)
         workload.prepare()
         with module_ranges(modules_of(workload)):
             recording.mark(BEFORE, workload.kinds())
@@ -236,9 +257,10 @@ def _timeline(plan: Plan) -> Timeline:
     return recording.read()
 
 
-def _warmed_up(plan: Plan) -> Workload:
+def _steps(plan: Plan, count: int) -> Any:
+    """A new workload that has done so many steps."""
     workload = plan.workload(plan.implementation, plan.case, plan.device)
-    for _ in range(WARMUPS):
+    for _ in range(count):
         workload.prepare()
         workload.step(lambda part: None)
     return workload
@@ -260,11 +282,11 @@ def _timed(plan: Plan, workload: Workload, step: Callable[[Mark], None]) -> Laps
     return watch.stop()
 
 
-def _slowest(plan: Plan, seconds: float) -> float:
+def _largest(plan: Plan, value: float) -> float:
     """The largest of the ranks' values, so that all of them decide alike."""
     if plan.world_size == 1:
-        return seconds
-    tensor = torch.tensor(seconds, dtype=torch.float64, device=plan.device)
+        return value
+    tensor = torch.tensor(value, dtype=torch.float64, device=plan.device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.item()
 
