@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from correctness.metering import measured
+from correctness.metering import assert_metered, measured
 from impl.accounting.data_parallel import best_bucket_bytes, bucketed_peak, exposed_seconds, work
 from perf.test_data_parallel import DataParallelStep
 from shardmark.cases import ReductionCase, TrainingStepCase
@@ -20,9 +20,9 @@ from shardmark.world import World
 Worlds = Callable[[int], World]
 
 
-def peak(implementation: Implementation, case: TrainingStepCase) -> int:
+def peak(implementation: Implementation, case: TrainingStepCase) -> dict[str, int]:
     """Of the third step."""
-    return measured(DataParallelStep, implementation, case).memory.peak
+    return {"peak": measured(DataParallelStep, implementation, case).memory.peak}
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,11 @@ def peak(implementation: Implementation, case: TrainingStepCase) -> int:
     ids=str,
 )
 def test_a_narrower_reductions_peak_is_the_formulas(case: ReductionCase, worlds: Worlds) -> None:
-    for found in worlds(2).run(peak, family("data_parallel").implementations["bucketed"], case):
-        assert found == pytest.approx(bucketed_peak(case), rel=2e-3)  # the last bucket holds more than the embedding
+    expected = [{"peak": bucketed_peak(case)}] * 2
+    bucketed = family("data_parallel").implementations["bucketed"]
+    assert_metered(
+        worlds(2), expected, peak, bucketed, case, within=2e-3
+    )  # the last bucket holds more than the embedding
 
 
 def first_steps_peak(implementation: Implementation, case: TrainingStepCase) -> int:

@@ -136,15 +136,15 @@ def measure(plan: Plan) -> Measured:
 
 def _measure(plan: Plan, cold: bool) -> Measured:
     try:
-        metered = [_meter(plan) for _ in range(2 if plan.device == "cuda" else 1)]
+        metered = [meter_pass(plan) for _ in range(2 if plan.device == "cuda" else 1)]
         while len(metered) < MOST_PASSES and _overstated(plan, min(memory.peak for memory, _ in metered)):
-            metered.append(_meter(plan))
+            metered.append(meter_pass(plan))
         memory = min((memory for memory, _ in metered), key=lambda memory: memory.peak)
         memory.peaks = memory.peaks | {FIRST: metered[0][0].peaks[FIRST]} if cold else {}
         measured = _time(plan, memory)
         measured.first_step = metered[0][1] if cold and has_compiled() else None
         if hasattr(plan.workload, "kinds"):
-            measured.timeline = _timeline(plan)
+            measured.timeline = _timeline_of_the_first(plan)
         if plan.profiled or plan.trace is not None:
             measured.profile, measured.files = _profile(plan)
         return measured
@@ -160,7 +160,7 @@ def _overstated(plan: Plan, peak: int) -> bool:
     return most > NEAR * plan.formula or most > RANKS_ALIKE * least
 
 
-def _meter(plan: Plan) -> tuple[Memory, float]:
+def meter_pass(plan: Plan) -> tuple[Memory, float]:
     """One pass under the meter, from nothing, so that every byte of the case is seen; and its first step's seconds."""
     release(plan.device)
     with meter(plan.device) as memory:
@@ -242,12 +242,18 @@ def _profile(plan: Plan) -> tuple[StepProfile, list[Path]]:
     return profile_step(workload, plan.device, trace=chrome), [chrome, *snapshots]
 
 
-def _timeline(plan: Plan) -> Timeline | None:
-    """What each byte of one step is, and who allocated it, on the first rank; the others go along."""
+def _timeline_of_the_first(plan: Plan) -> Timeline | None:
+    """The first rank's timeline; the others go along."""
+    if plan.world_size == 1 or dist.get_rank() == 0:
+        return timeline_pass(plan)
     release(plan.device)
-    if plan.world_size > 1 and dist.get_rank() > 0:
-        _steps(plan, WARMUPS + 1)
-        return None
+    _steps(plan, WARMUPS + 1)
+    return None
+
+
+def timeline_pass(plan: Plan) -> Timeline:
+    """What each byte of one step is, and who allocated it."""
+    release(plan.device)
     with timeline(plan.device) as recording:
         workload = _steps(plan, WARMUPS)
         workload.prepare()
