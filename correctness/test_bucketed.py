@@ -87,6 +87,44 @@ def test_schedulers_and_other_parameters_take_part_once_a_step(world: World, dev
         assert other == sum(rates)
 
 
+class Counting(torch.optim.SGD):
+    """Writes what it has done into its param groups."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            group["lr"] = group["lr"] / 2
+
+
+def update_groups(device: str) -> list[tuple[int, float, int]]:
+    """(steps, learning rate, parameters) of each group after three steps, in buckets of one parameter each."""
+    model = BucketedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device), bucket_mb=1e-5)
+    optimizer = Counting([{"params": layer.parameters(), "lr": 2.0**i} for i, layer in enumerate(model.module)])
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2, device=device)).sum().backward()
+        model.finish_gradient_synchronization(optimizer)
+    return [(group["steps"], group["lr"], len(group["params"])) for group in optimizer.param_groups]
+
+
+def test_what_an_optimizer_writes_into_its_groups_is_kept_once_a_step(world: World, device: str) -> None:
+    assert world.run(update_groups, device) == [[(3, 1 / 8, 2), (3, 2 / 8, 2)]] * world.size
+
+
+def update_in_no_sync(device: str) -> str:
+    model = BucketedDataParallel(nn.Linear(2, 2).to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with model.no_sync():
+        model(torch.ones(1, 2, device=device)).sum().backward()
+        return error_line(RuntimeError, model.finish_gradient_synchronization, optimizer)
+
+
+def test_an_optimizer_inside_no_sync_is_an_error(world: World, device: str) -> None:
+    for line in world.run(update_in_no_sync, device):
+        assert "gradients inside no_sync() are this rank's alone" in line
+
+
 class Branches(nn.Module):
     """A sum of layers, whose gradients come in the reverse of the order they are called in."""
 

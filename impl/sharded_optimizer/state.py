@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from impl.collectives import Collectives
 from impl.data_parallel.base import of_every_rank
-from impl.sharded_optimizer.shards import Bucket, Segment
+from impl.sharded_optimizer.shards import Segment, ShardedBucket
 
 State = dict[str, Any]
 """One parameter's: tensors of its shape, and values that all of its elements share, such as a step count."""
 
 
 def gather_state(
-    buckets: Sequence[Bucket], state: Mapping[Tensor, State], group: dist.ProcessGroup, collectives: Collectives
+    buckets: Sequence[ShardedBucket], state: Mapping[Tensor, State], group: dist.ProcessGroup, collectives: Collectives
 ) -> dict[nn.Parameter, State]:
     """Every rank's part of the state put together, on every rank; parameters without state are left out.
 
@@ -72,7 +72,7 @@ def is_elementwise(name: str, value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"
 
 
-def _shared(bucket: Bucket, state: Mapping[Tensor, State]) -> dict[int, State]:
+def _shared(bucket: ShardedBucket, state: Mapping[Tensor, State]) -> dict[int, State]:
     """State of this rank's segments by place: values that all elements share, and for tensors their dtype alone."""
     places = {p: place for place, p in enumerate(bucket.parameters)}
     described: dict[int, State] = {}
@@ -92,7 +92,7 @@ def _shared(bucket: Bucket, state: Mapping[Tensor, State]) -> dict[int, State]:
 
 
 def _whole(
-    bucket: Bucket,
+    bucket: ShardedBucket,
     name: str,
     dtype: torch.dtype,
     state: Mapping[Tensor, State],
