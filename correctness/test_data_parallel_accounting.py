@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from correctness.metering import assert_metered, measured
@@ -11,13 +9,11 @@ from impl.accounting.data_parallel import best_bucket_bytes, bucketed_peak, expo
 from perf.test_data_parallel import DataParallelStep
 from shardmark.cases import ReductionCase, TrainingStepCase
 from shardmark.memory import meter
+from shardmark.plugin import WorldsBySize
 from shardmark.registry import Implementation, family
 from shardmark.report.buckets import bucket_lines
 from shardmark.report.fits import fit_line
 from shardmark.report.tables import layout
-from shardmark.world import World
-
-Worlds = Callable[[int], World]
 
 
 def peak(implementation: Implementation, case: TrainingStepCase) -> dict[str, int]:
@@ -34,7 +30,7 @@ def peak(implementation: Implementation, case: TrainingStepCase) -> dict[str, in
     ],
     ids=str,
 )
-def test_a_narrower_reductions_peak_is_the_formulas(case: ReductionCase, worlds: Worlds) -> None:
+def test_a_narrower_reductions_peak_is_the_formulas(case: ReductionCase, worlds: WorldsBySize) -> None:
     expected = [{"peak": bucketed_peak(case)}] * 2
     bucketed = family("data_parallel").implementations["bucketed"]
     assert_metered(
@@ -53,7 +49,7 @@ def first_steps_peak(implementation: Implementation, case: TrainingStepCase) -> 
 
 
 @pytest.mark.parametrize("bucket_mb", [1, 25])
-def test_learning_the_order_takes_no_more_than_a_step(bucket_mb: int, worlds: Worlds) -> None:
+def test_learning_the_order_takes_no_more_than_a_step(bucket_mb: int, worlds: WorldsBySize) -> None:
     case = TrainingStepCase("deep", 1, 4, bucket_mb=bucket_mb)
     for found in worlds(2).run(first_steps_peak, family("data_parallel").implementations["bucketed"], case):
         assert found <= bucketed_peak(case)
