@@ -22,6 +22,12 @@ def faults(device: str) -> dict[str, str]:
     p, q = parameters(device, (4,), (2, 2))
     p.grad = torch.full_like(p, rank + 1.0)
     found = {"not averaged": raised(ShardedOptimizer([p], Adam).step)}
+    p.grad = torch.full_like(p, 1.0 if rank else -1.0)
+    found["mirrored"] = raised(ShardedOptimizer([p], Adam).step)
+    q.grad = torch.zeros_like(q)
+    q.grad[int(last)] = 1.0
+    found["of another token"] = raised(ShardedOptimizer([q], Adam).step)
+    q.grad = None
     p.grad = None if last else torch.ones_like(p)
     found["missing on one"] = raised(ShardedOptimizer([p], Adam).step)
     p.grad = None
@@ -58,6 +64,9 @@ def test_faults_are_one_line_on_every_rank(pair: World, device: str) -> None:
     says = {
         "not averaged": "RuntimeError: the ranks' gradients differ (rank 0 has 1 of norm 2; rank 1 has 1 of norm 4): "
         "average them before step(), or make the optimizer with average_gradients=True",
+        "mirrored": "RuntimeError: the ranks' gradients differ (rank 0 has 1 of norm 2; rank 1 has 1 of norm 2, in "
+        "other directions): average them before step(), or make the optimizer with average_gradients=True",
+        "of another token": "RuntimeError: the ranks' gradients differ (rank 0 has 1 of norm 1.41421; rank 1",
         "missing on one": "RuntimeError: the ranks' gradients differ (rank 0 has 1 of norm 2; rank 1 has 0 of norm 0)",
         "shape": "ValueError: the ranks' parameters differ at index 1: (4,) of torch.float64, trainable on rank 0, "
         "(5,) of torch.float64, trainable on rank 1",

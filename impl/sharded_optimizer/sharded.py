@@ -41,7 +41,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     in buckets of `bucket_mb` (2^20 bytes). A gradient that this rank does not have counts as zero, as in data-parallel
     wrappers. What `.grad` holds between backward and `step`, which lets go of it, is the average in this rank's part
     alone. RuntimeError for a second backward before `step`, unless all but the last are in `no_sync`. Otherwise
-    gradients are averaged already: `step` reads each once and raises RuntimeError on every rank where the ranks differ
+    gradients are averaged already: `step` reads each twice and raises RuntimeError on every rank where the ranks differ
     in them; a parameter without a gradient is left alone, with its state.
 
     `module`: the all-gather of updated parameters overlaps its next forward, where each submodule waits for its own.
