@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -18,6 +18,7 @@ from shardmark import cold, passes, registry
 from shardmark.clock import Laps
 from shardmark.memory import Memory
 from shardmark.passes import COMMUNICATION, COMPUTE, IMPLEMENTATION, PEER, Mark, Measured, Plan, Rounds, measure
+from shardmark.plugin import WorldsBySize
 from shardmark.registry import Implementation
 from shardmark.rows import step_seconds, time_entry
 from shardmark.world import World
@@ -128,7 +129,7 @@ def passes_and_peak(plan: Plan) -> tuple[int, int]:
     [(2400, 3), (6400, 3), (1000, 4), (None, 2)],
     ids=["over_the_formula", "unlike_the_others", "never_within_the_formula", "no_formula"],
 )
-def test_ranks_meter_again_what_is_overstated(formula: int | None, made: int, worlds: Callable[[int], World]) -> None:
+def test_ranks_meter_again_what_is_overstated(formula: int | None, made: int, worlds: WorldsBySize) -> None:
     known = registry.resolve("training_step", "eager")  # to a rank an implementation goes by its name
     plan = Plan(Overstated, known, None, None, "cpu", 2, Rounds(minimum=1, maximum=1), formula=formula)
     last = 6400 if formula is None else 2400
