@@ -28,9 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from impl.accounting.fsdp import library_kept_peak, library_peak
 from impl.data_parallel.base import PlainStateDict, broadcast_state, check_same_module
-from impl.fsdp.sharded import LINEARS_AND_EMBEDDINGS
 from impl.fsdp.splitting import shared_between
-from impl.fsdp.wrapping import Policy, checked
+from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, checked
 from shardmark.registry import Unsupported, register
 
 
