@@ -57,7 +57,7 @@ class AcceleratedFSDP2(TorchFSDP2):
         mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("ranks",))
         precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
-        classes = _singled_out(module, units)
+        classes = singled_out(module, units)
         for unit in units[::-1]:
             if not isinstance(unit, classes):
                 fully_shard(
@@ -86,7 +86,7 @@ class AcceleratedFSDP2(TorchFSDP2):
         self.module = fsdp2_prepare_model(accelerator, module)
 
 
-def _singled_out(module: nn.Module, units: list[nn.Module]) -> tuple[type[nn.Module], ...]:
+def singled_out(module: nn.Module, units: list[nn.Module]) -> tuple[type[nn.Module], ...]:
     """Those of the units' classes whose name, anywhere within the module, is a unit's."""
     parts = [part for part in module.modules() if part is not module]
     return tuple(
