@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from correctness.whole_batch import DIM
 from impl.fsdp import FullyShardedDataParallel, by_size, by_type, whole
-from impl.fsdp.sharded import Order
+from impl.fsdp.order import Order
 from impl.model.mlp import MLPBlock, MLPLanguageModel, MLPSize
 from shardmark.memory import meter
 from shardmark.registry import family

@@ -7,7 +7,7 @@
     optimizer.step()
 
 Our own, from the simplest: nothing gathered ahead (the reference), one unit ahead, kept after forward; `simple`, where
-reading a parameter gathers it. And PyTorch's two, `fsdp1` and `fsdp2`.
+reading a parameter gathers it. PyTorch's two, `fsdp1` and `fsdp2`; and the latter as `accelerate` applies it.
 """
 
 from __future__ import annotations
@@ -84,10 +84,12 @@ FAMILY = add_family(
 from impl.fsdp.sharded import FullyShardedDataParallel  # noqa: E402
 from impl.fsdp.simple import SimpleFullyShardedDataParallel  # noqa: E402
 from impl.fsdp.library import TorchFSDP1, TorchFSDP2  # noqa: E402
+from impl.fsdp.accelerated import AcceleratedFSDP2  # noqa: E402
 from impl.fsdp.wrapping import by_size, by_type, whole  # noqa: E402
 # isort: on
 
 __all__ = [
+    "AcceleratedFSDP2",
     "FullySharded",
     "FullyShardedDataParallel",
     "SimpleFullyShardedDataParallel",

@@ -28,9 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from impl.accounting.fsdp import library_kept_peak, library_peak
 from impl.data_parallel.base import PlainStateDict, broadcast_state, check_same_module
-from impl.fsdp.sharded import LINEARS_AND_EMBEDDINGS
 from impl.fsdp.splitting import shared_between
-from impl.fsdp.wrapping import Policy, checked
+from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, checked
 from shardmark.registry import Unsupported, register
 
 
@@ -49,7 +48,7 @@ class TorchFSDP2(PlainStateDict):
         cpu_offload: bool = False,
     ) -> None:
         super().__init__()
-        units = _units(module, wrap, process_group)
+        units = synchronized_units(module, wrap, process_group)
         device = next(module.parameters()).device.type
         group = process_group or dist.group.WORLD
         assert group is not None
@@ -106,7 +105,7 @@ class TorchFSDP1(PlainStateDict):
         prefetch = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, None: None}
         if backward_prefetch not in prefetch:
             raise ValueError(f'backward_prefetch is "pre", "post" or None, got {backward_prefetch!r}')
-        units = _units(module, wrap, process_group)
+        units = synchronized_units(module, wrap, process_group)
         device = next(module.parameters()).device
         self.module = FSDP1(
             module,
@@ -145,7 +144,7 @@ class TorchFSDP1(PlainStateDict):
         return model.clip_grad_norm_(max_norm)
 
 
-def _units(module: nn.Module, wrap: Policy, process_group: dist.ProcessGroup | None) -> list[nn.Module]:
+def synchronized_units(module: nn.Module, wrap: Policy, process_group: dist.ProcessGroup | None) -> list[nn.Module]:
     """The units, once the ranks have rank 0's values; Unsupported where units share parameters."""
     check_same_module(module, process_group)
     units = checked(wrap, module)

@@ -30,6 +30,10 @@ def by_type(*types: type[nn.Module]) -> Policy:
     return policy
 
 
+LINEARS_AND_EMBEDDINGS = by_type(nn.Linear, nn.Embedding)
+"""The smallest units that pay: nearly all parameters of a language model are in these."""
+
+
 def by_size(min_parameters: int) -> Policy:
     """The innermost parts that hold at least that many parameters which are in no other unit."""
     if not min_parameters >= 1:

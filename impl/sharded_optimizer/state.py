@@ -22,7 +22,7 @@ def gather_state(
 ) -> dict[nn.Parameter, State]:
     """Every rank's part of the state put together, on every rank; parameters without state are left out.
 
-    ValueError for state that is neither of a segment's shape nor a single value.
+    ValueError for state that is neither of a segment's shape nor a single value, without dimensions.
     """
     everyone = of_every_rank([_shared(bucket, state) for bucket in buckets], group)
     gathered: dict[nn.Parameter, State] = {}
@@ -58,13 +58,20 @@ def check_state(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any
         raise ValueError(f"the state is of another model: its groups have {theirs} parameters, the optimizer's {ours}")
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     params = [p for group in groups for p in group["params"]]
-    for i, p in zip(ids, params, strict=True):
-        for name, value in state_dict["state"].get(i, {}).items():
-            if isinstance(value, Tensor) and value.shape != p.shape and value.numel() != 1:
-                raise ValueError(
-                    f"the state is of another model: {name!r} of parameter {i} has shape {tuple(value.shape)}, "
-                    f"and the parameter {tuple(p.shape)}"
-                )
+    tensors = [
+        (i, p, name, value)
+        for i, p in zip(ids, params, strict=True)
+        for name, value in state_dict["state"].get(i, {}).items()
+        if isinstance(value, Tensor)
+    ]
+    elementwise = {name for _, p, name, value in tensors if value.dim() and value.shape == p.shape}
+    for i, p, name, value in tensors:
+        # What all elements share has no dimensions; nor has what a parameter without any keeps, which fits no other.
+        if value.shape != p.shape and (value.dim() or name in elementwise):
+            raise ValueError(
+                f"the state is of another model: {name!r} of parameter {i} has shape {tuple(value.shape)}, "
+                f"and the parameter {tuple(p.shape)}"
+            )
 
 
 def is_elementwise(name: str, value: Any, parameter: Tensor) -> bool:
@@ -81,7 +88,7 @@ def _shared(bucket: ShardedBucket, state: Mapping[Tensor, State]) -> dict[int, S
             entry = described.setdefault(places[segment.parameter], {})
             if isinstance(value, Tensor) and value.shape == segment.shard.shape:
                 entry[name] = value.dtype
-            elif isinstance(value, Tensor) and value.numel() != 1:
+            elif isinstance(value, Tensor) and value.dim():
                 raise ValueError(
                     f"state {name!r} has shape {tuple(value.shape)} where the shard has {tuple(segment.shard.shape)}: "
                     "the optimizer does not treat each element by itself, so its state cannot be put together"
