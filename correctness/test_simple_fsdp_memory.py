@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from correctness.metering import assert_metered
-from correctness.test_simple_fsdp import TINY, Worlds, mesh_for, ranks_for, whole
+from correctness.test_simple_fsdp import TINY, Worlds, mesh_for, ranks_for
+from correctness.training import whole
 from impl.accounting.simple_fsdp import peak_of_stages, stages, step_bytes
 from impl.checkpointing import full
 from impl.fsdp.simple import PLACEMENTS, data_parallel, init_weights

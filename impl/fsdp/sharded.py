@@ -23,7 +23,7 @@ from impl.collectives import collectives_for
 from impl.data_parallel.base import PlainStateDict, check_same_module
 from impl.fsdp.splitting import split
 from impl.fsdp.units import Sharding, Unit
-from impl.fsdp.wrapping import Policy, by_type
+from impl.fsdp.wrapping import Policy, by_type, check_plain, mark_spread
 from shardmark.registry import TimeBudget, register
 
 LINEARS_AND_EMBEDDINGS = by_type(nn.Linear, nn.Embedding)
@@ -86,6 +86,7 @@ class FullyShardedDataParallel(PlainStateDict):
         _check_options(compute_dtype, reduce_dtype, forward_prefetch, backward_prefetch)
         group = process_group or dist.group.WORLD
         assert group is not None
+        check_plain(module)
         check_same_module(module, group)
         self.module = module
         self.process_group = group
@@ -103,6 +104,7 @@ class FullyShardedDataParallel(PlainStateDict):
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
             unit.module.register_forward_hook(partial(self._after_forward, unit))
         _refuse_unsynchronized_steps(self)
+        mark_spread(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""

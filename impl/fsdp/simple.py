@@ -28,6 +28,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from impl.accounting.fsdp import library_peak
 from impl.data_parallel.base import PlainStateDict, check_same_module
+from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
+from impl.fsdp.wrapping import check_plain, mark_spread
 from shardmark.registry import TimeBudget, register
 
 PLACEMENTS: dict[str, tuple[Placement, ...]] = {
@@ -76,6 +78,7 @@ def data_parallel(
         if not buffer.is_meta:
             dist.broadcast(buffer, group=_group(mesh), group_src=0)
     model.__class__ = type(type(model).__name__, (_Root, type(model)), {"__module__": type(model).__module__})
+    mark_spread(model)
     return model
 
 
@@ -138,11 +141,9 @@ class SimpleFullyShardedDataParallel(PlainStateDict):
         """Every parameter whole, on every rank, by the module's own names."""
         return gather_full_parameters(self.module)
 
-
-def gather_full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter whole, on every rank, by name."""
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: parameter.full_tensor().detach() for name, parameter in named if isinstance(parameter, DTensor)}
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """`impl.fsdp.dtensors.clip_grad_norm_`."""
+        return clip_grad_norm_(self.module, max_norm)
 
 
 class _Gathered(NamedTuple):
@@ -284,9 +285,8 @@ def _check(model: nn.Module, mesh: DeviceMesh, mode: str) -> None:
             f"{mode} takes a mesh of {len(PLACEMENTS[mode])} dimension{'s' * (len(PLACEMENTS[mode]) > 1)}, got "
             f"{tuple(mesh.shape)}"
         )
+    check_plain(model)
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise ValueError(f"{name} is a DTensor already: data_parallel takes a plain model, once")
         if parameter.ndim == 0 and mode != "replicate":
             raise ValueError(f"{mode} splits rows, and {name} has none: give it the shape (1,)")
     check_same_module(model, _group(mesh))
