@@ -127,12 +127,19 @@ def measure(plan: Plan) -> Measured:
 
 def _measure(plan: Plan, cold: bool) -> Measured:
     try:
-        passes = 2 if plan.device == "cuda" or plan.world_size > 1 else 1
-        metered = [_meter(plan) for _ in range(passes)]
-        memory = min((memory for memory, _ in metered), key=lambda memory: memory.peak)
-        memory.peaks = memory.peaks | {FIRST: metered[0][0].peaks[FIRST]} if cold else {}
-        measured = _time(plan, memory)
-        measured.first_step = metered[0][1] if cold and has_compiled() else None
+        workload, memory, first_step = _meter(plan)
+        first_peak = memory.peaks[FIRST]
+        if plan.device == "cuda" or plan.world_size > 1:
+            del workload
+            workload, again, _ = _meter(plan)
+            memory = min(memory, again, key=lambda memory: memory.peak)
+        memory.peaks = memory.peaks | {FIRST: first_peak} if cold else {}
+        if not cold:  # what is compiled stays, as a new one might have to be compiled again
+            del workload
+            workload = plan.workload(plan.implementation, plan.case, plan.device)
+        measured = _time(plan, memory, workload)
+        del workload
+        measured.first_step = first_step if cold and has_compiled() else None
         if hasattr(plan.workload, "kinds"):
             measured.timeline = _timeline(plan)
         if plan.profiled or plan.trace is not None:
@@ -142,7 +149,7 @@ def _measure(plan: Plan, cold: bool) -> Measured:
         release(plan.device)
 
 
-def _meter(plan: Plan) -> tuple[Memory, float]:
+def _meter(plan: Plan) -> tuple[Workload, Memory, float]:
     """One pass under the meter, from nothing, so that every byte of the case is seen; and its first step's seconds."""
     release(plan.device)
     with meter(plan.device) as memory:
@@ -170,12 +177,11 @@ def _meter(plan: Plan) -> tuple[Memory, float]:
         memory.mark("after_step")
         memory.keep_peak(MEDIAN)
     stages = memory.stages if len(memory.stages) > 1 else {}  # where the workload tells its own, this one follows
-    return Memory(memory.phases, memory.peak, memory.peaks, stages), first_step
+    return workload, Memory(memory.phases, memory.peak, memory.peaks, stages), first_step
 
 
-def _time(plan: Plan, memory: Memory) -> Measured:
+def _time(plan: Plan, memory: Memory, mine: Workload) -> Measured:
     """Rounds in which the implementation, its parts alone and its peer take turns, the order reversed every round."""
-    mine = plan.workload(plan.implementation, plan.case, plan.device)
     steps: dict[str, tuple[Workload, Callable[[Mark], None]]] = {IMPLEMENTATION: (mine, mine.step)}
     for name, alone in ((COMPUTE, "compute_step"), (COMMUNICATION, "communication_step")):
         if hasattr(mine, alone):

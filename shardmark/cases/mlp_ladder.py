@@ -90,8 +90,9 @@ def _on_ranks(case: TrainingStepCase, *steps: str, checkpointed: bool = False) -
 RANK_RUNGS = Grid(
     smoke=_on_ranks(MLP_LADDER.smoke[0], "eager")[:1],
     laptop=[
-        *_on_ranks(MLP_LADDER.laptop[0], "eager", "compile_model")[:2],
+        *_on_ranks(MLP_LADDER.laptop[0], "eager"),
         *_on_ranks(MLP_LADDER.laptop[0], "eager", checkpointed=True),
+        *_on_ranks(replace(MLP_LADDER.laptop[0], model="mlp-short"), *RANK_STEPS)[1 : len(RANK_STEPS)],
     ],
     paper=[
         rung
@@ -100,7 +101,9 @@ RANK_RUNGS = Grid(
         for rung in _on_ranks(case, *RANK_STEPS, checkpointed=checkpointed)
     ],
 )
-"""Placements of the compiler, with and without checkpointing, by the dtypes of parameters and of reductions."""
+"""Placements of the compiler, with and without checkpointing, by the dtypes of parameters and of reductions. At laptop
+scale each placement once, of one block: what a rung costs there is the time that the compiler takes.
+"""
 
 
 def _made(case: RankRung) -> list[RankRung]:
