@@ -6,6 +6,7 @@ with cold_compiler():
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Iterator
@@ -58,3 +59,5 @@ def has_compiled() -> bool:
 @cache
 def _load_compiler(device: str) -> None:
     torch.compile(lambda x: x + 1)(torch.ones(1, device=device))
+    gc.collect()
+    gc.freeze()  # it stays: to look through all of it takes each collection a quarter of a second

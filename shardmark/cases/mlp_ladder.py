@@ -87,12 +87,14 @@ def _on_ranks(case: TrainingStepCase, *steps: str, checkpointed: bool = False) -
     ]
 
 
+_SHORT = replace(MLP_LADDER.laptop[0], model="mlp-short")
+
 RANK_RUNGS = Grid(
     smoke=_on_ranks(MLP_LADDER.smoke[0], "eager")[:1],
     laptop=[
-        *_on_ranks(MLP_LADDER.laptop[0], "eager"),
-        *_on_ranks(MLP_LADDER.laptop[0], "eager", checkpointed=True),
-        *_on_ranks(replace(MLP_LADDER.laptop[0], model="mlp-short"), *RANK_STEPS)[1 : len(RANK_STEPS)],
+        *_on_ranks(_SHORT, *RANK_STEPS)[: len(RANK_STEPS)],
+        *_on_ranks(_SHORT, "eager")[1:],
+        *_on_ranks(_SHORT, "eager", checkpointed=True),
     ],
     paper=[
         rung
@@ -102,7 +104,7 @@ RANK_RUNGS = Grid(
     ],
 )
 """Placements of the compiler, with and without checkpointing, by the dtypes of parameters and of reductions. At laptop
-scale each placement once, of one block: what a rung costs there is the time that the compiler takes.
+scale each placement once, and a model of one block, as nearly all of the time there is the compiler's.
 """
 
 
