@@ -22,7 +22,7 @@ def plan_of(workload: type[Workload], implementation: Implementation, case: Any,
 
 def measured(workload: type[Workload], implementation: Implementation, case: Any, ranks: int = 2) -> Measured:
     """What this rank holds of the case, metered once and not timed; the other ranks are in here too."""
-    memory, _ = meter_pass(plan_of(workload, implementation, case, ranks))
+    _, memory, _ = meter_pass(plan_of(workload, implementation, case, ranks))
     return Measured("", memory)
 
 

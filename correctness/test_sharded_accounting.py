@@ -42,7 +42,7 @@ def test_peak_is_the_formulas_on_every_rank(name: str, case: ShardedStepCase, wo
 def bytes_by_kind(case: ShardedStepCase) -> dict[str, int]:
     """Of one step on this rank: at the end of its phases, and of each kind when it begins."""
     plan = plan_of(ShardedStep, family("sharded_optimizer").implementations["sharded"], case, case.ranks)
-    kinds, (memory, _) = timeline_pass(plan).phases, meter_pass(plan)
+    kinds, (_, memory, _) = timeline_pass(plan).phases, meter_pass(plan)
     phases = {phase: memory.phases[phase] for phase in ("after_init", "before_step", "after_step")}
     after = kinds["after_optimizer"]
     after_optimizer = sum(after.values()) - after["temporaries"]  # a backend's buffers, to gather

@@ -136,13 +136,18 @@ def measure(plan: Plan) -> Measured:
 
 def _measure(plan: Plan, cold: bool) -> Measured:
     try:
-        metered = [meter_pass(plan) for _ in range(2 if plan.device == "cuda" else 1)]
-        while len(metered) < MOST_PASSES and _overstated(plan, min(memory.peak for memory, _ in metered)):
-            metered.append(meter_pass(plan))
-        memory = min((memory for memory, _ in metered), key=lambda memory: memory.peak)
-        memory.peaks = memory.peaks | {FIRST: metered[0][0].peaks[FIRST]} if cold else {}
-        measured = _time(plan, memory)
-        measured.first_step = metered[0][1] if cold and has_compiled() else None
+        workload, memory, first_step = meter_pass(plan)
+        first_peak = memory.peaks[FIRST]
+        for passes in range(1, MOST_PASSES):
+            if not (plan.device == "cuda" and passes == 1) and not _overstated(plan, memory.peak):
+                break
+            del workload
+            workload, again, _ = meter_pass(plan)
+            memory = min(memory, again, key=lambda memory: memory.peak)
+        memory.peaks = memory.peaks | {FIRST: first_peak} if cold else {}
+        measured = _time(plan, memory, workload)
+        del workload
+        measured.first_step = first_step if cold and has_compiled() else None
         if hasattr(plan.workload, "kinds"):
             measured.timeline = _timeline_of_the_first(plan)
         if plan.profiled or plan.trace is not None:
@@ -160,7 +165,7 @@ def _overstated(plan: Plan, peak: int) -> bool:
     return most > NEAR * plan.formula or most > RANKS_ALIKE * least
 
 
-def meter_pass(plan: Plan) -> tuple[Memory, float]:
+def meter_pass(plan: Plan) -> tuple[Workload, Memory, float]:
     """One pass under the meter, from nothing, so that every byte of the case is seen; and its first step's seconds."""
     release(plan.device)
     with meter(plan.device) as memory:
@@ -188,12 +193,11 @@ def meter_pass(plan: Plan) -> tuple[Memory, float]:
         memory.mark("after_step")
         memory.keep_peak(MEDIAN)
     stages = memory.stages if len(memory.stages) > 1 else {}  # where the workload tells its own, this one follows
-    return Memory(memory.phases, memory.peak, memory.peaks, stages), first_step
+    return workload, Memory(memory.phases, memory.peak, memory.peaks, stages), first_step
 
 
-def _time(plan: Plan, memory: Memory) -> Measured:
+def _time(plan: Plan, memory: Memory, mine: Workload) -> Measured:
     """Rounds in which the implementation, its parts alone and its peer take turns, the order reversed every round."""
-    mine = plan.workload(plan.implementation, plan.case, plan.device)
     steps: dict[str, tuple[Workload, Callable[[Mark], None]]] = {IMPLEMENTATION: (mine, mine.step)}
     for name, alone in ((COMPUTE, "compute_step"), (COMMUNICATION, "communication_step")):
         if hasattr(mine, alone):

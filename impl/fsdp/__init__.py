@@ -25,12 +25,12 @@ class FullySharded(Protocol):
     """`FullyShardedDataParallel(module, *, process_group=None, compute_dtype=None, reduce_dtype=None, ...)`.
 
     Wrapping gives every rank rank 0's parameters and buffers; it raises ValueError for a module with no trainable
-    parameter, and on every rank when the ranks' modules differ, naming the first parameter that does. From then on
-    `parameters()` are this rank's shards, in the parameters' own dtype, some perhaps without elements, and any
-    optimizer takes them. After `finish_gradient_synchronization`, between backward and `optimizer.step()`, each
-    trainable one's `.grad` has its shape and dtype and is this rank's part of the average over the ranks; a gradient
-    that a rank does not have counts as zero, and gradients of several backward passes add up. Frozen parameters keep no
-    gradient. Modules stay what `isinstance` says.
+    parameter, for one that is spread over ranks already, and on every rank when the ranks' modules differ, naming the
+    first parameter that does. From then on `parameters()` are this rank's shards, in the parameters' own dtype, some
+    perhaps without elements, and any optimizer takes them. After `finish_gradient_synchronization`, between backward
+    and `optimizer.step()`, each trainable one's `.grad` has its shape and dtype and is this rank's part of the average
+    over the ranks; a gradient that a rank does not have counts as zero, and gradients of several backward passes add
+    up. Frozen parameters keep no gradient. Modules stay what `isinstance` says.
 
     Every rank must run the same units in the same order, in forward and in backward; a parameter may be read only while
     the forward of its own unit, or of one around it, runs.

@@ -24,12 +24,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import DTensor
 
 from impl.accounting.fsdp import library_kept_peak, library_peak
 from impl.data_parallel.base import PlainStateDict, broadcast_state, check_same_module
+from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
 from impl.fsdp.splitting import shared_between
-from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, checked
+from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, check_plain, checked, mark_spread
 from shardmark.registry import Unsupported, register
 
 
@@ -70,15 +70,13 @@ class TorchFSDP2(PlainStateDict):
     def finish_gradient_synchronization(self) -> None:
         """Nothing is left to do once backward has returned."""
 
-    @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
         """Every parameter, whole, by each of its names."""
-        full = {p: _whole(p.detach()) for p in self.module.parameters()}
-        return {name: full[p] for name, p in self.module.named_parameters(remove_duplicate=False)}
+        return gather_full_parameters(self.module)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_`, which knows DTensors."""
-        return _whole(nn.utils.clip_grad_norm_(self.module.parameters(), max_norm))
+        """`impl.fsdp.dtensors.clip_grad_norm_`."""
+        return clip_grad_norm_(self.module, max_norm)
 
 
 class TorchFSDP1(PlainStateDict):
@@ -146,16 +144,14 @@ class TorchFSDP1(PlainStateDict):
 
 def synchronized_units(module: nn.Module, wrap: Policy, process_group: dist.ProcessGroup | None) -> list[nn.Module]:
     """The units, once the ranks have rank 0's values; Unsupported where units share parameters."""
+    check_plain(module)
     check_same_module(module, process_group)
     units = checked(wrap, module)
     if shared := shared_between(module, units):
         raise Unsupported(f"PyTorch's FSDP takes tied parameters within one unit, and {shared!r} is in two")
     broadcast_state(module, process_group)
+    mark_spread(module)
     return units
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 register("fsdp", "fsdp1", TorchFSDP1, memory=library_peak)

@@ -25,7 +25,7 @@ from impl.fsdp.backward import BackwardPasses, backward_runs
 from impl.fsdp.order import Order
 from impl.fsdp.splitting import split
 from impl.fsdp.units import Sharding, Unit
-from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy
+from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, check_plain, mark_spread
 from shardmark.registry import TimeBudget, register
 
 NOT_SYNCHRONIZED = "optimizer.step() before finish_gradient_synchronization()"
@@ -70,6 +70,7 @@ class FullyShardedDataParallel(PlainStateDict):
         _check_options(compute_dtype, reduce_dtype, forward_prefetch, backward_prefetch)
         group = process_group or dist.group.WORLD
         assert group is not None
+        check_plain(module)
         check_same_module(module, group)
         self.module = module
         self.process_group = group
@@ -88,6 +89,7 @@ class FullyShardedDataParallel(PlainStateDict):
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
             unit.module.register_forward_hook(partial(self._after_forward, unit))
         _refuse_unsynchronized_steps(self)
+        mark_spread(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
