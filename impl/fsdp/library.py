@@ -5,6 +5,7 @@ Neither takes a parameter that several units share.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 
-from impl.accounting.fsdp import library_kept_peak, library_peak
+from impl.accounting.fsdp_library import fsdp1_peak, fsdp2_peak
 from impl.data_parallel.base import PlainStateDict, broadcast_state, check_same_module
 from impl.fsdp.sharded import LINEARS_AND_EMBEDDINGS
 from impl.fsdp.splitting import shared_between
@@ -159,9 +160,14 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-register("fsdp", "fsdp1", TorchFSDP1, memory=library_peak)
-register("fsdp", "fsdp1_post", partial(TorchFSDP1, backward_prefetch="post"), memory=library_peak)
-register("fsdp", "fsdp1_no_prefetch", partial(TorchFSDP1, backward_prefetch=None), memory=library_peak)
-register("fsdp", "fsdp1_forward_prefetch", partial(TorchFSDP1, forward_prefetch=True), memory=library_peak)
-register("fsdp", "fsdp2", TorchFSDP2, memory=library_peak)
-register("fsdp", "fsdp2_kept", partial(TorchFSDP2, reshard_after_forward=False), memory=library_kept_peak)
+def _register(name: str, wrapper: type[nn.Module], peak: Callable[..., int], **options: Any) -> None:
+    """The wrapper with those options, and the formula with the same."""
+    register("fsdp", name, partial(wrapper, **options), memory=partial(peak, **options))
+
+
+_register("fsdp1", TorchFSDP1, fsdp1_peak)
+_register("fsdp1_post", TorchFSDP1, fsdp1_peak, backward_prefetch="post")
+_register("fsdp1_no_prefetch", TorchFSDP1, fsdp1_peak, backward_prefetch=None)
+_register("fsdp1_forward_prefetch", TorchFSDP1, fsdp1_peak, forward_prefetch=True)
+_register("fsdp2", TorchFSDP2, fsdp2_peak)
+_register("fsdp2_kept", TorchFSDP2, fsdp2_peak, reshard_after_forward=False)
