@@ -10,9 +10,11 @@ import pytest
 
 from correctness.metering import assert_metered, peak_of_a_step
 from impl.accounting.fsdp import sharded_peak, work
+from impl.accounting.simple_fsdp import transformer_peak
+from impl.accounting.training_step import eager_peak
 from impl.model.sizes import SIZES
 from perf.test_fsdp import FSDPStep
-from shardmark.cases import FSDPCase
+from shardmark.cases import FSDPCase, TrainingStepCase
 from shardmark.registry import family
 
 TINY = FSDPCase("tiny", batch=2, context=32)
@@ -69,6 +71,12 @@ def test_peaks_are_within_a_fiftieth_of_their_formulas_on_every_rank(
 ) -> None:
     formulas = {name: formula(name, case) for name in names}
     assert_metered(worlds(case.ranks), case.ranks * [formulas], peaks, names, case, within=0.02)
+
+
+@pytest.mark.parametrize("case", [TINY, MANY_TOKENS, FEW_TOKENS, MINI, WIDE, FSDPCase("xl", 4, 512)], ids=str)
+def test_the_ledger_of_one_rank_is_the_training_steps_closed_form_to_the_byte(case: FSDPCase) -> None:
+    alone = TrainingStepCase(case.model, case.batch, case.context)
+    assert transformer_peak(replace(case, ranks=1)) == eager_peak(alone)
 
 
 def test_peak_falls_with_the_ranks_and_stays_above_what_every_rank_must_hold() -> None:
