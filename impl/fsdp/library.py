@@ -161,8 +161,9 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _register(name: str, wrapper: type[nn.Module], peak: Callable[..., int], **options: Any) -> None:
-    """The wrapper with those options, and the formula with the same."""
-    register("fsdp", name, partial(wrapper, **options), memory=partial(peak, **options))
+    """The wrapper with those options, and its formula with the same."""
+    target = partial(wrapper, **options) if options else wrapper
+    register("fsdp", name, target, memory=partial(peak, **options))
 
 
 _register("fsdp1", TorchFSDP1, fsdp1_peak)
