@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shardmark.memory import meter
 from shardmark.passes import Measured, Plan, Rounds, Workload, meter_pass
 from shardmark.registry import Implementation
 from shardmark.world import World
@@ -24,6 +25,17 @@ def measured(workload: type[Workload], implementation: Implementation, case: Any
     """What this rank holds of the case, metered once and not timed; the other ranks are in here too."""
     _, memory, _ = meter_pass(plan_of(workload, implementation, case, ranks))
     return Measured("", memory)
+
+
+def peak_of_a_step(workload: type[Workload], implementation: Implementation, case: Any) -> int:
+    """This rank's peak in the second step, which later ones repeat, metered once; the other ranks are in here too."""
+    with meter("cpu") as memory:
+        step = workload(implementation, case, "cpu")
+        for _ in range(2):
+            step.prepare()
+            memory.reset_peak()
+            step.step(lambda part: None)
+    return memory.peak
 
 
 def assert_metered(

@@ -5,6 +5,7 @@ Neither takes a parameter that several units share.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from impl.accounting.fsdp import library_kept_peak, library_peak
+from impl.accounting.fsdp_library import fsdp1_peak, fsdp2_peak
 from impl.data_parallel.base import PlainStateDict, broadcast_state, check_same_module
 from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
 from impl.fsdp.splitting import shared_between
@@ -154,9 +155,15 @@ def synchronized_units(module: nn.Module, wrap: Policy, process_group: dist.Proc
     return units
 
 
-register("fsdp", "fsdp1", TorchFSDP1, memory=library_peak)
-register("fsdp", "fsdp1_post", partial(TorchFSDP1, backward_prefetch="post"), memory=library_peak)
-register("fsdp", "fsdp1_no_prefetch", partial(TorchFSDP1, backward_prefetch=None), memory=library_peak)
-register("fsdp", "fsdp1_forward_prefetch", partial(TorchFSDP1, forward_prefetch=True), memory=library_peak)
-register("fsdp", "fsdp2", TorchFSDP2, memory=library_peak)
-register("fsdp", "fsdp2_kept", partial(TorchFSDP2, reshard_after_forward=False), memory=library_kept_peak)
+def _register(name: str, wrapper: type[nn.Module], peak: Callable[..., int], **options: Any) -> None:
+    """The wrapper with those options, and its formula with the same."""
+    target = partial(wrapper, **options) if options else wrapper
+    register("fsdp", name, target, memory=partial(peak, **options))
+
+
+_register("fsdp1", TorchFSDP1, fsdp1_peak)
+_register("fsdp1_post", TorchFSDP1, fsdp1_peak, backward_prefetch="post")
+_register("fsdp1_no_prefetch", TorchFSDP1, fsdp1_peak, backward_prefetch=None)
+_register("fsdp1_forward_prefetch", TorchFSDP1, fsdp1_peak, forward_prefetch=True)
+_register("fsdp2", TorchFSDP2, fsdp2_peak)
+_register("fsdp2_kept", TorchFSDP2, fsdp2_peak, reshard_after_forward=False)

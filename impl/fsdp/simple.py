@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.weak import WeakIdKeyDictionary
 
-from impl.accounting.fsdp import library_peak
+from impl.accounting.simple_fsdp import transformer_peak
 from impl.data_parallel.base import PlainStateDict, check_same_module
 from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
 from impl.fsdp.wrapping import check_plain, mark_spread
@@ -293,4 +293,4 @@ def _check(model: nn.Module, mesh: DeviceMesh, mode: str) -> None:
     check_same_module(model, _group(mesh))
 
 
-register("fsdp", "simple", SimpleFullyShardedDataParallel, memory=library_peak, time=TimeBudget("fsdp2"))
+register("fsdp", "simple", SimpleFullyShardedDataParallel, memory=transformer_peak, time=TimeBudget("fsdp2"))
