@@ -101,10 +101,7 @@ class FullyShardedDataParallel(PlainStateDict):
             raise
 
     def finish_gradient_synchronization(self) -> None:
-        """Reduce what backward could not, and wait until every shard has its gradient.
-
-        RuntimeError where backward raised.
-        """
+        """Reduce what backward could not, and wait for every shard's gradient; RuntimeError where backward raised."""
         if self._backwards:
             raise RuntimeError(BACKWARD_RAISED)
         self._finish_backward()
