@@ -40,8 +40,9 @@ def published(name: str) -> dict[Row, float]:
 def odsc() -> dict[Row, float]:
     """What the FSDP tutorial of ODSC West 2024 should have printed, in bytes.
 
-    9.0 GiB is not nine linears: its script makes one for each of 8 GPUs, and the other GiB is inputs and targets. The
-    80 MiB at DDP's peak are what summing the last bias's gradient takes on a GPU of 80 multiprocessors.
+    9.0 GiB is not nine linears: its script makes one for each of 8 GPUs, and the other GiB is inputs and targets. DDP's
+    peak is where the last bias's gradient is summed, and 80 MiB is what PyTorch's reduction would need for 16,384 sums
+    on a GPU of 80 multiprocessors: which one it was is not told.
     """
     case = NineLinearsCase(16_384, batch=8_192, linears=8, ranks=8)
     ddp, fsdp = (stages(case, sharded) for sharded in (False, True))
