@@ -15,8 +15,8 @@ WRAPS = ("linears", "thirds", "whole")
 class NineLinearsCase:
     """One step of plain SGD of `linears` layers from `width` to `width`; `batch` rows on each of `ranks`.
 
-    `wrap` is what sharding gathers at once, of `WRAPS` (thirds of a number that divides by three); with `offload` what a
-    rank keeps is in host memory.
+    `wrap` is what sharding gathers at once, of `WRAPS`: thirds of a number that divides by three. With `offload` what
+    a rank keeps is in host memory.
     """
 
     width: int
