@@ -2,50 +2,88 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from correctness.metering import assert_metered, measured
-from impl.accounting.nine_linears import FSDP_PEAKS, activation_bytes, ddp_peak, linear_bytes, work
-from perf.test_nine_linears import NineLinearsStep
+from correctness.metering import assert_metered
+from impl.accounting.nine_linears import PEAKS, stages, work
+from perf.test_nine_linears import SHARDED, NineLinearsStep
 from shardmark.cases import NineLinearsCase
+from shardmark.cases.nine_linears import WRAPS
+from shardmark.memory import meter
+from shardmark.passes import WARMUPS
 from shardmark.registry import resolve
+from shardmark.world import RankError
 
-BATCHES = {"small_batch": 48, "large_batch": 384}
-"""Rows of 96 values: where gradients decide on the peak, and where activations do."""
+FEW, MANY = (NineLinearsCase(48, batch, linears=6) for batch in (24, 192))
+"""Where gradients decide on the peak, and where activations do."""
 
 
-def held(family: str, name: str, case: NineLinearsCase) -> dict[str, int]:
-    """Bytes on this rank at the peak, and after each stage."""
-    memory = measured(NineLinearsStep, resolve(family, name), case).memory
-    assert memory.stages["wrapping"].peak >= memory.stages["model"].live
+def held(name: str, case: NineLinearsCase) -> dict[str, int]:
+    """Bytes on this rank at the peak of a step, and after each stage of making it."""
+    with meter("cpu") as memory:
+        step = NineLinearsStep(resolve("data_parallel" if name == "ddp" else "fsdp", name), case, "cpu")
+        for _ in range(WARMUPS):
+            step.prepare()
+            step.step(lambda part: None)
+        memory.stage("warm-up")
+        step.prepare()
+        memory.reset_peak()
+        step.step(lambda part: None)
     return {"peak": memory.peak} | {stage: at.live for stage, at in memory.stages.items()}
 
 
-@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
-def test_ddps_bytes_are_the_formulas(batch: int, worlds: Any) -> None:
-    case = NineLinearsCase(96, batch)
-    data, model = activation_bytes(case), 9 * linear_bytes(case)
-    expected = {
-        "data": data,
-        "model": data + model,
-        "wrapping": data + 2 * model,  # with its buckets
-        "warm-up": data + 3 * model + 4,  # with gradients and the loss
-        "peak": ddp_peak(case),
-    }
-    assert_metered(worlds(2), [expected] * 2, held, "data_parallel", "ddp", case)
+def assert_formula(worlds: Any, name: str, case: NineLinearsCase) -> None:
+    expected = stages(case, sharded=name != "ddp") | {"peak": PEAKS[name](case)}
+    if name.startswith("fsdp2"):  # a number for each rank and unit, from when it is wrapped
+        numbers = 4 * case.ranks * case.linears // case.linears_a_unit
+        expected |= {stage: expected[stage] + numbers for stage in ("wrapping", "warm-up")}
+    assert_metered(worlds(case.ranks), [expected] * case.ranks, held, name, case)
 
 
-@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
-@pytest.mark.parametrize("name", FSDP_PEAKS)
-def test_the_peak_of_sharding_is_within_a_fiftieth_of_the_formula(name: str, batch: int, worlds: Any) -> None:
-    case = NineLinearsCase(96, batch)
-    data, model = activation_bytes(case), 9 * linear_bytes(case)
-    for rank in worlds(2).run(held, "fsdp", name, case):
-        assert rank["peak"] == pytest.approx(FSDP_PEAKS[name](case), rel=0.02)
-        assert rank["wrapping"] == pytest.approx(data + model / 2, rel=0.005)
-        assert rank["warm-up"] == pytest.approx(data + model, rel=0.005)  # with gradients, sharded as it is
+@pytest.mark.parametrize("name", PEAKS)
+def test_bytes_are_the_formulas(name: str, worlds: Any) -> None:
+    assert_formula(worlds, name, FEW)
+
+
+@pytest.mark.parametrize("name", ["ddp", *SHARDED])
+def test_where_activations_decide(name: str, worlds: Any) -> None:
+    assert_formula(worlds, name, MANY)
+
+
+@pytest.mark.parametrize("wrap", WRAPS[1:])
+@pytest.mark.parametrize("name", SHARDED)
+def test_with_more_in_a_unit(name: str, wrap: str, worlds: Any) -> None:
+    assert_formula(worlds, name, replace(FEW, wrap=wrap))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", [*SHARDED, "simple"])
+def test_on_other_numbers_of_ranks(name: str, ranks: int, worlds: Any) -> None:
+    assert_formula(worlds, name, replace(FEW, ranks=ranks))
+
+
+def offloaded(name: str) -> None:
+    NineLinearsStep(resolve("fsdp", name), replace(FEW, offload=True), "cpu")
+
+
+def test_offloading_from_a_cpu_costs_nothing_or_is_refused(worlds: Any) -> None:
+    for name in ("sharded", "fsdp2"):
+        assert_formula(worlds, name, replace(FEW, offload=True))
+    with pytest.raises(RankError, match="Unsupported: FSDP1 offloads to the CPU from an accelerator alone"):
+        worlds(2).run(offloaded, "fsdp1")
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_offloading_from_a_gpu_takes_shards_and_their_gradients_off_it(name: str) -> None:
+    """But for a unit's, on their way."""
+    case = replace(FEW, offload=True)
+    shards = stages(case, sharded=True)["wrapping"] - stages(case, sharded=True)["data"]
+    saved = PEAKS[name](case) - PEAKS[name](case, device="cuda")
+    assert shards < saved < 2 * shards
+    assert PEAKS[name](case) == PEAKS[name](FEW)
 
 
 def test_work_is_that_of_three_products_a_linear() -> None:

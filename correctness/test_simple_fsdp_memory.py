@@ -144,13 +144,3 @@ def test_on_four_ranks_and_where_the_peak_is_elsewhere(worlds: Worlds) -> None:
     """With few tokens the end of backward holds the most."""
     case = RankRung("mlp-tiny", 3, 2, ranks=4)
     assert_metered(worlds(4), 4 * [expected_step(case, True)], metered_step, case, True)
-
-
-PUBLISHED = {"model": 0, "data_parallel": 0, "to_empty": 768}
-"""MiB after each stage on meta, 4 A100s, dim 4096 (shared by lucasb-eyer's simple_pytorch)."""
-
-
-def test_published_stages_are_the_formulas() -> None:
-    found = stages(RankRung("mlp-4096", 8, 4096, ranks=4))
-    assert {stage: found[stage] >> 20 for stage in PUBLISHED} == PUBLISHED
-    assert stages(RankRung("mlp-4096", 8, 4096, meta=False, ranks=4))["model"] >> 20 == 3072

@@ -1,94 +1,86 @@
-"""The step of an MLP of square linears in closed form: bytes at the peak of one rank, and what it computes and sends.
+"""The step of an MLP of square linears in closed form: bytes on one rank, and what the step computes and sends.
 
-Peaks lie in backward. A = bytes of one layer's activations, u = bytes of one linear, weight and bias; when backward
-comes to layer i of L, counted from the input, the gradients of the L - i behind it are there. A ReLU's backward holds
-the i results that are still to be read, the gradient that came and the one that goes; a linear's holds one result less,
-and its own gradient.
+The peak is in backward, which is followed here allocation by allocation, exact to the byte on CPU and Gloo but for
+scalars. A = bytes of one layer's activations, u = bytes of one linear, weight and bias. Forward leaves the L - 1
+results of ReLUs, the output and the loss, whose storage PyTorch's mean squared error makes as large as the output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 from impl.accounting.collectives import all_reduce_bytes_sent
+from impl.accounting.linear_units import FLOAT, FSDP1, FSDP2, Replicated, Sharded, Simple, Spread
 from shardmark.cases import NineLinearsCase, Work
-
-_FLOAT = 4  # bytes of a float32
-_LOSS = 8  # and its gradient
 
 
 def activation_bytes(case: NineLinearsCase) -> int:
     """A: what a layer hands on."""
-    return _FLOAT * case.batch * case.width
+    return FLOAT * case.batch * case.width
 
 
 def linear_bytes(case: NineLinearsCase) -> int:
     """u: weight and bias of one linear."""
-    return _FLOAT * (case.width**2 + case.width)
+    return FLOAT * (case.width**2 + case.width)
 
 
-def ddp_peak(case: NineLinearsCase) -> int:
-    """Peak in bytes of torch DDP: parameters, buckets as large, and gradients that are not in them."""
-    a, u, layers = activation_bytes(case), linear_bytes(case), case.linears
-    moments = [
-        moment
-        for i, relu, linear, _ in _backward(case)
-        for moment in (relu + (layers - i) * u, linear + (layers - i + 1) * u)
-    ]
-    return a + 2 * layers * u + _LOSS + max(moments)
+def stages(case: NineLinearsCase, sharded: bool) -> dict[str, int]:
+    """Bytes live after each stage of making the step; `sharded`, or with torch DDP's buckets, as large as the model.
 
-
-def fsdp1_peak(case: NineLinearsCase, backward_prefetch: str | None = "pre") -> int:
-    """Peak in bytes of torch FSDP1, a unit for each linear.
-
-    A unit's gradients are copied into a flat one while it is still gathered; to reduce that, Gloo copies it once more.
-    Gathered ahead, the next unit is there from before its own gradients are computed ("pre") or after them ("post").
+    In the end the gradients are there, and no activations.
     """
-    u, shard = linear_bytes(case), _shard(case)
-    moments = []
-    for i, relu, linear, left in _backward(case):
-        ahead = u if i > 1 else 0
-        before, after = (ahead if backward_prefetch in when else 0 for when in (("pre",), ("pre", "post")))
-        gathered = u if backward_prefetch is not None and i < case.linears else 0
-        held = (case.linears - i) * shard
-        moments += [
-            held + relu + gathered,
-            held + linear + 2 * u + before,
-            held + left + 3 * u + before,
-            held + left + 2 * u + shard + after,
-        ]
-    return _sharded_model(case) + max(moments)
+    data, model = 2 * activation_bytes(case), case.linears * linear_bytes(case)
+    kept = Spread(case).kept if sharded else 2 * model
+    return {
+        "data": data,
+        "model": data + model,
+        "wrapping": data + kept,
+        "warm-up": data + kept + (kept if sharded else model),
+    }
 
 
-def fsdp2_peak(case: NineLinearsCase, reshard_after_forward: bool = True) -> int:
-    """Peak in bytes of torch FSDP2, a unit for each linear; the next is gathered before this one's gradients.
+def peak(case: NineLinearsCase, spread: Callable[..., Spread] = Replicated, device: str = "cpu") -> int:
+    """Peak in bytes of one rank's step, on the device: what is offloaded from "cuda" is not on it."""
+    held = spread(case, device=device)
+    take, give = held.take, held.give
+    a, layers, per_unit = activation_bytes(case), case.linears, case.linears_a_unit
+    held.begin()
+    take(2 * a, (layers - 1) * a, 2 * a)
+    take(FLOAT, a)  # gradients of the loss and of the output
+    for i in range(layers, 0, -1):
+        unit, last = -(-i // per_unit), i % per_unit == 0
+        if last and per_unit > 1:
+            held.before(unit)
+        if i < layers:  # a ReLU, whose result goes then
+            take(a)
+            give(2 * a)
+        if last and per_unit == 1:  # a linear that is a unit alone is one without its ReLU
+            held.before(unit)
+        take(a if i > 1 else 0)
+        held.compute()
+        give(a)
+        held.collect()
+        if (i - 1) % per_unit == 0:
+            held.after(unit)
+    held.finish()
+    return held.ledger.peak
 
-    To be reduced these are copied, and by Gloo once more; the first copy stays until the next unit's gradients are too.
-    """
-    u, shard = linear_bytes(case), _shard(case)
-    moments = []
-    for i, relu, linear, left in _backward(case):
-        held = (case.linears - i) * shard
-        copied = u if i < case.linears else 0
-        ahead = (u if i > 1 else 0) if reshard_after_forward else (i - 1) * u
-        gathered = copied if reshard_after_forward else i * u
-        moments += [
-            held + relu + gathered + copied,
-            held + linear + 2 * u + ahead + copied,
-            held + left + 2 * u + shard + ahead,
-        ]
-    return _sharded_model(case) + max(moments)
 
-
-FSDP_PEAKS: dict[str, Callable[[NineLinearsCase], int]] = {
-    "fsdp1": fsdp1_peak,
-    "fsdp1_post": partial(fsdp1_peak, backward_prefetch="post"),
-    "fsdp1_no_prefetch": partial(fsdp1_peak, backward_prefetch=None),
-    "fsdp2": fsdp2_peak,
-    "fsdp2_kept": partial(fsdp2_peak, reshard_after_forward=False),
+PEAKS: dict[str, Callable[..., int]] = {
+    "ddp": peak,
+    "sharded_plain": partial(peak, spread=partial(Sharded, ahead=0)),
+    "sharded": partial(peak, spread=Sharded),
+    "sharded_kept": partial(peak, spread=partial(Sharded, kept=True)),
+    "simple": partial(peak, spread=Simple),
+    "fsdp1": partial(peak, spread=FSDP1),
+    "fsdp1_post": partial(peak, spread=partial(FSDP1, backward_prefetch="post")),
+    "fsdp1_no_prefetch": partial(peak, spread=partial(FSDP1, backward_prefetch=None)),
+    "fsdp1_forward_prefetch": partial(peak, spread=partial(FSDP1, forward_prefetch=True)),
+    "fsdp2": partial(peak, spread=FSDP2),
+    "fsdp2_kept": partial(peak, spread=partial(FSDP2, kept=True)),
 }
-"""By the names of the family's implementations."""
+"""By the names of implementations, of a case and, where it is not the CPU, the `device`."""
 
 
 def work(case: NineLinearsCase, gathered_again: bool) -> Work:
@@ -106,21 +98,3 @@ def work(case: NineLinearsCase, gathered_again: bool) -> Work:
         bytes_communicated=(3 if gathered_again else 2) * once,
         model_flops=case.ranks * flops,
     )
-
-
-def _backward(case: NineLinearsCase) -> Iterator[tuple[int, int, int, int]]:
-    """(i, activations held in ReLU i's backward, in linear i's, after it), from the last layer to the first."""
-    a = activation_bytes(case)
-    for i in range(case.linears, 0, -1):
-        into = a if i > 1 else 0  # the first layer's input needs no gradient
-        yield i, (i + 2) * a, i * a + into, (i - 1) * a + into
-
-
-def _shard(case: NineLinearsCase) -> int:
-    """One rank's part of a linear."""
-    return -(-linear_bytes(case) // (_FLOAT * case.ranks)) * _FLOAT
-
-
-def _sharded_model(case: NineLinearsCase) -> int:
-    """What is there at any time: data, all shards of parameters, the loss."""
-    return activation_bytes(case) + case.linears * _shard(case) + _LOSS

@@ -58,8 +58,12 @@ class MLPBlock(nn.Module):
 
 
 def square_linears(width: int, linears: int) -> nn.Sequential:
-    """(rows, width) -> (rows, width): that many linear layers with bias, and a ReLU after each."""
-    return nn.Sequential(*(layer for _ in range(linears) for layer in (nn.Linear(width, width), nn.ReLU())))
+    """(rows, width) -> (rows, width): that many linear layers with bias, a ReLU between each two, in three parts."""
+    layers = [[nn.Linear(width, width), nn.ReLU()] for _ in range(linears)]
+    layers[-1].pop()
+    third = -(-linears // 3)
+    parts = (layers[start : start + third] for start in range(0, linears, third))
+    return nn.Sequential(*(nn.Sequential(*(layer for pair in part for layer in pair)) for part in parts))
 
 
 class MLPLanguageModel(nn.Module):

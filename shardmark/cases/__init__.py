@@ -14,7 +14,12 @@ from shardmark.cases.grid import MB, SCALES, Grid, Work
 from shardmark.cases.link import LINK, LINK_BUCKETS
 from shardmark.cases.loss import LOSS, LossCase
 from shardmark.cases.mlp_ladder import MLP_LADDER, MLP_RUNGS, RANK_RUNGS, RANK_STAGES, RankRung, Rung
-from shardmark.cases.nine_linears import NINE_LINEARS, NineLinearsCase
+from shardmark.cases.nine_linears import (
+    NINE_LINEARS,
+    NINE_LINEARS_OFFLOADED,
+    NINE_LINEARS_WRAPPED,
+    NineLinearsCase,
+)
 from shardmark.cases.optim import CLIPPED_STEP, CLIPPING, OPTIMIZER_STEP, OptimizerCase
 from shardmark.cases.optimizer_order import OPTIMIZER_ORDER
 from shardmark.cases.scaling import SCALING, ScalingCase
@@ -53,6 +58,8 @@ __all__ = [
     "MLP_RUNGS",
     "MODES",
     "NINE_LINEARS",
+    "NINE_LINEARS_OFFLOADED",
+    "NINE_LINEARS_WRAPPED",
     "OPTIMIZER_ORDER",
     "OPTIMIZER_STEP",
     "RANK_RUNGS",
