@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardmark.memory import meter
-from shardmark.passes import Measured, Plan, Rounds, Workload, meter_pass
+from shardmark.passes import meter_pass
+from shardmark.plan import Measured, Plan, Rounds, Workload
 from shardmark.registry import Implementation
 from shardmark.world import World
 

@@ -25,7 +25,8 @@ import pytest
 import torch
 from shardmark.cases import Grid, Work
 from shardmark.memory import Memory
-from shardmark.passes import IMPLEMENTATION, Measured, Plan, Rounds, timed_steps
+from shardmark.passes import timed_steps
+from shardmark.plan import IMPLEMENTATION, Measured, Plan, Rounds
 from shardmark.registry import Family, TimeBudget, Unsupported, add_family, register
 
 

@@ -19,7 +19,8 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from shardmark import cold, passes, registry
 from shardmark.clock import Laps
 from shardmark.memory import Memory
-from shardmark.passes import COMMUNICATION, COMPUTE, IMPLEMENTATION, PEER, Mark, Measured, Plan, Rounds, measure
+from shardmark.passes import measure
+from shardmark.plan import COMMUNICATION, COMPUTE, IMPLEMENTATION, PEER, Mark, Measured, Plan, Rounds
 from shardmark.plugin import WorldsBySize
 from shardmark.registry import Implementation
 from shardmark.rows import step_seconds, time_entry

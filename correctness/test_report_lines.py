@@ -8,7 +8,7 @@ from typing import Any
 from impl.accounting.training_step import SOFTMAX_FLOPS, attention_flops
 from shardmark.cases import TrainingStepCase
 from shardmark.kernels import ELSE, MATRIX_PRODUCT, Call, StepProfile
-from shardmark.passes import Plan, Rounds
+from shardmark.plan import Plan, Rounds
 from shardmark.registry import resolve
 from shardmark.report.kernels import WIDEST, kernel_lines
 from shardmark.report.memory import memory_lines, stage_lines

@@ -13,7 +13,8 @@ from impl.model import SIZES
 from perf.test_training_step import LanguageModelStep
 from perf.test_where_memory_goes import LabelledStep
 from shardmark.cases import STEP_MODES, TrainingStepCase
-from shardmark.passes import Measured, Plan, Rounds, measure
+from shardmark.passes import measure
+from shardmark.plan import Measured, Plan, Rounds
 from shardmark.registry import family
 from shardmark.rows import timeline_entry
 from shardmark.timeline import KINDS, by_layer_and_operator, timeline

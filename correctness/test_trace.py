@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from correctness.training_step import TINY
 from impl.model import Transformer
-from shardmark.passes import Mark
+from shardmark.plan import Mark
 from shardmark.trace import TraceFolder, memory_snapshot, module_ranges, profile_step
 
 

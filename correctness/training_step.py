@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from impl.attention import eager_attention
 from impl.model import SIZES, Transformer
-from shardmark.passes import Mark
+from shardmark.plan import Mark
 
 TINY = SIZES["tiny"]
 

@@ -16,7 +16,7 @@ from impl.model.mlp import MLP_SIZES, MLPLanguageModel
 from shardmark.cases import TrainingStepCase
 from shardmark.clock import Laps
 from shardmark.memory import Memory
-from shardmark.passes import IMPLEMENTATION, Mark, Measured
+from shardmark.plan import IMPLEMENTATION, Mark, Measured
 from shardmark.registry import Implementation
 
 

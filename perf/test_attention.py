@@ -13,7 +13,7 @@ from shardmark import cases, registry
 from shardmark.budget import MEMORY_SLACK
 from shardmark.cases import AttentionCase, Grid
 from shardmark.measure import Measure
-from shardmark.passes import Mark
+from shardmark.plan import Mark
 from shardmark.registry import Implementation, TimeBudget
 from shardmark.rows import Row
 

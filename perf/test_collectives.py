@@ -12,7 +12,7 @@ from impl.accounting.collectives import bus_bandwidth, bytes_sent
 from shardmark import cases
 from shardmark.cases import CollectiveCase, Work
 from shardmark.measure import Measure
-from shardmark.passes import Mark
+from shardmark.plan import Mark
 from shardmark.registry import Implementation
 from shardmark.wire import tcp_bytes_sent
 from shardmark.world import World

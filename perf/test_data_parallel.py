@@ -18,8 +18,8 @@ from perf.ranks import RankStep, language_model
 from shardmark import cases
 from shardmark.cases import MB, OverheadCase, ReductionCase, TrainingStepCase
 from shardmark.measure import CASE_DEADLINE, Measure
-from shardmark.passes import IMPLEMENTATION, Mark, Measured, Plan, Rounds
 from shardmark.passes import measure as measure_on_rank
+from shardmark.plan import IMPLEMENTATION, Mark, Measured, Plan, Rounds
 from shardmark.registry import Implementation, TimeBudget
 from shardmark.report.fits import fit_line
 from shardmark.world import World

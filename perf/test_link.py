@@ -29,7 +29,8 @@ from perf.test_sharded_optimizer import ShardedStep
 from shardmark import cases, registry
 from shardmark.cases import MB, FSDPCase, ShardedStepCase, TrainingStepCase
 from shardmark.measure import Measure
-from shardmark.passes import Mark, Plan, Rounds, timed_steps
+from shardmark.passes import timed_steps
+from shardmark.plan import Mark, Plan, Rounds
 from shardmark.registry import Implementation, TimeBudget
 from shardmark.world import World
 

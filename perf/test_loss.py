@@ -12,7 +12,7 @@ from shardmark import cases, registry
 from shardmark.cases import Grid, LossCase
 from shardmark.measure import Measure
 from shardmark.memory import meter, release
-from shardmark.passes import Mark
+from shardmark.plan import Mark
 from shardmark.registry import Implementation, TimeBudget
 from shardmark.rows import Row
 

@@ -23,7 +23,7 @@ from shardmark.cases import RankRung
 from shardmark.clock import Stopwatch
 from shardmark.measure import Measure
 from shardmark.memory import meter, release, stage
-from shardmark.passes import Mark, Measured, Plan, Rounds
+from shardmark.plan import Mark, Measured, Plan, Rounds
 from shardmark.registry import Implementation
 from shardmark.world import World
 

@@ -21,7 +21,7 @@ from shardmark import cases
 from shardmark.cases import NineLinearsCase
 from shardmark.measure import Measure
 from shardmark.memory import stage
-from shardmark.passes import Mark
+from shardmark.plan import Mark
 from shardmark.registry import Implementation
 from shardmark.world import World
 

@@ -13,7 +13,7 @@ from impl.model import SIZES
 from shardmark import cases, registry
 from shardmark.cases import Grid, OptimizerCase
 from shardmark.measure import Measure
-from shardmark.passes import Mark
+from shardmark.plan import Mark
 from shardmark.registry import Implementation, TimeBudget, Unsupported
 from shardmark.rows import Row
 

@@ -23,7 +23,7 @@ from shardmark.cases import TrainingStepCase
 from shardmark.clock import Stopwatch
 from shardmark.measure import Measure
 from shardmark.memory import meter, stage
-from shardmark.passes import Measured, Plan, Rounds
+from shardmark.plan import Measured, Plan, Rounds
 from shardmark.registry import Implementation
 from shardmark.world import World
 

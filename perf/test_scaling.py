@@ -26,7 +26,8 @@ from shardmark.cases import FSDPCase, ScalingCase, TrainingStepCase, Work
 from shardmark.clock import Laps
 from shardmark.measure import Measure
 from shardmark.memory import Memory
-from shardmark.passes import IMPLEMENTATION, PEER, Measured, Plan, Rounds, alternate, timed_steps
+from shardmark.passes import alternate, timed_steps
+from shardmark.plan import IMPLEMENTATION, PEER, Measured, Plan, Rounds
 from shardmark.rank import available_cores
 from shardmark.registry import Implementation, TimeBudget
 from shardmark.rows import step_seconds

@@ -19,7 +19,7 @@ from perf.ranks import RankStep, language_model
 from shardmark import cases
 from shardmark.cases import ShardedStepCase, TrainingStepCase
 from shardmark.measure import Measure
-from shardmark.passes import Mark
+from shardmark.plan import Mark
 from shardmark.registry import Implementation, family
 from shardmark.world import World
 

@@ -16,7 +16,8 @@ from shardmark.cases import TrainingStepCase
 from shardmark.clock import Laps
 from shardmark.measure import CASE_DEADLINE, Measure
 from shardmark.memory import Memory
-from shardmark.passes import IMPLEMENTATION, Mark, Measured, Plan, Rounds, timed_steps
+from shardmark.passes import timed_steps
+from shardmark.plan import IMPLEMENTATION, Mark, Measured, Plan, Rounds
 from shardmark.registry import Implementation
 from shardmark.rows import Row
 from shardmark.world import World

@@ -15,7 +15,8 @@ from shardmark.budget import AbsoluteBudget
 from shardmark.clock import Laps
 from shardmark.measure import Measure
 from shardmark.memory import Memory
-from shardmark.passes import IMPLEMENTATION, PEER, Measured, Plan, Rounds, alternate
+from shardmark.passes import alternate
+from shardmark.plan import IMPLEMENTATION, PEER, Measured, Plan, Rounds
 from shardmark.registry import Implementation, TimeBudget
 from shardmark.world import World
 

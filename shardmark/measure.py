@@ -15,7 +15,8 @@ from shardmark.budget import MEMORY_SLACK, MIB, AbsoluteBudget, MemoryBudget
 from shardmark.cases import Work
 from shardmark.kernels import StepProfile
 from shardmark.memory import available_bytes, is_out_of_memory
-from shardmark.passes import Measured, Plan, Rounds, Workload, measure
+from shardmark.passes import measure
+from shardmark.plan import Measured, Plan, Rounds, Workload
 from shardmark.registry import Implementation, TimeBudget
 from shardmark.rows import (
     Row,
@@ -44,7 +45,7 @@ class Measure:
 
         measure(TrainingStep, implementation, case, work=work(case, world.size), world_size=world.size)
 
-    `workload` is a module-level class (`shardmark.passes.Workload`); `work` is what one step does on all ranks; `rates`
+    `workload` is a module-level class (`shardmark.plan.Workload`); `work` is what one step does on all ranks; `rates`
     turns the mean step time into further figures of the row's work. The memory budget is the implementation's own
     formula times `slack`, the time budget `time`, or else its own ratio to its peer, the rounds `rounds`, or else
     pytest-benchmark's. The row is saved whatever the verdict. Over budget, the test fails; where the rounds leave a

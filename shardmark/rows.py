@@ -25,7 +25,7 @@ from shardmark.cases import Work
 from shardmark.clock import Laps
 from shardmark.hardware import Roofline
 from shardmark.kernels import StepProfile
-from shardmark.passes import COMMUNICATION, COMPUTE, IMPLEMENTATION, PEER, Measured, Plan
+from shardmark.plan import COMMUNICATION, COMPUTE, IMPLEMENTATION, PEER, Measured, Plan
 from shardmark.registry import TimeBudget
 from shardmark.timeline import Timeline, by_layer_and_operator
 

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from shardmark.kernels import REST, StepProfile, read_profile
 
 if TYPE_CHECKING:
-    from shardmark.passes import Workload
+    from shardmark.plan import Workload
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints two lines at every use
 
