@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardmark.passes import Measured, Plan, Rounds, Workload, measure
+from shardmark.memory import meter
+from shardmark.passes import Measured, Plan, Rounds, Workload, meter_pass
 from shardmark.registry import Implementation
 from shardmark.world import World
 
@@ -15,29 +16,53 @@ UNSEEN = 1e-3
 """What may seem to stay even so, as a share: the small tensors in which ranks describe their modules to one another."""
 
 
+def plan_of(workload: type[Workload], implementation: Implementation, case: Any, ranks: int = 2) -> Plan:
+    """To meter the case, and time nothing."""
+    return Plan(workload, implementation, None, case, "cpu", ranks, Rounds())
+
+
 def measured(workload: type[Workload], implementation: Implementation, case: Any, ranks: int = 2) -> Measured:
-    """What this rank measures of the case in the fewest rounds; the other ranks are in here too."""
-    return measure(Plan(workload, implementation, None, case, "cpu", ranks, Rounds(minimum=1, maximum=1)))
+    """What this rank holds of the case, metered once and not timed; the other ranks are in here too."""
+    _, memory, _ = meter_pass(plan_of(workload, implementation, case, ranks))
+    return Measured("", memory)
+
+
+def peak_of_a_step(workload: type[Workload], implementation: Implementation, case: Any) -> int:
+    """This rank's peak in the second step, which later ones repeat, metered once; the other ranks are in here too."""
+    with meter("cpu") as memory:
+        step = workload(implementation, case, "cpu")
+        for _ in range(2):
+            step.prepare()
+            memory.reset_peak()
+            step.step(lambda part: None)
+    return memory.peak
 
 
 def assert_metered(
-    world: World, expected: Sequence[dict[str, int]], function: Callable[..., dict[str, int]], *args: Any
+    world: World,
+    expected: Sequence[dict[str, int]],
+    function: Callable[..., dict[str, int]],
+    *args: Any,
+    within: float | None = None,
 ) -> None:
-    """Each figure that `function(*args)` gives on a rank is the expected one there, but for what is released unseen."""
+    """Each figure that `function(*args)` gives on a rank is the expected one there, but for what is released unseen;
+    or within that share of it, above and below.
+    """
     least = world.run(function, *args)
     for _ in range(PASSES - 1):
-        if not _beyond(least, expected):
+        if not _beyond(least, expected, within):
             break
         for old, new in zip(least, world.run(function, *args), strict=True):
             old.update({name: min(value, new[name]) for name, value in old.items()})
-    beyond = _beyond(least, expected)
+    beyond = _beyond(least, expected, within)
     assert not beyond, "; ".join(beyond)
 
 
-def _beyond(found: Sequence[dict[str, int]], expected: Sequence[dict[str, int]]) -> list[str]:
+def _beyond(found: Sequence[dict[str, int]], expected: Sequence[dict[str, int]], within: float | None) -> list[str]:
+    below, above = (0.0, UNSEEN) if within is None else (within, within)
     return [
         f"{name} on rank {rank}: {found[rank][name]:,} bytes against {value:,}"
         for rank, figures in enumerate(expected)
         for name, value in figures.items()
-        if not value <= found[rank][name] <= (1 + UNSEEN) * value
+        if not (1 - below) * value <= found[rank][name] <= (1 + above) * value
     ]

@@ -1,8 +1,7 @@
-"""What the bucketed wrapper does beyond the family's contract: its buckets, its order, its optimizer, its dtypes."""
+"""What the bucketed wrapper does beyond the family's contract: its buckets, its order, its hooks, its dtypes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from correctness.whole_batch import (
     DIM,
-    MODULES,
     STEPS,
     adam,
-    assert_equal_states,
     batch,
     error_line,
     loss,
@@ -26,65 +23,8 @@ from correctness.whole_batch import (
 )
 from impl.data_parallel import BucketedDataParallel, TorchDataParallel
 from impl.data_parallel.buckets import partition
+from shardmark.plugin import WorldsBySize
 from shardmark.world import World
-
-Worlds = Callable[[int], World]
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Momentum, and a param group of its own for the vectors."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in parameters if (p.ndim == 1) == vector]} for vector in (False, True)]
-    groups[1]["lr"] = 0.02
-    return torch.optim.SGD(groups, lr=0.01, momentum=0.9)
-
-
-def update_on_arrival(
-    name: str, device: str, optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-) -> dict[str, Tensor]:
-    """Train in buckets of one parameter each, where the wrapper steps the optimizer."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = BucketedDataParallel(module(name, rank, device), bucket_mb=1e-5)
-    update = optimizer(model)
-    groups = update.param_groups
-    for step in range(STEPS):
-        update.zero_grad()
-        x, y = (tensor[share(rank)] for tensor in batch(step, ranks, device))
-        loss(model, x, y).backward()
-        model.finish_gradient_synchronization(update)
-        assert update.param_groups is groups
-    return {key: tensor.cpu() for key, tensor in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("optimizer", [adam, sgd], ids=["adam", "sgd_groups"])
-@pytest.mark.parametrize("name", MODULES)
-def test_an_optimizer_stepped_bucket_by_bucket_equals_a_single_process(
-    name: str, optimizer: Callable[[nn.Module], torch.optim.Optimizer], world: World, device: str
-) -> None:
-    ranks = world.run(update_on_arrival, name, device, optimizer)
-    assert_equal_states(ranks, single_process(name, world.size, device, optimizer=optimizer))
-
-
-def update_what_is_not_the_modules(device: str) -> tuple[list[float], float]:
-    """A scheduled optimizer over two layers and a parameter of nobody's: learning rates, and that parameter's value."""
-    model = BucketedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device), bucket_mb=1e-5)
-    other = nn.Parameter(torch.zeros((), device=device))
-    optimizer = torch.optim.SGD([*model.parameters(), other], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    rates = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        (model(torch.ones(1, 2, device=device)).sum() - other).backward()
-        model.finish_gradient_synchronization(optimizer)
-        rates.append(optimizer.param_groups[0]["lr"])
-        scheduler.step()
-    return rates, other.item()
-
-
-def test_schedulers_and_other_parameters_take_part_once_a_step(world: World, device: str) -> None:
-    for rates, other in world.run(update_what_is_not_the_modules, device):
-        assert rates == [1.0, 0.5, 0.25]
-        assert other == sum(rates)
 
 
 class Branches(nn.Module):
@@ -222,7 +162,7 @@ def train_with_hook(name: str, device: str, wrapper: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_torchs_communication_hooks_do_what_they_do_for_ddp(name: str, worlds: Worlds, device: str) -> None:
+def test_torchs_communication_hooks_do_what_they_do_for_ddp(name: str, worlds: WorldsBySize, device: str) -> None:
     """To the bit, as two ranks' sums do not depend on the order of their terms."""
     ours, theirs = (
         worlds(2).run(train_with_hook, name, device, wrapper) for wrapper in (BucketedDataParallel, TorchDataParallel)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from correctness.processes import wait_until
-from impl.collectives import OnGloo, Ring, collectives_for
+from impl.collectives import Ring, collectives_for, count_bytes_sent
 from shardmark.registry import Implementation
 from shardmark.world import RankError, World
 
@@ -151,12 +151,20 @@ def test_ranks_count_within_their_group(device: str) -> None:
         assert world.run(group_of_its_own) == [0 + 2, 1 + 3, 0 + 2, 1 + 3]
 
 
-def chosen() -> str:
-    return type(collectives_for()).__name__
+def chosen() -> list[str]:
+    """For the ranks' own group, and for groups with a backend for each kind of device, which scatter as well."""
+    groups = [dist.group.WORLD, *(dist.new_group(backend=backend) for backend in ("cpu:gloo", "cpu:gloo,cuda:gloo"))]
+    for group in groups[1:]:
+        total = torch.zeros(3)
+        with count_bytes_sent() as sent:
+            collectives_for(group).reduce_scatter(total, torch.arange(6.0), group)
+        assert torch.equal(total, 2 * torch.arange(6.0)[3 * dist.get_rank() :][:3]) and sent.nbytes == total.nbytes
+    return [type(collectives_for(group)).__name__ for group in groups]
 
 
-def test_on_gloo_rings_scatter_and_gather(pair: World) -> None:
-    assert pair.run(chosen) == [OnGloo.__name__ if pair.device == "cpu" else "Backend"] * 2
+def test_on_gloo_rings_scatter_and_gather_whatever_other_backends_a_group_has(pair: World) -> None:
+    own = "OnGloo" if pair.device == "cpu" else "Backend"
+    assert pair.run(chosen) == [[own, "OnGloo", "OnGloo"]] * 2
 
 
 EXIT = """

@@ -25,7 +25,11 @@ SIZES = [0, 1, 97]
 """Elements of the smaller tensor, or of an all-reduce's, which most numbers of ranks do not divide."""
 
 
-@pytest.fixture(scope="module", params=range(1, 9), ids=lambda n: f"{n}ranks")
+RANKS = [pytest.param(n, marks=[pytest.mark.sweep] if n in (4, 5) else []) for n in range(1, 9)]
+"""Four and five are left to the sweep: there are a power of two, an odd and an even number without them."""
+
+
+@pytest.fixture(scope="module", params=RANKS, ids=lambda n: f"{n}ranks")
 def any_world(request: pytest.FixtureRequest, device: str) -> Iterator[World]:
     """A world of each size up to eight, one after the other."""
     if available_ranks(device) < request.param:

@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,12 +27,11 @@ from correctness.whole_batch import (
     share,
     single_process,
 )
+from shardmark.plugin import WorldsBySize
 from shardmark.registry import Implementation, family
 from shardmark.world import RankError, World
 
 pytestmark = pytest.mark.family("data_parallel")
-
-Worlds = Callable[[int], World]
 
 
 def _wrap(implementation: Implementation, module: nn.Module, **options: Any) -> Any:
@@ -276,7 +274,7 @@ def steps(implementation: Implementation, device: str, more_on_rank_0: int) -> N
         model.finish_gradient_synchronization()
 
 
-def test_a_different_number_of_steps_is_told_with_the_stack(worlds: Worlds, device: str) -> None:
+def test_a_different_number_of_steps_is_told_with_the_stack(worlds: WorldsBySize, device: str) -> None:
     bucketed = family("data_parallel").implementations["bucketed"]
     worlds(2).run(steps, bucketed, device, 0)
     with pytest.raises(RankError, match=r"rank 0 of 2 had not answered after") as caught:
@@ -292,7 +290,7 @@ def killed_in_mid_step(implementation: Implementation, device: str) -> None:
     model.finish_gradient_synchronization()
 
 
-def test_a_rank_killed_in_mid_step_is_told(worlds: Worlds, device: str) -> None:
+def test_a_rank_killed_in_mid_step_is_told(worlds: WorldsBySize, device: str) -> None:
     bucketed = family("data_parallel").implementations["bucketed"]
     with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
         worlds(2).run(killed_in_mid_step, bucketed, device)

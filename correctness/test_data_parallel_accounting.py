@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from correctness.metering import measured
+from correctness.metering import assert_metered, measured
 from impl.accounting.data_parallel import best_bucket_bytes, bucketed_peak, exposed_seconds, work
 from perf.test_data_parallel import DataParallelStep
 from shardmark.cases import ReductionCase, TrainingStepCase
 from shardmark.memory import meter
+from shardmark.plugin import WorldsBySize
 from shardmark.registry import Implementation, family
 from shardmark.report.buckets import bucket_lines
 from shardmark.report.fits import fit_line
 from shardmark.report.tables import layout
-from shardmark.world import World
-
-Worlds = Callable[[int], World]
 
 
-def peak(implementation: Implementation, case: TrainingStepCase) -> int:
+def peak(implementation: Implementation, case: TrainingStepCase) -> dict[str, int]:
     """Of the third step."""
-    return measured(DataParallelStep, implementation, case).memory.peak
+    return {"peak": measured(DataParallelStep, implementation, case).memory.peak}
 
 
 @pytest.mark.parametrize(
@@ -34,9 +30,12 @@ def peak(implementation: Implementation, case: TrainingStepCase) -> int:
     ],
     ids=str,
 )
-def test_a_narrower_reductions_peak_is_the_formulas(case: ReductionCase, worlds: Worlds) -> None:
-    for found in worlds(2).run(peak, family("data_parallel").implementations["bucketed"], case):
-        assert found == pytest.approx(bucketed_peak(case), rel=2e-3)  # the last bucket holds more than the embedding
+def test_a_narrower_reductions_peak_is_the_formulas(case: ReductionCase, worlds: WorldsBySize) -> None:
+    expected = [{"peak": bucketed_peak(case)}] * 2
+    bucketed = family("data_parallel").implementations["bucketed"]
+    assert_metered(
+        worlds(2), expected, peak, bucketed, case, within=2e-3
+    )  # the last bucket holds more than the embedding
 
 
 def first_steps_peak(implementation: Implementation, case: TrainingStepCase) -> int:
@@ -50,7 +49,7 @@ def first_steps_peak(implementation: Implementation, case: TrainingStepCase) -> 
 
 
 @pytest.mark.parametrize("bucket_mb", [1, 25])
-def test_learning_the_order_takes_no_more_than_a_step(bucket_mb: int, worlds: Worlds) -> None:
+def test_learning_the_order_takes_no_more_than_a_step(bucket_mb: int, worlds: WorldsBySize) -> None:
     case = TrainingStepCase("deep", 1, 4, bucket_mb=bucket_mb)
     for found in worlds(2).run(first_steps_peak, family("data_parallel").implementations["bucketed"], case):
         assert found <= bucketed_peak(case)

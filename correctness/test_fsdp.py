@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -148,11 +149,33 @@ def _unwrapped(model: Any) -> list[nn.Module]:
     return [part for part in model.module.modules() if type(part).__name__ != "FullyShardedDataParallel"]
 
 
-@pytest.mark.family("fsdp", only=(*OURS, "fsdp1", "fsdp2"))
+@pytest.mark.family("fsdp", only=(*OURS, "simple", "fsdp1", "fsdp2"))
 def test_gradients_are_the_shards_own_and_are_clipped_by_the_norm_over_all_ranks(
     implementation: Implementation, world: World, device: str
 ) -> None:
     world.run(contract_on_rank, implementation, device)
+
+
+def spread_again(implementation: Implementation, device: str) -> list[str]:
+    """What is said of the wrapper wrapped, and of the module whose parameters it took."""
+    plain = nn.Sequential(nn.Linear(4, 4)).to(device)
+    model = _wrap(implementation, plain, wrap=whole)
+    said = []
+    for again in (model, plain):
+        with pytest.raises(ValueError, match="already") as error:
+            _wrap(implementation, again)
+        said.append(str(error.value))
+    return said
+
+
+@pytest.mark.family("fsdp", only=("sharded", "simple", "fsdp1", "fsdp2"))
+def test_to_wrap_twice_is_one_line(implementation: Implementation, world: World, device: str) -> None:
+    for said in world.run(spread_again, implementation, device):
+        assert len(said) == 2
+        for line in said:
+            assert re.fullmatch(
+                r"this \w+ is spread over ranks already(, at '[\w.]+')?: it takes a plain module, once", line
+            )
 
 
 def mixed_precision_on_rank(name: str, device: str, reduce_dtype: torch.dtype | None) -> dict[str, Tensor]:

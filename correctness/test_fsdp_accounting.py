@@ -2,45 +2,81 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from correctness.metering import measured
+from correctness.metering import assert_metered, peak_of_a_step
 from impl.accounting.fsdp import sharded_peak, work
+from impl.accounting.simple_fsdp import transformer_peak
+from impl.accounting.training_step import eager_peak
 from impl.model.sizes import SIZES
 from perf.test_fsdp import FSDPStep
-from shardmark.cases import FSDPCase
-from shardmark.registry import Implementation, family
+from shardmark.cases import FSDPCase, TrainingStepCase
+from shardmark.registry import family
 
-
-def peak(implementation: Implementation, case: FSDPCase) -> int:
-    """Of the third step."""
-    return measured(FSDPStep, implementation, case, case.ranks).memory.peak
-
-
-MINI = FSDPCase("mini", batch=2, context=64)
+TINY = FSDPCase("tiny", batch=2, context=32)
+"""The largest moment is in backward, at the output projection or the last block."""
+MANY_TOKENS = replace(TINY, batch=4, context=256)
+"""The largest moment is the loss."""
+FEW_TOKENS = replace(TINY, batch=1, context=8)
 """Parameters weigh more than activations."""
+MINI, WIDE = FSDPCase("mini", batch=2, context=64), FSDPCase("wide", batch=8, context=32)
+
+OWN = ("sharded", "sharded_plain", "sharded_kept")
+FSDP1 = ("fsdp1", "fsdp1_post", "fsdp1_no_prefetch", "fsdp1_forward_prefetch")
+OTHERS = (*FSDP1, "fsdp2", "fsdp2_kept", "simple")
+ALL = OWN + OTHERS
+SOME = ("sharded", "fsdp1", "fsdp2", "simple")
+
+
+def peaks(names: Sequence[str], case: FSDPCase) -> dict[str, int]:
+    """Of one step of each implementation, on this rank."""
+    return {name: peak_of_a_step(FSDPStep, family("fsdp").implementations[name], case) for name in names}
+
+
+def formula(name: str, case: FSDPCase) -> int:
+    memory = family("fsdp").implementations[name].memory
+    assert memory is not None
+    return memory(case)
+
+
+def named(value: Any) -> str:
+    return f"{value}-{value.ranks}ranks" if isinstance(value, FSDPCase) else f"{len(value)}_implementations"
+
+
+EVERY_TIME = [
+    (SOME, replace(TINY, ranks=1)),
+    (ALL, TINY),
+    (SOME, replace(TINY, ranks=3)),  # which neither the table's rows nor a block's divide by
+    (("sharded", "fsdp2"), MANY_TOKENS),
+    (("sharded", "fsdp2"), replace(MINI, dtype="bfloat16")),  # of a smaller one scratch space is a larger share
+]
+SWEEP = [
+    *((OTHERS, replace(case, ranks=ranks)) for case in (TINY, FEW_TOKENS, MINI, WIDE) for ranks in (1, 2, 3, 4)),
+    *((ALL, case) for case in (MINI, replace(MINI, ranks=3), MANY_TOKENS)),
+    *((("sharded", *OTHERS), replace(MINI, ranks=ranks, dtype="bfloat16")) for ranks in (1, 2, 3)),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        ("sharded", MINI),
-        ("sharded_plain", MINI),
-        ("sharded_kept", MINI),
-        ("sharded", replace(MINI, dtype="bfloat16")),
-        ("sharded", FSDPCase("tiny", batch=4, context=256)),  # the largest moment is the loss
-        ("sharded", replace(MINI, ranks=3)),  # the table does not divide by the ranks
-    ],
-    ids=lambda value: f"{value}-{value.ranks}ranks" if isinstance(value, FSDPCase) else value,
+    ("names", "case"),
+    [*EVERY_TIME, *(pytest.param(*values, marks=pytest.mark.sweep) for values in SWEEP if values not in EVERY_TIME)],
+    ids=named,
 )
-def test_peak_is_within_a_fiftieth_of_the_formula(name: str, case: FSDPCase, worlds: Any) -> None:
-    implementation = family("fsdp").implementations[name]
-    assert implementation.memory is not None
-    for found in worlds(case.ranks).run(peak, implementation, case):
-        assert found == pytest.approx(implementation.memory(case), rel=0.02)
+def test_peaks_are_within_a_fiftieth_of_their_formulas_on_every_rank(
+    names: Sequence[str], case: FSDPCase, worlds: Any
+) -> None:
+    formulas = {name: formula(name, case) for name in names}
+    assert_metered(worlds(case.ranks), case.ranks * [formulas], peaks, names, case, within=0.02)
+
+
+@pytest.mark.parametrize("case", [TINY, MANY_TOKENS, FEW_TOKENS, MINI, WIDE, FSDPCase("xl", 4, 512)], ids=str)
+def test_the_ledger_of_one_rank_is_the_training_steps_closed_form_to_the_byte(case: FSDPCase) -> None:
+    alone = TrainingStepCase(case.model, case.batch, case.context)
+    assert transformer_peak(replace(case, ranks=1)) == eager_peak(alone)
 
 
 def test_peak_falls_with_the_ranks_and_stays_above_what_every_rank_must_hold() -> None:

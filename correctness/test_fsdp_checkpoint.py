@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -15,9 +17,9 @@ from torch import Tensor, nn
 
 from correctness.whole_batch import DIM, MODULES, adam, batch, loss, module
 from impl.fsdp import FullyShardedDataParallel, by_size, by_type
-from impl.fsdp import checkpoint as checkpoints
-from impl.fsdp.checkpoint import boxes, load, save
-from shardmark.world import World
+from impl.fsdp.checkpoint import load, save
+from impl.fsdp.pieces import SavePlanner, boxes
+from shardmark.world import RankError, World
 
 
 def _train(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, steps: range, device: str) -> None:
@@ -109,61 +111,133 @@ def test_moments_go_to_their_own_parameters_and_those_of_another_optimizer_nowhe
         assert groups.startswith("1 parameter groups there and ")
 
 
+def _said(function: Callable[..., None], *args: object) -> str:
+    """The one line of a call that may fail, on every rank or on none."""
+    try:
+        function(*args)
+    except (ValueError, RuntimeError) as error:
+        line = str(error)
+        assert "\n" not in line, line
+        return line
+    return "nothing"
+
+
 def wrong_checkpoints_on_rank(directory: Path, device: str) -> list[str]:
-    """What is said of directories that cannot be used, and of a save that fails halfway."""
+    """What is said of directories that cannot be used."""
     model = FullyShardedDataParallel(module("plain", 0, device))
-    optimizer = adam(model)
-    said = []
-
-    def attempt(function: Callable[..., None], *args: object) -> None:
-        try:
-            function(*args)
-            said.append("nothing")
-        except ValueError as error:
-            said.append(str(error))
-        dist.barrier()
-
-    attempt(load, directory / "nowhere", model)
-    attempt(save, directory / "whole", model)
-    attempt(save, directory / "whole", model)
-    attempt(load, directory / "whole", model, optimizer)
-    attempt(load, directory / "whole", FullyShardedDataParallel(nn.Linear(DIM, 2).to(device)))
+    optimizer, whole = adam(model), directory / "whole"
+    x = batch(0, 1, device)[0].requires_grad_()
+    x.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x).sum().backward()  # what is saved below is the model's all the same
+    said = [
+        _said(load, directory / "nowhere", model),
+        _said(save, whole, model),
+        _said(save, whole, model),
+        _said(load, whole, model, optimizer),
+        _said(load, whole, FullyShardedDataParallel(nn.Linear(DIM, 2).to(device))),
+        _said(load, whole, FullyShardedDataParallel(module("plain", 0, device).float())),
+    ]
     before = _state(model)
     if dist.get_rank() == 0:
-        file = next((directory / "whole").glob("*.distcp"))
+        file = next(whole.glob("*.distcp"))
         file.write_bytes(file.read_bytes()[:-100])
     dist.barrier()
     with torch.no_grad():
-        attempt(load, directory / "whole", model)
+        said.append(_said(load, whole, model))
     assert all(torch.equal(before[key], value) for key, value in _state(model).items())
-
-    def fail(*args: object) -> None:
-        raise OSError("no space left on device")
-
-    look_up, checkpoints._Save.lookup_object = checkpoints._Save.lookup_object, fail  # type: ignore[method-assign]
-    try:
-        save(directory / "half", model)
-    except dcp.api.CheckpointException:
-        said.append("failed")
-    finally:
-        checkpoints._Save.lookup_object = look_up  # type: ignore[method-assign]
-    dist.barrier()
-    return [*said, *sorted(path.name for path in directory.iterdir())]
+    return said
 
 
-def test_directories_that_cannot_be_used_are_one_line_and_nothing_is_half_written(
+def test_directories_that_cannot_be_used_are_one_line(
     worlds: Callable[[int], World], tmp_path: Path, device: str
 ) -> None:
     for said in worlds(2).run(wrong_checkpoints_on_rank, tmp_path, device):
-        assert all("\n" not in line for line in said)
-        nowhere, saved, again, no_optimizer, other, cut, failed, *files = said
+        nowhere, saved, again, no_optimizer, other, dtype, cut = said
         assert nowhere.endswith("nowhere holds no complete checkpoint: it has no .metadata")
         assert saved == "nothing"
         assert again.endswith("whole exists already, and a checkpoint is written once")
         assert no_optimizer.endswith("whole holds no optimizer's state")
-        assert other.endswith(f"is of another model: 'weight' is missing there and (2, {DIM}) here")
+        assert other.endswith(f"is of another model: 'weight' is missing there and (2, {DIM}) of torch.float32 here")
+        assert f"'0.weight' is (20, {DIM}) of torch.float64 there and (20, {DIM}) of torch.float32 here" in dtype
         assert "holds no complete checkpoint" in cut and cut.endswith("is missing or cut off")
-        assert failed == "failed" and files == ["whole"]
+
+
+def alone_on_rank(directory: Path, device: str) -> list[str]:
+    """What is said where rank 1 alone sees other files, or fails; each rank's directory is as if on its own machine."""
+    rank = dist.get_rank()
+    model = FullyShardedDataParallel(module("plain", 0, device))
+    optimizer, own = adam(model), directory / f"{rank}"
+    if rank == 1:
+        (own / "there").mkdir(parents=True)
+    said = [_said(save, own / "there", model), _said(save, own / "apart", model)]
+    _train(model, optimizer, range(1), device)
+    save(directory / "whole", model, optimizer)
+    said.append(_said(load, directory / "whole" if rank == 0 else own, model, optimizer))
+    stranger = torch.optim.Adam([nn.Parameter(torch.ones(1))]) if rank == 1 else optimizer
+    said.append(_said(load, directory / "whole", model, stranger))
+    said.append(_said(save, directory / "stranger", model, stranger))
+    dist.barrier()
+    return [
+        *said,
+        " ".join(str(path.relative_to(directory)) for path in sorted(directory.rglob("*/")) if path.is_dir()),
+    ]
+
+
+def test_what_one_rank_alone_sees_is_the_same_line_on_all(
+    worlds: Callable[[int], World], tmp_path: Path, device: str
+) -> None:
+    for there, apart, not_there, *stranger, folders in worlds(2).run(alone_on_rank, tmp_path, device):
+        assert there.endswith("/1/there exists already, and a checkpoint is written once (on rank 1 of 2)")
+        assert apart.endswith(
+            "/1 is not one directory for all ranks: what rank 0 made there is not to be seen (on rank 1 of 2)"
+        )
+        assert not_there.endswith("/1 holds no complete checkpoint: it has no .metadata (on rank 1 of 2)")
+        other = "the optimizer has a parameter of shape (1,) that is not the model's (on rank 1 of 2)"
+        assert stranger == [other, other]
+        assert folders == "0 1 1/there whole"
+
+
+def fail_on_rank_1(directory: Path, device: str) -> list[str]:
+    """What is left of saves that fail as rank 1 writes, and the name of what each raised."""
+    model = FullyShardedDataParallel(module("plain", 0, device))
+    look_up, left = SavePlanner.lookup_object, []
+    for kind in (OSError, KeyboardInterrupt):
+
+        def fail(planner: SavePlanner, index: object, kind: type[BaseException] = kind) -> object:
+            if dist.get_rank() == 1:
+                raise kind("no space left on device")
+            return look_up(planner, index)
+
+        SavePlanner.lookup_object = fail  # type: ignore[method-assign]
+        try:
+            with pytest.raises(dcp.api.CheckpointException, match=kind.__name__):
+                save(directory / "half", model)
+        finally:
+            SavePlanner.lookup_object = look_up  # type: ignore[method-assign]
+        dist.barrier()
+        left += [path.name for path in directory.iterdir()]
+    return left
+
+
+def killed_on_rank(directory: Path, device: str) -> None:
+    """As by a power cut, halfway."""
+    SavePlanner.lookup_object = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    save(directory / "whole", FullyShardedDataParallel(module("plain", 0, device)))
+
+
+def test_a_save_that_fails_leaves_nothing_and_one_that_is_killed_what_the_next_removes(
+    pair: World, worlds: Callable[[int], World], tmp_path: Path, device: str
+) -> None:
+    assert pair.run(fail_on_rank_1, tmp_path, device) == [[], []]
+    with pytest.raises(RankError, match="was killed by SIGKILL"):
+        pair.run(killed_on_rank, tmp_path, device)
+    partial = tmp_path / "whole.partial"
+    assert list(partial.iterdir()), "what was written so far"
+    (partial / "stale").touch()
+    worlds(2).run(save_on_rank, tmp_path / "whole", "plain", device)
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+    assert not (tmp_path / "whole" / "stale").exists()
 
 
 def test_boxes_are_the_elements_in_order() -> None:

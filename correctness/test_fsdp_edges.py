@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from correctness.whole_batch import DIM
 from impl.fsdp import FullyShardedDataParallel, by_size, by_type, whole
-from impl.fsdp.sharded import Order
+from impl.fsdp.order import Order
 from impl.model.mlp import MLPBlock, MLPLanguageModel, MLPSize
 from shardmark.memory import meter
 from shardmark.registry import family
@@ -212,7 +212,7 @@ def test_policies_choose_units() -> None:
     assert by_size(70)(model) == [model.blocks[0].w1, model.blocks[1].w1]
     assert by_size(100)(model) == [*model.blocks]
     assert whole(model) == []
-    for wrong in (lambda: by_type(), lambda: by_type(3), lambda: by_size(0)):
+    for wrong in (lambda: by_type(), lambda: by_type(3), lambda: by_size(0), lambda: by_size("a")):
         with pytest.raises(ValueError, match="takes"):
             wrong()
 

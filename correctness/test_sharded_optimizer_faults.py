@@ -22,6 +22,12 @@ def faults(device: str) -> dict[str, str]:
     p, q = parameters(device, (4,), (2, 2))
     p.grad = torch.full_like(p, rank + 1.0)
     found = {"not averaged": raised(ShardedOptimizer([p], Adam).step)}
+    p.grad = torch.full_like(p, 1.0 if rank else -1.0)
+    found["mirrored"] = raised(ShardedOptimizer([p], Adam).step)
+    q.grad = torch.zeros_like(q)
+    q.grad[int(last)] = 1.0
+    found["of another token"] = raised(ShardedOptimizer([q], Adam).step)
+    q.grad = None
     p.grad = None if last else torch.ones_like(p)
     found["missing on one"] = raised(ShardedOptimizer([p], Adam).step)
     p.grad = None
@@ -58,6 +64,9 @@ def test_faults_are_one_line_on_every_rank(pair: World, device: str) -> None:
     says = {
         "not averaged": "RuntimeError: the ranks' gradients differ (rank 0 has 1 of norm 2; rank 1 has 1 of norm 4): "
         "average them before step(), or make the optimizer with average_gradients=True",
+        "mirrored": "RuntimeError: the ranks' gradients differ (rank 0 has 1 of norm 2; rank 1 has 1 of norm 2, in "
+        "other directions): average them before step(), or make the optimizer with average_gradients=True",
+        "of another token": "RuntimeError: the ranks' gradients differ (rank 0 has 1 of norm 1.41421; rank 1",
         "missing on one": "RuntimeError: the ranks' gradients differ (rank 0 has 1 of norm 2; rank 1 has 0 of norm 0)",
         "shape": "ValueError: the ranks' parameters differ at index 1: (4,) of torch.float64, trainable on rank 0, "
         "(5,) of torch.float64, trainable on rank 1",
@@ -83,7 +92,10 @@ def load_wrong(device: str) -> tuple[list[str], bool]:
     optimizer.step()
     good = optimizer.state_dict()
     others = [
-        good | {"state": good["state"] | {1: good["state"][1] | {"exp_avg": torch.ones(3, 2)}}},
+        *(
+            good | {"state": good["state"] | {1: good["state"][1] | {"exp_avg": torch.ones(shape)}}}
+            for shape in ((3, 2), (1,), (1, 1), ())
+        ),
         good | {"param_groups": [good["param_groups"][0] | {"params": [0], "lr": 0.1}]},
         {"model": {}},
     ]
@@ -96,9 +108,13 @@ def load_wrong(device: str) -> tuple[list[str], bool]:
 def test_another_models_state_is_one_line_and_nothing_is_loaded(world: World, device: str) -> None:
     for lines, unchanged in world.run(load_wrong, device):
         another = "ValueError: the state is of another model: "
-        assert lines[0] == another + "'exp_avg' of parameter 1 has shape (3, 2), and the parameter (2, 3)"
-        assert lines[1] == another + "its groups have [1] parameters, the optimizer's [2]"
-        assert lines[2] == "ValueError: this is no optimizer's state: it has no 'state', but ['model']"
+        *of_shape, groups, other = lines
+        assert of_shape == [
+            another + f"'exp_avg' of parameter 1 has shape {shape}, and the parameter (2, 3)"
+            for shape in ((3, 2), (1,), (1, 1), ())
+        ]
+        assert groups == another + "its groups have [1] parameters, the optimizer's [2]"
+        assert other == "ValueError: this is no optimizer's state: it has no 'state', but ['model']"
         assert unchanged
 
 

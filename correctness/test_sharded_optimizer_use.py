@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 
 from impl.optim import AdamW
 from impl.sharded_optimizer import ShardedOptimizer
+from shardmark.plugin import WorldsBySize
 from shardmark.world import World
 
 Adam = torch.optim.Adam
@@ -72,7 +73,7 @@ def step_mixed(device: str, master_weights: bool) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("master_weights", [False, True])
 def test_parameters_of_several_dtypes_and_odd_sizes_are_to_the_bit_those_without_sharding(
-    worlds: Callable[[int], World], master_weights: bool, device: str
+    worlds: WorldsBySize, master_weights: bool, device: str
 ) -> None:
     for ranks in (2, 3):
         for found, expected in worlds(ranks).run(step_mixed, device, master_weights):

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from correctness.training import whole
 from correctness.whole_batch import (
     DIM,
     MODULES,
@@ -29,9 +30,9 @@ from correctness.whole_batch import (
     single_process,
 )
 from impl.checkpointing import full
+from impl.fsdp.dtensors import clip_grad_norm_
 from impl.fsdp.simple import PLACEMENTS, SimpleFullyShardedDataParallel, data_parallel
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel
-from impl.training_step import CompileForwardBackward, CompileModel, CompileStep, EagerStep
 from shardmark.world import World
 
 Worlds = Callable[[int], World]
@@ -45,10 +46,6 @@ def mesh_for(mode: str, device: str) -> DeviceMesh:
 
 def ranks_for(mode: str) -> int:
     return 4 if mode == "hybrid_shard" else 2
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
 def train_on_rank(mode: str, name: str, device: str, reshard: bool) -> dict[str, Tensor]:
@@ -225,6 +222,8 @@ def complaint(what: str, device: str) -> str:
                 data_parallel(model, square)
             case "twice":
                 data_parallel(data_parallel(model, line), line)
+            case "part":
+                data_parallel(nn.Sequential(data_parallel(model, line)), line)
             case "scalar":
                 model.scale = nn.Parameter(torch.ones((), device=device))
                 data_parallel(model, line)
@@ -250,7 +249,8 @@ def complaint(what: str, device: str) -> str:
         ("mode", "ValueError: mode is one of replicate, fully_shard, hybrid_shard, not 'sharded'"),
         ("hybrid", "ValueError: hybrid_shard takes a mesh of 2 dimensions, got (2,)"),
         ("two_dimensions", "ValueError: fully_shard takes a mesh of 1 dimension, got (2, 1)"),
-        ("twice", "ValueError: weight is a DTensor already: data_parallel takes a plain model, once"),
+        ("twice", "ValueError: this Linear is spread over ranks already: it takes a plain module, once"),
+        ("part", "ValueError: this Sequential is spread over ranks already, at '0': it takes a plain module, once"),
         ("scalar", "ValueError: fully_shard splits rows, and scale has none: give it the shape (1,)"),
         ("frozen", "ValueError: Linear has no trainable parameters, so there is no gradient to average"),
         (
@@ -269,40 +269,24 @@ def test_bad_calls_are_one_line(what: str, line: str, device: str, worlds: World
     assert worlds(2).run(complaint, what, device) == [line, line]
 
 
-COMPILED = {"model": CompileModel, "forward_backward": CompileForwardBackward, "step": CompileStep}
+def clipped(mode: str, device: str) -> None:
+    """Clipping beside PyTorch's of the whole: a norm that is too large, then one that is not."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plain, model = module("tied_and_frozen", 0, device), module("tied_and_frozen", rank, device)
+    data_parallel(model, mesh_for(mode, device), mode)
+    x, y = batch(0, ranks, device)
+    loss(plain, x, y).backward()
+    loss(model, x[share(rank)], y[share(rank)]).backward()
+    for max_norm in (0.5, 100.0):
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+        torch.testing.assert_close(clip_grad_norm_(model, max_norm), expected, rtol=1e-12, atol=0)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            expected = plain.get_parameter(name).grad.cpu()
+            torch.testing.assert_close(whole(parameter.grad), expected, rtol=1e-12, atol=1e-12)
 
 
-def compiled_losses(placement: str, device: str, checkpointed: bool) -> tuple[list[list[float]], int]:
-    """Losses of three steps, eager and compiled, and how often the third compiled one gathers."""
-    losses, gathers = [], 0
-    for step_class in (EagerStep, COMPILED[placement]):
-        torch.manual_seed(0)
-        model = MLPLanguageModel(TINY).to(device)
-        data_parallel(model, mesh_for("fully_shard", device))
-        if checkpointed:
-            full(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        step = step_class(model, optimizer)
-        tokens = torch.randint(TINY.vocab, (2, 8), device=device)
-        losses.append([])
-        for _ in range(3):
-            with torch.autograd.profiler.profile() as profile:
-                losses[-1].append(step(tokens, tokens).item())
-            optimizer.zero_grad()
-        gathers = sum(event.name == "_c10d_functional::all_gather_into_tensor" for event in profile.function_events)
-    return losses, gathers
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("placement", COMPILED)
-def test_compiled_steps_are_eager_ones(placement: str, checkpointed: bool, device: str, worlds: Worlds) -> None:
-    """Backward gathers the matrices and the norm's weight again, and the biases of what checkpointing computes again:
-    all but the last block's output. Where forward and backward are one graph its compiler decides.
-    """
-    again = 2 + 2 * TINY.layers + (2 * TINY.layers - 1 if checkpointed else 0)
-    for (eager, compiled), gathers in worlds(2).run(compiled_losses, placement, device, checkpointed):
-        assert compiled == pytest.approx(eager, rel=1e-5)
-        assert compiled[0] > compiled[-1]
-        if placement != "step":
-            assert gathers == PARAMETERS + again
+@pytest.mark.parametrize("mode", ["replicate", "hybrid_shard"])
+def test_gradients_are_clipped_by_the_norm_of_the_whole_in_every_mode(mode: str, device: str, worlds: Worlds) -> None:
+    """Where all is sharded, the family's own test says so."""
+    worlds(ranks_for(mode)).run(clipped, mode, device)

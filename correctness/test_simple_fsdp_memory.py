@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from correctness.metering import assert_metered
-from correctness.test_simple_fsdp import TINY, Worlds, mesh_for, ranks_for, whole
+from correctness.test_simple_fsdp import TINY, Worlds, mesh_for, ranks_for
+from correctness.training import whole
 from impl.accounting.simple_fsdp import peak_of_stages, stages, step_bytes
 from impl.checkpointing import full
 from impl.fsdp.simple import PLACEMENTS, data_parallel, init_weights
@@ -92,7 +93,7 @@ def expected_step(case: RankRung, reshard: bool) -> dict[str, int]:
 
 
 def metered_step(case: RankRung, reshard: bool) -> dict[str, int]:
-    """The phases of the third step, its peaks, and the first's."""
+    """The phases of the second step, its peaks, and the first's."""
     mesh = mesh_for("fully_shard", "cpu")
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, case.dtype), reduce_dtype=getattr(torch, case.reduce_dtype)
@@ -113,7 +114,7 @@ def metered_step(case: RankRung, reshard: bool) -> dict[str, int]:
             if part == "forward":
                 memory.keep_peak("peak_of_forward")
 
-        for name in ("peak_of_first_step", "second", "peak_of_backward"):
+        for name in ("peak_of_first_step", "peak_of_backward"):
             memory.mark("before_step")
             memory.reset_peak()
             step(tokens, targets, mark)
@@ -139,7 +140,7 @@ def test_bytes_of_a_step_are_exact(
     assert_metered(worlds(2), 2 * [expected_step(case, reshard)], metered_step, case, reshard)
 
 
-@pytest.mark.parametrize("context", [2, 61], ids=["few_tokens", "many_tokens"])
-def test_on_four_ranks_and_where_the_peak_is_elsewhere(context: int, worlds: Worlds) -> None:
-    case = RankRung("mlp-tiny", 3, context, ranks=4)
+def test_on_four_ranks_and_where_the_peak_is_elsewhere(worlds: Worlds) -> None:
+    """With few tokens the end of backward holds the most."""
+    case = RankRung("mlp-tiny", 3, 2, ranks=4)
     assert_metered(worlds(4), 4 * [expected_step(case, True)], metered_step, case, True)

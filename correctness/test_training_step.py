@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from correctness.test_mlp import plain
+from correctness.training import STEPS, Results, assert_as_accurate_as_eager, trained
 from impl.model import SIZES, Transformer
 from impl.model.mlp import MLPLanguageModel, MLPSize
 from impl.precision import PRECISIONS, Precision
@@ -18,7 +19,6 @@ from impl.training_step import CheckpointedStep, CompileModel, CompileStep, Eage
 from impl.training_step.compiled import OPTIONS, CompileAllOptions, CompileEpilogueFusion, CompileNoOptions
 from shardmark.registry import FAMILIES, Implementation, Unsupported, check_contract
 
-STEPS = 5
 SIZE = MLPSize(dim=16, layers=2, vocab=64)
 
 
@@ -29,23 +29,11 @@ def _setting(device: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 def _trained(
     implementation: Implementation, model: nn.Module, tokens: Tensor, targets: Tensor, precision: Precision
-) -> dict[str, Tensor]:
-    """Losses of the steps, the first step's gradients, and the parameters after all of them, of a copy of the model."""
+) -> Results:
+    """What training a copy of the model leaves."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # AdamW would make rounding of a gradient near zero large
-    step = implementation.adapted(model, optimizer, precision=precision)
-    losses, found = [], {}
-    for i in range(STEPS):
-        optimizer.zero_grad()
-        losses.append(step(tokens, targets))
-        if i == 0:
-            found = {f"gradient of {name}": x.grad.clone() for name, x in model.named_parameters()}
-    return found | {"losses": torch.stack(losses)} | {name: x.detach() for name, x in model.named_parameters()}
-
-
-def _relative_error(found: Tensor, exact: Tensor) -> float:
-    """Root mean square of the difference over that of the exact values."""
-    return ((found.double() - exact).norm() / exact.norm()).item()
+    return trained(implementation.adapted(model, optimizer, precision=precision), model, optimizer, tokens, targets)
 
 
 @pytest.mark.family("training_step")
@@ -53,23 +41,13 @@ def _relative_error(found: Tensor, exact: Tensor) -> float:
 def test_losses_gradients_and_parameters_are_those_of_eager(
     implementation: Implementation, dtype: str, device: str
 ) -> None:
-    """Relative error (root mean square, against float64) at most twice eager's largest in tensors of the kind."""
     model, tokens, targets = _setting(device)
     eager = FAMILIES["training_step"].implementations["eager"]
     wide = Precision(torch.float64, torch.float64, torch.float64)
     exact = _trained(eager, copy.deepcopy(model).double(), tokens, targets, wide)
     expected = _trained(eager, model, tokens, targets, PRECISIONS[dtype])
     found = _trained(implementation, model, tokens, targets, PRECISIONS[dtype])
-    eps = torch.finfo(PRECISIONS[dtype].compute).eps
-    kinds = {
-        name: "gradient" if name.startswith("gradient") else "loss" if name == "losses" else "value" for name in exact
-    }
-    allowed = dict.fromkeys(kinds.values(), 2 * eps)  # a tensor of a few values may by luck have no error of its own
-    for name, kind in kinds.items():
-        allowed[kind] = max(allowed[kind], 2 * _relative_error(expected[name], exact[name]))
-    for name, kind in kinds.items():
-        error = _relative_error(found[name], exact[name])
-        assert error <= allowed[kind], f"{name}: relative error {error:.2e}, allowed {allowed[kind]:.2e}"
+    assert_as_accurate_as_eager(found, expected, exact, PRECISIONS[dtype].compute)
 
 
 @pytest.mark.family("training_step")

@@ -8,7 +8,7 @@ model = full(Transformer(SIZES["medium"], context_length=1024))
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -156,8 +156,12 @@ def _checkpoint(block: nn.Module, **options: Any) -> None:
 
 def _become(module: nn.Module, kind: type[nn.Module]) -> None:
     """Put `kind` on top of that one module's class: unlike a wrapper, this renames no parameter and no class."""
-    own = type(module)
-    module.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
+    module.__class__ = _class((kind, type(module)))
+
+
+@cache  # blocks of a class stay of one class, so that what is compiled for a model does for the next one
+def _class(bases: tuple[type[nn.Module], ...]) -> type[nn.Module]:
+    return type(bases[-1].__name__, bases, {"__module__": bases[-1].__module__})
 
 
 def _blocks(model: nn.Module) -> nn.ModuleList:

@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 from impl.model import SIZES, Transformer
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel
 from shardmark.cases import TrainingStepCase
-from shardmark.passes import Mark
+from shardmark.clock import Laps
+from shardmark.memory import Memory
+from shardmark.passes import IMPLEMENTATION, Mark, Measured
 from shardmark.registry import Implementation
 
 
@@ -65,3 +67,8 @@ def language_model(case: TrainingStepCase) -> Transformer | MLPLanguageModel:
     if case.model in MLP_SIZES:
         return MLPLanguageModel(MLP_SIZES[case.model])
     return Transformer(SIZES[case.model], context_length=case.context)
+
+
+def told_by_stages(memory: Memory, laps: list[Laps]) -> Measured:
+    """What a rank measured of what it does once: its stages and their peak, and how long it took."""
+    return Measured(dist.get_backend(), Memory(peak=memory.peak, stages=memory.stages), {IMPLEMENTATION: laps})

@@ -39,7 +39,7 @@ class FSDPStep(RankStep):
 @pytest.mark.family("fsdp")
 @pytest.mark.question("What does sharding everything save, and what does it cost?")
 @pytest.mark.cases(cases.FSDP)
-@pytest.mark.benchmark(min_rounds=8)
+@pytest.mark.benchmark(min_rounds=9)
 def test_training_step(implementation: Implementation, case: FSDPCase, world: World, measure: Measure) -> None:
     _measure(implementation, case, world, measure)
 
@@ -47,7 +47,7 @@ def test_training_step(implementation: Implementation, case: FSDPCase, world: Wo
 @pytest.mark.family("fsdp", only=("sharded", "fsdp2"))
 @pytest.mark.question("What does sharding everything save, and what does it cost?")
 @pytest.mark.cases(cases.FSDP_LOW_PRECISION)
-@pytest.mark.benchmark(min_rounds=8)
+@pytest.mark.benchmark(min_rounds=9)
 def test_low_precision_step(implementation: Implementation, case: FSDPCase, world: World, measure: Measure) -> None:
     _measure(implementation, case, world, measure)
 

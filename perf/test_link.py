@@ -97,6 +97,7 @@ class StepOnLink(DataParallelStep):
 @pytest.mark.family("data_parallel", only=("bucketed",))
 @WHAT_HIDES
 @pytest.mark.cases(cases.LINK_BUCKETS)
+@pytest.mark.benchmark(min_rounds=24)  # with small buckets both hide nearly all that can be hidden
 def test_no_bucket_size_is_slower_than_ddp(
     implementation: Implementation, case: TrainingStepCase, world: World, device: str, measure: Measure
 ) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -17,14 +16,14 @@ from torch.optim import Optimizer
 from impl.accounting.simple_fsdp import peak, peak_of_stages, stages, work
 from impl.checkpointing import full
 from impl.fsdp.simple import data_parallel, init_weights
-from perf.ranks import RankStep, language_model
+from perf.ranks import RankStep, language_model, told_by_stages
 from shardmark import cases, registry
 from shardmark.budget import MemoryBudget
 from shardmark.cases import RankRung
 from shardmark.clock import Stopwatch
 from shardmark.measure import Measure
-from shardmark.memory import Memory, meter, release, stage
-from shardmark.passes import IMPLEMENTATION, Mark, Measured, Plan, Rounds
+from shardmark.memory import meter, release, stage
+from shardmark.passes import Mark, Measured, Plan, Rounds
 from shardmark.registry import Implementation
 from shardmark.world import World
 
@@ -101,7 +100,7 @@ def made(plan: Plan) -> Measured:
         watch.start()
         spread(plan.case, mesh)
         laps = watch.stop()
-    return Measured(dist.get_backend(), Memory(peak=memory.peak, stages=memory.stages), {IMPLEMENTATION: [laps]})
+    return told_by_stages(memory, [laps])
 
 
 @pytest.mark.question("What does a rank hold while the model is made?")

@@ -8,17 +8,21 @@ memory is what limits the step; on CUDA each rank has a device of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from statistics import fmean, median
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from impl.accounting.data_parallel import work
+from impl.accounting.data_parallel import work as data_parallel_work
+from impl.accounting.fsdp import work as fsdp_work
 from perf.test_data_parallel import DataParallelStep
+from perf.test_fsdp import FSDPStep
 from shardmark import cases
 from shardmark.budget import paired_ratios
-from shardmark.cases import ScalingCase
+from shardmark.cases import FSDPCase, ScalingCase, TrainingStepCase, Work
 from shardmark.clock import Laps
 from shardmark.measure import Measure
 from shardmark.memory import Memory
@@ -28,6 +32,11 @@ from shardmark.registry import Implementation, TimeBudget
 from shardmark.rows import step_seconds
 from shardmark.wire import tcp_bytes_sent
 from shardmark.world import World
+
+pytestmark = [
+    pytest.mark.question("How well does a training step scale over the ranks?"),
+    pytest.mark.cases(cases.SCALING),
+]
 
 ROUNDS, STEPS, WARMUPS = 3, 3, 2
 """Each world's turns, the steps that are timed in each, and those before that are not."""
@@ -45,7 +54,7 @@ def timed_on_rank(plan: Plan, threads: int) -> list[Laps]:
 
 def sent_in_a_step(plan: Plan) -> tuple[str, int]:
     """The backend, and the bytes that this rank's connections send."""
-    workload = DataParallelStep(plan.implementation, plan.case, plan.device)
+    workload = plan.workload(plan.implementation, plan.case, plan.device)
     dist.barrier()
     before = tcp_bytes_sent()
     workload.step(lambda part: None)
@@ -53,36 +62,52 @@ def sent_in_a_step(plan: Plan) -> tuple[str, int]:
     return workload.backend, tcp_bytes_sent() - before
 
 
-@pytest.mark.family("data_parallel", only=("bucketed",))
-@pytest.mark.question("How well does a training step scale over the ranks?")
-@pytest.mark.cases(cases.SCALING)
-def test_scaling(
-    implementation: Implementation,
-    case: ScalingCase,
-    world: World,
-    worlds: Callable[[int], World],
-    measure: Measure,
-) -> None:
-    ranks = world.size
-    if ranks == 1:
+@pytest.fixture
+def scale(worlds: Callable[[int], World], world: World, measure: Measure) -> Callable[..., None]:
+    """Time a strategy's steps on one rank and on all of them in turns, and keep the row."""
+
+    def scale(
+        workload: type[Any],
+        implementation: Implementation,
+        case: ScalingCase,
+        on: Callable[[int], TrainingStepCase],
+        work: Work,
+    ) -> None:
+        ranks = world.size
+        plans = {n: Plan(workload, implementation, None, on(n), world.device, n, Rounds()) for n in (1, ranks)}
+        threads = max(1, available_cores() // ranks)
+        laps: dict[int, list[list[Laps]]] = {n: [[] for _ in range(n)] for n in plans}
+        for n in alternate(list(plans), ROUNDS):
+            for mine, new in zip(laps[n], worlds(n).run(timed_on_rank, plans[n], threads), strict=True):
+                mine += [Laps(lap.seconds) for lap in new]
+        backends, sent = zip(*world.run(sent_in_a_step, plans[ranks]), strict=True)
+        (alone,) = laps[1]
+        measured = [Measured(backends[0], Memory(), {IMPLEMENTATION: mine, PEER: alone}) for mine in laps[ranks]]
+        ratio = median(paired_ratios(step_seconds(measured), step_seconds(measured, PEER)))
+        figures = {
+            "one_rank_seconds": fmean(lap.seconds for lap in alone),
+            "efficiency": case.efficiency(ranks, ratio),
+            "efficiency_ceiling": min(1.0, available_cores() / ranks) if world.device == "cpu" else 1.0,
+            **({"bytes_sent": max(sent)} if world.device == "cpu" else {}),
+        }
+        plan = Plan(workload, implementation, None, case, world.device, ranks, Rounds())
+        measure.record(plan, measured, TimeBudget("one rank"), work=work, rates=lambda seconds: figures)
+
+    if world.size == 1:
         pytest.skip("one rank is what the others are held to")
-    plans = {n: Plan(DataParallelStep, implementation, None, case.on(n), world.device, n, Rounds()) for n in (1, ranks)}
-    threads = max(1, available_cores() // ranks)
-    laps: dict[int, list[list[Laps]]] = {n: [[] for _ in range(n)] for n in plans}
-    for n in alternate(list(plans), ROUNDS):
-        for mine, new in zip(laps[n], worlds(n).run(timed_on_rank, plans[n], threads), strict=True):
-            mine += [Laps(lap.seconds) for lap in new]
-    backends, sent = zip(*world.run(sent_in_a_step, plans[ranks]), strict=True)
-    (alone,) = laps[1]
-    measured = [Measured(backends[0], Memory(), {IMPLEMENTATION: mine, PEER: alone}) for mine in laps[ranks]]
-    ratio = median(paired_ratios(step_seconds(measured), step_seconds(measured, PEER)))
-    figures = {
-        "one_rank_seconds": fmean(lap.seconds for lap in alone),
-        "efficiency": case.efficiency(ranks, ratio),
-        "efficiency_ceiling": min(1.0, available_cores() / ranks) if world.device == "cpu" else 1.0,
-        **({"bytes_sent": max(sent)} if world.device == "cpu" else {}),
-    }
-    plan = Plan(DataParallelStep, implementation, None, case, world.device, ranks, Rounds())
-    measure.record(
-        plan, measured, TimeBudget("one rank"), work=work(case.on(ranks), ranks), rates=lambda seconds: figures
-    )
+    return scale
+
+
+@pytest.mark.family("data_parallel", only=("bucketed",))
+def test_data_parallel(
+    implementation: Implementation, case: ScalingCase, world: World, scale: Callable[..., None]
+) -> None:
+    scale(DataParallelStep, implementation, case, case.on, data_parallel_work(case.on(world.size), world.size))
+
+
+@pytest.mark.family("fsdp", only=("sharded",))
+def test_fsdp(implementation: Implementation, case: ScalingCase, world: World, scale: Callable[..., None]) -> None:
+    def on(ranks: int) -> FSDPCase:
+        return FSDPCase(**asdict(case.on(ranks)), ranks=ranks)
+
+    scale(FSDPStep, implementation, case, on, fsdp_work(on(world.size)))

@@ -10,6 +10,7 @@ have been released; so the bytes live are exact wherever one thread allocates.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -64,26 +65,48 @@ Event = Allocated | Released | Marked
 def replay(recording: profile, device: str) -> Iterator[Event]:
     """What happened to memory on `device` ("cpu" or "cuda"), in the order it did."""
     assert recording.kineto_results is not None, "the recording has not ended"
-    live: dict[int, Block] = {}  # by address
+    live = _Live()
     events, modules = _in_order(recording.kineto_results.experimental_event_tree())
     for event in events:
         what, fields = event.typed
         if what == _EventType.Allocation and fields.device.type == device:
             if fields.alloc_size < 0:
-                if fields.ptr in live:  # a block from before the recording is not ours
-                    yield Released(live.pop(fields.ptr))
+                if released := live.pop(fields.ptr):  # a block from before the recording is not ours
+                    yield Released(released)
                 continue
             block = Block(fields.alloc_size, fields.ptr, *_owner(event, modules))
-            for gone in [old for old in live.values() if _overlap(old, block)]:
-                yield Released(live.pop(gone.address))
-            live[block.address] = block
+            for gone in live.overlapping(block):
+                live.pop(gone.address)
+                yield Released(gone)
+            live.add(block)
             yield Allocated(block)
         elif event.name.startswith(_MARK):
             yield Marked(event.name.removeprefix(_MARK))
 
 
-def _overlap(one: Block, other: Block) -> bool:
-    return one.address < other.address + other.nbytes and other.address < one.address + one.nbytes
+class _Live:
+    """The blocks that are live, by address: none overlaps another."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, Block] = {}
+        self._addresses: list[int] = []  # in order
+
+    def add(self, block: Block) -> None:
+        self._blocks[block.address] = block
+        insort(self._addresses, block.address)
+
+    def pop(self, address: int) -> Block | None:
+        block = self._blocks.pop(address, None)
+        if block is not None:
+            del self._addresses[bisect_left(self._addresses, address)]
+        return block
+
+    def overlapping(self, block: Block) -> list[Block]:
+        """Those that lie, in part or whole, where `block` does: at most one of them begins before it."""
+        first = max(0, bisect_right(self._addresses, block.address) - 1)
+        last = bisect_left(self._addresses, block.address + block.nbytes)
+        near = (self._blocks[address] for address in self._addresses[first:last])
+        return [old for old in near if old.address + old.nbytes > block.address]
 
 
 def _in_order(roots: list[Any]) -> tuple[list[Any], dict[int, str]]:

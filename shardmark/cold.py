@@ -6,26 +6,49 @@ with cold_compiler():
 
 from __future__ import annotations
 
+import gc
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""Variables that say where the compiler keeps its files."""
 
 
 @contextmanager
 def cold_compiler(device: str) -> Iterator[None]:
     """What is compiled within is compiled from nothing: neither Dynamo nor the files of another run remember it.
 
-    That the compiler itself is loaded first takes seconds, once in a process.
+    That the compiler itself is loaded first takes seconds, once in a process. The ranks of a host share the files of
+    this run, as they do those of all runs otherwise. All ranks call.
     """
     from torch._inductor.utils import fresh_cache
 
     _load_compiler(device)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with fresh_cache():
+    with fresh_cache(), _shared_files():
         yield
+
+
+@contextmanager
+def _shared_files() -> Iterator[None]:
+    """The compiler's files are where the first rank of this host has them."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    mine = socket.gethostname(), {name: os.environ[name] for name in CACHES}
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    with patch.dict(os.environ, next(files for host, files in everyone if host == mine[0])):
+        yield
+    dist.barrier()  # the first rank deletes them
 
 
 def has_compiled() -> bool:
@@ -36,3 +59,5 @@ def has_compiled() -> bool:
 @cache
 def _load_compiler(device: str) -> None:
     torch.compile(lambda x: x + 1)(torch.ones(1, device=device))
+    gc.collect()
+    gc.freeze()  # it stays: to look through all of it takes each collection a quarter of a second

@@ -84,8 +84,8 @@ class Measure:
         peer = self._peer(implementation, time_budget)
         plan = Plan(workload, implementation, peer, case, session.device, world_size, self._rounds(rounds))
         trace = session.trace.stem(self._item.nodeid, f"{case}-{implementation}") if session.trace else None
-        plan = replace(plan, profiled=profiled is not None, trace=trace)
         memory_budget = MemoryBudget(_formula(implementation, case), slack)
+        plan = replace(plan, formula=memory_budget.formula, profiled=profiled is not None, trace=trace)
         ranks = self.attempt(
             plan, lambda plan: session.worlds.get(world_size).run(measure, plan, deadline=CASE_DEADLINE), slack
         )

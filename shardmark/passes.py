@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from shardmark.budget import RANKS_ALIKE
 from shardmark.clock import Laps, Stopwatch
 from shardmark.cold import cold_compiler, has_compiled
 from shardmark.kernels import StepProfile
@@ -35,6 +36,12 @@ WARMUPS = 2
 FIRST, SECOND, MEDIAN = "first", "second", "median"
 """Steps whose peaks are told apart. The third, which is the one that budgets judge, is what all later ones repeat, and
 so the median of a run."""
+
+MOST_PASSES = 3
+"""Of the meter, among ranks."""
+
+NEAR = 1.001
+"""What a peak may be of its formula: those leave single values out, as an optimizer's counters."""
 
 IMPLEMENTATION, PEER, COMPUTE, COMMUNICATION = "implementation", "peer", "compute", "communication"
 
@@ -93,6 +100,8 @@ class Plan:
     device: str
     world_size: int
     rounds: Rounds
+    formula: int | None = None
+    """What the peak in bytes should be."""
     profiled: bool = False
     """Whether one more step runs under the profiler."""
     trace: Path | None = None
@@ -117,8 +126,8 @@ class Measured:
 def measure(plan: Plan) -> Measured:
     """Meter, time, and where it is asked for profile, on this rank. Every rank of the world must be in here together.
 
-    Metered twice where a pass can overstate, and the smaller counts: on CUDA libraries take their workspaces in the
-    first pass, and among ranks a backend's thread may release a tensor unseen.
+    A pass of the meter can overstate: on CUDA libraries take workspaces in the first, among ranks a backend's thread
+    may release a tensor unseen. So there are two on CUDA, and among ranks up to three; the smallest counts.
     """
     cold = getattr(plan.workload, "cold", False)
     with cold_compiler(plan.device) if cold else nullcontext():
@@ -127,14 +136,20 @@ def measure(plan: Plan) -> Measured:
 
 def _measure(plan: Plan, cold: bool) -> Measured:
     try:
-        passes = 2 if plan.device == "cuda" or plan.world_size > 1 else 1
-        metered = [_meter(plan) for _ in range(passes)]
-        memory = min((memory for memory, _ in metered), key=lambda memory: memory.peak)
-        memory.peaks = memory.peaks | {FIRST: metered[0][0].peaks[FIRST]} if cold else {}
-        measured = _time(plan, memory)
-        measured.first_step = metered[0][1] if cold and has_compiled() else None
+        workload, memory, first_step = meter_pass(plan)
+        first_peak = memory.peaks[FIRST]
+        for passes in range(1, MOST_PASSES):
+            if not (plan.device == "cuda" and passes == 1) and not _overstated(plan, memory.peak):
+                break
+            del workload
+            workload, again, _ = meter_pass(plan)
+            memory = min(memory, again, key=lambda memory: memory.peak)
+        memory.peaks = memory.peaks | {FIRST: first_peak} if cold else {}
+        measured = _time(plan, memory, workload)
+        del workload
+        measured.first_step = first_step if cold and has_compiled() else None
         if hasattr(plan.workload, "kinds"):
-            measured.timeline = _timeline(plan)
+            measured.timeline = _timeline_of_the_first(plan)
         if plan.profiled or plan.trace is not None:
             measured.profile, measured.files = _profile(plan)
         return measured
@@ -142,7 +157,15 @@ def _measure(plan: Plan, cold: bool) -> Measured:
         release(plan.device)
 
 
-def _meter(plan: Plan) -> tuple[Memory, float]:
+def _overstated(plan: Plan, peak: int) -> bool:
+    """Whether, among ranks, one's peak is over the formula, or over another's by more than they may differ."""
+    if plan.world_size == 1 or plan.formula is None:
+        return False
+    least, most = -_largest(plan, -peak), _largest(plan, peak)
+    return most > NEAR * plan.formula or most > RANKS_ALIKE * least
+
+
+def meter_pass(plan: Plan) -> tuple[Workload, Memory, float]:
     """One pass under the meter, from nothing, so that every byte of the case is seen; and its first step's seconds."""
     release(plan.device)
     with meter(plan.device) as memory:
@@ -170,12 +193,11 @@ def _meter(plan: Plan) -> tuple[Memory, float]:
         memory.mark("after_step")
         memory.keep_peak(MEDIAN)
     stages = memory.stages if len(memory.stages) > 1 else {}  # where the workload tells its own, this one follows
-    return Memory(memory.phases, memory.peak, memory.peaks, stages), first_step
+    return workload, Memory(memory.phases, memory.peak, memory.peaks, stages), first_step
 
 
-def _time(plan: Plan, memory: Memory) -> Measured:
+def _time(plan: Plan, memory: Memory, mine: Workload) -> Measured:
     """Rounds in which the implementation, its parts alone and its peer take turns, the order reversed every round."""
-    mine = plan.workload(plan.implementation, plan.case, plan.device)
     steps: dict[str, tuple[Workload, Callable[[Mark], None]]] = {IMPLEMENTATION: (mine, mine.step)}
     for name, alone in ((COMPUTE, "compute_step"), (COMMUNICATION, "communication_step")):
         if hasattr(mine, alone):
@@ -194,10 +216,10 @@ def _time(plan: Plan, memory: Memory) -> Measured:
                 if name != PEER:
                     raise
                 del steps[PEER]  # what the implementation takes, its peer may not
-        elapsed = _slowest(plan, time.perf_counter() - warmup_began)
+        elapsed = _largest(plan, time.perf_counter() - warmup_began)
         if warmup > 0 and elapsed > plan.rounds.max_warmup_seconds:
             break
-    rounds = plan.rounds.count(_slowest(plan, estimate[IMPLEMENTATION]))
+    rounds = plan.rounds.count(_largest(plan, estimate[IMPLEMENTATION]))
 
     measured = Measured(mine.backend, memory, {name: [] for name in steps})
     with _no_gc() if plan.rounds.disable_gc else nullcontext():
@@ -216,19 +238,28 @@ def _profile(plan: Plan) -> tuple[StepProfile, list[Path]]:
     """One step under the profiler, from nothing and when all else is done, so that it touches no other figure."""
     release(plan.device)
     if plan.trace is None:
-        return profile_step(_warmed_up(plan), plan.device), []
+        return profile_step(_steps(plan, WARMUPS), plan.device), []
     rank = f".rank{dist.get_rank()}" if plan.world_size > 1 else ""
     chrome, snapshot = (plan.trace.with_name(f"{plan.trace.name}{rank}.{end}") for end in ("json", "pickle"))
     with memory_snapshot(snapshot, plan.device) as snapshots:
-        workload = _warmed_up(plan)
+        workload = _steps(plan, WARMUPS)
     return profile_step(workload, plan.device, trace=chrome), [chrome, *snapshots]
 
 
-def _timeline(plan: Plan) -> Timeline:
+def _timeline_of_the_first(plan: Plan) -> Timeline | None:
+    """The first rank's timeline; the others go along."""
+    if plan.world_size == 1 or dist.get_rank() == 0:
+        return timeline_pass(plan)
+    release(plan.device)
+    _steps(plan, WARMUPS + 1)
+    return None
+
+
+def timeline_pass(plan: Plan) -> Timeline:
     """What each byte of one step is, and who allocated it."""
     release(plan.device)
     with timeline(plan.device) as recording:
-        workload: Any = _warmed_up(plan)
+        workload = _steps(plan, WARMUPS)
         workload.prepare()
         with module_ranges(modules_of(workload)):
             recording.mark(BEFORE, workload.kinds())
@@ -236,9 +267,10 @@ def _timeline(plan: Plan) -> Timeline:
     return recording.read()
 
 
-def _warmed_up(plan: Plan) -> Workload:
+def _steps(plan: Plan, count: int) -> Any:
+    """A new workload that has done so many steps."""
     workload = plan.workload(plan.implementation, plan.case, plan.device)
-    for _ in range(WARMUPS):
+    for _ in range(count):
         workload.prepare()
         workload.step(lambda part: None)
     return workload
@@ -260,11 +292,11 @@ def _timed(plan: Plan, workload: Workload, step: Callable[[Mark], None]) -> Laps
     return watch.stop()
 
 
-def _slowest(plan: Plan, seconds: float) -> float:
+def _largest(plan: Plan, value: float) -> float:
     """The largest of the ranks' values, so that all of them decide alike."""
     if plan.world_size == 1:
-        return seconds
-    tensor = torch.tensor(seconds, dtype=torch.float64, device=plan.device)
+        return value
+    tensor = torch.tensor(value, dtype=torch.float64, device=plan.device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.item()
 

@@ -30,6 +30,9 @@ from shardmark.rows import describe_machine
 from shardmark.session import SESSION, start_session
 from shardmark.world import RankError, World
 
+WorldsBySize = Callable[[int], World]
+"""What the fixture `worlds` is."""
+
 SIGTERM_BEFORE = pytest.StashKey[Any]()
 
 
@@ -198,7 +201,7 @@ def device(pytestconfig: pytest.Config) -> str:
 
 
 @pytest.fixture
-def worlds(pytestconfig: pytest.Config) -> Callable[[int], World]:
+def worlds(pytestconfig: pytest.Config) -> WorldsBySize:
     """`worlds(n)` is a warm world of n ranks; the test is skipped where the machine has no room for it."""
 
     def get(size: int) -> Any:
@@ -211,7 +214,7 @@ def worlds(pytestconfig: pytest.Config) -> Callable[[int], World]:
 
 
 @pytest.fixture
-def world(request: pytest.FixtureRequest, worlds: Callable[[int], World]) -> World:
+def world(request: pytest.FixtureRequest, worlds: WorldsBySize) -> World:
     """A warm world of each size in --ranks."""
     return worlds(request.param)
 

@@ -60,7 +60,7 @@ def perform(work: bytes) -> bytes:
 def serve(rank: int, size: int, device: str, directory: Path, host: Host | None, pipe: connection.Connection) -> None:
     """A rank's life: join the group, from that host where one is given, then answer each call until the pipe closes."""
     _die_with_parent()
-    gc.freeze()  # what was imported before the fork stays: to look through all of it takes a fifth of a second
+    gc.freeze()  # what was imported before the fork stays: to look through it takes a quarter of a second each time
     # A daemon may not have children, and a data loader's workers are some.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us, which then ends us

@@ -29,13 +29,16 @@ import torch
 
 from shardmark.link import Link
 from shardmark.rank import WorldError, available_cores, pickled_call, serve
+from shardmark.registry import FAMILIES
 
 DEADLINE = 120.0
 """Seconds that a call may take on a world before its ranks count as hung."""
 GRACE = 1.0
 """Seconds that the other ranks get to answer once one has failed."""
-PRELOADED = ["__main__", "torch", "torch.distributed.tensor", "torch._dynamo", "shardmark.rank", "pytest"]
-"""Imported once in the server instead of once in every rank: DTensor's operators need dynamo, test modules pytest."""
+PRELOADED = ["__main__", "torch", "torch.distributed.tensor", "torch._dynamo", "torch.distributed.optim"]
+PRELOADED += ["shardmark.rank", "pytest"]
+"""Imported once in the server instead of once in every rank, as are the registered families: DTensor's operators need
+dynamo, test modules pytest, and what torch.distributed.optim compiles as it is imported takes half a second."""
 RANKS_PER_CORE = 8
 """Ranks that may share a core: enough for correctness at any world size, too many to measure."""
 
@@ -97,7 +100,8 @@ class World:
         self._connections: list[connection.Connection] = []
         self._processes: list[Any] = []
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        families = {family.contract.__module__: None for family in FAMILIES.values()}
+        context.set_forkserver_preload([*PRELOADED, *families])
         try:
             for rank in range(size):
                 ours, theirs = context.Pipe()

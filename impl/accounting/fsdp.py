@@ -98,20 +98,6 @@ def plain_peak(case: FSDPCase) -> int:
     return sharded_peak(case, prefetch=0)
 
 
-def library_peak(case: FSDPCase) -> int:
-    """A bound on the peak of PyTorch's own, which copy: what a unit gathers, and its gradients, each once more.
-
-    FSDP1 and FSDP2 on Gloo, whose reduce-scatter copies again what it is given.
-    """
-    copies = 2 * _BYTES[case.dtype] * _units(case).output
-    return sharded_peak(case) + copies
-
-
-def library_kept_peak(case: FSDPCase) -> int:
-    """The same where units stay gathered after forward."""
-    return sharded_peak(case, kept=True) + 2 * _BYTES[case.dtype] * _units(case).output
-
-
 def work(case: FSDPCase, kept: bool = False) -> Work:
     """All ranks' FLOPs and bytes moved, and what each must send.
 

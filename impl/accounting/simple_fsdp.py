@@ -1,19 +1,21 @@
-"""SimpleFSDP of the MLP language model in closed form: bytes live on each rank, FLOPs, and bytes sent.
+"""SimpleFSDP of both language models in closed form: bytes live on each rank, FLOPs, and bytes sent.
 
 Parameters, gradients and moments are float32 shards, n / R values of n on R ranks; what is gathered, and with it every
-activation, is in the case's dtype, c bytes a value; the loss is float32. Exact to the byte on CPU and Gloo in float32
-where the ranks divide the model's widths; Gloo's gather holds what it gathers twice for a moment, and its
+activation, is in the case's dtype, c bytes a value; the MLP's loss is float32. Exact to the byte on CPU and Gloo in
+float32 where the ranks divide the model's widths; Gloo's gather holds what it gathers twice for a moment, and its
 reduce-scatter copies what it reduces. In half precision the library takes scratch space, as `impl.accounting.mlp` says.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from impl.accounting import training_step
 from impl.accounting.mlp import Ledger, StepBytes
+from impl.accounting.transformer import Shape, Step, by_rows
 from impl.model.mlp import MLP_SIZES
-from shardmark.cases import RankRung, Work
+from shardmark.cases import FSDPCase, RankRung, Work
 
 _STORED = 4
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -86,9 +88,86 @@ def work(case: RankRung) -> Work:
     )
 
 
+class _Simple(Step):
+    """The transformer's step, in which every read gathers a parameter, rows over the ranks, and backward again."""
+
+    def __init__(self, case: FSDPCase) -> None:
+        super().__init__(case)
+        self.shards = _Shards(self.ledger, case.ranks, self.c, _STORED)
+        self.ledger.take(3 * sum(self.shards.stored(parameter) for unit in self.units for parameter in unit))
+
+    def read(self, parameter: Shape) -> None:
+        self.shards.gather(parameter)
+
+    def drop(self, parameter: Shape) -> None:
+        self.shards.drop(parameter)
+
+    def reduce(self, parameter: Shape) -> None:
+        self.shards.reduce(parameter)
+
+
+def transformer_peak(case: FSDPCase) -> int:
+    """Bytes at the peak of an eager step of the transformer, on a rank that has the most rows."""
+    return _Simple(case).peak()
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """What collectives of one parameter, rows over the ranks, take and give: gathered in c bytes, reduced in q."""
+
+    ledger: Ledger
+    ranks: int
+    c: int
+    q: int
+
+    def stored(self, parameter: Shape) -> int:
+        """Bytes of one rank's shard."""
+        return _STORED * by_rows(parameter, self.ranks) // self.ranks
+
+    def gather(self, *parameters: Shape) -> None:
+        """The whole of each, one after the other; all of them stay."""
+        take, give = self.ledger.take, self.ledger.give
+        for parameter in parameters:
+            whole = self.c * by_rows(parameter, self.ranks)
+            shard = whole // self.ranks
+            cast = shard if self.c != _STORED else 0
+            take(cast)
+            if self.ranks > 1:
+                take(whole)
+                take(shard)
+                give(shard)
+                take(whole)
+                give(whole, cast)
+
+    def drop(self, *parameters: Shape) -> None:
+        """What was gathered; on one rank in float32 it is what is stored."""
+        if self.ranks > 1 or self.c != _STORED:
+            self.ledger.give(*(self.c * by_rows(parameter, self.ranks) for parameter in parameters))
+
+    def reduce(self, parameter: Shape) -> None:
+        """A gradient, which goes; its shard stays. Where rows are uneven, all of it is padded first."""
+        take, give, c, q = self.ledger.take, self.ledger.give, self.c, self.q
+        gradient, whole = math.prod(parameter), q * by_rows(parameter, self.ranks)
+        shard = whole // self.ranks
+        cast = q * gradient if q != c else 0
+        take(cast)
+        if self.ranks == 1:  # as it is
+            give(c * gradient if cast else 0)
+            return
+        uneven = whole + shard if parameter[0] % self.ranks else 0
+        take(uneven)
+        take(shard)
+        take(whole, 8 + q)  # the average divides by a number made for it
+        give(whole, 8 + q, uneven)
+        if q != _STORED:
+            take(_STORED * shard // q)
+            give(shard)
+        give(cast, c * gradient)
+
+
 @dataclass
 class _Rank:
-    """One rank's step, operator by operator as eager PyTorch does it."""
+    """One rank's step of the MLP, operator by operator as eager PyTorch does it."""
 
     ledger: Ledger
     case: RankRung
@@ -97,67 +176,41 @@ class _Rank:
     def __post_init__(self) -> None:
         self.size = MLP_SIZES[self.case.model]
         self.c, self.q = _BYTES[self.case.dtype], _BYTES[self.case.reduce_dtype]
+        shards = _Shards(self.ledger, self.case.ranks, self.c, self.q)
+        self.gather, self.drop, self.reduce = shards.gather, shards.drop, shards.reduce
         self.stream = self.c * self.case.tokens * self.size.dim
         self.hidden = self.c * self.case.tokens * self.size.hidden
         self.logits = self.case.tokens * self.size.vocab  # values: in c bytes, then in 4
-        self.matrix = self.size.dim * self.size.hidden
-
-    def gather(self, *numbers: int) -> None:
-        """Parameters of so many values each, one after the other; all of them stay."""
-        take, give = self.ledger.take, self.ledger.give
-        for n in numbers:
-            shard = self.c * n // self.case.ranks
-            cast = shard if self.c != _STORED else 0
-            take(cast)
-            take(self.c * n)
-            take(shard)
-            give(shard)
-            take(self.c * n)
-            give(self.c * n, cast)
-
-    def drop(self, *numbers: int) -> None:
-        """Gathered parameters."""
-        self.ledger.give(*(self.c * n for n in numbers))
-
-    def reduce(self, n: int) -> None:
-        """A gradient of so many values, which goes; its shard stays."""
-        take, give = self.ledger.take, self.ledger.give
-        cast = self.q * n if self.q != self.c else 0
-        take(cast, self.q * n // self.case.ranks)
-        take(self.q * n, 8 + self.q)  # the average divides by a number made for it
-        give(self.q * n, 8 + self.q)
-        if self.q != _STORED:
-            take(_STORED * n // self.case.ranks)
-            give(self.q * n // self.case.ranks)
-        give(cast, self.c * n)
+        d, h, v = self.size.dim, self.size.hidden, self.size.vocab
+        self.table, self.up, self.down = (v, d), (h, d), (d, h)
+        self.narrow, self.wide = (d,), (h,)  # biases, and the norm's parameters
 
     def forward(self) -> None:
         """Leaves what backward needs."""
         take, give, size, c = self.ledger.take, self.ledger.give, self.size, self.c
-        d, h, v, tokens = size.dim, size.hidden, size.vocab, self.case.tokens
-        checkpointed = self.case.checkpointed
+        tokens, checkpointed = self.case.tokens, self.case.checkpointed
         kept_in_blocks = not (self.reshard or checkpointed)
-        self.gather(v * d)
+        self.gather(self.table)
         take(self.stream)
-        self.drop(v * d)
+        self.drop(self.table)
         for _ in range(size.layers):
-            self.gather(self.matrix, h)
+            self.gather(self.up, self.wide)
             take(self.hidden)
-            self.drop(h, 0 if kept_in_blocks else self.matrix)
+            self.drop(self.wide, *[] if kept_in_blocks else [self.up])
             take(self.hidden)  # gelu
             give(self.hidden if checkpointed else 0)
-            self.gather(self.matrix, d)
+            self.gather(self.down, self.narrow)
             take(self.stream)
-            self.drop(d, 0 if kept_in_blocks else self.matrix)
+            self.drop(self.narrow, *[] if kept_in_blocks else [self.down])
             give(self.hidden if checkpointed else 0)
             take(self.stream)  # the sum
             give(self.stream)
-        self.gather(d, d)
+        self.gather(self.narrow, self.narrow)
         take(self.stream, 2 * c * tokens)  # norm, means and deviations
-        self.drop(2 * d if self.reshard else 0)
-        self.gather(v * d)
+        self.drop(*[self.narrow, self.narrow] if self.reshard else [])
+        self.gather(self.table)
         take(c * self.logits)
-        self.drop(v * d if self.reshard else 0)
+        self.drop(*[self.table] if self.reshard else [])
         if c != _STORED:
             take(_STORED * self.logits)
             give(c * self.logits)
@@ -177,51 +230,51 @@ class _Rank:
             take(c * self.logits)
             give(_STORED * self.logits)
 
-        self.gather(v * d if self.reshard else 0)
+        self.gather(*[self.table] if self.reshard else [])
         take(c * v * d, self.stream)  # gradients of the output projection and of the norm's result
-        self.drop(v * d)
+        self.drop(self.table)
         give(c * self.logits, self.stream)
-        self.reduce(v * d)
-        self.gather(*(d, d) if self.reshard else ())
+        self.reduce(self.table)
+        self.gather(*[self.narrow, self.narrow] if self.reshard else [])
         take(self.stream, 2 * c * d)
         take(2 * c * d)
         give(2 * c * d)
-        self.drop(2 * d)
+        self.drop(self.narrow, self.narrow)
         give(2 * self.stream, 2 * c * tokens)
-        self.reduce(d)
-        self.reduce(d)
+        self.reduce(self.narrow)
+        self.reduce(self.narrow)
         for _ in range(size.layers):
             self._block_backward()
         take(c * v * d)  # the embedding's
         give(self.stream)
-        self.reduce(v * d)
+        self.reduce(self.table)
         give(_STORED)
 
     def _block_backward(self) -> None:
         take, give, c, d, h = self.ledger.take, self.ledger.give, self.c, self.size.dim, self.size.hidden
         checkpointed, again = self.case.checkpointed, self.reshard and not self.case.checkpointed
         if checkpointed:  # forward once more, up to the second product, of which nothing but its inputs is kept
-            self.gather(self.matrix, h)
+            self.gather(self.up, self.wide)
             take(self.hidden)
-            self.drop(h)
+            self.drop(self.wide)
             take(self.hidden)
-            self.gather(self.matrix, d)
-            self.drop(d)
-        self.gather(self.matrix if again else 0)
-        take(self.hidden, c * self.matrix)  # gradients of gelu's result and of W2
-        self.drop(self.matrix)
+            self.gather(self.down, self.narrow)
+            self.drop(self.narrow)
+        self.gather(*[self.down] if again else [])
+        take(self.hidden, c * d * h)  # gradients of gelu's result and of W2
+        self.drop(self.down)
         give(self.hidden if checkpointed else 0)
         take(c * d)
         give(0 if checkpointed else self.hidden)
-        self.reduce(d)
-        self.reduce(self.matrix)
+        self.reduce(self.narrow)
+        self.reduce(self.down)
         take(self.hidden)  # gradient of gelu's input
         give(2 * self.hidden)
-        self.gather(self.matrix if again else 0)
-        take(self.stream, c * self.matrix)  # gradients of the block's input and of W1
-        self.drop(self.matrix)
+        self.gather(*[self.up] if again else [])
+        take(self.stream, c * d * h)  # gradients of the block's input and of W1
+        self.drop(self.up)
         take(c * h)
         give(self.hidden)
         give(2 * self.stream)  # the block's input, and the gradient that was added to the one that flows past
-        self.reduce(h)
-        self.reduce(self.matrix)
+        self.reduce(self.wide)
+        self.reduce(self.up)

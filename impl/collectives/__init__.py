@@ -76,16 +76,32 @@ from impl.collectives.messages import count_bytes_sent  # noqa: E402
 
 
 class OnGloo(Backend):
-    """Gloo's own all-reduce, and rings for the rest: Gloo reduce-scatters by an all-reduce, which is twice the bytes,
-    and holds a copy of the large tensor to scatter or gather it."""
+    """The backend's own all-reduce, and for what is on the CPU rings for the rest: Gloo reduce-scatters by an
+    all-reduce, which is twice the bytes, and holds a copy of the large tensor to scatter or gather it."""
 
-    reduce_scatter = Ring().reduce_scatter
-    all_gather = Ring().all_gather
+    @staticmethod
+    def reduce_scatter(
+        output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+    ) -> Work | None:
+        """Put into rank i's `output` the sum of the i-th part of `input`."""
+        return _on(output).reduce_scatter(output, input, group, async_op=async_op)
+
+    @staticmethod
+    def all_gather(
+        output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+    ) -> Work | None:
+        """Put every rank's `input` into `output` on every rank."""
+        return _on(output).all_gather(output, input, group, async_op=async_op)
+
+
+def _on(output: Tensor) -> Collectives:
+    """A group may have a backend for each kind of device, as "cpu:gloo,cuda:nccl" has: rings are for the CPU's."""
+    return Ring() if output.device.type == "cpu" else Backend()
 
 
 def collectives_for(group: dist.ProcessGroup | None = None) -> Collectives:
     """The collectives that move the fewest bytes on that group's backend, and need the least memory for it."""
-    return OnGloo() if dist.get_backend(group) == dist.Backend.GLOO else Backend()
+    return OnGloo() if "cpu:gloo" in dist.get_backend_config(group).split(",") else Backend()
 
 
 __all__ = ["Backend", "Collectives", "Direct", "OnGloo", "Ring", "Work", "collectives_for", "count_bytes_sent"]

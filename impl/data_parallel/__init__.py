@@ -35,7 +35,8 @@ class DataParallelWrapper(Protocol):
     module's own names.
 
     Ours raise RuntimeError at an `optimizer.step()` on gradients that backward has produced since, inside `no_sync` or
-    out of it; those that `zero_grad()` let go of do not count. Where the method takes an `optimizer`, it steps it too.
+    out of it; those that `zero_grad()` let go of do not count. Where the method takes an `optimizer`, it steps it too,
+    and inside `no_sync` raises RuntimeError.
     """
 
     module: nn.Module

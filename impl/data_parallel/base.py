@@ -17,7 +17,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 T = TypeVar("T")
 
-BACKWARD_TWICE = "backward ran twice before finish_gradient_synchronization(); run all but the last in no_sync()"
+
+def backward_twice(before: str = "finish_gradient_synchronization()") -> RuntimeError:
+    """A gradient came again, though the first may be on its way already."""
+    return RuntimeError(f"backward ran twice before {before}; run all but the last in no_sync()")
 
 
 class PlainStateDict(nn.Module):

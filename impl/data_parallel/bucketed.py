@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 
 from impl.accounting.data_parallel import bucketed_peak
 from impl.collectives import collectives_for
-from impl.data_parallel.base import BACKWARD_TWICE, DataParallel, check_dense
+from impl.data_parallel.base import DataParallel, backward_twice, check_dense
 from impl.data_parallel.buckets import Bucket, partition
 from shardmark.registry import TimeBudget, register
 
 CommHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 """`hook(state, bucket)`; the bucket is a `Bucket` here, and a `torch.distributed.GradBucket` to those who wrote it."""
+PartOfGroup = tuple[dict[str, Any], dict[str, Any]]
+"""A param group, and a copy of it with some of its parameters."""
 
 
 class BucketedDataParallel(DataParallel):
@@ -75,9 +77,15 @@ class BucketedDataParallel(DataParallel):
 
         An `optimizer` that is given is stepped here, on each bucket's parameters as soon as their gradients are there,
         and last on those it has beyond the module's: in place of `optimizer.step()`, for any that updates parameters
-        one by one, and without clipping by a norm over all of them. Inside `no_sync`, nothing is done, and no step.
+        one by one, and without clipping by a norm over all of them. Inside `no_sync` nothing is done, and RuntimeError
+        is raised for an optimizer, which is not to step on gradients that nobody has averaged.
         """
         if not self.synchronizing:
+            if optimizer is not None:
+                raise RuntimeError(
+                    "gradients inside no_sync() are this rank's alone: call finish_gradient_synchronization(optimizer) "
+                    "outside of it"
+                )
             return
         arrived = list(self._own)
         self._own.clear()
@@ -87,9 +95,9 @@ class BucketedDataParallel(DataParallel):
         if not self._order_is_learnt:
             self._learn_order(arrived)  # before an optimizer has made its state, so that there is room
         *of_buckets, of_others = _param_groups(optimizer, self._buckets)
-        for bucket, groups in zip(self._buckets, of_buckets, strict=True):
+        for bucket, parts in zip(self._buckets, of_buckets, strict=True):
             bucket.finish()
-            _step(optimizer, groups)
+            _step(optimizer, parts)
         _step(optimizer, of_others)
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
@@ -97,7 +105,7 @@ class BucketedDataParallel(DataParallel):
         check_dense(parameter)
         bucket = self._bucket_of[parameter]
         if parameter not in bucket.missing:  # or, even in no_sync, it was added to what is being communicated
-            raise RuntimeError(BACKWARD_TWICE)
+            raise backward_twice()
         if not self.synchronizing:
             bucket.keep(parameter)
             return
@@ -147,9 +155,9 @@ class BucketedDataParallel(DataParallel):
             self._buckets.append(bucket)
 
 
-def _param_groups(optimizer: Optimizer | None, buckets: Sequence[Bucket]) -> list[list[dict[str, Any]]]:
+def _param_groups(optimizer: Optimizer | None, buckets: Sequence[Bucket]) -> list[list[PartOfGroup]]:
     """The optimizer's param groups with what is in each bucket, and last with what is in none and has a gradient."""
-    parts: list[list[dict[str, Any]]] = [[] for _ in range(len(buckets) + 1)]
+    parts: list[list[PartOfGroup]] = [[] for _ in range(len(buckets) + 1)]
     place = {parameter: bucket.index() for bucket in buckets for parameter in bucket.slots}
     for group in optimizer.param_groups if optimizer is not None else ():
         inside: list[list[nn.Parameter]] = [[] for _ in parts]
@@ -158,19 +166,24 @@ def _param_groups(optimizer: Optimizer | None, buckets: Sequence[Bucket]) -> lis
                 inside[place.get(parameter, -1)].append(parameter)
         for part, parameters in zip(parts, inside, strict=True):
             if parameters:
-                part.append({**group, "params": parameters})
+                part.append((group, {**group, "params": parameters}))
     return parts
 
 
-def _step(optimizer: Optimizer | None, groups: list[dict[str, Any]]) -> None:
-    """Step on these param groups alone; the optimizer's own stay as they are."""
-    if optimizer is None or not groups:
+def _step(optimizer: Optimizer | None, parts: Sequence[PartOfGroup]) -> None:
+    """Step on these parts of param groups alone; what that writes into one, such as a count of steps, its group gets.
+
+    All parts of a group begin from the group as it was before the first of them, so that a step counts once.
+    """
+    if optimizer is None or not parts:
         return
-    whole, optimizer.param_groups = optimizer.param_groups, groups
+    whole, optimizer.param_groups = optimizer.param_groups, [part for _, part in parts]
     try:
         optimizer.step()
     finally:
         optimizer.param_groups = whole
+    for group, part in parts:
+        group.update({**part, "params": group["params"]})
 
 
 register("data_parallel", "bucketed", BucketedDataParallel, memory=bucketed_peak, time=TimeBudget("ddp", 1.0))

@@ -88,8 +88,8 @@ def partition(
 
     Runs are short at both ends: communication begins early when no run holds more than went before it, and little of
     it is left after backward when none holds more than half of what is to come (as in guided self-scheduling,
-    Polychronopoulos and Kuck, 1987). Neither makes one shorter than `least_bytes`; a parameter larger than a run has
-    its own.
+    Polychronopoulos and Kuck, 1987). Neither makes one shorter than `least_bytes`, with `bucket_bytes` of which all
+    are as long as can be; a parameter larger than a run has its own.
     """
     total, before = sum(map(_bytes, parameters)), 0
     runs: list[list[nn.Parameter]] = []

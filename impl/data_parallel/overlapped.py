@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from impl.accounting.data_parallel import overlapped_peak
-from impl.data_parallel.base import BACKWARD_TWICE, DataParallel, gradient
+from impl.data_parallel.base import DataParallel, backward_twice, gradient
 from shardmark.registry import TimeBudget, register
 
 
@@ -35,7 +35,7 @@ class OverlappedDataParallel(DataParallel):
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         super()._on_gradient(parameter)
         if parameter in self._ready:  # or, even in no_sync, it was added to what is being communicated
-            raise RuntimeError(BACKWARD_TWICE)
+            raise backward_twice()
         if not self.synchronizing:
             return
         self._ready.add(parameter)

@@ -7,7 +7,7 @@
     optimizer.step()
 
 Our own, from the simplest: nothing gathered ahead (the reference), one unit ahead, kept after forward; `simple`, where
-reading a parameter gathers it. And PyTorch's two, `fsdp1` and `fsdp2`.
+reading a parameter gathers it. PyTorch's two, `fsdp1` and `fsdp2`; and the latter as `accelerate` applies it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class FullySharded(Protocol):
     """`FullyShardedDataParallel(module, *, process_group=None, compute_dtype=None, reduce_dtype=None, ...)`.
 
     Wrapping gives every rank rank 0's parameters and buffers; it raises ValueError for a module with no trainable
-    parameter, and on every rank when the ranks' modules differ, naming the first parameter that does. From then on
-    `parameters()` are this rank's shards, in the parameters' own dtype, some perhaps without elements, and any
-    optimizer takes them. After `finish_gradient_synchronization`, between backward and `optimizer.step()`, each
-    trainable one's `.grad` has its shape and dtype and is this rank's part of the average over the ranks; a gradient
-    that a rank does not have counts as zero, and gradients of several backward passes add up. Frozen parameters keep no
-    gradient. Modules stay what `isinstance` says.
+    parameter, for one that is spread over ranks already, and on every rank when the ranks' modules differ, naming the
+    first parameter that does. From then on `parameters()` are this rank's shards, in the parameters' own dtype, some
+    perhaps without elements, and any optimizer takes them. After `finish_gradient_synchronization`, between backward
+    and `optimizer.step()`, each trainable one's `.grad` has its shape and dtype and is this rank's part of the average
+    over the ranks; a gradient that a rank does not have counts as zero, and gradients of several backward passes add
+    up. Frozen parameters keep no gradient. Modules stay what `isinstance` says.
 
     Every rank must run the same units in the same order, in forward and in backward; a parameter may be read only while
     the forward of its own unit, or of one around it, runs.
@@ -84,10 +84,12 @@ FAMILY = add_family(
 from impl.fsdp.sharded import FullyShardedDataParallel  # noqa: E402
 from impl.fsdp.simple import SimpleFullyShardedDataParallel  # noqa: E402
 from impl.fsdp.library import TorchFSDP1, TorchFSDP2  # noqa: E402
+from impl.fsdp.accelerated import AcceleratedFSDP2  # noqa: E402
 from impl.fsdp.wrapping import by_size, by_type, whole  # noqa: E402
 # isort: on
 
 __all__ = [
+    "AcceleratedFSDP2",
     "FullySharded",
     "FullyShardedDataParallel",
     "SimpleFullyShardedDataParallel",

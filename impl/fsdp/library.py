@@ -5,6 +5,7 @@ Neither takes a parameter that several units share.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,13 +25,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import DTensor
 
-from impl.accounting.fsdp import library_kept_peak, library_peak
+from impl.accounting.fsdp_library import fsdp1_peak, fsdp2_peak
 from impl.data_parallel.base import PlainStateDict, broadcast_state, check_same_module
-from impl.fsdp.sharded import LINEARS_AND_EMBEDDINGS
+from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
 from impl.fsdp.splitting import shared_between
-from impl.fsdp.wrapping import Policy, checked
+from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, check_plain, checked, mark_spread
 from shardmark.registry import Unsupported, register
 
 
@@ -49,7 +49,7 @@ class TorchFSDP2(PlainStateDict):
         cpu_offload: bool = False,
     ) -> None:
         super().__init__()
-        units = _units(module, wrap, process_group)
+        units = synchronized_units(module, wrap, process_group)
         device = next(module.parameters()).device.type
         group = process_group or dist.group.WORLD
         assert group is not None
@@ -71,15 +71,13 @@ class TorchFSDP2(PlainStateDict):
     def finish_gradient_synchronization(self) -> None:
         """Nothing is left to do once backward has returned."""
 
-    @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
         """Every parameter, whole, by each of its names."""
-        full = {p: _whole(p.detach()) for p in self.module.parameters()}
-        return {name: full[p] for name, p in self.module.named_parameters(remove_duplicate=False)}
+        return gather_full_parameters(self.module)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_`, which knows DTensors."""
-        return _whole(nn.utils.clip_grad_norm_(self.module.parameters(), max_norm))
+        """`impl.fsdp.dtensors.clip_grad_norm_`."""
+        return clip_grad_norm_(self.module, max_norm)
 
 
 class TorchFSDP1(PlainStateDict):
@@ -109,7 +107,7 @@ class TorchFSDP1(PlainStateDict):
         device = next(module.parameters()).device
         if cpu_offload and device.type == "cpu":
             raise Unsupported("FSDP1 offloads to the CPU from an accelerator alone")
-        units = _units(module, wrap, process_group)
+        units = synchronized_units(module, wrap, process_group)
         self.module = FSDP1(
             module,
             process_group=process_group or dist.group.WORLD,
@@ -147,23 +145,27 @@ class TorchFSDP1(PlainStateDict):
         return model.clip_grad_norm_(max_norm)
 
 
-def _units(module: nn.Module, wrap: Policy, process_group: dist.ProcessGroup | None) -> list[nn.Module]:
+def synchronized_units(module: nn.Module, wrap: Policy, process_group: dist.ProcessGroup | None) -> list[nn.Module]:
     """The units, once the ranks have rank 0's values; Unsupported where units share parameters."""
+    check_plain(module)
     check_same_module(module, process_group)
     units = checked(wrap, module)
     if shared := shared_between(module, units):
         raise Unsupported(f"PyTorch's FSDP takes tied parameters within one unit, and {shared!r} is in two")
     broadcast_state(module, process_group)
+    mark_spread(module)
     return units
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _register(name: str, wrapper: type[nn.Module], peak: Callable[..., int], **options: Any) -> None:
+    """The wrapper with those options, and its formula with the same."""
+    target = partial(wrapper, **options) if options else wrapper
+    register("fsdp", name, target, memory=partial(peak, **options))
 
 
-register("fsdp", "fsdp1", TorchFSDP1, memory=library_peak)
-register("fsdp", "fsdp1_post", partial(TorchFSDP1, backward_prefetch="post"), memory=library_peak)
-register("fsdp", "fsdp1_no_prefetch", partial(TorchFSDP1, backward_prefetch=None), memory=library_peak)
-register("fsdp", "fsdp1_forward_prefetch", partial(TorchFSDP1, forward_prefetch=True), memory=library_peak)
-register("fsdp", "fsdp2", TorchFSDP2, memory=library_peak)
-register("fsdp", "fsdp2_kept", partial(TorchFSDP2, reshard_after_forward=False), memory=library_kept_peak)
+_register("fsdp1", TorchFSDP1, fsdp1_peak)
+_register("fsdp1_post", TorchFSDP1, fsdp1_peak, backward_prefetch="post")
+_register("fsdp1_no_prefetch", TorchFSDP1, fsdp1_peak, backward_prefetch=None)
+_register("fsdp1_forward_prefetch", TorchFSDP1, fsdp1_peak, forward_prefetch=True)
+_register("fsdp2", TorchFSDP2, fsdp2_peak)
+_register("fsdp2_kept", TorchFSDP2, fsdp2_peak, reshard_after_forward=False)

@@ -21,35 +21,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from impl.accounting.fsdp import kept_peak, plain_peak, sharded_peak
 from impl.collectives import collectives_for
 from impl.data_parallel.base import PlainStateDict, check_same_module
+from impl.fsdp.backward import BackwardPasses, backward_runs
+from impl.fsdp.order import Order
 from impl.fsdp.splitting import split
 from impl.fsdp.units import Sharding, Unit
-from impl.fsdp.wrapping import Policy, by_type
+from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, check_plain, mark_spread
 from shardmark.registry import TimeBudget, register
 
-LINEARS_AND_EMBEDDINGS = by_type(nn.Linear, nn.Embedding)
-"""The smallest units that pay: nearly all parameters of a language model are in these."""
-
 NOT_SYNCHRONIZED = "optimizer.step() before finish_gradient_synchronization()"
-
-
-class Order:
-    """Units in the order of their use: learnt in one step, foretold in the next."""
-
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self._last: list[Unit] = []
-        self._now: list[Unit] = []
-
-    def begin(self) -> None:
-        """A new step."""
-        if self._now:
-            self._last, self._now = self._now, []
-
-    def next_after(self, unit: Unit) -> list[Unit]:
-        """The unit is in use; the `depth` that will be next, none where this step is unlike the last."""
-        self._now.append(unit)
-        i = len(self._now)
-        return self._last[i : i + self.depth] if self._last[i - 1 : i] == [unit] else []
+BACKWARD_RAISED = "backward raised, so that gradients are incomplete: call zero_grad() and begin the next step"
 
 
 class FullyShardedDataParallel(PlainStateDict):
@@ -66,6 +46,10 @@ class FullyShardedDataParallel(PlainStateDict):
 
     A module on the meta device is made real unit by unit on `device`, by the `reset_parameters()` of what owns
     parameters or buffers there: the whole is never held.
+
+    Where forward raises, on every rank, it lets go of all that is gathered or under way. Where backward does,
+    `zero_grad()` here or the next forward does, and nothing of it comes into another step; but what had been reduced
+    by then is in `.grad`, as without sharding, for the optimizer's `zero_grad()` as well.
     """
 
     def __init__(
@@ -86,6 +70,7 @@ class FullyShardedDataParallel(PlainStateDict):
         _check_options(compute_dtype, reduce_dtype, forward_prefetch, backward_prefetch)
         group = process_group or dist.group.WORLD
         assert group is not None
+        check_plain(module)
         check_same_module(module, group)
         self.module = module
         self.process_group = group
@@ -99,19 +84,37 @@ class FullyShardedDataParallel(PlainStateDict):
         self._forward_order, self._backward_order = Order(forward_prefetch), Order(backward_prefetch)
         self._reducing: Unit | None = None  # whose gradients are on their way: one at a time, as each needs memory
         self._unsynchronized = False
+        self._backwards = BackwardPasses()
         for unit in self.units:
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
             unit.module.register_forward_hook(partial(self._after_forward, unit))
         _refuse_unsynchronized_steps(self)
+        mark_spread(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            if not backward_runs():  # else backward raises
+                self._give_up()
+            raise
 
     def finish_gradient_synchronization(self) -> None:
-        """Reduce what backward could not, and wait until every shard has its gradient."""
+        """Reduce what backward could not, and wait until every shard has its gradient.
+
+        RuntimeError where backward raised.
+        """
+        if self._backwards:
+            raise RuntimeError(BACKWARD_RAISED)
         self._finish_backward()
         self._unsynchronized = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """torch's; what a backward that raised has left is given up."""
+        if self._backwards:
+            self._give_up()
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
@@ -155,7 +158,7 @@ class FullyShardedDataParallel(PlainStateDict):
     def _before_forward(
         self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        again = _backward_runs()
+        again = backward_runs()
         if unit is self._root and not again:
             self._begin_step()
         self._gather(unit, self._backward_order if again else self._forward_order)
@@ -184,6 +187,7 @@ class FullyShardedDataParallel(PlainStateDict):
 
     def _before_backward(self, unit: Unit, gradient: Tensor) -> None:
         self._unsynchronized = True
+        self._backwards.watch()
         if not unit.in_backward and unit.read_in_backward:
             self._gather(unit, self._backward_order)
         unit.in_backward = True
@@ -211,12 +215,22 @@ class FullyShardedDataParallel(PlainStateDict):
 
     def _begin_step(self) -> None:
         """What is gathered is of before the optimizer's step; what an earlier backward left is its own to reduce."""
-        if self._unsynchronized:
+        if self._backwards:  # one raised
+            self._give_up()
+        elif self._unsynchronized:
             self._finish_backward()
         for unit in self.units:
             unit.reshard()
         self._forward_order.begin()
         self._backward_order.begin()
+
+    def _give_up(self) -> None:
+        """Let go of what forward or backward had begun when it raised: other ranks have begun it as well, so wait."""
+        for unit in self.units:
+            unit.give_up()
+        self._reducing = None
+        self._backwards.forget()
+        self._unsynchronized = False
 
     def _finish_backward(self) -> None:
         """Reduce the units whose inputs have no gradient, such as the first one, and those not reached."""
@@ -253,11 +267,6 @@ def _device_of(module: nn.Module, device: torch.device | str | None) -> torch.de
         return torch.device(device)
     own = next(module.parameters()).device
     return torch.get_default_device() if own.type == "meta" else own
-
-
-def _backward_runs() -> bool:
-    """Whether this is within a backward pass: a forward in there is activation checkpointing, which computes again."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _refuse_unsynchronized_steps(model: FullyShardedDataParallel) -> None:

@@ -26,8 +26,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.weak import WeakIdKeyDictionary
 
-from impl.accounting.fsdp import library_peak
+from impl.accounting.simple_fsdp import transformer_peak
 from impl.data_parallel.base import PlainStateDict, check_same_module
+from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
+from impl.fsdp.wrapping import check_plain, mark_spread
 from shardmark.registry import TimeBudget, register
 
 PLACEMENTS: dict[str, tuple[Placement, ...]] = {
@@ -65,17 +67,17 @@ def data_parallel(
     mp_policy = mp_policy or MixedPrecisionPolicy()
     reading = _Reading(mp_policy, reshard_after_forward and mode != "replicate", mesh)
     spread = WeakIdKeyDictionary()  # by what is replaced: the whole of each parameter goes as soon as its shards exist
-    with_properties: Any = cache(_with_properties)
     for module in model.modules():
         own = [name for name, parameter in module._parameters.items() if parameter is not None]
         for name in own:
             module._parameters[name] = _spread(module._parameters[name], mesh, PLACEMENTS[mode], spread)
         vars(module)["_reading"] = reading
-        module.__class__ = with_properties(type(module), *own)
+        module.__class__ = _class((type(module),), *own)
     for buffer in model.buffers():
         if not buffer.is_meta:
             dist.broadcast(buffer, group=_group(mesh), group_src=0)
-    model.__class__ = type(type(model).__name__, (_Root, type(model)), {"__module__": type(model).__module__})
+    model.__class__ = _class((_Root, type(model)))
+    mark_spread(model)
     return model
 
 
@@ -138,11 +140,9 @@ class SimpleFullyShardedDataParallel(PlainStateDict):
         """Every parameter whole, on every rank, by the module's own names."""
         return gather_full_parameters(self.module)
 
-
-def gather_full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter whole, on every rank, by name."""
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: parameter.full_tensor().detach() for name, parameter in named if isinstance(parameter, DTensor)}
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """`impl.fsdp.dtensors.clip_grad_norm_`."""
+        return clip_grad_norm_(self.module, max_norm)
 
 
 class _Gathered(NamedTuple):
@@ -250,13 +250,15 @@ def _recompute(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
-def _with_properties(kind: type[nn.Module], *names: str) -> type[nn.Module]:
-    """A class under which those parameters are read."""
+@cache  # the next model gets the same classes, so that what is compiled for the one does for the other
+def _class(bases: tuple[type[nn.Module], ...], *names: str) -> type[nn.Module]:
+    """A class of the last one's name, under which those parameters are read."""
 
     def read(name: str) -> property:
         return property(lambda module: module._reading(module._parameters[name]))
 
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **{name: read(name) for name in names}})
+    kind = bases[-1]
+    return type(kind.__name__, bases, {"__module__": kind.__module__, **{name: read(name) for name in names}})
 
 
 def _spread(
@@ -284,12 +286,11 @@ def _check(model: nn.Module, mesh: DeviceMesh, mode: str) -> None:
             f"{mode} takes a mesh of {len(PLACEMENTS[mode])} dimension{'s' * (len(PLACEMENTS[mode]) > 1)}, got "
             f"{tuple(mesh.shape)}"
         )
+    check_plain(model)
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise ValueError(f"{name} is a DTensor already: data_parallel takes a plain model, once")
         if parameter.ndim == 0 and mode != "replicate":
             raise ValueError(f"{mode} splits rows, and {name} has none: give it the shape (1,)")
     check_same_module(model, _group(mesh))
 
 
-register("fsdp", "simple", SimpleFullyShardedDataParallel, memory=library_peak, time=TimeBudget("fsdp2"))
+register("fsdp", "simple", SimpleFullyShardedDataParallel, memory=transformer_peak, time=TimeBudget("fsdp2"))

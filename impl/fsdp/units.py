@@ -147,10 +147,20 @@ class Flat:
         self._reducing = None  # before there is anything new: some backends reduce a copy
         average = torch.empty_like(self.shard)
         average.copy_(self._part(self._gradient)).div_(self.sharding.world_size)
-        self._gradient = None
-        self._missing = set(range(len(self.parameters)))
+        self._forget_gradient()
         for parameter, piece in zip(self.parameters, self.own(average), strict=True):
             parameter.grad = piece if parameter.grad is None else parameter.grad.add_(piece)
+
+    def give_up_gradient(self) -> None:
+        """Let go of what backward has produced, once the ranks are done with it."""
+        if self._reducing is not None:
+            self._reducing.wait()
+            self._reducing = None
+        self._forget_gradient()
+
+    def _forget_gradient(self) -> None:
+        self._gradient = None
+        self._missing = set(range(len(self.parameters)))
 
     def _take(self, full: nn.Parameter) -> None:
         """Move a gradient that backward has produced into its slot."""
@@ -262,3 +272,10 @@ class Unit:
         """Wait for the gradients of this rank's shards."""
         for flat in self.flats:
             flat.finish_reduce()
+
+    def give_up(self) -> None:
+        """Let go of a step that raised: of what is gathered, and of gradients, also of those on their way."""
+        self.reshard()
+        for flat in self.flats:
+            flat.give_up_gradient()
+        self.calls, self.in_backward, self.reduced = 0, False, False

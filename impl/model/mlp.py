@@ -36,6 +36,7 @@ class MLPSize:
 MLP_SIZES = {
     #                   dim  layers
     "mlp-tiny": MLPSize(32, 2, vocab=512),
+    "mlp-short": MLPSize(128, 1, vocab=4_096),  # one block, as each costs a compiler time
     "mlp-mini": MLPSize(128, 3, vocab=4_096),
     "mlp-1024": MLPSize(1024, 3),
     "mlp-4096": MLPSize(4096, 4),

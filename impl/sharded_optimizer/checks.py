@@ -43,20 +43,37 @@ def check_averaged(
 ) -> None:
     """RuntimeError on every rank where the ranks' gradients are not the same: nobody averaged them.
 
-    Reads each gradient once; the ranks exchange how many there are, and their norm.
+    Reads each gradient twice. The ranks exchange how many there are, their norm, and their product with a random tensor
+    that is the same everywhere: the norm alone is one for mirrored inputs, and for tokens in other places.
     """
-    mine = torch.zeros(2, dtype=torch.float64, device=next((p.device for p in parameters), None))
+    mine = torch.zeros(3, dtype=torch.float64, device=next((p.device for p in parameters), None))
     if grads := [p.grad for p in parameters if p.grad is not None]:
         mine[0] = len(grads)
         mine[1] = total_norm(grads)
-    everyone = mine.new_empty(dist.get_world_size(process_group), 2)
+        mine[2] = _projection(grads) / mine[1]
+    everyone = mine.new_empty(dist.get_world_size(process_group), 3)
     collectives.all_gather(everyone.flatten(), mine, process_group)
-    if not torch.allclose(everyone, everyone[0], rtol=1e-6, atol=0, equal_nan=True):
-        says = "; ".join(f"rank {r} has {int(n)} of norm {norm:.6g}" for r, (n, norm) in enumerate(everyone.tolist()))
-        raise RuntimeError(
-            f"the ranks' gradients differ ({says}): average them before step(), or make the optimizer with "
-            "average_gradients=True"
-        )
+    as_large = torch.allclose(everyone[:, :2], everyone[0, :2], rtol=1e-6, atol=0, equal_nan=True)
+    rounding = max([1e-6, *(torch.finfo(p.dtype).eps for p in parameters)])
+    if as_large and torch.allclose(everyone[:, 2], everyone[0, 2], rtol=0, atol=rounding, equal_nan=True):
+        return
+    says = "; ".join(f"rank {r} has {int(n)} of norm {norm:.6g}" for r, (n, norm, _) in enumerate(everyone.tolist()))
+    raise RuntimeError(
+        f"the ranks' gradients differ ({says}{', in other directions' if as_large else ''}): average them before "
+        "step(), or make the optimizer with average_gradients=True"
+    )
+
+
+def _projection(grads: list[Tensor]) -> Tensor:
+    """Their product with a random tensor of the same shapes, in float64: of each, an outer product of two vectors."""
+    generator = torch.Generator(grads[0].device).manual_seed(0)
+    total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
+    for grad in (torch.view_as_real(g) if g.is_complex() else g for g in grads):
+        if grad.numel():
+            matrix = grad.reshape(len(grad) if grad.ndim else 1, -1)
+            rows, columns = (torch.randn(n, generator=generator, device=grad.device) for n in matrix.shape)
+            total += torch.dot(rows.double(), torch.mv(matrix, columns.to(grad.dtype)).double())
+    return total
 
 
 def total_norm(grads: list[Tensor]) -> Tensor:

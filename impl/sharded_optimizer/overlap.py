@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from impl.sharded_optimizer.shards import Bucket
+from impl.sharded_optimizer.shards import ShardedBucket
 
 
 class ForwardOverlap:
@@ -19,7 +19,7 @@ class ForwardOverlap:
     `read_too_early` tells whether something else, such as its parent, has read it all the same.
     """
 
-    def __init__(self, module: nn.Module, bucket_of: Mapping[nn.Parameter, Bucket]) -> None:
+    def __init__(self, module: nn.Module, bucket_of: Mapping[nn.Parameter, ShardedBucket]) -> None:
         self._bucket_of = bucket_of
         weak = weakref.ref(self)
 

@@ -21,14 +21,13 @@ from torch import Tensor, nn
 
 from impl.accounting.sharded_optimizer import BUCKET_MB, IN_FLIGHT, sharded_peak
 from impl.collectives import collectives_for
-from impl.data_parallel.base import call_on_gradient, check_dense
+from impl.data_parallel.base import backward_twice, call_on_gradient, check_dense
+from impl.data_parallel.buckets import partition
 from impl.sharded_optimizer.checks import check_averaged, check_elementwise, check_same_group, total_norm
 from impl.sharded_optimizer.overlap import ForwardOverlap
-from impl.sharded_optimizer.shards import Bucket, Segment, partition
+from impl.sharded_optimizer.shards import Segment, ShardedBucket
 from impl.sharded_optimizer.state import check_state, gather_state, split_state
 from shardmark.registry import TimeBudget, register
-
-BACKWARD_TWICE = "backward ran twice before step(); run all but the last in no_sync()"
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -42,7 +41,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     in buckets of `bucket_mb` (2^20 bytes). A gradient that this rank does not have counts as zero, as in data-parallel
     wrappers. What `.grad` holds between backward and `step`, which lets go of it, is the average in this rank's part
     alone. RuntimeError for a second backward before `step`, unless all but the last are in `no_sync`. Otherwise
-    gradients are averaged already: `step` reads each once and raises RuntimeError on every rank where the ranks differ
+    gradients are averaged already: `step` reads each twice and raises RuntimeError on every rank where the ranks differ
     in them; a parameter without a gradient is left alone, with its state.
 
     `module`: the all-gather of updated parameters overlaps its next forward, where each submodule waits for its own.
@@ -68,9 +67,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._collectives = collectives_for(self.process_group)
         self._make, self._bucket_bytes = optimizer_cls, bucket_mb * 2**20
         self._inner: torch.optim.Optimizer | None = None
-        self._buckets: list[Bucket] = []  # in the order of their reduce-scatters, which all ranks share
-        self._bucket_of: dict[nn.Parameter, Bucket] = {}
-        self._filled: list[Bucket] = []  # in the order in which this backward did
+        self._buckets: list[ShardedBucket] = []  # in the order of their reduce-scatters, which all ranks share
+        self._bucket_of: dict[nn.Parameter, ShardedBucket] = {}
+        self._filled: list[ShardedBucket] = []  # in the order in which this backward did
         self._order_is_learnt = False
         self._next = 0  # the first bucket whose reduce-scatter has not begun
         self._synchronizing = True  # False inside no_sync
@@ -87,8 +86,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         trainable = [p for p in group["params"] if p.requires_grad and p.numel()]
-        runs = partition(trainable[::-1], self._bucket_bytes)  # backward comes to the last parameters first
-        new = [Bucket(run, self.process_group, self._collectives) for run in runs]
+        # backward comes to the last parameters first
+        runs = partition(trainable[::-1], self._bucket_bytes, least_bytes=self._bucket_bytes)
+        new = [ShardedBucket(run, self.process_group, self._collectives) for run in runs]
         for bucket in new:
             dist.broadcast(bucket.flat, group=self.process_group, group_src=0)
             self._bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
@@ -238,7 +238,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         bucket = self._bucket_of[parameter]
         if parameter not in bucket.missing:  # or, even in no_sync, it was added to what is being communicated
-            raise RuntimeError(BACKWARD_TWICE)
+            raise backward_twice("step()")
         if not self._synchronizing:
             return
         check_dense(parameter)

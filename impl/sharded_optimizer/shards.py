@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,21 +26,7 @@ class Segment:
         self.shard.grad = None if grad is None else grad.reshape(-1)[self.start : self.stop]
 
 
-def partition(parameters: Sequence[nn.Parameter], nbytes: float) -> list[list[nn.Parameter]]:
-    """Parameters, in order within their dtype, in runs of at most `nbytes`; one that is larger has its own."""
-    runs: list[list[nn.Parameter]] = []
-    room: dict[torch.dtype, float] = {}  # in the last run of each dtype
-    last: dict[torch.dtype, list[nn.Parameter]] = {}
-    for p in parameters:
-        room[p.dtype] = room.get(p.dtype, 0) - p.nbytes
-        if room[p.dtype] < 0:
-            runs.append([])
-            last[p.dtype], room[p.dtype] = runs[-1], nbytes - p.nbytes
-        last[p.dtype].append(p)
-    return runs
-
-
-class Bucket:
+class ShardedBucket:
     """Parameters of one group and dtype that are communicated together: they become views into one flat tensor.
 
     It is padded to a multiple of the ranks, so that all slices are of `size` elements. Cut to the element, and with no

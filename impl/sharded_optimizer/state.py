@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 from impl.collectives import Collectives
 from impl.data_parallel.base import of_every_rank
-from impl.sharded_optimizer.shards import Bucket, Segment
+from impl.sharded_optimizer.shards import Segment, ShardedBucket
 
 State = dict[str, Any]
 """One parameter's: tensors of its shape, and values that all of its elements share, such as a step count."""
 
 
 def gather_state(
-    buckets: Sequence[Bucket], state: Mapping[Tensor, State], group: dist.ProcessGroup, collectives: Collectives
+    buckets: Sequence[ShardedBucket], state: Mapping[Tensor, State], group: dist.ProcessGroup, collectives: Collectives
 ) -> dict[nn.Parameter, State]:
     """Every rank's part of the state put together, on every rank; parameters without state are left out.
 
-    ValueError for state that is neither of a segment's shape nor a single value.
+    ValueError for state that is neither of a segment's shape nor a single value, without dimensions.
     """
     everyone = of_every_rank([_shared(bucket, state) for bucket in buckets], group)
     gathered: dict[nn.Parameter, State] = {}
@@ -58,13 +58,20 @@ def check_state(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any
         raise ValueError(f"the state is of another model: its groups have {theirs} parameters, the optimizer's {ours}")
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     params = [p for group in groups for p in group["params"]]
-    for i, p in zip(ids, params, strict=True):
-        for name, value in state_dict["state"].get(i, {}).items():
-            if isinstance(value, Tensor) and value.shape != p.shape and value.numel() != 1:
-                raise ValueError(
-                    f"the state is of another model: {name!r} of parameter {i} has shape {tuple(value.shape)}, "
-                    f"and the parameter {tuple(p.shape)}"
-                )
+    tensors = [
+        (i, p, name, value)
+        for i, p in zip(ids, params, strict=True)
+        for name, value in state_dict["state"].get(i, {}).items()
+        if isinstance(value, Tensor)
+    ]
+    elementwise = {name for _, p, name, value in tensors if value.dim() and value.shape == p.shape}
+    for i, p, name, value in tensors:
+        # What all elements share has no dimensions; nor has what a parameter without any keeps, which fits no other.
+        if value.shape != p.shape and (value.dim() or name in elementwise):
+            raise ValueError(
+                f"the state is of another model: {name!r} of parameter {i} has shape {tuple(value.shape)}, "
+                f"and the parameter {tuple(p.shape)}"
+            )
 
 
 def is_elementwise(name: str, value: Any, parameter: Tensor) -> bool:
@@ -72,7 +79,7 @@ def is_elementwise(name: str, value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"
 
 
-def _shared(bucket: Bucket, state: Mapping[Tensor, State]) -> dict[int, State]:
+def _shared(bucket: ShardedBucket, state: Mapping[Tensor, State]) -> dict[int, State]:
     """State of this rank's segments by place: values that all elements share, and for tensors their dtype alone."""
     places = {p: place for place, p in enumerate(bucket.parameters)}
     described: dict[int, State] = {}
@@ -81,7 +88,7 @@ def _shared(bucket: Bucket, state: Mapping[Tensor, State]) -> dict[int, State]:
             entry = described.setdefault(places[segment.parameter], {})
             if isinstance(value, Tensor) and value.shape == segment.shard.shape:
                 entry[name] = value.dtype
-            elif isinstance(value, Tensor) and value.numel() != 1:
+            elif isinstance(value, Tensor) and value.dim():
                 raise ValueError(
                     f"state {name!r} has shape {tuple(value.shape)} where the shard has {tuple(segment.shard.shape)}: "
                     "the optimizer does not treat each element by itself, so its state cannot be put together"
@@ -92,7 +99,7 @@ def _shared(bucket: Bucket, state: Mapping[Tensor, State]) -> dict[int, State]:
 
 
 def _whole(
-    bucket: Bucket,
+    bucket: ShardedBucket,
     name: str,
     dtype: torch.dtype,
     state: Mapping[Tensor, State],

@@ -39,11 +39,11 @@ class OverheadCase(CollectiveCase):
 
 DATA_PARALLEL = Grid(
     smoke=[TrainingStepCase("tiny", batch=2, context=32)],
-    laptop=[TrainingStepCase("mini", batch=2, context=64)],
+    laptop=[TrainingStepCase("mini", batch=2, context=32)],
     paper=[TrainingStepCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
 )
 
-_SIZES = {"smoke": (1, 25), "laptop": (1, 5, 25, 100), "paper": (1, 10, 100, 1000)}  # MB
+_SIZES = {"smoke": (1, 25), "laptop": (1, 10, 100), "paper": (1, 10, 100, 1000)}  # MB
 
 BUCKETS = Grid(
     smoke=[replace(DATA_PARALLEL.smoke[0], bucket_mb=bucket_mb) for bucket_mb in _SIZES["smoke"]],
@@ -65,6 +65,6 @@ BUCKET_MODEL = Grid(
 
 REDUCTIONS = Grid(
     smoke=[ReductionCase("tiny", batch=2, context=32)],
-    laptop=[ReductionCase("mini", batch=2, context=64)],
+    laptop=[ReductionCase("mini", batch=2, context=32)],
     paper=[ReductionCase(case.model, case.batch, case.context) for case in DATA_PARALLEL.paper],
 )

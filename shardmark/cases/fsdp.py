@@ -21,7 +21,7 @@ class FSDPCase(TrainingStepCase):
 
 FSDP = Grid(
     smoke=[FSDPCase("tiny", batch=2, context=32)],
-    laptop=[FSDPCase("mini", batch=2, context=64)],
+    laptop=[FSDPCase("mini", batch=2, context=32)],
     paper=[FSDPCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
 )
 

@@ -87,11 +87,14 @@ def _on_ranks(case: TrainingStepCase, *steps: str, checkpointed: bool = False) -
     ]
 
 
+_SHORT = replace(MLP_LADDER.laptop[0], model="mlp-short")
+
 RANK_RUNGS = Grid(
     smoke=_on_ranks(MLP_LADDER.smoke[0], "eager")[:1],
     laptop=[
-        *_on_ranks(MLP_LADDER.laptop[0], "eager", "compile_model")[:2],
-        *_on_ranks(MLP_LADDER.laptop[0], "eager", checkpointed=True),
+        *_on_ranks(_SHORT, *RANK_STEPS)[: len(RANK_STEPS)],
+        *_on_ranks(_SHORT, "eager")[1:],
+        *_on_ranks(_SHORT, "eager", checkpointed=True),
     ],
     paper=[
         rung
@@ -100,7 +103,9 @@ RANK_RUNGS = Grid(
         for rung in _on_ranks(case, *RANK_STEPS, checkpointed=checkpointed)
     ],
 )
-"""Placements of the compiler, with and without checkpointing, by the dtypes of parameters and of reductions."""
+"""Placements of the compiler, with and without checkpointing, by the dtypes of parameters and of reductions. At laptop
+scale each placement once, and a model of one block, as nearly all of the time there is the compiler's.
+"""
 
 
 def _made(case: RankRung) -> list[RankRung]:

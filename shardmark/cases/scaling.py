@@ -41,6 +41,6 @@ KINDS = ("strong", "weak")
 
 SCALING = Grid(
     smoke=[ScalingCase(kind, "tiny", batch=4, context=32) for kind in KINDS],
-    laptop=[ScalingCase(kind, "mini", batch=4, context=64) for kind in KINDS],
+    laptop=[ScalingCase(kind, "mini", batch=4, context=32) for kind in KINDS],
     paper=[ScalingCase(kind, model, batch=8, context=512) for model in ("small", "large") for kind in KINDS],
 )

@@ -17,6 +17,6 @@ class ShardedStepCase(TrainingStepCase):
 
 SHARDED_OPTIMIZER = Grid(
     smoke=[ShardedStepCase("tiny", batch=2, context=32)],
-    laptop=[ShardedStepCase("mini", batch=2, context=64)],
+    laptop=[ShardedStepCase("mini", batch=2, context=32)],
     paper=[ShardedStepCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
 )

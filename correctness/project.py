@@ -1,0 +1,153 @@
+"""A project of someone's own that uses the plugin: a family of naps, its tests, and runs of them in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmark import registry
+
+ROOT = Path(__file__).parent.parent
+
+CONFTEST = """
+import impl
+pytest_plugins = ["shardmark.plugin"]
+"""
+
+SLEEPS = """
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from shardmark.cases import Grid, Work
+from shardmark.memory import Memory
+from shardmark.passes import IMPLEMENTATION, Measured, Plan, Rounds, timed_steps
+from shardmark.registry import Family, TimeBudget, Unsupported, add_family, register
+
+
+class Contract: ...
+
+
+@dataclass(frozen=True)
+class Naps:
+    length: float
+    nbytes: int = 4000
+    dtype: str = "float32"
+
+    def __str__(self):
+        return f"{self.length}s"
+
+
+add_family(Family("sleep", Contract, reference="plain", check=lambda target, device: None))
+
+
+def formula(case):
+    return case.nbytes
+
+
+register("sleep", "plain", 1.0, memory=formula, time=TimeBudget("slow", 0.9))
+register("sleep", "slow", 4.0, memory=formula, time=TimeBudget("plain", 2.0))
+register("sleep", "greedy", 1.0, memory=lambda case: formula(case) // 2)
+register("sleep", "with_giant", 1.0, memory=formula, time=TimeBudget("giant", 0.9))
+register("sleep", "giant", 2.0, memory=lambda case: 10**17, requires=(lambda device: None,))
+register("sleep", "elsewhere", 1.0, memory=formula, requires=(lambda device: "needs another planet",))
+register("sleep", "dreamt", 1.0, memory=formula, requires_to_measure=(lambda device: "dreams take no time",))
+register("sleep", "light", None, memory=formula)
+long = TimeBudget("plain", 2.0, applies=lambda case, device: case.length > 1)
+register("sleep", "excused", 4.0, memory=formula, time=long)
+register("sleep", "alone", 1.0, memory=formula, time=TimeBudget("light", 1.0))
+
+
+class Sleep:
+    backend = "none"
+
+    def __init__(self, implementation, case, device):
+        self.length = implementation.target and implementation.target * case.length
+        self.kept = torch.empty(1000) if case.nbytes < 2**50 else torch.empty(case.nbytes)
+
+    def prepare(self):
+        pass
+
+    def step(self, mark):
+        if self.length is None:
+            raise Unsupported("light sleeps are not timed")
+        time.sleep(self.length)
+        mark("forward")
+        mark("backward")
+
+
+GRID = Grid(smoke=[Naps(0.001)], laptop=[Naps(0.001), Naps(0.002)], paper=[Naps(0.001), Naps(0.001, nbytes=10**17)])
+
+
+@pytest.mark.family("sleep")
+@pytest.mark.question("How long is a nap?")
+@pytest.mark.cases(GRID)
+def test_nap(implementation, case, measure):
+    rates = lambda seconds: {"flops_per_second": 10 / seconds}
+    measure(Sleep, implementation, case, work=Work(flops=10, bytes_moved=10), rates=rates)
+
+
+@pytest.mark.family("sleep")
+@pytest.mark.cases(GRID)
+def test_goal(implementation, case, measure):
+    measure(Sleep, implementation, case, work=Work(flops=10), time=TimeBudget("slow", 1e-6))
+
+
+@pytest.mark.family("sleep")
+def test_dream(implementation): ...
+
+
+@pytest.mark.family("sleep", only=("plain", "slow"))
+def test_some(implementation): ...
+
+
+@pytest.mark.family("sleep", only=("slow",))
+def test_another(implementation): ...
+
+
+@pytest.mark.family("sleep", only=("plain",))
+@pytest.mark.cases(GRID)
+def test_rounds(implementation, case, measure):
+    amount = Work(flops=10, model_flops=5)
+    measure(Sleep, implementation, case, work=amount, rounds=Rounds(minimum=3, maximum=3, warmups=1))
+
+
+@pytest.mark.family("sleep", only=("plain", "giant"))
+@pytest.mark.cases(GRID)
+def test_first_steps(implementation, case, device, measure):
+    plan = Plan(Sleep, implementation, None, case, device, 1, Rounds())
+    laps = measure.attempt(plan, lambda plan: timed_steps(plan, 4))
+    after = {"0": {"mean": 0.5, "stddev": 0.25}, "1": {"mean": laps[1].seconds, "stddev": 0.0}}
+    measured = Measured("none", Memory(), {IMPLEMENTATION: laps})
+    measure.record(plan, [measured], times={"after_warmups": after})
+"""
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A project of one's own that uses the plugin, with a family of its own."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # or pytest-benchmark disables itself in there
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))  # its own family goes with it
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(test_sleeps=SLEEPS)
+    return pytester
+
+
+def run_project(project: pytest.Pytester, *args: str) -> tuple[pytest.RunResult, dict[str, Any]]:
+    """A run in this process, and its JSON."""
+    rounds = ("--benchmark-min-rounds=7", "--benchmark-max-time=0.01", "--benchmark-quiet")
+    result = project.runpytest_inprocess("--device=cpu", *rounds, "--benchmark-json=out.json", *args)
+    out = project.path / "out.json"
+    return result, json.loads(out.read_text()) if out.exists() else {}
+
+
+def row_of(output: dict[str, Any], name: str) -> dict[str, Any]:
+    entries = [*output["benchmarks"], *output["unmeasured"]]
+    (row,) = [entry["extra_info"] for entry in entries if name in entry["name"]]
+    return row

@@ -1,0 +1,88 @@
+"""accelerate's FSDP2: the same units as a real `Accelerator` makes, and why it does not run where it does not."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from impl.fsdp import accelerated, by_type
+from impl.fsdp.accelerated import AcceleratedFSDP2, requires_accelerate, singled_out
+from impl.model.layers import Block
+from impl.model.sizes import SIZES
+from impl.model.transformer import Transformer
+from shardmark.world import World
+
+
+def _transformer(device: str) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(SIZES["tiny"], context_length=8).to(device)
+
+
+def _units(model: nn.Module) -> list[tuple[str, list[str]]]:
+    """Each unit's name, and the parameters that are in it."""
+    units = {name: part for name, part in model.named_modules() if isinstance(part, FSDPModule)}
+    owned: dict[str, list[str]] = {name: [] for name in units}
+    for name, _ in model.named_parameters():
+        owned[max((u for u in units if not u or name.startswith(f"{u}.")), key=len)].append(name)
+    return sorted(owned.items())
+
+
+def prepared_on_rank(device: str) -> list[list[tuple[str, list[str]]]]:
+    """The units that ours makes, and those of an `Accelerator`, told that it may shard here."""
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    ours = AcceleratedFSDP2(_transformer(device), wrap=by_type(Block, nn.Embedding))
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, OMP_NUM_THREADS="1")
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block", "Embedding"]
+    )
+    accelerator = Accelerator(cpu=device == "cpu", fsdp_plugin=plugin)
+    accelerator.state.fsdp_plugin, accelerator.state.distributed_type = plugin, DistributedType.FSDP
+    model = _transformer(device)
+    theirs, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    return [_units(ours.module), _units(theirs)]
+
+
+@pytest.mark.skipif(requires_accelerate("cpu") is not None, reason=requires_accelerate("cpu") or "")
+def test_units_are_those_that_an_accelerator_makes(pair: World, device: str) -> None:
+    for ours, theirs in pair.run(prepared_on_rank, device):
+        assert ours == theirs
+        assert [name for name, _ in ours] == ["", "blocks.0", "blocks.1", "embedding", "norm"]
+
+
+def test_classes_are_singled_out_by_names_that_only_units_have() -> None:
+    model = _transformer("cpu")
+    assert singled_out(model, [*model.blocks, model.embedding, model.output]) == (Block, nn.Embedding)
+    linears = [part for part in model.modules() if isinstance(part, nn.Linear)]
+    assert singled_out(model, linears) == (type(model.output),)
+    assert singled_out(model, linears[1:]) == ()
+    assert singled_out(model, [model.blocks[0]]) == ()
+
+
+@pytest.mark.parametrize(
+    ("installed", "says"),
+    [
+        (None, "needs the package accelerate"),
+        ("1.9.2", "needs accelerate 1.15 or later, and 1.9.2 is installed"),
+        ("1.15.0", None),
+        ("2.0", None),
+    ],
+)
+def test_where_it_does_not_run_it_says_why(
+    installed: str | None, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if installed is None:
+            raise PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(accelerated, "version", version)
+    assert requires_accelerate("cpu") == says
