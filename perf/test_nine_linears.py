@@ -114,7 +114,7 @@ def test_offload(
 def _measure(
     measure: Measure, implementation: Implementation, case: NineLinearsCase, world: World, device: str
 ) -> None:
-    """Against this question's own formula; a user's own is held to DDP's, as a saving is what it is there for."""
+    """Against this question's own formula; without one (accelerate's, a user's own) against DDP's: to save is its purpose."""
     case = replace(case, ranks=world.size)
     peak = PEAKS.get(implementation.name, PEAKS["ddp"])
     measure(
