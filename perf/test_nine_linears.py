@@ -117,12 +117,13 @@ def _measure(
     """Against this question's own formula, or without one (accelerate's, a user's own) DDP's: to save is its use."""
     case = replace(case, ranks=world.size)
     peak = PEAKS.get(implementation.name, PEAKS["ddp"])
+    kept = implementation.name.endswith("kept") or case.wrap == "whole"  # what backward begins with stays
     measure(
         NineLinearsStep,
         # Formulas and peers that come with implementations are of the language model; the table compares these.
         replace(implementation, memory=partial(peak, device=device), time=None),
         case,
         world_size=world.size,
-        work=work(case, gathered_again=implementation.family == "fsdp" and not implementation.name.endswith("kept")),
+        work=work(case, gathered_again=implementation.family == "fsdp" and not kept),
         slack=1.02,
     )
