@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from correctness.metering import assert_metered
+from correctness.metering import assert_metered, measured
 from impl.accounting.nine_linears import PEAKS, stages, work
 from perf.test_nine_linears import SHARDED, NineLinearsStep
 from shardmark.cases import NineLinearsCase
 from shardmark.cases.nine_linears import WRAPS
-from shardmark.memory import meter
-from shardmark.passes import WARMUPS
 from shardmark.registry import resolve
 from shardmark.world import RankError
 
@@ -23,15 +21,8 @@ FEW, MANY = (NineLinearsCase(48, batch, linears=6) for batch in (24, 192))
 
 def held(name: str, case: NineLinearsCase) -> dict[str, int]:
     """Bytes on this rank at the peak of a step, and after each stage of making it."""
-    with meter("cpu") as memory:
-        step = NineLinearsStep(resolve("data_parallel" if name == "ddp" else "fsdp", name), case, "cpu")
-        for _ in range(WARMUPS):
-            step.prepare()
-            step.step(lambda part: None)
-        memory.stage("warm-up")
-        step.prepare()
-        memory.reset_peak()
-        step.step(lambda part: None)
+    implementation = resolve("data_parallel" if name == "ddp" else "fsdp", name)
+    memory = measured(NineLinearsStep, implementation, case, case.ranks).memory
     return {"peak": memory.peak} | {stage: at.live for stage, at in memory.stages.items()}
 
 

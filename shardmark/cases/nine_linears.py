@@ -39,7 +39,7 @@ class NineLinearsCase:
 
 NINE_LINEARS = Grid(
     smoke=[NineLinearsCase(64, batch=32)],
-    laptop=[NineLinearsCase(256, batch=128)],
+    laptop=[NineLinearsCase(384, batch=192)],
     paper=[NineLinearsCase(16_384, batch=8_192)],
 )
 
