@@ -27,11 +27,14 @@ def held(name: str, case: NineLinearsCase) -> dict[str, int]:
 
 
 def assert_formula(worlds: Any, name: str, case: NineLinearsCase) -> None:
+    if reason := resolve("data_parallel" if name == "ddp" else "fsdp", name).missing("cpu", to_measure=True):
+        pytest.skip(f"{name}: {reason}")
     expected = stages(case, sharded=name != "ddp") | {"peak": PEAKS[name](case)}
-    if name.startswith("fsdp2"):  # a number for each rank and unit, from when it is wrapped
+    if name in ("fsdp2", "fsdp2_kept", "accelerate"):  # a number for each rank and unit, from when it is wrapped
         numbers = 4 * case.ranks * case.linears // case.linears_a_unit
         expected |= {stage: expected[stage] + numbers for stage in ("wrapping", "warm-up")}
-    assert_metered(worlds(case.ranks), [expected] * case.ranks, held, name, case)
+    within = 0.002 if name == "accelerate" else None  # it keeps fewer of those numbers
+    assert_metered(worlds(case.ranks), [expected] * case.ranks, held, name, case, within=within)
 
 
 @pytest.mark.parametrize("name", PEAKS)

@@ -114,7 +114,7 @@ def test_offload(
 def _measure(
     measure: Measure, implementation: Implementation, case: NineLinearsCase, world: World, device: str
 ) -> None:
-    """Against this question's own formula, or without one (accelerate's, a user's own) DDP's: to save is its use."""
+    """Against this question's own formula, or, of a user's own, DDP's: to save is its use."""
     case = replace(case, ranks=world.size)
     peak = PEAKS.get(implementation.name, PEAKS["ddp"])
     kept = implementation.name.endswith("kept") or case.wrap == "whole"  # what backward begins with stays

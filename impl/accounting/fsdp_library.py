@@ -14,8 +14,8 @@ from shardmark.cases import FSDPCase
 class _Units(Step):
     """What both have in common: a unit's parameters are gathered, and its gradients reduced, at once."""
 
-    def __init__(self, case: FSDPCase) -> None:
-        super().__init__(case)
+    def __init__(self, case: FSDPCase, norm_alone: bool = False) -> None:
+        super().__init__(case, norm_alone)
         self.ranks = case.ranks
         self.ledger.take(sum(3 * FLOAT * self.padded(unit) // self.ranks for unit in range(len(self.units))))
 
@@ -60,8 +60,8 @@ class _Fsdp2(_Units):
     the next one's gradients are there, when the next unit but one has been gathered already.
     """
 
-    def __init__(self, case: FSDPCase, kept: bool = False) -> None:
-        super().__init__(case)
+    def __init__(self, case: FSDPCase, kept: bool = False, norm_alone: bool = False) -> None:
+        super().__init__(case, norm_alone)
         self.kept = kept
         self.gathered = self.reduced = 0
 
@@ -83,6 +83,8 @@ class _Fsdp2(_Units):
         return 0
 
     def enter(self, unit: int) -> None:
+        if not self.units[unit]:
+            return
         self.gather(unit)
         before, self.gathered = self.gathered, self._copy_out(unit)
         self.ledger.give(before)
@@ -90,7 +92,7 @@ class _Fsdp2(_Units):
     def leave(self, unit: int) -> None:
         if unit == ROOT:
             self.ledger.give(self.gathered)
-        elif not self.kept:
+        elif not self.kept and unit != self.last_norm:
             self.ledger.give(self.whole(unit))
 
     def enter_backward(self, unit: int) -> None:
@@ -98,12 +100,20 @@ class _Fsdp2(_Units):
             return
         if unit == self.output:
             self.gather(unit)
-        self.ledger.give(self._copy_out(unit))
+        if unit == self.last_norm:
+            unit = self.output  # it is there; what comes next is what comes after the output projection
+        else:
+            self.ledger.give(self._copy_out(unit))
+            if unit == self.output and self.last_norm != ROOT:
+                return
         if unit > EMBEDDING:
             self.gather(unit - 1)
 
     def leave_backward(self, unit: int) -> None:
         take, give = self.ledger.take, self.ledger.give
+        if not self.units[unit]:
+            give(self.reduced)
+            return
         last = self.c * self.values(self.units[unit][-1]) if self.ranks > 1 else 0  # a name still holds it
         give(self.whole(unit), self.reduced)
         self.reduced = self.whole(unit)
@@ -182,6 +192,11 @@ class _Fsdp1(_Units):
 def fsdp2_peak(case: FSDPCase, reshard_after_forward: bool = True) -> int:
     """Bytes at the peak of FSDP2's step, on a rank that has the most rows."""
     return _Fsdp2(case, kept=not reshard_after_forward).peak()
+
+
+def accelerate_peak(case: FSDPCase, reshard_after_forward: bool = True) -> int:
+    """The same where the final norm is a unit, which stays gathered: in backward, blocks are gathered only after it."""
+    return _Fsdp2(case, kept=not reshard_after_forward, norm_alone=True).peak()
 
 
 def fsdp1_peak(case: FSDPCase, backward_prefetch: str | None = "pre", forward_prefetch: bool = False) -> int:

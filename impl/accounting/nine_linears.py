@@ -79,6 +79,7 @@ PEAKS: dict[str, Callable[..., int]] = {
     "fsdp1_forward_prefetch": partial(peak, spread=partial(FSDP1, forward_prefetch=True)),
     "fsdp2": partial(peak, spread=FSDP2),
     "fsdp2_kept": partial(peak, spread=partial(FSDP2, kept=True)),
+    "accelerate": partial(peak, spread=FSDP2),  # there is no norm, which it would make a unit
 }
 """By the names of implementations, of a case and, where it is not the CPU, the `device`."""
 

@@ -30,9 +30,12 @@ def by_rows(parameter: Shape, ranks: int) -> int:
 
 
 class Step:
-    """One step, in which nothing is sharded: gradients stay. Subclasses override what happens at its moments."""
+    """One step, in which nothing is sharded: gradients stay. Subclasses override what happens at its moments.
 
-    def __init__(self, case: FSDPCase) -> None:
+    With `norm_alone` the final norm is a unit of its own, and the last in order.
+    """
+
+    def __init__(self, case: FSDPCase, norm_alone: bool = False) -> None:
         size = SIZES[case.model]
         d, f = size.d_model, size.d_ff
         self.case, self.c, self.ledger = case, BYTES[case.dtype], Ledger()
@@ -43,7 +46,10 @@ class Step:
         self.norm, self.square, self.gate, self.down, self.table = (d,), (d, d), (f, d), (d, f), (size.vocab, d)
         block = [self.norm, *4 * [self.square], self.norm, self.gate, self.down, self.gate]
         self.units: list[list[Shape]] = [[self.norm], [self.table], *size.layers * [block], [self.table]]
-        self.output = len(self.units) - 1
+        self.output, self.last_norm = len(self.units) - 1, ROOT
+        if norm_alone:
+            self.last_norm = len(self.units)
+            self.units = [[], *self.units[1:], [self.norm]]
         rotary, counters = FLOAT * case.context * size.head_dim, FLOAT * sum(map(len, self.units))
         self.ledger.take(rotary + counters + 16 * case.tokens)  # int64 tokens and targets
 
@@ -96,7 +102,11 @@ class Step:
             self._normalize()
             self._feed_forward()
             self.leave(block)
+        if self.last_norm != ROOT:
+            self.enter(self.last_norm)
         self._normalize()
+        if self.last_norm != ROOT:
+            self.leave(self.last_norm)
         self.enter(self.output)
         self._product(self.table, self.logits)
         self.leave(self.output)
@@ -154,7 +164,11 @@ class Step:
         give(self.logits, self.narrow)
         self.reduce(self.table)
         self.leave_backward(self.output)
+        if self.last_norm != ROOT:
+            self.enter_backward(self.last_norm)
         self._normalize_backward(residual=False)
+        if self.last_norm != ROOT:
+            self.leave_backward(self.last_norm)
         for block in reversed(range(EMBEDDING + 1, self.output)):
             self.enter_backward(block)
             self._feed_forward_backward()

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.torch_version import TorchVersion
 
-from impl.accounting.fsdp_library import fsdp2_peak
+from impl.accounting.fsdp_library import accelerate_peak
 from impl.data_parallel.base import PlainStateDict
 from impl.fsdp.library import TorchFSDP2, synchronized_units
 from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy
@@ -105,4 +105,4 @@ def requires_accelerate(device: str) -> str | None:
     return None if TorchVersion(found) >= OLDEST else f"needs accelerate {OLDEST} or later, and {found} is installed"
 
 
-register("fsdp", "accelerate", AcceleratedFSDP2, memory=fsdp2_peak, requires=(requires_accelerate,))
+register("fsdp", "accelerate", AcceleratedFSDP2, memory=accelerate_peak, requires=(requires_accelerate,))
