@@ -1,91 +1,116 @@
 """Full sharding in closed form: bytes at the peak of one rank's training step, and bytes it must send.
 
-Units are the blocks, the embedding, the output projection, and the whole with its final norm. Everything is that of the
-language model's step, but that parameters, their gradients and moments are a rank's part of them, and that full ones
-are there for the units at hand: gathered, gathered ahead, their gradients, and the gradients on their way before those.
+Units are the blocks, the embedding, the output projection, and the whole with its final norm. The peak is followed
+through the language model's step operator by operator, exact on CPU and Gloo.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from impl.accounting.model import activations, training_work
-from impl.model.sizes import SIZES
+from impl.accounting.collectives import reduce_scatter_buffers
+from impl.accounting.model import training_work
+from impl.accounting.transformer import EMBEDDING, FLOAT, ROOT, Shape, Step
 from shardmark.cases import FSDPCase, Work
 
-_FLOAT = 4  # bytes of a float32, which shards, their gradients and moments are
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+class Units(Step):
+    """What ours and PyTorch's have in common: a unit's parameters are gathered, and its gradients reduced, at once.
+
+    A rank has its part of parameters and moments; the part of a gradient comes when that is reduced.
+    """
+
+    def __init__(self, case: FSDPCase, norm_alone: bool = False) -> None:
+        super().__init__(case, norm_alone)
+        self.ranks = case.ranks
+        self.ledger.take(sum(3 * FLOAT * self.padded(unit) // self.ranks for unit in range(len(self.units))))
+
+    def padded(self, unit: int) -> int:
+        """Values of the unit, with what makes them divide by the ranks: end to end, unless a subclass cuts by rows."""
+        return -(-self.values(*self.units[unit]) // self.ranks) * self.ranks
+
+    def whole(self, unit: int) -> int:
+        """Bytes of the unit, gathered."""
+        return self.c * self.padded(unit)
+
+    def gradients(self, unit: int) -> int:
+        """Bytes of its gradients, before they are padded."""
+        return self.c * self.values(*self.units[unit])
 
 
-@dataclass(frozen=True)
-class _Units:
-    """Elements of each unit, padded to a multiple of the ranks."""
+class _Sharded(Units):
+    """Our own. Units are gathered in place, up to `prefetch` ahead, and reduced one at a time, around a ring.
 
-    embedding: int
-    block: int
-    output: int
-    root: int
-    blocks: int
+    A unit's gradients are put into one flat tensor as they come; one that is all there is needs no copy.
+    """
 
-    @property
-    def total(self) -> int:
-        return self.embedding + self.blocks * self.block + self.output + self.root
+    def __init__(self, case: FSDPCase, kept: bool, prefetch: int) -> None:
+        super().__init__(case)
+        self.kept, self.prefetch = kept, prefetch
+        self.gathered: set[int] = set()
+        self.order = [*range(self.output + 1)]  # of forward
+        self.order_of_backward = [self.output, ROOT, *range(self.output - 1, EMBEDDING, -1)]
+        self.unit = ROOT  # whose gradients come
+        self.flat: dict[int, int] = {}  # bytes of the flat tensor that a unit's are in
+        self.reducing: tuple[int, int, int] | None = None  # bytes on their way, of buffers for them, and of what stays
 
+    def gather(self, unit: int, order: list[int]) -> None:
+        """The unit, and those after it."""
+        at = order.index(unit)
+        for each in order[at : at + 1 + self.prefetch]:
+            if each not in self.gathered:
+                self.gathered.add(each)
+                self.ledger.take(self.whole(each))
 
-def _units(case: FSDPCase) -> _Units:
-    size = SIZES[case.model]
-    table = size.vocab * size.d_model
-    block = 4 * size.d_model**2 + 3 * size.d_model * size.d_ff + 2 * size.d_model
-    table, block, root = (-(-n // case.ranks) * case.ranks for n in (table, block, size.d_model))
-    return _Units(table, block, table, root, blocks=size.layers)
+    def release(self, unit: int) -> None:
+        """What was gathered of it."""
+        if unit in self.gathered:
+            self.gathered.remove(unit)
+            self.ledger.give(self.whole(unit))
+
+    def enter(self, unit: int) -> None:
+        self.gather(unit, self.order)
+
+    def leave(self, unit: int) -> None:
+        if unit != ROOT and not self.kept:
+            self.release(unit)
+
+    def enter_backward(self, unit: int) -> None:
+        self.unit = unit
+        for each in (self.output, ROOT) if unit == self.output else (unit,):
+            if each != EMBEDDING:  # the gradient of its table is made of the indices alone
+                self.gather(each, self.order_of_backward)
+
+    def reduce(self, parameter: Shape) -> None:
+        """Its gradient moves into the unit's flat one."""
+        gradient, whole = self.c * self.values(parameter), self.whole(self.unit)
+        if self.unit not in self.flat:
+            self.flat[self.unit] = whole
+            self.ledger.take(whole if gradient < whole else 0)
+        self.ledger.give(gradient if gradient < whole else 0)
+
+    def leave_backward(self, unit: int) -> None:
+        self.release(unit)
+        self._finish_reduction()
+        buffers = reduce_scatter_buffers(self.whole(unit), self.ranks, self.c)
+        self.ledger.take(buffers)
+        self.reducing = self.flat.pop(unit), buffers, FLOAT * self.padded(unit) // self.ranks
+        self.unit = ROOT
+        if unit == ROOT:
+            self._finish_reduction()
+
+    def _finish_reduction(self) -> None:
+        if self.reducing is not None:
+            gradients, buffers, shard = self.reducing
+            self.ledger.give(buffers)
+            self.ledger.take(shard)
+            self.ledger.give(gradients)
+            self.reducing = None
 
 
 def sharded_peak(case: FSDPCase, kept: bool = False, prefetch: int = 1) -> int:
     """Peak in bytes; `kept` where units stay gathered after forward, `prefetch` how many are gathered ahead."""
-    return max(moments(case, kept, prefetch).values())
-
-
-def moments(case: FSDPCase, kept: bool = False, prefetch: int = 1) -> dict[str, int]:
-    """Bytes live at each of the moments that may be the peak."""
-    size, units, n = SIZES[case.model], _units(case), case.ranks
-    c = _BYTES[case.dtype]  # of what is gathered, computed and reduced
-    tokens = case.tokens
-    narrow, wide, logits = (c * tokens * width for width in (size.d_model, size.d_ff, size.vocab))
-    rotary, counters = _FLOAT * case.context * size.head_dim, _FLOAT * (3 + 9 * size.layers)
-    shards = _FLOAT * units.total // n
-    static = 3 * shards + counters + rotary + 16 * tokens + c * units.root  # the whole's own stay gathered
-    kept_activations = activations(size, case.batch, case.context)
-    layer = sum(nbytes for (where, _), nbytes in kept_activations.items() if where.startswith("blocks"))
-    layer = layer // size.layers * c // _FLOAT
-    block, output, embedding = c * units.block, c * units.output, c * units.embedding
-    forward = static + sum(kept_activations.values()) * c // _FLOAT
-    forward += embedding + size.layers * block + output if kept else 0
-
-    def reducing(unit: int) -> int:
-        """A unit's gradients on their way, with the parts that a reduce-scatter around a ring receives."""
-        return unit + min(2, n - 1) * unit // n
-
-    def gathered(*units: int) -> int:
-        return 0 if kept else sum(units[: 1 + prefetch])
-
-    at_output = forward + narrow + output + gathered(output, block)
-    # What the loss and the final norm kept is gone by the last block, and so is the last sum.
-    gate = c * size.d_model * size.d_ff
-    in_block = forward - (logits + 2 * narrow + c * tokens) - (output if kept else 0) + block + gate + 2 * wide
-    ahead = [block] * min(size.layers, 1 + prefetch)
-    next_block = in_block - layer - (block if kept else 0) + _FLOAT * units.output // n
-    more = max(0, (size.layers - 2) * (_FLOAT * units.block // n - layer - (block if kept else 0)))
-    last = static + (embedding if kept else 0) + embedding + shards - _FLOAT * (units.embedding + units.root) // n
-    return {
-        "loss": forward + 2 * logits,
-        "output": at_output,
-        # A gradient that padding follows is copied.
-        "output copied": at_output + (output - logits - narrow if size.vocab * size.d_model % n else 0),
-        "last block": in_block + reducing(output) + gathered(*ahead),
-        "other blocks": next_block + more + reducing(block) + gathered(*ahead[: size.layers - 1]),
-        "embedding": last - _FLOAT * units.block // n + reducing(block) + narrow + 2 * c,
-        "last reduction": last + max(reducing(embedding) - embedding, _FLOAT * units.embedding // n) + 2 * c,
-    }
+    return _Sharded(case, kept, prefetch).peak()
 
 
 def kept_peak(case: FSDPCase) -> int:
@@ -104,13 +129,14 @@ def work(case: FSDPCase, kept: bool = False) -> Work:
     Parameters are gathered for forward and, unless they are kept, for backward, all but the embedding's, whose gradient
     does not read it, and the whole's own; gradients are reduced once: (n-1)/n of their bytes each time.
     """
-    one, units = training_work(case), _units(case)
-    again = 0 if kept else units.blocks * units.block + units.output
-    sent = (2 * units.total + again) * _BYTES[case.dtype] * (case.ranks - 1) // case.ranks
+    one, units = training_work(case), Units(case)
+    every = range(len(units.units))
+    again = () if kept else every[EMBEDDING + 1 :]
+    sent = 2 * sum(map(units.whole, every)) + sum(map(units.whole, again))
     return replace(
         one,
         flops=case.ranks * one.flops,
         model_flops=case.ranks * one.model_flops,
         bytes_moved=case.ranks * one.bytes_moved,
-        bytes_communicated=sent,
+        bytes_communicated=sent * (case.ranks - 1) // case.ranks,
     )

@@ -7,29 +7,13 @@ scratch space that products take in half precision.
 
 from __future__ import annotations
 
-from impl.accounting.transformer import EMBEDDING, FLOAT, ROOT, Step, by_rows
+from impl.accounting.fsdp import Units
+from impl.accounting.transformer import EMBEDDING, FLOAT, ROOT, by_rows
 from shardmark.cases import FSDPCase
 
 
-class _Units(Step):
-    """What both have in common: a unit's parameters are gathered, and its gradients reduced, at once."""
-
-    def __init__(self, case: FSDPCase, norm_alone: bool = False) -> None:
-        super().__init__(case, norm_alone)
-        self.ranks = case.ranks
-        self.ledger.take(sum(3 * FLOAT * self.padded(unit) // self.ranks for unit in range(len(self.units))))
-
-    def padded(self, unit: int) -> int:
-        """Values of the unit, with what makes them divide by the ranks."""
-        raise NotImplementedError
-
-    def whole(self, unit: int) -> int:
-        """Bytes of the unit, gathered."""
-        return self.c * self.padded(unit)
-
-    def gradients(self, unit: int) -> int:
-        """Bytes of its gradients, before they are padded."""
-        return self.c * self.values(*self.units[unit])
+class _Library(Units):
+    """What both have in common: copies, of what is gathered and of what is reduced."""
 
     def gather(self, unit: int) -> None:
         """Its whole, made of all ranks' shards in the dtype of computation, which stays."""
@@ -53,7 +37,7 @@ class _Units(Step):
             self.ledger.give(shard)
 
 
-class _Fsdp2(_Units):
+class _Fsdp2(_Library):
     """Rows over the ranks. What is gathered is copied out into parameters, and gradients are copied to be reduced.
 
     In forward a unit's all-gather stays until the next one's is copied out, in backward what was to be reduced until
@@ -127,7 +111,7 @@ class _Fsdp2(_Units):
             give(self.reduced)
 
 
-class _Fsdp1(_Units):
+class _Fsdp1(_Library):
     """Each unit as one flat parameter, and its gradients copied into a flat one before it goes.
 
     The next unit is gathered before its own gradients are computed ("pre") or after them ("post"). Gathered ahead in
@@ -139,9 +123,6 @@ class _Fsdp1(_Units):
         super().__init__(case)
         self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self.late: list[int] = []
-
-    def padded(self, unit: int) -> int:
-        return -(-self.values(*self.units[unit]) // self.ranks) * self.ranks
 
     def gather(self, unit: int) -> None:
         if self.ranks > 1:
