@@ -33,9 +33,8 @@ def peak(implementation: Implementation, case: TrainingStepCase) -> dict[str, in
 def test_a_narrower_reductions_peak_is_the_formulas(case: ReductionCase, worlds: WorldsBySize) -> None:
     expected = [{"peak": bucketed_peak(case)}] * 2
     bucketed = family("data_parallel").implementations["bucketed"]
-    assert_metered(
-        worlds(2), expected, peak, bucketed, case, within=2e-3
-    )  # the last bucket holds more than the embedding
+    # The last bucket holds more than the embedding.
+    assert_metered(worlds(2), expected, peak, bucketed, case, within=2e-3)
 
 
 def first_steps_peak(implementation: Implementation, case: TrainingStepCase) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -184,7 +184,7 @@ def compilers_files() -> list[str]:
         return [os.environ[name] for name in cold.CACHES]
 
 
-def test_ranks_of_a_host_share_the_first_ones_files(worlds: Callable[[int], World]) -> None:
+def test_ranks_of_a_host_share_the_first_ones_files(worlds: WorldsBySize) -> None:
     assert worlds(2).run(compilers_files) == 2 * [2 * ["rank 0"]]
 
 

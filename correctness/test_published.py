@@ -13,7 +13,7 @@ import pytest
 
 from impl.accounting import mlp
 from impl.accounting import simple_fsdp as simple
-from impl.accounting.nine_linears import PEAKS, stages
+from impl.accounting.nine_linears import SPREADS, peak, stages
 from shardmark.cases import NineLinearsCase, RankRung, TrainingStepCase
 
 FOLDER = Path(__file__).parent.parent / "perf" / "published"
@@ -45,7 +45,7 @@ def odsc() -> dict[Row, float]:
     on a GPU of 80 multiprocessors: which one it was is not told.
     """
     case = NineLinearsCase(16_384, batch=8_192, linears=8, ranks=8)
-    ddp, fsdp = (stages(case, sharded) for sharded in (False, True))
+    ddp, fsdp = (stages(case, SPREADS[name]) for name in ("ddp", "fsdp1"))
     expected: dict[Row, float] = {}
     for name in ("ddp", "fsdp"):
         made = f"{name}, after model creation"
@@ -53,9 +53,9 @@ def odsc() -> dict[Row, float]:
         biases = 8 * 4 * 16_384  # the allocator has them in one block of 2 MiB
         expected[made, "memory reserved"] = ddp["model"] - biases + 2 * MIB
     expected["ddp, after warmup", "memory allocated"] = ddp["warm-up"] + WORKSPACES
-    expected["ddp, after warmup", "peak memory"] = PEAKS["ddp"](case) + WORKSPACES + 80 * MIB
+    expected["ddp, after warmup", "peak memory"] = peak(case, SPREADS["ddp"]) + WORKSPACES + 80 * MIB
     expected["fsdp, after warmup", "memory allocated"] = fsdp["warm-up"] + WORKSPACES
-    expected["fsdp, after warmup", "peak memory"] = PEAKS["fsdp1"](case) + WORKSPACES
+    expected["fsdp, after warmup", "peak memory"] = peak(case, SPREADS["fsdp1"]) + WORKSPACES
     return expected
 
 
@@ -135,8 +135,9 @@ def test_what_is_compiled_stays_below_the_formula_of_eager(case: str, eager: int
     ],
 )
 def test_what_is_checkpointed_and_compiled_is_not_reproduced(case: str, dtype: str, ratio: float) -> None:
-    """So much of what eager checkpointing needs by formula: checkpointing was half undone there when compiled. Options
-    have CUDA graphs among them, whose memory is not seen."""
+    """So much of what eager checkpointing needs by formula: as it seems, a compiler half undid it. Options have CUDA
+    graphs among them, whose memory is not seen.
+    """
     assert published("simple_pytorch")[case, "peak memory"] == pytest.approx(ratio * on_ranks(dtype, True), rel=0.01)
 
 

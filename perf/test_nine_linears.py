@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import mse_loss
 
-from impl.accounting.nine_linears import PEAKS, work
+from impl.accounting.nine_linears import SPREADS, peak, work
 from impl.fsdp.wrapping import by_size, whole
 from impl.model.mlp import square_linears
 from shardmark import cases
@@ -116,12 +116,11 @@ def _measure(
 ) -> None:
     """Against this question's own formula, or, of a user's own, DDP's: to save is its use."""
     case = replace(case, ranks=world.size)
-    peak = PEAKS.get(implementation.name, PEAKS["ddp"])
-    kept = implementation.name.endswith("kept") or case.wrap == "whole"  # what backward begins with stays
+    formula = partial(peak, spread=SPREADS.get(implementation.name, SPREADS["ddp"]), device=device)
     measure(
         NineLinearsStep,
         # Formulas and peers that come with implementations are of the language model; the table compares these.
-        replace(implementation, memory=partial(peak, device=device), time=None),
+        replace(implementation, memory=formula, time=None),
         case,
         world_size=world.size,
         work=work(case, gathered_again=implementation.family == "fsdp" and not kept),

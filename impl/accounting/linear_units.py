@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from impl.accounting.collectives import reduce_scatter_buffers
 from impl.accounting.mlp import Ledger
+from impl.accounting.simple_fsdp import Shards
+from impl.accounting.transformer import by_rows
 from shardmark.cases import NineLinearsCase
 
 FLOAT = 4  # bytes of a float32, which everything is
@@ -15,17 +17,26 @@ FLOAT = 4  # bytes of a float32, which everything is
 class Spread:
     """What is told of backward, and its bytes; subclasses say what each of the ways to spread parameters does then."""
 
+    by_rows = False
+    """Whether the ranks share each parameter's rows; or else a unit's values."""
+
     def __init__(self, case: NineLinearsCase, device: str = "cpu") -> None:
         self.case = case
         self.ledger = Ledger()
         self.take, self.give = self.ledger.take, self.ledger.give
         self.weight, self.bias = FLOAT * case.width**2, FLOAT * case.width
         self.units = case.linears // case.linears_a_unit
-        self.unit = case.linears_a_unit * (self.weight + self.bias)
-        self.shard = -(-self.unit // (FLOAT * case.ranks)) * FLOAT
+        self.gradients = case.linears_a_unit * (self.weight + self.bias)
+        self.shapes = (case.width, case.width), (case.width,)
+        values = sum(by_rows(shape, case.ranks) for shape in self.shapes)
+        flat = -(-self.gradients // (FLOAT * case.ranks)) * FLOAT * case.ranks
+        self.unit = case.linears_a_unit * FLOAT * values if self.by_rows else flat
+        """A unit with what makes it divide by the ranks, as it is gathered."""
+        self.shard = self.unit // case.ranks
         self.offloaded = case.offload and device == "cuda"
         self.kept = 0 if self.offloaded else self.units * self.shard
         """All parameters that are there at any time."""
+        self.kept_gradients = self.kept
 
     def begin(self) -> None:
         """What is there before backward."""
@@ -56,9 +67,10 @@ class Spread:
 class Replicated(Spread):
     """torch DDP: parameters, buckets as large, and gradients that are not in them."""
 
-    def begin(self) -> None:
-        """Parameters and buckets."""
-        self.take(2 * self.units * self.unit)
+    def __init__(self, case: NineLinearsCase, device: str = "cpu") -> None:
+        super().__init__(case, device)
+        self.kept_gradients = self.units * self.gradients
+        self.kept = 2 * self.kept_gradients
 
 
 class Sharded(Spread):
@@ -72,22 +84,21 @@ class Sharded(Spread):
         self.ahead = ahead
         self.gathered = _all(self.units) if kept or self.units == 1 else set()
         self.slots = self.reducing = False
-        self.flat = self.shard * case.ranks
-        self.buffers = reduce_scatter_buffers(self.flat, case.ranks)
+        self.buffers = reduce_scatter_buffers(self.unit, case.ranks)
 
     def begin(self) -> None:
         """Shards, and what stayed."""
-        self.take(self.kept, len(self.gathered) * self.flat)
+        self.take(self.kept, len(self.gathered) * self.unit)
 
     def before(self, unit: int) -> None:
         """It and those ahead are gathered."""
         wanted = set(range(max(1, unit - self.ahead), unit + 1)) - self.gathered
-        self.take(len(wanted) * self.flat)
+        self.take(len(wanted) * self.unit)
         self.gathered |= wanted
 
     def collect(self) -> None:
         """Into the slots."""
-        self.take(0 if self.slots else self.flat)
+        self.take(0 if self.slots else self.unit)
         self.slots = True
         self.give(self.weight + self.bias)
 
@@ -102,7 +113,7 @@ class Sharded(Spread):
         self._finish_reduce()
 
     def _begin_reduce(self) -> None:
-        self.give(self.flat)
+        self.give(self.unit)
         self._finish_reduce()
         self.take(self.buffers)
         self.slots, self.reducing = False, True
@@ -112,7 +123,7 @@ class Sharded(Spread):
             self.give(self.buffers)
             self.keep_gradients()
             self.take(FLOAT)  # the number that the average divides by
-            self.give(FLOAT, self.flat)
+            self.give(FLOAT, self.unit)
 
 
 class FSDP1(Spread):
@@ -156,7 +167,7 @@ class FSDP1(Spread):
 
     def _reduce(self, ahead: int) -> None:
         self.take(self.unit)
-        self.give(self.unit)
+        self.give(self.gradients)
         if self.case.ranks == 1:
             return
         self.give(self.unit)
@@ -177,6 +188,8 @@ class FSDP2(Spread):
 
     What is gathered is copied out into the parameters; gradients' copy stays until the next unit's are there too.
     """
+
+    by_rows = True
 
     def __init__(self, case: NineLinearsCase, device: str = "cpu", kept: bool = False) -> None:
         super().__init__(case, device)
@@ -200,7 +213,10 @@ class FSDP2(Spread):
         """Its gradients are reduced."""
         self.give(self.copied, self.unit)
         self.take(self.unit)
-        self.give(self.unit - self.bias)  # the last one's stays a moment longer
+        padded = self.unit if self.unit > self.gradients else 0  # where rows are uneven, each gradient first
+        self.take(padded)
+        self.give(padded)
+        self.give(self.gradients - self.bias)  # the last one's stays a moment longer
         self.keep_gradients()
         self.take(self.unit, 8 + FLOAT)
         self.give(self.unit, 8 + FLOAT, self.bias)
@@ -215,28 +231,27 @@ class FSDP2(Spread):
 class Simple(Spread):
     """SimpleFSDP: a weight is gathered to be read, and each gradient reduced for itself; one rank does neither."""
 
+    by_rows = True
+
+    def __init__(self, case: NineLinearsCase, device: str = "cpu") -> None:
+        super().__init__(case, device)
+        self.shards = Shards(self.ledger, case.ranks, FLOAT, FLOAT)
+
     def before(self, unit: int) -> None:
         """What goes into the first needs no gradient."""
-        self.read = self.weight if unit > 1 and self.case.ranks > 1 else 0
-        part = self.read // self.case.ranks
-        self.take(self.read, part)
-        self.give(part)
-        self.take(self.read)
-        self.give(self.read)
+        self.read = self.shapes[:1] if unit > 1 else ()
+        self.shards.gather(*self.read)
 
     def compute(self) -> None:
         """The weight is gone before the bias's gradient is summed."""
         self.take(self.weight)
-        self.give(self.read)
+        self.shards.drop(*self.read)
         self.take(self.bias)
 
     def collect(self) -> None:
-        """One after the other; the average divides by a number made for it."""
-        for gradient in (self.bias, self.weight) if self.case.ranks > 1 else ():
-            self.take(gradient // self.case.ranks)
-            self.take(gradient, 8 + FLOAT)
-            self.give(gradient, 8 + FLOAT)
-            self.give(gradient)
+        """One after the other."""
+        for shape in reversed(self.shapes):
+            self.shards.reduce(shape)
 
 
 def _gather(spread: Spread) -> None:

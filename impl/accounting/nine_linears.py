@@ -1,8 +1,9 @@
 """The step of an MLP of square linears in closed form: bytes on one rank, and what the step computes and sends.
 
 The peak is in backward, which is followed here allocation by allocation, exact to the byte on CPU and Gloo but for
-scalars. A = bytes of one layer's activations, u = bytes of one linear, weight and bias. Forward leaves the L - 1
-results of ReLUs, the output and the loss, whose storage PyTorch's mean squared error makes as large as the output.
+scalars, on a rank that has the most rows. A = bytes of one layer's activations, u = bytes of one linear, weight and
+bias. Forward leaves the L - 1 results of ReLUs, the output and the loss, whose storage PyTorch's mean squared error
+makes as large as the output.
 """
 
 from __future__ import annotations
@@ -25,18 +26,14 @@ def linear_bytes(case: NineLinearsCase) -> int:
     return FLOAT * (case.width**2 + case.width)
 
 
-def stages(case: NineLinearsCase, sharded: bool) -> dict[str, int]:
-    """Bytes live after each stage of making the step; `sharded`, or with torch DDP's buckets, as large as the model.
-
-    In the end the gradients are there, and no activations.
-    """
-    data, model = 2 * activation_bytes(case), case.linears * linear_bytes(case)
-    kept = Spread(case).kept if sharded else 2 * model
+def stages(case: NineLinearsCase, spread: Callable[..., Spread] = Replicated) -> dict[str, int]:
+    """Bytes live after each stage of making the step. In the end the gradients are there, and no activations."""
+    data, model, held = 2 * activation_bytes(case), case.linears * linear_bytes(case), spread(case)
     return {
         "data": data,
         "model": data + model,
-        "wrapping": data + kept,
-        "warm-up": data + kept + (kept if sharded else model),
+        "wrapping": data + held.kept,
+        "warm-up": data + held.kept + held.kept_gradients,
     }
 
 
@@ -67,28 +64,29 @@ def peak(case: NineLinearsCase, spread: Callable[..., Spread] = Replicated, devi
     return held.ledger.peak
 
 
-PEAKS: dict[str, Callable[..., int]] = {
-    "ddp": peak,
-    "sharded_plain": partial(peak, spread=partial(Sharded, ahead=0)),
-    "sharded": partial(peak, spread=Sharded),
-    "sharded_kept": partial(peak, spread=partial(Sharded, kept=True)),
-    "simple": partial(peak, spread=Simple),
-    "fsdp1": partial(peak, spread=FSDP1),
-    "fsdp1_post": partial(peak, spread=partial(FSDP1, backward_prefetch="post")),
-    "fsdp1_no_prefetch": partial(peak, spread=partial(FSDP1, backward_prefetch=None)),
-    "fsdp1_forward_prefetch": partial(peak, spread=partial(FSDP1, forward_prefetch=True)),
-    "fsdp2": partial(peak, spread=FSDP2),
-    "fsdp2_kept": partial(peak, spread=partial(FSDP2, kept=True)),
-    "accelerate": partial(peak, spread=FSDP2),  # there is no norm, which it would make a unit
+SPREADS: dict[str, Callable[..., Spread]] = {
+    "ddp": Replicated,
+    "sharded_plain": partial(Sharded, ahead=0),
+    "sharded": Sharded,
+    "sharded_kept": partial(Sharded, kept=True),
+    "simple": Simple,
+    "fsdp1": FSDP1,
+    "fsdp1_post": partial(FSDP1, backward_prefetch="post"),
+    "fsdp1_no_prefetch": partial(FSDP1, backward_prefetch=None),
+    "fsdp1_forward_prefetch": partial(FSDP1, forward_prefetch=True),
+    "fsdp2": FSDP2,
+    "fsdp2_kept": partial(FSDP2, kept=True),
+    "accelerate": FSDP2,  # there is no norm, which it would make a unit
 }
-"""By the names of implementations, of a case and, where it is not the CPU, the `device`."""
+"""By the names of implementations."""
 
 
 def work(case: NineLinearsCase, gathered_again: bool) -> Work:
     """All ranks' FLOPs and least bytes, and what each rank must send.
 
     Three products a linear, but for the gradient of what goes into the first; weights read twice, gradients written,
-    and both read and one written by SGD. Shards that are not kept whole are gathered again for backward.
+    and both read and one written by SGD. Units that are not kept whole are `gathered_again` for backward, but where
+    one has everything: that stays in any case, as backward begins with it.
     """
     parameters = case.linears * linear_bytes(case)
     flops = 2 * case.batch * case.width**2 * (3 * case.linears - 1)
@@ -96,6 +94,6 @@ def work(case: NineLinearsCase, gathered_again: bool) -> Work:
     return Work(
         flops=case.ranks * flops,
         bytes_moved=case.ranks * 6 * parameters,
-        bytes_communicated=(3 if gathered_again else 2) * once,
+        bytes_communicated=(3 if gathered_again and case.linears_a_unit < case.linears else 2) * once,
         model_flops=case.ranks * flops,
     )

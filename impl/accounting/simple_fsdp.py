@@ -93,7 +93,7 @@ class _Simple(Step):
 
     def __init__(self, case: FSDPCase) -> None:
         super().__init__(case)
-        self.shards = _Shards(self.ledger, case.ranks, self.c, _STORED)
+        self.shards = Shards(self.ledger, case.ranks, self.c, _STORED)
         self.ledger.take(3 * sum(self.shards.stored(parameter) for unit in self.units for parameter in unit))
 
     def read(self, parameter: Shape) -> None:
@@ -112,7 +112,7 @@ def transformer_peak(case: FSDPCase) -> int:
 
 
 @dataclass(frozen=True)
-class _Shards:
+class Shards:
     """What collectives of one parameter, rows over the ranks, take and give: gathered in c bytes, reduced in q."""
 
     ledger: Ledger
@@ -176,7 +176,7 @@ class _Rank:
     def __post_init__(self) -> None:
         self.size = MLP_SIZES[self.case.model]
         self.c, self.q = _BYTES[self.case.dtype], _BYTES[self.case.reduce_dtype]
-        shards = _Shards(self.ledger, self.case.ranks, self.c, self.q)
+        shards = Shards(self.ledger, self.case.ranks, self.c, self.q)
         self.gather, self.drop, self.reduce = shards.gather, shards.drop, shards.reduce
         self.stream = self.c * self.case.tokens * self.size.dim
         self.hidden = self.c * self.case.tokens * self.size.hidden
