@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -105,6 +106,36 @@ def update_groups(device: str) -> list[tuple[int, float, int]]:
 
 def test_what_an_optimizer_writes_into_its_groups_is_kept_once_a_step(world: World, device: str) -> None:
     assert world.run(update_groups, device) == [[(3, 1 / 8, 2), (3, 2 / 8, 2)]] * world.size
+
+
+class RaisingOnce(torch.optim.SGD):
+    """Raises in its sixth step."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        if self.steps == 6:
+            raise ZeroDivisionError
+        super().step(closure)
+
+
+def update_after_one_that_raised(device: str) -> tuple[Tensor, Tensor]:
+    """A bias's gradient in a step after one in which the optimizer raised at the second of four buckets, and before."""
+    model = BucketedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device), bucket_mb=1e-5)
+    optimizer, gradients = RaisingOnce(model.parameters(), lr=0.0), []
+    for raises in (False, True, False):
+        optimizer.zero_grad()
+        model(torch.full((1, 2), dist.get_rank() + 1.0, device=device)).sum().backward()
+        with pytest.raises(ZeroDivisionError) if raises else nullcontext():
+            model.finish_gradient_synchronization(optimizer)
+        gradients.append(model.module[0].weight.grad.cpu().clone())
+    return gradients[2], gradients[0]
+
+
+def test_the_step_after_one_in_which_the_optimizer_raised_is_as_any_other(world: World, device: str) -> None:
+    for after, before in world.run(update_after_one_that_raised, device):
+        assert torch.equal(after, before)
 
 
 def update_in_no_sync(device: str) -> str:

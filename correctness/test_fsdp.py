@@ -178,6 +178,18 @@ def test_to_wrap_twice_is_one_line(implementation: Implementation, world: World,
             )
 
 
+def wrap_without_parameters(implementation: Implementation) -> None:
+    with pytest.raises(
+        ValueError, match=r"^Sequential has no trainable parameters, so there is no gradient to average$"
+    ):
+        _wrap(implementation, nn.Sequential(nn.ReLU()))
+
+
+@pytest.mark.family("fsdp", only=("sharded", "simple", "fsdp1", "fsdp2"))
+def test_a_module_without_parameters_is_one_line(implementation: Implementation, world: World) -> None:
+    world.run(wrap_without_parameters, implementation)
+
+
 def mixed_precision_on_rank(name: str, device: str, reduce_dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Averaged gradients of float32 parameters in bfloat16, or as they are in float64."""
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -145,6 +145,13 @@ def wrong_checkpoints_on_rank(directory: Path, device: str) -> list[str]:
     dist.barrier()
     with torch.no_grad():
         said.append(_said(load, whole, model))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (whole / ".metadata").write_bytes(b"")
+    dist.barrier()
+    said.append(_said(load, whole, model))
+    optimizer.state[next(model.parameters())] = {"step": 1}
+    said.append(_said(save, directory / "counted", model, optimizer))
     assert all(torch.equal(before[key], value) for key, value in _state(model).items())
     return said
 
@@ -153,7 +160,7 @@ def test_directories_that_cannot_be_used_are_one_line(
     worlds: Callable[[int], World], tmp_path: Path, device: str
 ) -> None:
     for said in worlds(2).run(wrong_checkpoints_on_rank, tmp_path, device):
-        nowhere, saved, again, no_optimizer, other, dtype, cut = said
+        nowhere, saved, again, no_optimizer, other, dtype, cut, empty, counted = said
         assert nowhere.endswith("nowhere holds no complete checkpoint: it has no .metadata")
         assert saved == "nothing"
         assert again.endswith("whole exists already, and a checkpoint is written once")
@@ -161,6 +168,8 @@ def test_directories_that_cannot_be_used_are_one_line(
         assert other.endswith(f"is of another model: 'weight' is missing there and (2, {DIM}) of torch.float32 here")
         assert f"'0.weight' is (20, {DIM}) of torch.float64 there and (20, {DIM}) of torch.float32 here" in dtype
         assert "holds no complete checkpoint" in cut and cut.endswith("is missing or cut off")
+        assert empty.endswith("whole holds no complete checkpoint: its .metadata cannot be read")
+        assert counted.startswith("the optimizer's state 'step' of '0.weight' is of type int, and tensors alone are")
 
 
 def alone_on_rank(directory: Path, device: str) -> list[str]:

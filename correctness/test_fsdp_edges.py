@@ -160,6 +160,21 @@ def test_wrong_uses_are_one_line_on_every_rank(world: World, device: str) -> Non
             assert line.startswith(wanted) and "\n" not in line
 
 
+def clip_halves_on_rank(device: str) -> tuple[float, float]:
+    """The norm of float16 gradients whose squares float16 cannot hold, and their sum once they are clipped to it."""
+    model = FullyShardedDataParallel(nn.Linear(4, 4, bias=False).to(device, torch.float16))
+    model(torch.full((1, 4), 128.0, device=device, dtype=torch.float16)).sum().backward()
+    model.finish_gradient_synchronization()
+    norm = model.clip_grad_norm_(4.0).item()
+    return norm, sum(p.grad.float().sum().item() for p in model.parameters())
+
+
+def test_half_precision_gradients_of_large_norm_are_clipped_and_not_lost(world: World, device: str) -> None:
+    ranks = world.run(clip_halves_on_rank, device)
+    assert [norm for norm, _ in ranks] == [128.0 * 4] * world.size
+    assert sum(clipped for _, clipped in ranks) == 16.0
+
+
 def let_go_on_rank(device: str) -> bool:
     model = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device))
     model(torch.ones(1, 4, device=device)).sum().backward()

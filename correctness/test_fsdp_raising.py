@@ -1,4 +1,4 @@
-"""A step that raises: the next one is clean, or there is one line that says why not."""
+"""A step that raises, or is thrown away: the next one is clean, or there is one line that says why not."""
 
 from __future__ import annotations
 
@@ -166,6 +166,29 @@ def test_after_a_step_that_raised_the_next_is_clean(
                 "optimizer.step() before finish_gradient_synchronization()",
             ]
         )
+
+
+def throw_a_step_away(of_the_model: bool, device: str) -> dict[str, Tensor]:
+    """The state after a step before which another was thrown away, between its backward and its synchronization."""
+    model = FullyShardedDataParallel(trapped(device), wrap=by_type(nn.Linear, Trap))
+    optimizer, own = adam(model), share(dist.get_rank())
+    x, y = batch(2, dist.get_world_size(), device)
+    loss(model, x[own], y[own]).backward()
+    (model if of_the_model else optimizer).zero_grad()
+    step_on_rank(model, 0, device)
+    optimizer.step()
+    return {name: full.cpu() for name, full in model.gather_full_parameters().items()}
+
+
+@pytest.mark.parametrize("of_the_model", [True, False], ids=["model", "optimizer"])
+def test_nothing_of_a_step_that_zero_grad_throws_away_comes_into_the_next(
+    world: World, of_the_model: bool, device: str
+) -> None:
+    plain = trapped("cpu")
+    optimizer = adam(plain)
+    loss(plain, *batch(0, world.size, "cpu")).backward()
+    optimizer.step()
+    assert_equal_states(world.run(throw_a_step_away, of_the_model, device), plain.state_dict())
 
 
 class Branching(nn.Module):

@@ -95,10 +95,14 @@ class BucketedDataParallel(DataParallel):
         if not self._order_is_learnt:
             self._learn_order(arrived)  # before an optimizer has made its state, so that there is room
         *of_buckets, of_others = _param_groups(optimizer, self._buckets)
-        for bucket, parts in zip(self._buckets, of_buckets, strict=True):
-            bucket.finish()
-            _step(optimizer, parts)
-        _step(optimizer, of_others)
+        try:
+            for bucket, parts in zip(self._buckets, of_buckets, strict=True):
+                bucket.finish()
+                _step(optimizer, parts)
+            _step(optimizer, of_others)
+        finally:
+            for bucket in self._buckets:
+                bucket.finish()  # also where the optimizer raised, so that the next step begins anew
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         super()._on_gradient(parameter)

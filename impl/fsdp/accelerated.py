@@ -44,10 +44,8 @@ class AcceleratedFSDP2(TorchFSDP2):
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
     ) -> None:
-        from accelerate.utils import (
-            FullyShardedDataParallelPlugin,
-            fsdp2_prepare_model,
-        )  # a second that others need not
+        # Here, as it takes a second that others need not wait.
+        from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model
 
         PlainStateDict.__init__(self)
         _, *units = synchronized_units(module, wrap, process_group)

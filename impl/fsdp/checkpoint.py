@@ -169,6 +169,11 @@ def _optimizer_state(model: FullyShardedDataParallel, optimizer: Optimizer) -> d
     names = _names(model, optimizer)
     for name, parameter, shape, own in _parameters(model):
         for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"the optimizer's state {key!r} of {name!r} is of type {type(value).__name__}, and tensors alone "
+                    "are saved: keep it as one, without dimensions"
+                )
             if value.shape == parameter.shape:
                 state[f"{_SHARDED}.{key}.{name}"] = pieces(value, shape, own)
             else:
@@ -237,7 +242,10 @@ def _complete(directory: Path) -> Metadata:
     """What the checkpoint holds; ValueError where not all of it is there."""
     if not (directory / ".metadata").is_file():
         raise ValueError(f"{directory} holds no complete checkpoint: it has no .metadata")
-    metadata = dcp.FileSystemReader(directory).read_metadata()
+    try:
+        metadata = dcp.FileSystemReader(directory).read_metadata()
+    except Exception as error:
+        raise ValueError(f"{directory} holds no complete checkpoint: its .metadata cannot be read") from error
     for place in (metadata.storage_data or {}).values():
         file = directory / place.relative_path
         if not file.is_file() or file.stat().st_size < place.offset + place.length:

@@ -104,10 +104,10 @@ class TorchFSDP1(PlainStateDict):
         prefetch = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, None: None}
         if backward_prefetch not in prefetch:
             raise ValueError(f'backward_prefetch is "pre", "post" or None, got {backward_prefetch!r}')
-        device = next(module.parameters()).device
-        if cpu_offload and device.type == "cpu":
+        if cpu_offload and all(parameter.device.type == "cpu" for parameter in module.parameters()):
             raise Unsupported("FSDP1 offloads to the CPU from an accelerator alone")
         units = synchronized_units(module, wrap, process_group)
+        device = next(module.parameters()).device
         self.module = FSDP1(
             module,
             process_group=process_group or dist.group.WORLD,

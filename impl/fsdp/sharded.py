@@ -23,7 +23,7 @@ from impl.collectives import collectives_for
 from impl.data_parallel.base import PlainStateDict, check_same_module
 from impl.fsdp.backward import BackwardPasses, backward_runs
 from impl.fsdp.order import Order
-from impl.fsdp.splitting import split
+from impl.fsdp.splitting import device_of, split
 from impl.fsdp.units import Sharding, Unit
 from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, check_plain, mark_spread
 from shardmark.registry import TimeBudget, register
@@ -50,6 +50,9 @@ class FullyShardedDataParallel(PlainStateDict):
     Where forward raises, on every rank, it lets go of all that is gathered or under way. Where backward does,
     `zero_grad()` here or the next forward does, and nothing of it comes into another step; but what had been reduced
     by then is in `.grad`, as without sharding, for the optimizer's `zero_grad()` as well.
+
+    `zero_grad()` here throws away a backward that is not synchronized yet. An optimizer's is noticed at the next
+    forward, if it sets gradients to None and there were any by then, as there are in a model of three units.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class FullyShardedDataParallel(PlainStateDict):
         self.module = module
         self.process_group = group
         self.reshard_after_forward = reshard_after_forward
-        device = _device_of(module, device)
+        device = device_of(module, device)
         self.sharding = Sharding(
             group, compute_dtype, reduce_dtype, device, torch.device("cpu") if cpu_offload else device
         )
@@ -108,8 +111,8 @@ class FullyShardedDataParallel(PlainStateDict):
         self._unsynchronized = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """torch's; what a backward that raised has left is given up."""
-        if self._backwards:
+        """torch's; what a backward has left that raised, or was not synchronized, is given up."""
+        if self._backwards or self._unsynchronized:
             self._give_up()
         super().zero_grad(set_to_none)
 
@@ -136,8 +139,8 @@ class FullyShardedDataParallel(PlainStateDict):
         if self._unsynchronized:
             raise RuntimeError("clip_grad_norm_() before finish_gradient_synchronization()")
         gradients = [p.grad for p in self._trainable() if p.grad is not None]
-        # One dtype on every rank, also where a rank has no elements, or parameters of several dtypes.
-        dtype = reduce(torch.promote_types, (p.dtype for p in self._trainable()))
+        # One dtype on every rank, also where one has no elements, or several dtypes, and squares that do not overflow.
+        dtype = reduce(torch.promote_types, (p.dtype for p in self._trainable()), torch.float32)
         norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients if gradient.numel()]
         total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=dtype)
         total = total.to(self.sharding.device)
@@ -212,7 +215,9 @@ class FullyShardedDataParallel(PlainStateDict):
 
     def _begin_step(self) -> None:
         """What is gathered is of before the optimizer's step; what an earlier backward left is its own to reduce."""
-        if self._backwards:  # one raised
+        arrived = [p for unit in self.units for p in unit.arrived]
+        let_go = bool(arrived) and all(p.grad is None for p in arrived)  # by an optimizer's zero_grad()
+        if self._backwards or let_go:  # one raised, or is thrown away
             self._give_up()
         elif self._unsynchronized:
             self._finish_backward()
@@ -256,14 +261,6 @@ def _check_options(
     for name, depth in {"forward_prefetch": forward_prefetch, "backward_prefetch": backward_prefetch}.items():
         if not isinstance(depth, int) or depth < 0:
             raise ValueError(f"{name} is how many units to gather ahead, from 0 on, got {depth!r}")
-
-
-def _device_of(module: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Where to compute: as asked, or where the module is; for one on meta, the default device."""
-    if device is not None:
-        return torch.device(device)
-    own = next(module.parameters()).device
-    return torch.get_default_device() if own.type == "meta" else own
 
 
 def _refuse_unsynchronized_steps(model: FullyShardedDataParallel) -> None:

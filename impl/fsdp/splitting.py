@@ -36,6 +36,14 @@ def split(module: nn.Module, wrap: Policy, sharding: Sharding) -> list[Unit]:
     return units
 
 
+def device_of(module: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Where to compute: as asked, or where the module is; for one on meta, the default device."""
+    if device is not None:
+        return torch.device(device)
+    own = next(module.parameters()).device
+    return torch.get_default_device() if own.type == "meta" else own
+
+
 def shared_between(module: nn.Module, roots: list[nn.Module]) -> str | None:
     """The name of a parameter that modules of several units share."""
     owners = _innermost(module, roots)

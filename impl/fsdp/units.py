@@ -127,7 +127,12 @@ class Flat:
     @property
     def has_gradient(self) -> bool:
         """Whether backward has produced one that is not being reduced."""
-        return self._gradient is not None and self._reducing is None
+        return self._gradient is not None and not self.reducing
+
+    @property
+    def reducing(self) -> bool:
+        """Whether a reduction is under way."""
+        return self._reducing is not None
 
     def begin_reduce(self) -> None:
         """Begin to sum the gradients over the ranks; one that this rank does not have counts as zero."""
@@ -272,6 +277,12 @@ class Unit:
         """Wait for the gradients of this rank's shards."""
         for flat in self.flats:
             flat.finish_reduce()
+
+    @property
+    def arrived(self) -> list[nn.Parameter]:
+        """This rank's shards whose gradient of this step is there, unless somebody has let go of it since."""
+        flats = [flat for flat in self.flats if flat.trainable and self.reduced and not flat.reducing]
+        return [parameter for flat in flats for parameter in flat.parameters]
 
     def give_up(self) -> None:
         """Let go of a step that raised: of what is gathered, and of gradients, also of those on their way."""
