@@ -32,6 +32,10 @@ ALL = OWN + OTHERS
 SOME = ("sharded", "fsdp1", "fsdp2", "simple")
 
 
+def test_no_implementation_goes_without_a_formula_of_its_own() -> None:
+    assert {*ALL, "accelerate"} == set(family("fsdp").implementations)
+
+
 def peak(name: str, case: FSDPCase) -> dict[str, int]:
     """Of a step, on this rank."""
     return {name: peak_of_a_step(FSDPStep, family("fsdp").implementations[name], case)}

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import mse_loss
 
-from impl.accounting.nine_linears import SPREADS, peak, work
+from impl.accounting.nine_linears import SPREADS, peak, stages, work
 from impl.fsdp.wrapping import by_size, whole
 from impl.model.mlp import square_linears
 from shardmark import cases
@@ -116,13 +116,18 @@ def _measure(
 ) -> None:
     """Against this question's own formula, or, of a user's own, DDP's: to save is its use."""
     case = replace(case, ranks=world.size)
-    formula = partial(peak, spread=SPREADS.get(implementation.name, SPREADS["ddp"]), device=device)
+    spread = SPREADS.get(implementation.name, SPREADS["ddp"])
+    formula = partial(peak, spread=spread, device=device)
+    kept = implementation.family != "fsdp" or implementation.name.endswith("kept") or case.wrap == "whole"
+    # By itself the first linear is not gathered again: its input needs no gradient.
+    again = 0 if kept else case.linears - (implementation.name == "simple")
     measure(
         NineLinearsStep,
         # Formulas and peers that come with implementations are of the language model; the table compares these.
         replace(implementation, memory=formula, time=None),
         case,
         world_size=world.size,
-        work=work(case, gathered_again=implementation.family == "fsdp" and not kept),
+        work=work(case, gathered_again=again),
         slack=1.02,
+        stages=stages(case, spread),
     )

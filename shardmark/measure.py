@@ -53,7 +53,7 @@ class Measure:
 
     With `profiled` one more step runs under the profiler, and what that makes of the first rank's profile is the row's
     "kernels". `activations`, bytes by module and operator, stand beside those metered of a workload that tells the
-    kinds of its tensors.
+    kinds of its tensors, `stages`, bytes live, beside those of one that tells stages.
     """
 
     def __init__(self, session: Session, item: pytest.Item, benchmark: Any) -> None:
@@ -75,6 +75,7 @@ class Measure:
         rounds: Rounds | None = None,
         profiled: Callable[[StepProfile], Row] | None = None,
         activations: Mapping[tuple[str, str], int] | None = None,
+        stages: Mapping[str, int] | None = None,
     ) -> Row:
         """Returns the row."""
         __tracebackhide__ = True
@@ -91,7 +92,15 @@ class Measure:
             plan, lambda plan: session.worlds.get(world_size).run(measure, plan, deadline=CASE_DEADLINE), slack
         )
         return self.record(
-            plan, ranks, time_budget, memory_budget, work, rates, profiled=profiled, activations=activations
+            plan,
+            ranks,
+            time_budget,
+            memory_budget,
+            work,
+            rates,
+            profiled=profiled,
+            activations=activations,
+            stages=stages,
         )
 
     def attempt(self, plan: Plan, run: Callable[[Plan], list[T]], slack: float = MEMORY_SLACK) -> list[T]:

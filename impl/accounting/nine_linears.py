@@ -81,12 +81,11 @@ SPREADS: dict[str, Callable[..., Spread]] = {
 """By the names of implementations."""
 
 
-def work(case: NineLinearsCase, gathered_again: bool) -> Work:
+def work(case: NineLinearsCase, gathered_again: int) -> Work:
     """All ranks' FLOPs and least bytes, and what each rank must send.
 
     Three products a linear, but for the gradient of what goes into the first; weights read twice, gradients written,
-    and both read and one written by SGD. Units that are not kept whole are `gathered_again` for backward, but where
-    one has everything: that stays in any case, as backward begins with it.
+    and both read and one written by SGD. So many linears are `gathered_again` for backward.
     """
     parameters = case.linears * linear_bytes(case)
     flops = 2 * case.batch * case.width**2 * (3 * case.linears - 1)
@@ -94,6 +93,6 @@ def work(case: NineLinearsCase, gathered_again: bool) -> Work:
     return Work(
         flops=case.ranks * flops,
         bytes_moved=case.ranks * 6 * parameters,
-        bytes_communicated=(3 if gathered_again and case.linears_a_unit < case.linears else 2) * once,
+        bytes_communicated=2 * once + once * gathered_again // case.linears,
         model_flops=case.ranks * flops,
     )

@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 from impl.accounting.fsdp_library import accelerate_peak
 from impl.data_parallel.base import PlainStateDict
 from impl.fsdp.library import TorchFSDP2, synchronized_units
-from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy
+from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, mark_spread
 from shardmark.registry import register
 
 OLDEST = "1.15"
@@ -82,6 +82,7 @@ class AcceleratedFSDP2(TorchFSDP2):
             is_main_process=dist.get_rank(group) == 0,
         )
         self.module = fsdp2_prepare_model(accelerator, module)
+        mark_spread(module)
 
 
 def singled_out(module: nn.Module, units: list[nn.Module]) -> tuple[type[nn.Module], ...]:

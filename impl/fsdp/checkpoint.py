@@ -10,7 +10,9 @@ these. Each rank writes and reads its own part alone.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,11 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from impl.data_parallel.base import of_every_rank
-from impl.fsdp.pieces import LoadPlanner, SavePlanner, pieces
+from impl.fsdp.pieces import LoadPlanner, Pieces, SavePlanner, pieces
 from impl.fsdp.sharded import FullyShardedDataParallel
 
 T = TypeVar("T")
@@ -35,7 +38,7 @@ def save(directory: str | Path, model: FullyShardedDataParallel, optimizer: Opti
 
     It has that name when it is complete, and another until then: a save that fails leaves nothing, one that is killed a
     `.partial` which the next of that name removes. ValueError, the same on every rank, where `directory` exists for one
-    of them, or they do not see the same file system.
+    of them, or they do not see the same file system; RuntimeError where it cannot be written.
     """
     directory, group = Path(directory), model.process_group
     partial, first = directory.with_name(f"{directory.name}.partial"), dist.get_rank(model.process_group) == 0
@@ -43,7 +46,8 @@ def save(directory: str | Path, model: FullyShardedDataParallel, optimizer: Opti
     try:
         _together(group, lambda: first and _make_anew(partial))
         state = _together(group, lambda: _whole_state(partial, model, optimizer))
-        dcp.save(state, checkpoint_id=partial, planner=SavePlanner(flatten_state_dict=False), process_group=group)
+        with _in_one_line(f"{directory} cannot be written"):
+            dcp.save(state, checkpoint_id=partial, planner=SavePlanner(flatten_state_dict=False), process_group=group)
         _together(group, lambda: first and partial.rename(directory))
     except BaseException:
         if first:
@@ -56,7 +60,8 @@ def load(directory: str | Path, model: FullyShardedDataParallel, optimizer: Opti
 
     ValueError, in one line, the same on every rank and before anything is changed, for a directory that holds no
     complete checkpoint, one of another model, in shapes or dtypes, or one of an optimizer with other settings or other
-    parameters in a group; their order may differ.
+    parameters in a group; their order may differ. RuntimeError, as early, where its files cannot be read: so there is
+    one more shard of everything for a moment.
     """
     directory, group = Path(directory), model.process_group
     metadata, state = _together(group, lambda: _found(directory, model, optimizer))
@@ -66,7 +71,10 @@ def load(directory: str | Path, model: FullyShardedDataParallel, optimizer: Opti
         groups = _read(directory, model, {_GROUPS: None})[_GROUPS]
         _together(group, lambda: _check_same_groups(directory, model, optimizer, groups))
         moments = _empty_moments(model, metadata, state)
-    _read(directory, model, state)
+    read = _read(directory, model, {name: _room(value) for name, value in state.items()})
+    for name, value in state.items():
+        for own, new in zip(_tensors(value), _tensors(read[name]), strict=True):
+            own.copy_(new)
     if optimizer is not None:
         _put(optimizer, moments, groups)
 
@@ -132,8 +140,30 @@ def _found(
 def _read(directory: str | Path, model: FullyShardedDataParallel, state: dict[str, Any]) -> dict[str, Any]:
     """Fill `state`, and give it back."""
     planner = LoadPlanner(flatten_state_dict=False)
-    dcp.load(state, checkpoint_id=directory, planner=planner, process_group=model.process_group)
+    with _in_one_line(f"{directory} cannot be read"):
+        dcp.load(state, checkpoint_id=directory, planner=planner, process_group=model.process_group)
     return state
+
+
+@contextmanager
+def _in_one_line(what: str) -> Iterator[None]:
+    """RuntimeError in place of what torch.distributed.checkpoint raises, on every rank: the first rank's failure."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (failure, _) = next(iter(error.failures.items()))
+        raise RuntimeError(f"{what}: {_line(failure)} (on rank {rank})") from error
+
+
+def _room(value: Pieces | Tensor) -> Pieces | Tensor:
+    """As much, for other values."""
+    if isinstance(value, Tensor):
+        return torch.empty_like(value)
+    return replace(value, boxes={offsets: torch.empty_like(box) for offsets, box in value.boxes.items()})
+
+
+def _tensors(value: Pieces | Tensor) -> Sequence[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value.boxes.values())
 
 
 def _parameters(model: FullyShardedDataParallel) -> Iterator[tuple[str, nn.Parameter, torch.Size, tuple[int, int]]]:

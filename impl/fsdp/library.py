@@ -62,6 +62,7 @@ class TorchFSDP2(PlainStateDict):
                 mp_policy=MixedPrecisionPolicy(compute_dtype, reduce_dtype),
                 offload_policy=CPUOffloadPolicy(pin_memory=device == "cuda") if cpu_offload else OffloadPolicy(),
             )
+        mark_spread(module)
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,6 +121,7 @@ class TorchFSDP1(PlainStateDict):
             device_id=device,  # or it looks for an accelerator
             use_orig_params=True,
         )
+        mark_spread(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
@@ -153,7 +155,6 @@ def synchronized_units(module: nn.Module, wrap: Policy, process_group: dist.Proc
     if shared := shared_between(module, units):
         raise Unsupported(f"PyTorch's FSDP takes tied parameters within one unit, and {shared!r} is in two")
     broadcast_state(module, process_group)
-    mark_spread(module)
     return units
 
 

@@ -84,11 +84,11 @@ def data_parallel(
 @contextmanager
 def as_stored() -> Iterator[None]:
     """In this context to read a parameter is to get the DTensor that is stored: nothing is gathered."""
-    _Reading.as_stored = True
+    before, _Reading.as_stored = _Reading.as_stored, True
     try:
         yield
     finally:
-        _Reading.as_stored = False
+        _Reading.as_stored = before
 
 
 def init_weights(model: nn.Module, seed: int = 0) -> None:
