@@ -30,7 +30,7 @@ class Collective:
         self.backend = dist.get_backend()
         large, small = case.elements, case.elements // case.ranks
         arguments = {"all_reduce": [large], "reduce_scatter": [small, large], "all_gather": [large, small]}
-        self.tensors = [torch.rand(elements, device=device) for elements in arguments[case.collective]]
+        self.tensors = [torch.ones(elements, device=device) for elements in arguments[case.collective]]
         self.collective = getattr(implementation.adapted, case.collective)
 
     def prepare(self) -> None:
