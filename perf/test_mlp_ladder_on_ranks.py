@@ -30,21 +30,21 @@ from shardmark.world import World
 SLACK = 1.02
 
 
-def spread(case: RankRung, mesh: DeviceMesh) -> nn.Module:
-    """The case's model over the ranks; the meter is told of each stage as it ends."""
+def spread(case: RankRung, mesh: DeviceMesh, tell: Callable[[str], None] = lambda name: None) -> nn.Module:
+    """The case's model over the ranks; `tell` hears of each stage as it ends."""
     device = mesh.device_type
     with torch.device("meta" if case.meta else device):
         model = language_model(case)
-    stage("model")
+    tell("model")
     dtypes = {name: getattr(torch, dtype) for name, dtype in (("param", case.dtype), ("reduce", case.reduce_dtype))}
     policy = MixedPrecisionPolicy(param_dtype=dtypes["param"], reduce_dtype=dtypes["reduce"])
     data_parallel(model, mesh, mp_policy=policy)
-    stage("data_parallel")
+    tell("data_parallel")
     if case.meta:
         model.to_empty(device=device)
-        stage("to_empty")
+        tell("to_empty")
         init_weights(model)
-        stage("init_weights")
+        tell("init_weights")
     return model
 
 
@@ -98,7 +98,7 @@ def made(plan: Plan) -> Measured:
     mesh, watch = init_device_mesh(plan.device, (plan.world_size,)), Stopwatch(plan.device)
     with meter(plan.device) as memory:
         watch.start()
-        spread(plan.case, mesh)
+        spread(plan.case, mesh, stage)
         laps = watch.stop()
     return told_by_stages(memory, [laps])
 
