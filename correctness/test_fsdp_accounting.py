@@ -36,6 +36,15 @@ def test_no_implementation_goes_without_a_formula_of_its_own() -> None:
     assert {*ALL, "accelerate"} == set(family("fsdp").implementations)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["tiny", "mini", "wide", "small", "medium", "large", "xl"])
+def test_ours_needs_no_more_than_fsdp2_on_two_ranks(model: str, dtype: str) -> None:
+    for batch, context in ((1, 32), (4, 64), (4, 512)):
+        case = FSDPCase(model, batch, context, dtype)
+        assert formula("sharded", case) <= 1.001 * formula("fsdp2", case)
+        assert formula("sharded_kept", case) <= 1.001 * formula("fsdp2_kept", case)
+
+
 def peak(name: str, case: FSDPCase) -> dict[str, int]:
     """Of a step, on this rank."""
     return {name: peak_of_a_step(FSDPStep, family("fsdp").implementations[name], case)}

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from impl.accounting.collectives import reduce_scatter_buffers
 from impl.accounting.model import training_work
-from impl.accounting.transformer import EMBEDDING, FLOAT, ROOT, Shape, Step
+from impl.accounting.transformer import EMBEDDING, FLOAT, ROOT, Step
 from shardmark.cases import FSDPCase, Work
 
 
@@ -41,7 +41,7 @@ class Units(Step):
 class _Sharded(Units):
     """Our own. Units are gathered in place, up to `prefetch` ahead, and reduced one at a time, around a ring.
 
-    A unit's gradients are put into one flat tensor as they come; one that is all there is needs no copy.
+    When all of a unit's gradients are there, they are put into one flat tensor; one that is all there is needs no copy.
     """
 
     def __init__(self, case: FSDPCase, kept: bool, prefetch: int) -> None:
@@ -50,8 +50,6 @@ class _Sharded(Units):
         self.gathered: set[int] = set()
         self.order = [*range(self.output + 1)]  # of forward
         self.order_of_backward = [self.output, ROOT, *range(self.output - 1, EMBEDDING, -1)]
-        self.unit = ROOT  # whose gradients come
-        self.flat: dict[int, int] = {}  # bytes of the flat tensor that a unit's are in
         self.reducing: tuple[int, int, int] | None = None  # bytes on their way, of buffers for them, and of what stays
 
     def gather(self, unit: int, order: list[int]) -> None:
@@ -76,26 +74,19 @@ class _Sharded(Units):
             self.release(unit)
 
     def enter_backward(self, unit: int) -> None:
-        self.unit = unit
         for each in (self.output, ROOT) if unit == self.output else (unit,):
             if each != EMBEDDING:  # the gradient of its table is made of the indices alone
                 self.gather(each, self.order_of_backward)
 
-    def reduce(self, parameter: Shape) -> None:
-        """Its gradient moves into the unit's flat one."""
-        gradient, whole = self.c * self.values(parameter), self.whole(self.unit)
-        if self.unit not in self.flat:
-            self.flat[self.unit] = whole
-            self.ledger.take(whole if gradient < whole else 0)
-        self.ledger.give(gradient if gradient < whole else 0)
-
     def leave_backward(self, unit: int) -> None:
         self.release(unit)
         self._finish_reduction()
+        if self.whole(unit) > self.gradients(unit) or len(self.units[unit]) > 1:
+            self.ledger.take(self.whole(unit))
+            self.ledger.give(self.gradients(unit))
         buffers = reduce_scatter_buffers(self.whole(unit), self.ranks, self.c)
         self.ledger.take(buffers)
-        self.reducing = self.flat.pop(unit), buffers, FLOAT * self.padded(unit) // self.ranks
-        self.unit = ROOT
+        self.reducing = self.whole(unit), buffers, FLOAT * self.padded(unit) // self.ranks
         if unit == ROOT:
             self._finish_reduction()
 

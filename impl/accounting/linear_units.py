@@ -74,7 +74,7 @@ class Replicated(Spread):
 
 
 class Sharded(Spread):
-    """Ours: gradients go to slots of a flat tensor, which is there until the next unit's are in theirs.
+    """Ours: when a unit's gradients are all there they are put into a flat tensor, which stays until the next one's are.
 
     `ahead` units are gathered beside the one at hand, in place; or all stay from forward.
     """
@@ -83,7 +83,7 @@ class Sharded(Spread):
         super().__init__(case, device)
         self.ahead = ahead
         self.gathered = _all(self.units) if kept or self.units == 1 else set()
-        self.slots = self.reducing = False
+        self.reducing = False
         self.buffers = reduce_scatter_buffers(self.unit, case.ranks)
 
     def begin(self) -> None:
@@ -95,12 +95,6 @@ class Sharded(Spread):
         wanted = set(range(max(1, unit - self.ahead), unit + 1)) - self.gathered
         self.take(len(wanted) * self.unit)
         self.gathered |= wanted
-
-    def collect(self) -> None:
-        """Into the slots."""
-        self.take(0 if self.slots else self.unit)
-        self.slots = True
-        self.give(self.weight + self.bias)
 
     def after(self, unit: int) -> None:
         """The first one's inputs have no gradient that would tell."""
@@ -115,8 +109,10 @@ class Sharded(Spread):
     def _begin_reduce(self) -> None:
         self.give(self.unit)
         self._finish_reduce()
+        self.take(self.unit)
+        self.give(self.gradients)
         self.take(self.buffers)
-        self.slots, self.reducing = False, True
+        self.reducing = True
 
     def _finish_reduce(self) -> None:
         if self.reducing:

@@ -1,7 +1,8 @@
 """A unit: parameters that are gathered together before use, and whose gradients are reduced together after backward.
 
-They lie end to end in one flat tensor, of which each rank owns an equal part, its shard: what a collective reads and
-writes is what parameters and gradients are views of, and nothing is copied in or out.
+They lie end to end in one flat tensor, of which each rank owns an equal part, its shard: an all-gather writes what
+parameters are views of. Gradients are copied into such a tensor once, when all of them are there: it takes the place of
+the parameters, which are needed no more.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Flat:
         self._shard_size = -(-self._offsets[-1] // ranks)
         self._reduce_dtype = sharding.reduce_dtype or sharding.compute_dtype or first.dtype
         self._gathering: Work | None = None
-        self._gradient: Tensor | None = None  # unsharded
-        self._missing: set[int] = set(range(len(parameters)))  # those whose gradient backward has yet to produce
+        self._gradients: dict[int, Tensor] = {}  # whole, by parameter, as backward produces them
+        self._gradient: Tensor | None = None  # all of them end to end, while they are reduced
         self._reducing: Work | None = None
 
         with torch.no_grad():
@@ -127,7 +128,7 @@ class Flat:
     @property
     def has_gradient(self) -> bool:
         """Whether backward has produced one that is not being reduced."""
-        return self._gradient is not None and not self.reducing
+        return bool(self._gradients)
 
     @property
     def reducing(self) -> bool:
@@ -136,9 +137,7 @@ class Flat:
 
     def begin_reduce(self) -> None:
         """Begin to sum the gradients over the ranks; one that this rank does not have counts as zero."""
-        gradient = self._slots()
-        for i in self._missing:
-            self._pieces(gradient)[i].zero_()
+        self._gradient = gradient = self._end_to_end()
         collectives = collectives_for(self.sharding.process_group)
         self._reducing = collectives.reduce_scatter(
             self._part(gradient), gradient, self.sharding.process_group, async_op=True
@@ -152,7 +151,7 @@ class Flat:
         self._reducing = None  # before there is anything new: some backends reduce a copy
         average = torch.empty_like(self.shard)
         average.copy_(self._part(self._gradient)).div_(self.sharding.world_size)
-        self._forget_gradient()
+        self._gradient = None
         for parameter, piece in zip(self.parameters, self.own(average), strict=True):
             parameter.grad = piece if parameter.grad is None else parameter.grad.add_(piece)
 
@@ -161,33 +160,30 @@ class Flat:
         if self._reducing is not None:
             self._reducing.wait()
             self._reducing = None
-        self._forget_gradient()
-
-    def _forget_gradient(self) -> None:
         self._gradient = None
-        self._missing = set(range(len(self.parameters)))
+        self._gradients.clear()
 
     def _take(self, full: nn.Parameter) -> None:
-        """Move a gradient that backward has produced into its slot."""
+        """Keep a gradient that backward has produced."""
         gradient, full.grad = full.grad, None
         assert gradient is not None
-        if self._reducing is not None:
-            self.finish_reduce()  # the parameter was used outside of its unit, whose gradients are on their way
         i = next(i for i, candidate in enumerate(self.full) if candidate is full)
-        if self._gradient is None and gradient.shape.numel() == self._flat.shape.numel() and gradient.is_contiguous():
-            self._gradient = gradient.to(self._reduce_dtype).flatten()  # all there is: no copy
-        elif i in self._missing:
-            self._pieces(self._slots())[i].copy_(gradient)
-        else:
-            self._pieces(self._slots())[i].add_(gradient)
-        self._missing.discard(i)
+        # It may be a view of what is not ours, so that nothing is added to it in place.
+        self._gradients[i] = self._gradients[i] + gradient if i in self._gradients else gradient
 
-    def _slots(self) -> Tensor:
-        """The flat gradient; new, and zero where there is only padding, if there is none."""
-        if self._gradient is None:
-            self._gradient = torch.empty_like(self._flat, dtype=self._reduce_dtype)
-            self._gradient[self._offsets[-1] :] = 0
-        return self._gradient
+    def _end_to_end(self) -> Tensor:
+        """All gradients in one flat tensor, each let go of as it is copied; one that is all there is needs no copy."""
+        only = self._gradients.get(0)
+        if only is not None and only.numel() == self._flat.numel() and only.is_contiguous():
+            return self._gradients.pop(0).to(self._reduce_dtype).flatten()
+        flat = torch.empty_like(self._flat, dtype=self._reduce_dtype)
+        flat[self._offsets[-1] :] = 0  # padding
+        for i, piece in enumerate(self._pieces(flat)):
+            if i in self._gradients:
+                piece.copy_(self._gradients.pop(i))
+            else:
+                piece.zero_()
+        return flat
 
     def _pieces(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of a flat tensor, in its shape."""
