@@ -74,7 +74,7 @@ class Replicated(Spread):
 
 
 class Sharded(Spread):
-    """Ours: when a unit's gradients are all there they are put into a flat tensor, which stays until the next one's are.
+    """Ours: a unit's gradients, once all are there, are put into a flat tensor, which stays until the next one's are.
 
     `ahead` units are gathered beside the one at hand, in place; or all stay from forward.
     """
