@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardmark.memory import meter
+from shardmark.memory import Memory, meter
 from shardmark.passes import meter_pass
-from shardmark.plan import Measured, Plan, Rounds, Workload
+from shardmark.plan import Plan, Rounds, Workload
 from shardmark.registry import Implementation
 from shardmark.world import World
 
@@ -22,10 +22,10 @@ def plan_of(workload: type[Workload], implementation: Implementation, case: Any,
     return Plan(workload, implementation, None, case, "cpu", ranks, Rounds())
 
 
-def measured(workload: type[Workload], implementation: Implementation, case: Any, ranks: int = 2) -> Measured:
+def metered(workload: type[Workload], implementation: Implementation, case: Any, ranks: int = 2) -> Memory:
     """What this rank holds of the case, metered once and not timed; the other ranks are in here too."""
     _, memory, _ = meter_pass(plan_of(workload, implementation, case, ranks))
-    return Measured("", memory)
+    return memory
 
 
 def peak_of_a_step(workload: type[Workload], implementation: Implementation, case: Any) -> int:

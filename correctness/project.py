@@ -128,16 +128,23 @@ def test_first_steps(implementation, case, device, measure):
 """
 
 
-@pytest.fixture
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+def make_project(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, conftest: str, **files: str
+) -> pytest.Pytester:
     """A project of one's own that uses the plugin, with a family of its own."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # or pytest-benchmark disables itself in there
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))  # its own family goes with it
-    pytester.makeconftest(CONFTEST)
-    pytester.makepyfile(test_sleeps=SLEEPS)
+    pytester.makeconftest(conftest)
+    pytester.makepyfile(**files)
     return pytester
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """One whose family sleeps."""
+    return make_project(pytester, monkeypatch, CONFTEST, test_sleeps=SLEEPS)
 
 
 def run_project(project: pytest.Pytester, *args: str) -> tuple[pytest.RunResult, dict[str, Any]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from correctness.metering import assert_metered, measured
+from correctness.metering import assert_metered, metered
 from impl.accounting import attention, data_parallel, training_step
 from impl.accounting.collectives import all_reduce_bytes_sent, bus_bandwidth
 from impl.accounting.model import training_bytes, training_work
@@ -108,7 +108,7 @@ def test_attention_flops_are_those_counted(mode: str) -> None:
 
 
 def training_memory(implementation: Implementation, case: TrainingStepCase, phases: Sequence[str]) -> dict[str, int]:
-    memory = measured(DataParallelStep, implementation, case).memory
+    memory = metered(DataParallelStep, implementation, case)
     return {"peak": memory.peak} | {phase: memory.phases[phase] for phase in phases}
 
 

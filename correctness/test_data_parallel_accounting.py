@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from correctness.metering import assert_metered, measured
+from correctness.metering import assert_metered, metered
 from impl.accounting.data_parallel import best_bucket_bytes, bucketed_peak, exposed_seconds, work
 from perf.test_data_parallel import DataParallelStep
 from shardmark.cases import ReductionCase, TrainingStepCase
@@ -18,7 +18,7 @@ from shardmark.report.tables import layout
 
 def peak(implementation: Implementation, case: TrainingStepCase) -> dict[str, int]:
     """Of the third step."""
-    return {"peak": measured(DataParallelStep, implementation, case).memory.peak}
+    return {"peak": metered(DataParallelStep, implementation, case).peak}
 
 
 @pytest.mark.parametrize(

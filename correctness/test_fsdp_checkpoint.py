@@ -19,6 +19,7 @@ from correctness.whole_batch import DIM, MODULES, adam, batch, loss, module
 from impl.fsdp import FullyShardedDataParallel, by_size, by_type
 from impl.fsdp.checkpoint import load, save
 from impl.fsdp.pieces import SavePlanner, boxes
+from shardmark.plugin import WorldsBySize
 from shardmark.world import RankError, World
 
 
@@ -58,7 +59,7 @@ def load_on_rank(directory: Path, name: str, device: str) -> tuple[dict[str, Ten
 
 @pytest.mark.parametrize("name", MODULES)
 def test_what_two_ranks_save_one_three_and_four_load_to_the_bit(
-    worlds: Callable[[int], World], name: str, tmp_path: Path, device: str
+    worlds: WorldsBySize, name: str, tmp_path: Path, device: str
 ) -> None:
     directory = tmp_path / "checkpoint"
     saved, after = worlds(2).run(save_on_rank, directory, name, device)[0]
@@ -102,7 +103,7 @@ def other_optimizers_on_rank(directory: Path, device: str) -> list[str]:
 
 
 def test_moments_go_to_their_own_parameters_and_those_of_another_optimizer_nowhere(
-    worlds: Callable[[int], World], tmp_path: Path, device: str
+    worlds: WorldsBySize, tmp_path: Path, device: str
 ) -> None:
     for said in worlds(2).run(other_optimizers_on_rank, tmp_path / "checkpoint", device):
         fewer, sgd, groups = (line.partition("is of another optimizer: ")[2] for line in said)
@@ -163,9 +164,7 @@ def wrong_checkpoints_on_rank(directory: Path, device: str) -> list[str]:
     return said
 
 
-def test_directories_that_cannot_be_used_are_one_line(
-    worlds: Callable[[int], World], tmp_path: Path, device: str
-) -> None:
+def test_directories_that_cannot_be_used_are_one_line(worlds: WorldsBySize, tmp_path: Path, device: str) -> None:
     for said in worlds(2).run(wrong_checkpoints_on_rank, tmp_path, device):
         nowhere, saved, again, no_optimizer, other, dtype, damaged, cut, empty, counted = said
         assert nowhere.endswith("nowhere holds no complete checkpoint: it has no .metadata")
@@ -201,9 +200,7 @@ def alone_on_rank(directory: Path, device: str) -> list[str]:
     ]
 
 
-def test_what_one_rank_alone_sees_is_the_same_line_on_all(
-    worlds: Callable[[int], World], tmp_path: Path, device: str
-) -> None:
+def test_what_one_rank_alone_sees_is_the_same_line_on_all(worlds: WorldsBySize, tmp_path: Path, device: str) -> None:
     for there, apart, not_there, *stranger, folders in worlds(2).run(alone_on_rank, tmp_path, device):
         assert there.endswith("/1/there exists already, and a checkpoint is written once (on rank 1 of 2)")
         assert apart.endswith(
@@ -246,7 +243,7 @@ def killed_on_rank(directory: Path, device: str) -> None:
 
 
 def test_a_save_that_fails_leaves_nothing_and_one_that_is_killed_what_the_next_removes(
-    pair: World, worlds: Callable[[int], World], tmp_path: Path, device: str
+    pair: World, worlds: WorldsBySize, tmp_path: Path, device: str
 ) -> None:
     assert pair.run(fail_on_rank_1, tmp_path, device) == [[], []]
     with pytest.raises(RankError, match="was killed by SIGKILL"):

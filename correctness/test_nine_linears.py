@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from correctness.metering import UNSEEN, assert_metered, measured
+from correctness.metering import UNSEEN, assert_metered, metered
 from impl.accounting.nine_linears import SPREADS, peak, stages, work
 from perf.test_nine_linears import SHARDED, NineLinearsStep
 from shardmark.cases import NineLinearsCase
@@ -22,7 +22,7 @@ FEW, MANY = (NineLinearsCase(48, batch, linears=6) for batch in (24, 192))
 def held(name: str, case: NineLinearsCase) -> dict[str, int]:
     """Bytes on this rank at the peak of a step, and after each stage of making it."""
     implementation = resolve("data_parallel" if name == "ddp" else "fsdp", name)
-    memory = measured(NineLinearsStep, implementation, case, case.ranks).memory
+    memory = metered(NineLinearsStep, implementation, case, case.ranks)
     return {"peak": memory.peak} | {stage: at.live for stage, at in memory.stages.items()}
 
 
@@ -31,13 +31,10 @@ def assert_formula(worlds: Any, name: str, case: NineLinearsCase) -> None:
     if reason := resolve("data_parallel" if name == "ddp" else "fsdp", name).missing("cpu", to_measure=True):
         pytest.skip(f"{name}: {reason}")
     expected = stages(case, SPREADS[name]) | {"peak": peak(case, SPREADS[name])}
-    if name in ("fsdp2", "fsdp2_kept", "accelerate"):  # a number for each rank and unit, from when it is wrapped
-        numbers = 4 * case.ranks * case.linears // case.linears_a_unit
-        expected |= {stage: expected[stage] + numbers for stage in ("wrapping", "warm-up")}
+    if name in ("fsdp2", "fsdp2_kept", "accelerate"):  # the mesh's number of each rank, from when it is wrapped
+        expected |= {stage: expected[stage] + 4 * case.ranks for stage in ("wrapping", "warm-up")}
     uneven = case.width % case.ranks > 0
     alike, within = (1, UNSEEN) if uneven else (case.ranks, None)
-    if name == "accelerate":  # which keeps fewer of those numbers
-        within = 0.002
     assert_metered(worlds(case.ranks), [expected] * alike, held, name, case, within=within)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from correctness.metering import assert_metered, measured, plan_of
+from correctness.metering import assert_metered, metered, plan_of
 from impl.accounting.sharded_optimizer import sharded_bytes, work, zero_redundancy_work
 from impl.model import SIZES
 from perf.test_sharded_optimizer import ShardedStep
@@ -25,7 +25,7 @@ AT_END, AT_LOSS = ShardedStepCase("mini", 1, 4), ShardedStepCase("tiny", 3, 61) 
 def peak(name: str, case: ShardedStepCase) -> dict[str, int]:
     """Of the third step on this rank."""
     implementation = family("sharded_optimizer").implementations[name]
-    return {"peak": measured(ShardedStep, implementation, case, case.ranks).memory.peak}
+    return {"peak": metered(ShardedStep, implementation, case, case.ranks).peak}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,9 +32,7 @@ from impl.checkpointing import full
 from impl.fsdp.dtensors import clip_grad_norm_
 from impl.fsdp.simple import PLACEMENTS, SimpleFullyShardedDataParallel, data_parallel
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel
-from shardmark.world import World
-
-Worlds = Callable[[int], World]
+from shardmark.plugin import WorldsBySize
 
 
 def mesh_for(mode: str, device: str) -> DeviceMesh:
@@ -68,14 +65,14 @@ def train_on_rank(mode: str, name: str, device: str, reshard: bool) -> dict[str,
     ids=["replicate", "fully_shard", "fully_shard_keep", "hybrid_shard"],
 )
 def test_parameters_equal_a_single_process_on_the_whole_batch(
-    mode: str, name: str, reshard: bool, device: str, worlds: Worlds
+    mode: str, name: str, reshard: bool, device: str, worlds: WorldsBySize
 ) -> None:
     world = worlds(ranks_for(mode))
     assert_equal_states(world.run(train_on_rank, mode, name, device, reshard), single_process(name, world.size, device))
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 5])
-def test_rows_need_not_divide_by_the_ranks(ranks: int, device: str, worlds: Worlds) -> None:
+def test_rows_need_not_divide_by_the_ranks(ranks: int, device: str, worlds: WorldsBySize) -> None:
     """Of 12 rows a fifth rank has none."""
     found = worlds(ranks).run(train_on_rank, "fully_shard", "plain", device, True)
     assert_equal_states(found, single_process("plain", ranks, device))
@@ -123,7 +120,7 @@ SAVED = 3 + 2 * TINY.layers
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("reshard", [True, False], ids=["regather", "keep"])
 def test_backward_gathers_what_it_reads_or_nothing(
-    reshard: bool, checkpointed: bool, device: str, worlds: Worlds
+    reshard: bool, checkpointed: bool, device: str, worlds: WorldsBySize
 ) -> None:
     """A checkpointed block reads its biases again as well."""
     in_blocks = 4 * TINY.layers if checkpointed else 2 * TINY.layers * reshard
@@ -136,7 +133,7 @@ def test_backward_gathers_what_it_reads_or_nothing(
         assert backward == ({("all_gather", "float32"): in_blocks + outside} if in_blocks + outside else {})
 
 
-def test_replicas_gather_nothing_and_reduce_all(device: str, worlds: Worlds) -> None:
+def test_replicas_gather_nothing_and_reduce_all(device: str, worlds: WorldsBySize) -> None:
     for (forward, backward, values), _ in worlds(2).run(
         communicate, "replicate", device, MixedPrecisionPolicy(), True, False
     ):
@@ -145,7 +142,7 @@ def test_replicas_gather_nothing_and_reduce_all(device: str, worlds: Worlds) -> 
         assert values == {"all_reduce": TINY.parameters}
 
 
-def test_hybrid_reduces_shards_alone_over_the_copies(device: str, worlds: Worlds) -> None:
+def test_hybrid_reduces_shards_alone_over_the_copies(device: str, worlds: WorldsBySize) -> None:
     for (_, backward, values), _ in worlds(4).run(
         communicate, "hybrid_shard", device, MixedPrecisionPolicy(), False, False
     ):
@@ -157,7 +154,7 @@ def test_hybrid_reduces_shards_alone_over_the_copies(device: str, worlds: Worlds
 @pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
 @pytest.mark.parametrize("gather", ["float32", "bfloat16"])
 def test_gathers_and_reductions_are_in_the_policys_dtypes(
-    gather: str, reduce: str, mode: str, device: str, worlds: Worlds
+    gather: str, reduce: str, mode: str, device: str, worlds: WorldsBySize
 ) -> None:
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, gather), reduce_dtype=getattr(torch, reduce))
     for (forward, backward, _), dtypes in worlds(ranks_for(mode)).run(communicate, mode, device, policy, True, False):
@@ -176,7 +173,7 @@ def cast_in_and_out(device: str) -> list[torch.dtype]:
     return [model(torch.ones(1, DIM, device=device)).dtype, *seen]
 
 
-def test_inputs_and_outputs_are_cast_as_the_policy_says(device: str, worlds: Worlds) -> None:
+def test_inputs_and_outputs_are_cast_as_the_policy_says(device: str, worlds: WorldsBySize) -> None:
     assert worlds(2).run(cast_in_and_out, device) == 2 * [[torch.float64, torch.bfloat16]]
 
 
@@ -203,7 +200,7 @@ def keeps_names(device: str) -> None:
             assert parameter.grad is None
 
 
-def test_names_classes_and_ties_do_not_change(device: str, worlds: Worlds) -> None:
+def test_names_classes_and_ties_do_not_change(device: str, worlds: WorldsBySize) -> None:
     worlds(2).run(keeps_names, device)
 
 
@@ -265,7 +262,7 @@ def complaint(what: str, device: str) -> str:
         ),
     ],
 )
-def test_bad_calls_are_one_line(what: str, line: str, device: str, worlds: Worlds) -> None:
+def test_bad_calls_are_one_line(what: str, line: str, device: str, worlds: WorldsBySize) -> None:
     assert worlds(2).run(complaint, what, device) == [line, line]
 
 
@@ -287,6 +284,8 @@ def clipped(mode: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["replicate", "hybrid_shard"])
-def test_gradients_are_clipped_by_the_norm_of_the_whole_in_every_mode(mode: str, device: str, worlds: Worlds) -> None:
+def test_gradients_are_clipped_by_the_norm_of_the_whole_in_every_mode(
+    mode: str, device: str, worlds: WorldsBySize
+) -> None:
     """Where all is sharded, the family's own test says so."""
     worlds(ranks_for(mode)).run(clipped, mode, device)

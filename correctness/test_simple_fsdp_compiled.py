@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from correctness.test_simple_fsdp import PARAMETERS, TINY, Collectives, Worlds, mesh_for
+from correctness.test_simple_fsdp import PARAMETERS, TINY, Collectives, mesh_for
 from correctness.training import Results, assert_as_accurate_as_eager, trained, whole
 from impl.checkpointing import full
 from impl.fsdp.simple import data_parallel
 from impl.model.mlp import MLPLanguageModel
 from impl.precision import FLOAT32, Precision
 from impl.training_step import CompileForwardBackward, CompileModel, CompileStep, EagerStep
+from shardmark.plugin import WorldsBySize
 
 COMPILED = {"model": CompileModel, "forward_backward": CompileForwardBackward, "step": CompileStep}
 FLOAT64 = Precision(torch.float64, torch.float64, torch.float64)
@@ -49,7 +50,7 @@ def steps_on_rank(
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("placement", COMPILED)
 def test_compiled_steps_are_as_accurate_as_eager_ones(
-    placement: str, checkpointed: bool, gather: str, reduce: str, device: str, worlds: Worlds
+    placement: str, checkpointed: bool, gather: str, reduce: str, device: str, worlds: WorldsBySize
 ) -> None:
     """Backward gathers the matrices and the norm's weight again, and the biases of what checkpointing computes again:
     all but the last block's output. Where forward and backward are one graph its compiler decides.
@@ -116,7 +117,7 @@ def capture_in_turn(device: str) -> list[tuple[Found, Found]]:
     ]
 
 
-def test_what_is_captured_serves_models_that_are_spread_alike_and_no_others(device: str, worlds: Worlds) -> None:
+def test_what_is_captured_serves_models_that_are_spread_alike_and_no_others(device: str, worlds: WorldsBySize) -> None:
     """To capture it again would take as long as for the first one."""
     for found in worlds(2).run(capture_in_turn, device):
         assert [captured.graphs for _, captured in found] == [1, 1, 2, 3, 4]

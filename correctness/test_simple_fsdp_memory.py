@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from correctness.metering import assert_metered
-from correctness.test_simple_fsdp import TINY, Worlds, mesh_for, ranks_for
+from correctness.test_simple_fsdp import TINY, mesh_for, ranks_for
 from correctness.training import whole
 from impl.accounting.simple_fsdp import peak_of_stages, stages, step_bytes
 from impl.checkpointing import full
@@ -18,6 +18,7 @@ from impl.model.mlp import MLPLanguageModel
 from impl.training_step import EagerStep
 from shardmark.cases import RankRung
 from shardmark.memory import meter
+from shardmark.plugin import WorldsBySize
 
 
 def initialized(mode: str, device: str, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
@@ -31,7 +32,9 @@ def initialized(mode: str, device: str, seed: int) -> dict[str, tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("mode", PLACEMENTS)
-def test_weights_made_on_ranks_are_distributed_as_the_constructors(mode: str, device: str, worlds: Worlds) -> None:
+def test_weights_made_on_ranks_are_distributed_as_the_constructors(
+    mode: str, device: str, worlds: WorldsBySize
+) -> None:
     torch.manual_seed(0)
     expected = MLPLanguageModel(TINY).state_dict()
     first, *others = worlds(ranks_for(mode)).run(initialized, mode, device, 0)
@@ -77,7 +80,7 @@ def metered_stages(case: RankRung, device: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("meta", [False, True], ids=["no_meta", "meta"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_no_stage_holds_more_than_its_formula(meta: bool, ranks: int, worlds: Worlds) -> None:
+def test_no_stage_holds_more_than_its_formula(meta: bool, ranks: int, worlds: WorldsBySize) -> None:
     """On meta that is never more than the shards, and a generator's state."""
     case = RankRung("mlp-tiny", 1, 8, meta=meta, ranks=ranks)
     assert_metered(worlds(ranks), ranks * [{**stages(case), "peak": peak_of_stages(case)}], metered_stages, case, "cpu")
@@ -134,13 +137,13 @@ def metered_step(case: RankRung, reshard: bool) -> dict[str, int]:
     ],
 )
 def test_bytes_of_a_step_are_exact(
-    dtype: str, reduce_dtype: str, checkpointed: bool, reshard: bool, worlds: Worlds
+    dtype: str, reduce_dtype: str, checkpointed: bool, reshard: bool, worlds: WorldsBySize
 ) -> None:
     case = RankRung("mlp-tiny", 3, 61, dtype, reduce_dtype=reduce_dtype, checkpointed=checkpointed)
     assert_metered(worlds(2), 2 * [expected_step(case, reshard)], metered_step, case, reshard)
 
 
-def test_on_four_ranks_and_where_the_peak_is_elsewhere(worlds: Worlds) -> None:
+def test_on_four_ranks_and_where_the_peak_is_elsewhere(worlds: WorldsBySize) -> None:
     """With few tokens the end of backward holds the most."""
     case = RankRung("mlp-tiny", 3, 2, ranks=4)
     assert_metered(worlds(4), 4 * [expected_step(case, True)], metered_step, case, True)

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from shardmark import registry
+from correctness.project import make_project
 from shardmark.hardware import Roofline
 
 pytest_plugins = ["pytester"]
-
-ROOT = Path(__file__).parent.parent
 
 PROJECT = """
 from dataclasses import dataclass
@@ -81,16 +79,10 @@ def test_kernels(implementation, case, world, measure):
 
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """A project of one's own that uses the plugin, with a family of its own."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # or pytest-benchmark disables itself in there
-    monkeypatch.syspath_prepend(str(ROOT))
-    monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))  # its own family goes with it
+    """One whose family is a layer, on hardware of known rates."""
     rates = Roofline(flops_per_second=1e9, peak_flops_per_second=1e9, bytes_per_second=1e9)
     monkeypatch.setattr("shardmark.session.Session.roofline", lambda self, dtype: rates)
-    pytester.makeconftest('pytest_plugins = ["shardmark.plugin"]')
-    pytester.makepyfile(test_own=PROJECT)
-    return pytester
+    return make_project(pytester, monkeypatch, 'pytest_plugins = ["shardmark.plugin"]', test_own=PROJECT)
 
 
 def _run(project: pytest.Pytester, *args: str) -> tuple[pytest.RunResult, dict[str, dict[str, Any]]]:

@@ -59,7 +59,7 @@ class DataParallelStep(RankStep):
 @pytest.mark.cases(cases.DATA_PARALLEL)
 @pytest.mark.benchmark(min_rounds=9)
 def test_training_step(implementation: Implementation, case: TrainingStepCase, world: World, measure: Measure) -> None:
-    measure(DataParallelStep, implementation, case, world_size=world.size, work=work(case, world.size), slack=1.02)
+    _measure(implementation, case, world, measure)
 
 
 @pytest.mark.family("data_parallel", option="bucket_mb")
@@ -68,15 +68,7 @@ def test_training_step(implementation: Implementation, case: TrainingStepCase, w
 @pytest.mark.benchmark(min_rounds=9)
 def test_bucket_size(implementation: Implementation, case: TrainingStepCase, world: World, measure: Measure) -> None:
     """DDP, which others are held to at the same size, has no peer here."""
-    measure(
-        DataParallelStep,
-        implementation,
-        case,
-        world_size=world.size,
-        work=work(case, world.size),
-        slack=1.02,
-        time=TimeBudget("ddp") if implementation.name == "ddp" else None,
-    )
+    _measure(implementation, case, world, measure, TimeBudget("ddp") if implementation.name == "ddp" else None)
 
 
 @pytest.mark.family("data_parallel", option="reduce_dtype")
@@ -84,15 +76,19 @@ def test_bucket_size(implementation: Implementation, case: TrainingStepCase, wor
 @pytest.mark.cases(cases.REDUCTIONS)
 @pytest.mark.benchmark(min_rounds=9)
 def test_reduction_dtype(implementation: Implementation, case: ReductionCase, world: World, measure: Measure) -> None:
-    measure(
-        DataParallelStep,
-        implementation,
-        case,
-        world_size=world.size,
-        work=work(case, world.size),
-        slack=1.02,
-        time=TimeBudget("ddp"),  # whose gradients travel in float32: what is faster depends on the link
-    )
+    """Against DDP, whose gradients travel in float32: what is faster depends on the link."""
+    _measure(implementation, case, world, measure, TimeBudget("ddp"))
+
+
+def _measure(
+    implementation: Implementation,
+    case: TrainingStepCase,
+    world: World,
+    measure: Measure,
+    time: TimeBudget | None = None,
+) -> None:
+    ranks = world.size
+    measure(DataParallelStep, implementation, case, world_size=ranks, work=work(case, ranks), slack=1.02, time=time)
 
 
 class AllReduces:

@@ -28,6 +28,7 @@ from shardmark.measure import Measure
 from shardmark.memory import Memory
 from shardmark.passes import alternate, timed_steps
 from shardmark.plan import IMPLEMENTATION, PEER, Measured, Plan, Rounds
+from shardmark.plugin import WorldsBySize
 from shardmark.rank import available_cores
 from shardmark.registry import Implementation, TimeBudget
 from shardmark.rows import step_seconds
@@ -63,52 +64,53 @@ def sent_in_a_step(plan: Plan) -> tuple[str, int]:
     return workload.backend, tcp_bytes_sent() - before
 
 
-@pytest.fixture
-def scale(worlds: Callable[[int], World], world: World, measure: Measure) -> Callable[..., None]:
-    """Time a strategy's steps on one rank and on all of them in turns, and keep the row."""
-
-    def scale(
-        workload: type[Any],
-        implementation: Implementation,
-        case: ScalingCase,
-        on: Callable[[int], TrainingStepCase],
-        work: Work,
-    ) -> None:
-        ranks = world.size
-        plans = {n: Plan(workload, implementation, None, on(n), world.device, n, Rounds()) for n in (1, ranks)}
-        threads = max(1, available_cores() // ranks)
-        laps: dict[int, list[list[Laps]]] = {n: [[] for _ in range(n)] for n in plans}
-        for n in alternate(list(plans), ROUNDS):
-            for mine, new in zip(laps[n], worlds(n).run(timed_on_rank, plans[n], threads), strict=True):
-                mine += [Laps(lap.seconds) for lap in new]
-        backends, sent = zip(*world.run(sent_in_a_step, plans[ranks]), strict=True)
-        (alone,) = laps[1]
-        measured = [Measured(backends[0], Memory(), {IMPLEMENTATION: mine, PEER: alone}) for mine in laps[ranks]]
-        ratio = median(paired_ratios(step_seconds(measured), step_seconds(measured, PEER)))
-        figures = {
-            "one_rank_seconds": fmean(lap.seconds for lap in alone),
-            "efficiency": case.efficiency(ranks, ratio),
-            "efficiency_ceiling": min(1.0, available_cores() / ranks) if world.device == "cpu" else 1.0,
-            **({"bytes_sent": max(sent)} if world.device == "cpu" else {}),
-        }
-        plan = Plan(workload, implementation, None, case, world.device, ranks, Rounds())
-        measure.record(plan, measured, TimeBudget("one rank"), work=work, rates=lambda seconds: figures)
-
-    if world.size == 1:
-        pytest.skip("one rank is what the others are held to")
-    return scale
-
-
 @pytest.mark.family("data_parallel", only=("bucketed",))
 def test_data_parallel(
-    implementation: Implementation, case: ScalingCase, world: World, scale: Callable[..., None]
+    implementation: Implementation, case: ScalingCase, world: World, worlds: WorldsBySize, measure: Measure
 ) -> None:
-    scale(DataParallelStep, implementation, case, case.on, data_parallel_work(case.on(world.size), world.size))
+    work = data_parallel_work(case.on(world.size), world.size)
+    _scale(DataParallelStep, implementation, case, case.on, work, world, worlds, measure)
 
 
 @pytest.mark.family("fsdp", only=("sharded",))
-def test_fsdp(implementation: Implementation, case: ScalingCase, world: World, scale: Callable[..., None]) -> None:
+def test_fsdp(
+    implementation: Implementation, case: ScalingCase, world: World, worlds: WorldsBySize, measure: Measure
+) -> None:
     def on(ranks: int) -> FSDPCase:
         return FSDPCase(**asdict(case.on(ranks)), ranks=ranks)
 
-    scale(FSDPStep, implementation, case, on, fsdp_work(on(world.size)))
+    _scale(FSDPStep, implementation, case, on, fsdp_work(on(world.size)), world, worlds, measure)
+
+
+def _scale(
+    workload: type[Any],
+    implementation: Implementation,
+    case: ScalingCase,
+    on: Callable[[int], TrainingStepCase],
+    work: Work,
+    world: World,
+    worlds: WorldsBySize,
+    measure: Measure,
+) -> None:
+    """Time a strategy's steps on one rank and on all of them in turns, and keep the row."""
+    ranks = world.size
+    if ranks == 1:
+        pytest.skip("one rank is what the others are held to")
+    plans = {n: Plan(workload, implementation, None, on(n), world.device, n, Rounds()) for n in (1, ranks)}
+    threads = max(1, available_cores() // ranks)
+    laps: dict[int, list[list[Laps]]] = {n: [[] for _ in range(n)] for n in plans}
+    for n in alternate(list(plans), ROUNDS):
+        for mine, new in zip(laps[n], worlds(n).run(timed_on_rank, plans[n], threads), strict=True):
+            mine += [Laps(lap.seconds) for lap in new]
+    backends, sent = zip(*world.run(sent_in_a_step, plans[ranks]), strict=True)
+    (alone,) = laps[1]
+    measured = [Measured(backends[0], Memory(), {IMPLEMENTATION: mine, PEER: alone}) for mine in laps[ranks]]
+    ratio = median(paired_ratios(step_seconds(measured), step_seconds(measured, PEER)))
+    figures = {
+        "one_rank_seconds": fmean(lap.seconds for lap in alone),
+        "efficiency": case.efficiency(ranks, ratio),
+        "efficiency_ceiling": min(1.0, available_cores() / ranks) if world.device == "cpu" else 1.0,
+        **({"bytes_sent": max(sent)} if world.device == "cpu" else {}),
+    }
+    plan = Plan(workload, implementation, None, case, world.device, ranks, Rounds())
+    measure.record(plan, measured, TimeBudget("one rank"), work=work, rates=lambda seconds: figures)

@@ -8,10 +8,8 @@ from __future__ import annotations
 from impl.accounting.collectives import reduce_scatter_buffers
 from impl.accounting.mlp import Ledger
 from impl.accounting.simple_fsdp import Shards
-from impl.accounting.transformer import by_rows
+from impl.accounting.transformer import FLOAT, by_rows
 from shardmark.cases import NineLinearsCase
-
-FLOAT = 4  # bytes of a float32, which everything is
 
 
 class Spread:
@@ -194,8 +192,8 @@ class FSDP2(Spread):
         self.copied = 0
 
     def begin(self) -> None:
-        """Shards, with a number for each rank and unit, and what stayed."""
-        self.take(self.kept, FLOAT * self.case.ranks * self.units, len(self.here) * self.unit)
+        """Shards, with the mesh's number of each rank, and what stayed."""
+        self.take(self.kept, FLOAT * self.case.ranks, len(self.here) * self.unit)
 
     def before(self, unit: int) -> None:
         """It is there, the next one on its way."""

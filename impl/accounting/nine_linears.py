@@ -12,7 +12,8 @@ from collections.abc import Callable
 from functools import partial
 
 from impl.accounting.collectives import all_reduce_bytes_sent
-from impl.accounting.linear_units import FLOAT, FSDP1, FSDP2, Replicated, Sharded, Simple, Spread
+from impl.accounting.linear_units import FSDP1, FSDP2, Replicated, Sharded, Simple, Spread
+from impl.accounting.transformer import FLOAT
 from shardmark.cases import NineLinearsCase, Work
 
 

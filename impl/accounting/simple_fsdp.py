@@ -13,17 +13,14 @@ from dataclasses import dataclass, replace
 
 from impl.accounting import training_step
 from impl.accounting.mlp import Ledger, StepBytes
-from impl.accounting.transformer import Shape, Step, by_rows
+from impl.accounting.transformer import BYTES, FLOAT, Shape, Step, by_rows
 from impl.model.mlp import MLP_SIZES
 from shardmark.cases import FSDPCase, RankRung, Work
-
-_STORED = 4
-_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def stages(case: RankRung) -> dict[str, int]:
     """Bytes live after each stage of making the model: whole at first, or on meta never more than shards."""
-    whole = _STORED * MLP_SIZES[case.model].parameters
+    whole = FLOAT * MLP_SIZES[case.model].parameters
     shards = whole // case.ranks
     if not case.meta:
         return {"model": whole, "data_parallel": shards}
@@ -38,14 +35,14 @@ def peak_of_stages(case: RankRung) -> int:
     """Bytes at the peak of making the model: the shards; or all of it and the first shard, the embedding's."""
     size = MLP_SIZES[case.model]
     held = max(stages(case).values())
-    return held + (GENERATOR if case.meta else _STORED * size.vocab * size.dim // case.ranks)
+    return held + (GENERATOR if case.meta else FLOAT * size.vocab * size.dim // case.ranks)
 
 
 def step_bytes(case: RankRung, reshard: bool = True) -> StepBytes:
     """Bytes live on one rank through an eager training step of that case."""
     size = MLP_SIZES[case.model]
-    shards = _STORED * size.parameters // case.ranks
-    steps = _STORED * (4 + 4 * size.layers)  # AdamW's counters
+    shards = FLOAT * size.parameters // case.ranks
+    steps = FLOAT * (4 + 4 * size.layers)  # AdamW's counters
     after_init = shards + 16 * case.tokens  # int64 tokens and targets
     before_step = after_init + 2 * shards + steps
     ledger = Ledger()
@@ -77,8 +74,8 @@ def work(case: RankRung) -> Work:
     size, one = MLP_SIZES[case.model], training_step.work(case)
     biases = size.layers * (size.hidden + size.dim)
     again = size.parameters - size.vocab * size.dim - (0 if case.checkpointed else biases)
-    gathered = _BYTES[case.dtype] * (size.parameters + again)
-    reduced = _BYTES[case.reduce_dtype] * size.parameters
+    gathered = BYTES[case.dtype] * (size.parameters + again)
+    reduced = BYTES[case.reduce_dtype] * size.parameters
     return replace(
         one,
         flops=case.ranks * one.flops,
@@ -93,7 +90,7 @@ class _Simple(Step):
 
     def __init__(self, case: FSDPCase) -> None:
         super().__init__(case)
-        self.shards = Shards(self.ledger, case.ranks, self.c, _STORED)
+        self.shards = Shards(self.ledger, case.ranks, self.c, FLOAT)
         self.ledger.take(3 * sum(self.shards.stored(parameter) for unit in self.units for parameter in unit))
 
     def read(self, parameter: Shape) -> None:
@@ -122,7 +119,7 @@ class Shards:
 
     def stored(self, parameter: Shape) -> int:
         """Bytes of one rank's shard."""
-        return _STORED * by_rows(parameter, self.ranks) // self.ranks
+        return FLOAT * by_rows(parameter, self.ranks) // self.ranks
 
     def gather(self, *parameters: Shape) -> None:
         """The whole of each, one after the other; all of them stay."""
@@ -130,7 +127,7 @@ class Shards:
         for parameter in parameters:
             whole = self.c * by_rows(parameter, self.ranks)
             shard = whole // self.ranks
-            cast = shard if self.c != _STORED else 0
+            cast = shard if self.c != FLOAT else 0
             take(cast)
             if self.ranks > 1:
                 take(whole)
@@ -141,7 +138,7 @@ class Shards:
 
     def drop(self, *parameters: Shape) -> None:
         """What was gathered; on one rank in float32 it is what is stored."""
-        if self.ranks > 1 or self.c != _STORED:
+        if self.ranks > 1 or self.c != FLOAT:
             self.ledger.give(*(self.c * by_rows(parameter, self.ranks) for parameter in parameters))
 
     def reduce(self, parameter: Shape) -> None:
@@ -159,8 +156,8 @@ class Shards:
         take(shard)
         take(whole, 8 + q)  # the average divides by a number made for it
         give(whole, 8 + q, uneven)
-        if q != _STORED:
-            take(_STORED * shard // q)
+        if q != FLOAT:
+            take(FLOAT * shard // q)
             give(shard)
         give(cast, c * gradient)
 
@@ -175,7 +172,7 @@ class _Rank:
 
     def __post_init__(self) -> None:
         self.size = MLP_SIZES[self.case.model]
-        self.c, self.q = _BYTES[self.case.dtype], _BYTES[self.case.reduce_dtype]
+        self.c, self.q = BYTES[self.case.dtype], BYTES[self.case.reduce_dtype]
         shards = Shards(self.ledger, self.case.ranks, self.c, self.q)
         self.gather, self.drop, self.reduce = shards.gather, shards.drop, shards.reduce
         self.stream = self.c * self.case.tokens * self.size.dim
@@ -211,24 +208,24 @@ class _Rank:
         self.gather(self.table)
         take(c * self.logits)
         self.drop(*[self.table] if self.reshard else [])
-        if c != _STORED:
-            take(_STORED * self.logits)
+        if c != FLOAT:
+            take(FLOAT * self.logits)
             give(c * self.logits)
-        take(_STORED * self.logits, 2 * _STORED)  # log-probabilities, the loss and the number of targets
-        give(_STORED * self.logits)
+        take(FLOAT * self.logits, 2 * FLOAT)  # log-probabilities, the loss and the number of targets
+        give(FLOAT * self.logits)
 
     def backward(self) -> None:
         """Leaves the gradients' shards."""
         take, give, size, c = self.ledger.take, self.ledger.give, self.size, self.c
         d, v, tokens = size.dim, size.vocab, self.case.tokens
-        take(_STORED)  # the loss's own gradient
-        take(_STORED * self.logits)
-        give(_STORED)
-        take(_STORED * self.logits)
-        give(2 * _STORED * self.logits)
-        if c != _STORED:
+        take(FLOAT)  # the loss's own gradient
+        take(FLOAT * self.logits)
+        give(FLOAT)
+        take(FLOAT * self.logits)
+        give(2 * FLOAT * self.logits)
+        if c != FLOAT:
             take(c * self.logits)
-            give(_STORED * self.logits)
+            give(FLOAT * self.logits)
 
         self.gather(*[self.table] if self.reshard else [])
         take(c * v * d, self.stream)  # gradients of the output projection and of the norm's result
@@ -248,7 +245,7 @@ class _Rank:
         take(c * v * d)  # the embedding's
         give(self.stream)
         self.reduce(self.table)
-        give(_STORED)
+        give(FLOAT)
 
     def _block_backward(self) -> None:
         take, give, c, d, h = self.ledger.take, self.ledger.give, self.c, self.size.dim, self.size.hidden

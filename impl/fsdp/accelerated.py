@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.torch_version import TorchVersion
 
 from impl.accounting.fsdp_library import accelerate_peak
-from impl.data_parallel.base import PlainStateDict
-from impl.fsdp.library import TorchFSDP2, synchronized_units
-from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, mark_spread
+from impl.fsdp.library import TorchFSDP2
 from shardmark.registry import register
 
 OLDEST = "1.15"
@@ -33,56 +30,34 @@ class AcceleratedFSDP2(TorchFSDP2):
     function is given the few things that it reads of one. Its optimizers, its autocast and its loaders are not here.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        process_group: dist.ProcessGroup | None = None,
-        compute_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        wrap: Policy = LINEARS_AND_EMBEDDINGS,
-        reshard_after_forward: bool = True,
-        cpu_offload: bool = False,
-    ) -> None:
+    def _shard(self, units: list[nn.Module], *, reshard_after_forward: bool, **options: Any) -> nn.Module:
         # Here, as it takes a second that others need not wait.
         from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model
 
-        PlainStateDict.__init__(self)
-        _, *units = synchronized_units(module, wrap, process_group)
-        group = process_group or dist.group.WORLD
-        assert group is not None
-        device = next(module.parameters()).device
-        mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("ranks",))
-        precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
-        classes = singled_out(module, units)
-        for unit in units[::-1]:
-            if not isinstance(unit, classes):
-                fully_shard(
-                    unit,
-                    mesh=mesh,
-                    reshard_after_forward=reshard_after_forward,
-                    mp_policy=precision,
-                    offload_policy=offload,
-                )
+        module, *parts = units
+        mesh: DeviceMesh = options["mesh"]
+        classes = singled_out(module, parts)
+        for part in parts[::-1]:
+            if not isinstance(part, classes):
+                fully_shard(part, reshard_after_forward=reshard_after_forward, **options)
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             reshard_after_forward=reshard_after_forward,
             auto_wrap_policy="transformer_based_wrap" if classes else "no_wrap",
             transformer_cls_names_to_wrap=[kind.__name__ for kind in classes],
-            mixed_precision_policy=precision,
-            cpu_offload=offload,
+            mixed_precision_policy=options["mp_policy"],
+            cpu_offload=options["offload_policy"],
         )
         accelerator = SimpleNamespace(
             state=SimpleNamespace(fsdp_plugin=plugin),
             torch_device_mesh=mesh,
             parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
             mixed_precision="no",  # beyond the plugin's own
-            device=device,
-            is_main_process=dist.get_rank(group) == 0,
+            device=next(module.parameters()).device,
+            is_main_process=mesh.get_local_rank() == 0,
         )
-        self.module = fsdp2_prepare_model(accelerator, module)
-        mark_spread(module)
+        prepared: nn.Module = fsdp2_prepare_model(accelerator, module)
+        return prepared
 
 
 def singled_out(module: nn.Module, units: list[nn.Module]) -> tuple[type[nn.Module], ...]:

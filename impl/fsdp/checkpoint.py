@@ -61,17 +61,18 @@ def load(directory: str | Path, model: FullyShardedDataParallel, optimizer: Opti
     ValueError, in one line, the same on every rank and before anything is changed, for a directory that holds no
     complete checkpoint, one of another model, in shapes or dtypes, or one of an optimizer with other settings or other
     parameters in a group; their order may differ. RuntimeError, as early, where its files cannot be read: so there is
-    one more shard of everything for a moment.
+    one more shard of the parameters for a moment.
     """
     directory, group = Path(directory), model.process_group
     metadata, state = _together(group, lambda: _found(directory, model, optimizer))
+    read = {name: _room(value) for name, value in state.items()}
     groups: list[dict[str, Any]] = []
     moments: dict[str, dict[nn.Parameter, Tensor]] = {}
     if optimizer is not None:
         groups = _read(directory, model, {_GROUPS: None})[_GROUPS]
         _together(group, lambda: _check_same_groups(directory, model, optimizer, groups))
-        moments = _empty_moments(model, metadata, state)
-    read = _read(directory, model, {name: _room(value) for name, value in state.items()})
+        moments = _empty_moments(model, metadata, read)
+    _read(directory, model, read)
     for name, value in state.items():
         for own, new in zip(_tensors(value), _tensors(read[name]), strict=True):
             own.copy_(new)

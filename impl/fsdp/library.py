@@ -53,17 +53,22 @@ class TorchFSDP2(PlainStateDict):
         device = next(module.parameters()).device.type
         group = process_group or dist.group.WORLD
         assert group is not None
-        for unit in units[::-1]:
-            fully_shard(
-                unit,
-                mesh=DeviceMesh.from_group(group, device),
-                # None is PyTorch's own way: the whole stays, as backward begins with it.
-                reshard_after_forward=None if unit is module and reshard_after_forward else reshard_after_forward,
-                mp_policy=MixedPrecisionPolicy(compute_dtype, reduce_dtype),
-                offload_policy=CPUOffloadPolicy(pin_memory=device == "cuda") if cpu_offload else OffloadPolicy(),
-            )
+        self.module = self._shard(
+            units,
+            mesh=DeviceMesh.from_group(group, device, mesh_dim_names=("ranks",)),
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(compute_dtype, reduce_dtype),
+            offload_policy=CPUOffloadPolicy(pin_memory=device == "cuda") if cpu_offload else OffloadPolicy(),
+        )
         mark_spread(module)
-        self.module = module
+
+    def _shard(self, units: list[nn.Module], *, reshard_after_forward: bool, **options: Any) -> nn.Module:
+        """The first unit, which is the whole, once all are sharded with those options of `fully_shard`."""
+        for unit in units[:0:-1]:
+            fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
+        # None is PyTorch's own way: the whole stays, as backward begins with it.
+        fully_shard(units[0], reshard_after_forward=None if reshard_after_forward else False, **options)
+        return units[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
