@@ -37,7 +37,7 @@ def _attention_peak(implementation: Implementation, case: AttentionCase, device:
         step.prepare()
         memory.reset_peak()
         step.step(lambda part: None)
-    return memory.peak
+    return memory.tensors
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -109,7 +109,7 @@ def test_attention_flops_are_those_counted(mode: str) -> None:
 
 def training_memory(implementation: Implementation, case: TrainingStepCase, phases: Sequence[str]) -> dict[str, int]:
     memory = metered(DataParallelStep, implementation, case)
-    return {"peak": memory.peak} | {phase: memory.phases[phase] for phase in phases}
+    return {"peak": memory.tensors} | {phase: memory.phases[phase] for phase in phases}
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,6 @@ def test_a_wrong_budget_file_is_one_line(tmp_path: Path, text: str, message: str
 
 @pytest.mark.parametrize(("peaks", "expected"), [([1000, 1010], PASS), ([1000, 1011, 1000], FAIL), ([1000], PASS)])
 def test_ranks_that_hold_different_peaks_fail_the_row(peaks: list[int], expected: str) -> None:
-    within, alike = verdicts(peaks, [1.0], None, None, MemoryBudget(formula=2000), [])
+    within, alike = verdicts(peaks, peaks, [1.0], None, None, MemoryBudget(formula=2000), [])
     assert (within[0], alike[0]) == (PASS, expected)
     assert "further apart than 1%" in alike[1]

@@ -22,10 +22,10 @@ def test_verdicts_are_outcomes_and_every_row_lands(project: pytest.Pytester) -> 
     result.stdout.fnmatch_lines(
         [
             "*x plain's time, * interval [[]*[]], against the budget of 2.0x",
-            "peak of 0.00 MiB, over the budget of 0.00 MiB (formula 0.00 MiB x 1.05)",
+            "0.00 MiB of tensors at the peak, over the budget of 0.00 MiB (formula 0.00 MiB x 1.05)",
             "*How long is a nap?*",
             "case * implementation * time ms * forward * backward * TFLOP/s * ratio to peer * of limit *"
-            " before backward * peak MiB * budget MiB * verdict",
+            " before backward * tensors MiB * budget MiB * verdict",
             "0.001s * plain * ± * slow * pass",
             "0.001s * slow * ± * plain * fail",
             "3 rows in out.json",
@@ -45,7 +45,9 @@ def test_a_row_says_what_the_design_lists(project: pytest.Pytester) -> None:
     assert row["case"] == {"id": "0.001s", "length": 0.001, "nbytes": 4000, "dtype": "float32"}
     phases = ["after_init", "before_step", "after_forward", "after_backward", "after_step"]
     assert row["memory"]["phases"] == dict.fromkeys(phases, 4000)
-    assert row["memory"]["peak"] == row["memory"]["formula"] == 4000 and row["memory"]["budget"] == 4200
+    assert row["memory"]["peak"] == row["memory"]["tensors"] == row["memory"]["formula"] == 4000
+    assert row["memory"]["workspace"] == 0 and row["memory"]["workspace_operator"] is None
+    assert row["memory"]["budget"] == 4200
     assert {"flops": 10, "bytes_moved": 10, "bytes_communicated": 0}.items() < row["work"].items()
     assert row["work"]["flops_per_second"] == pytest.approx(10 / entry["stats"]["mean"])
     assert row["limit"]["seconds"] > 0 and 0 < row["limit"]["fraction"] < 1

@@ -97,14 +97,14 @@ def test_goals(case: Goal, device: str, measure: Measure) -> None:
 
 
 def assert_reaches_memory_goal(memory: Row, eager: int, goal: float) -> None:
-    """A row's metered peak is within 5% of its formula, and at most `goal` times eager's."""
-    peak, formula = memory["peak"], memory["formula"]
-    assert abs(peak - formula) <= 0.05 * formula, f"metered peak of {peak:,} bytes, the formula's is {formula:,}"
-    assert peak <= goal * eager, f"metered peak of {peak:,} bytes, eager's is {eager:,}"
+    """A row's tensors at the peak are within 5% of its formula, and at most `goal` times eager's."""
+    tensors, formula = memory["tensors"], memory["formula"]
+    assert abs(tensors - formula) <= 0.05 * formula, f"{tensors:,} bytes of tensors, the formula's are {formula:,}"
+    assert tensors <= goal * eager, f"{tensors:,} bytes of tensors, eager's are {eager:,}"
 
 
 def metered_peak(implementation: Implementation, case: LossCase, device: str) -> int:
-    """Bytes at the peak of one step; the smaller of two, as in the first libraries take their workspaces."""
+    """Bytes of tensors at the peak of one step; the smaller of two, as in the first libraries take their workspaces."""
     peaks = []
     for _ in range(2 if device == "cuda" else 1):
         release(device)
@@ -113,7 +113,7 @@ def metered_peak(implementation: Implementation, case: LossCase, device: str) ->
             step.prepare()
             memory.reset_peak()
             step.step(lambda part: None)
-        peaks.append(memory.peak)
+        peaks.append(memory.tensors)
         del step
     release(device)
     return min(peaks)

@@ -25,7 +25,7 @@ RANKS_ALIKE = 1.01
 """The ranks' peaks may lie this far apart: the largest over the smallest."""
 
 MEMORY_SLACK = 1.05
-"""The default slack on a formula: room for allocator rounding and library workspaces, not for another tensor."""
+"""The default slack on a formula: room for small things that it leaves out, not for another tensor."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def paired_ratios(seconds: Sequence[float], peer_seconds: Sequence[float]) -> li
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """At most `formula` bytes times `slack` at the peak."""
+    """At most `formula` bytes times `slack` of tensors at the peak."""
 
     formula: int
     slack: float = MEMORY_SLACK
@@ -82,9 +82,9 @@ class MemoryBudget:
         """The budget in bytes."""
         return math.floor(self.formula * self.slack)
 
-    def verdict(self, peak: int) -> str:
+    def verdict(self, nbytes: int) -> str:
         """PASS or FAIL: metered bytes carry no noise."""
-        return PASS if peak <= self.bytes else FAIL
+        return PASS if nbytes <= self.bytes else FAIL
 
 
 def combined(verdicts: Sequence[str]) -> str | None:
@@ -139,6 +139,7 @@ def read_budgets(path: Path) -> list[AbsoluteBudget]:
 
 
 def verdicts(
+    tensors: Sequence[int],
     peaks: Sequence[int],
     seconds: list[float],
     ratio: Interval | None,
@@ -146,18 +147,22 @@ def verdicts(
     memory_budget: MemoryBudget | None,
     absolute: Sequence[AbsoluteBudget],
 ) -> Iterator[tuple[str, str]]:
-    """Each budget's verdict, with what to say when it is not met or not decided; `peaks` are the ranks' own."""
-    peak = max(peaks, default=None)
-    if memory_budget is not None and peak is not None:
+    """Each budget's verdict, with what to say when it is not met or not decided.
+
+    `tensors` and `peaks` are each rank's bytes. The formula's budget is held to tensors, which are the same on every
+    machine; a team's own to the whole peak, which is what its machine must have.
+    """
+    most, peak = max(tensors, default=None), max(peaks, default=None)
+    if memory_budget is not None and most is not None:
         yield (
-            memory_budget.verdict(peak),
-            f"peak of {peak / MIB:.2f} MiB, over the budget of {memory_budget.bytes / MIB:.2f} MiB "
+            memory_budget.verdict(most),
+            f"{most / MIB:.2f} MiB of tensors at the peak, over the budget of {memory_budget.bytes / MIB:.2f} MiB "
             f"(formula {memory_budget.formula / MIB:.2f} MiB x {memory_budget.slack})",
         )
-        least = min(peaks)
+        least = min(tensors)
         yield (
-            PASS if peak <= least * RANKS_ALIKE else FAIL,
-            f"the ranks' peaks lie between {least / MIB:.2f} and {peak / MIB:.2f} MiB, "
+            PASS if most <= least * RANKS_ALIKE else FAIL,
+            f"the ranks' peaks lie between {least / MIB:.2f} and {most / MIB:.2f} MiB of tensors, "
             f"further apart than {RANKS_ALIKE - 1:.0%}",
         )
     if ratio is not None and time_budget is not None and time_budget.ratio is not None:

@@ -160,9 +160,8 @@ class Measure:
         row["time"] |= times or {}
         row |= profile_entry(ranks, profiled)
         absolute = [*absolute, *session.budgets_for(self._item.nodeid)]
-        verdicts = list(
-            budget.verdicts(row["memory"].get("peak_by_rank", []), seconds, ratio, time_budget, memory_budget, absolute)
-        )
+        tensors, peaks = (row["memory"].get(f"{name}_by_rank", []) for name in ("tensors", "peak"))
+        verdicts = list(budget.verdicts(tensors, peaks, seconds, ratio, time_budget, memory_budget, absolute))
         row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
         if self._benchmark.disabled:
             verdicts = [(verdict, why) for verdict, why in verdicts if verdict != budget.UNDECIDED]

@@ -57,11 +57,11 @@ def _measure(plan: Plan, cold: bool) -> Measured:
         workload, memory, first_step = meter_pass(plan)
         first_peak = memory.peaks[FIRST]
         for passes in range(1, MOST_PASSES):
-            if not (plan.device == "cuda" and passes == 1) and not _overstated(plan, memory.peak):
+            if not (plan.device == "cuda" and passes == 1) and not _overstated(plan, memory.tensors):
                 break
             del workload
             workload, again, _ = meter_pass(plan)
-            memory = min(memory, again, key=lambda memory: memory.peak)
+            memory = min(memory, again, key=lambda memory: memory.tensors)
         memory.peaks = memory.peaks | {FIRST: first_peak} if cold else {}
         measured = _time(plan, memory, workload)
         del workload
@@ -111,7 +111,8 @@ def meter_pass(plan: Plan) -> tuple[Workload, Memory, float]:
         memory.mark("after_step")
         memory.keep_peak(MEDIAN)
     stages = memory.stages if len(memory.stages) > 1 else {}  # where the workload tells its own, this one follows
-    return workload, Memory(memory.phases, memory.peak, memory.peaks, stages), first_step
+    figures = Memory(memory.phases, memory.peak, memory.tensors, memory.workspace, memory.peaks, stages)
+    return workload, figures, first_step
 
 
 def _time(plan: Plan, memory: Memory, mine: Workload) -> Measured:

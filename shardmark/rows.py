@@ -60,12 +60,16 @@ def step_seconds(ranks: list[Measured], name: str = IMPLEMENTATION) -> list[floa
 
 
 def memory_entry(ranks: list[Measured], budget: MemoryBudget) -> Row:
-    """Bytes by phase and at the peak, on the rank that held most, beside the budget."""
-    most = max(ranks, key=lambda rank: rank.memory.peak).memory
+    """Bytes by phase and at the peak, on the rank that held most, beside the budget of its tensors."""
+    most = max((rank.memory for rank in ranks), key=lambda memory: (memory.tensors, memory.peak))
     return {
         "phases": most.phases,
         "peak": most.peak,
+        "tensors": most.tensors,
+        "workspace": most.workspace.nbytes,
+        "workspace_operator": most.workspace.operator or None,
         "peak_by_rank": [rank.memory.peak for rank in ranks],
+        "tensors_by_rank": [rank.memory.tensors for rank in ranks],
         **({"peaks": most.peaks} if most.peaks else {}),
         **asdict(budget),
         "budget": budget.bytes,

@@ -88,8 +88,8 @@ register("attention", "sdpa", sdpa, memory=accounting.sdpa_peak, time=TimeBudget
 for _name, _backend, _memory, _requires in (
     ("sdpa_math", SDPBackend.MATH, accounting.sdpa_math_peak, ()),
     ("sdpa_flash", SDPBackend.FLASH_ATTENTION, accounting.sdpa_peak, ()),
-    ("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION, accounting.fused_cuda_peak, (requires_cuda,)),
-    ("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION, accounting.fused_cuda_peak, (requires_cuda,)),
+    ("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION, accounting.sdpa_peak, (requires_cuda,)),
+    ("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION, accounting.sdpa_peak, (requires_cuda,)),
 ):
     register("attention", _name, pinned(_backend), memory=_memory, time=TimeBudget("eager"), requires=_requires)
 

@@ -88,11 +88,18 @@ def _before_backward(entry: Entry, row: dict[str, Any]) -> str | None:
     return mib(phases["after_forward"]) if {"after_forward", "after_backward"} <= set(phases) else None
 
 
-def _memory(entry: Entry, row: dict[str, Any]) -> str | None:
+def _tensors(entry: Entry, row: dict[str, Any]) -> str | None:
     memory = row["memory"]
     if "needed" in memory:
         return f"needs {mib(memory['needed'])} of {mib(memory['available'])}"
-    return f"{mib(memory['peak'])}" if "peak" in memory else None
+    return mib(memory["tensors"]) if "tensors" in memory else None
+
+
+def _workspace(entry: Entry, row: dict[str, Any]) -> str | None:
+    """With the operator that took it; less than shows, such as a converted number, is none."""
+    memory = row["memory"]
+    shows = mib(memory.get("workspace", 0)) != mib(0)
+    return f"{mib(memory['workspace'])} {memory['workspace_operator']}" if shows else None
 
 
 FIRST_STEPS = {
@@ -144,7 +151,9 @@ COLUMNS: list[tuple[str, Cell]] = [
     ("of limit", lambda entry, row: f"{row['limit']['fraction']:.0%}" if row["limit"].get("fraction") else None),
     ("before backward", _before_backward),
     *((f"{name} MiB", _first_steps(*where)) for name, where in FIRST_STEPS.items()),
-    ("peak MiB", _memory),
+    ("tensors MiB", _tensors),
+    ("workspace MiB", _workspace),
+    ("peak MiB", lambda entry, row: mib(row["memory"]["peak"]) if "peak" in row["memory"] else None),
     ("budget MiB", lambda entry, row: mib(row["memory"]["budget"]) if "budget" in row["memory"] else None),
     ("verdict", lambda entry, row: row["verdict"]),
 ]
@@ -153,7 +162,7 @@ COLUMNS: list[tuple[str, Cell]] = [
 SILENT: dict[str, set[str]] = {"ranks": {"1"}}
 """Cells that, like empty ones, do not make their column appear."""
 
-LEFT = ("case", "implementation", "ratio to peer", "verdict")
+LEFT = ("case", "implementation", "ratio to peer", "workspace MiB", "verdict")
 
 
 def render(entries: list[Entry]) -> Iterator[tuple[str, list[str]]]:
