@@ -27,6 +27,7 @@ REACHED, MISSED = "reached", "missed"
 NOT_STARTED, OUT_OF_MEMORY = "not started", "out of memory"
 
 MIB = 2**20
+
 FAMILY_WISE_ERROR = 0.05
 """The chance that noise makes any time verdict of a run wrong."""
 
@@ -66,9 +67,9 @@ class Interval:
             return UNDECIDED
         return PASS if self.high <= limit else FAIL if self.low > limit else UNDECIDED
 
-    def goal_outcome(self, limit: float) -> str:
-        """The same for a goal: REACHED, MISSED or UNDECIDED."""
-        return {PASS: REACHED, FAIL: MISSED}.get(self.verdict(limit), UNDECIDED)
+    def outcome(self, goal: float) -> str:
+        """The same of a goal: REACHED, MISSED or UNDECIDED."""
+        return {PASS: REACHED, FAIL: MISSED}.get(self.verdict(goal), UNDECIDED)
 
     def __str__(self) -> str:
         return f"{100 * self.coverage:.6g}% interval [{self.low:.4g}, {self.high:.4g}]"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 
 from shardmark import budget, registry
-from shardmark.budget import MEMORY_SLACK, MIB, AbsoluteBudget, Limits, MemoryBudget
+from shardmark.budget import MEMORY_SLACK, MIB, AbsoluteBudget, Limits, MemoryBudget, over
 from shardmark.cases import Work
 from shardmark.kernels import StepProfile
 from shardmark.memory import available_bytes, is_out_of_memory
@@ -90,13 +90,8 @@ class Measure:
         plan = Plan(workload, implementation, peer, case, session.device, world_size, self._rounds(rounds))
         trace = session.trace.stem(self._item.nodeid, f"{case}-{implementation}") if session.trace else None
         memory_budget = MemoryBudget(_formula(implementation, case), slack)
-        plan = replace(
-            plan,
-            formula=memory_budget.formula,
-            limits=self._limits(race),
-            profiled=profiled is not None,
-            trace=trace,
-        )
+        plan = replace(plan, limits=self._limits(plan, race, work, goals or {}), formula=memory_budget.formula)
+        plan = replace(plan, profiled=profiled is not None, trace=trace)
         ranks = self.attempt(
             plan, lambda plan: session.worlds.get(world_size).run(measure, plan, deadline=CASE_DEADLINE), slack
         )
@@ -165,25 +160,16 @@ class Measure:
             row["losses"] = list(losses)
         if work is not None:
             row["work"] = asdict(work) | rates(fmean(seconds))
-            devices = plan.world_size if session.device == "cuda" else 1
-            row["limit"] = limit_entry(work, session.roofline(plan.case.dtype), devices, fmean(seconds))
+            row["limit"] = self._limit(plan, work, fmean(seconds))
         if goals:
             row["limit"]["goals"] = limit_goals(row["limit"], goals, seconds, session.confidence)
         row["time"], ratio = time_entry(ranks, race, session.confidence)
         row["time"] |= times or {}
         row |= profile_entry(ranks, profiled)
         absolute = [*absolute, *session.budgets_for(self._item.nodeid)]
-        verdicts = list(
-            budget.verdicts(
-                row["memory"].get("peak_by_rank", []),
-                seconds,
-                ratio,
-                race,
-                memory_budget,
-                absolute,
-                session.confidence,
-            )
-        )
+        peaks = row["memory"].get("peak_by_rank", [])
+        held = budget.verdicts(peaks, seconds, ratio, race, memory_budget, absolute, session.confidence)
+        verdicts = list(held)
         row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
         if self._benchmark.disabled:
             verdicts = [(verdict, why) for verdict, why in verdicts if verdict != budget.UNDECIDED]
@@ -199,11 +185,17 @@ class Measure:
             pytest.skip(f"undecided: {complaints[budget.UNDECIDED]}")
         return row
 
-    def _limits(self, race: Race | None) -> Limits | None:
+    def _limit(self, plan: Plan, work: Work, seconds: float) -> Row:
+        """The row's limit where a step takes so long."""
+        devices = plan.world_size if plan.device == "cuda" else 1
+        return limit_entry(work, self._session.roofline(plan.case.dtype), devices, seconds)
+
+    def _limits(self, plan: Plan, race: Race | None, work: Work, goals: Mapping[str, float]) -> Limits | None:
         """What the rounds are to decide; None where pytest-benchmark is disabled."""
-        seconds = [own.seconds for own in self._session.budgets_for(self._item.nodeid) if own.seconds is not None]
         ratios = race.limits if race is not None else ()
-        if self._benchmark.disabled or not (seconds or ratios):
+        seconds = [own.seconds for own in self._session.budgets_for(self._item.nodeid) if own.seconds is not None]
+        seconds += [over(self._limit(plan, work, 1.0)[name] / goal) for name, goal in goals.items()]
+        if self._benchmark.disabled or not (ratios or seconds):
             return None
         return Limits(self._session.confidence, ratios, tuple(seconds))
 

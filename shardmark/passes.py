@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ from shardmark.plan import COMMUNICATION, COMPUTE, IMPLEMENTATION, PEER, Mark, M
 from shardmark.registry import Unsupported
 from shardmark.timeline import BEFORE, Timeline, timeline
 from shardmark.trace import memory_snapshot, module_ranges, modules_of, profile_step
+
+T = TypeVar("T")
 
 WARMUPS = 2
 """Optimizer state comes with the first step, torch DDP's final buckets with the second."""
@@ -154,8 +156,9 @@ def _time(plan: Plan, memory: Memory, mine: Workload) -> Measured:
             for name in alternate(list(steps), rounds, done):
                 measured.laps[name].append(_timed(plan, *steps[name]))
             done, rounds = rounds, 2 * rounds
-            twice = 2 * _largest(plan, time.perf_counter() - began)
-            if twice > UNDECIDED_SECONDS or not _undecided(plan, measured):
+            if not _undecided(plan, measured):
+                break
+            if 2 * _largest(plan, time.perf_counter() - began) > UNDECIDED_SECONDS:
                 break
     return measured
 
@@ -165,7 +168,7 @@ def _undecided(plan: Plan, measured: Measured) -> bool:
     if plan.limits is None:
         return False
     laps = [measured.laps[name] for name in (IMPLEMENTATION, PEER) if name in measured.laps]
-    seconds, *peer_seconds = _largest_of(plan, [[lap.seconds for lap in each] for each in laps])
+    seconds, *peer_seconds = _largest(plan, [[lap.seconds for lap in each] for each in laps])
     return plan.limits.undecided(seconds, peer_seconds[0] if peer_seconds else None)
 
 
@@ -236,18 +239,13 @@ def _timed(plan: Plan, workload: Workload, step: Callable[[Mark], None]) -> Laps
     return watch.stop()
 
 
-def _largest(plan: Plan, value: float) -> float:
-    """The largest of the ranks' values, so that all of them decide alike."""
-    return _largest_of(plan, value)
-
-
-def _largest_of(plan: Plan, values: Any) -> Any:
-    """The same of each of the values, which are a number or lists of equal length of them."""
+def _largest(plan: Plan, values: T) -> T:
+    """The largest of the ranks' values, so that all of them decide alike: of a number, or of each in lists of them."""
     if plan.world_size == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.float64, device=plan.device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return tensor.tolist()
+    return cast(T, tensor.tolist())
 
 
 @contextmanager

@@ -133,7 +133,7 @@ def time_entry(
         "coverage": interval.coverage,
         "budget": race.budget,
         "goal": race.goal,
-        "outcome": None if race.goal is None else interval.goal_outcome(over(race.goal)),
+        "outcome": None if race.goal is None else interval.outcome(over(race.goal)),
     }
     return entry, interval
 
@@ -163,8 +163,8 @@ def limit_goals(limit: Row, goals: Mapping[str, float], seconds: list[float], co
     A figure is so many FLOPs or bytes over the step time, so the interval of the step time decides.
     """
     step = median_interval(seconds, confidence)
-    longest = {name: limit[name] * fmean(seconds) / goal for name, goal in goals.items()}
-    return {name: {"goal": goal, "outcome": step.goal_outcome(over(longest[name]))} for name, goal in goals.items()}
+    longest = {name: over(limit[name] * fmean(seconds) / goal) for name, goal in goals.items()}
+    return {name: {"goal": goal, "outcome": step.outcome(longest[name])} for name, goal in goals.items()}
 
 
 def _parts(ranks: list[Measured]) -> dict[str, float]:
