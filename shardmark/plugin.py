@@ -174,6 +174,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=dropped)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Count what this run is to judge, as its verdicts share one error."""
+    session.config.stash[SESSION].count_judgements(session.items)
+
+
 def _use_device_clock(item: pytest.Item, clock: DeviceClock) -> None:
     """Set pytest-benchmark's `timer`, and its `group` to the question, on top of the test's own marker."""
     own = item.get_closest_marker("benchmark")
@@ -261,6 +266,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section(title, sep="-")
         for line in lines:
             terminalreporter.write_line(line)
+    if goals := tables.goals_line(session.rows.rows):
+        terminalreporter.write_line(f"\n{goals}")
     if session.rows.rows and session.rows.path is not None:
         terminalreporter.write_line(f"\n{_count(session.rows.rows, 'row')} in {session.rows.path}")
     for budget in session.budgets:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from impl.accounting.attention import flash_pytorch_peak
-from shardmark.registry import Family, RegistryError, TimeBudget, Unsupported, add_family
+from shardmark.registry import Family, Race, RegistryError, Unsupported, add_family
 
 
 class Attention(Protocol):
@@ -115,7 +115,7 @@ FAMILY = add_family(
         check=_check,
         adapt=as_attention,
         memory=flash_pytorch_peak,  # a user's own is held to what FlashAttention is for: nothing quadratic
-        time=TimeBudget("eager"),
+        time=Race("eager"),
     )
 )
 

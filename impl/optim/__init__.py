@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from impl.accounting.optim import adamw_peak
-from shardmark.registry import Family, RegistryError, TimeBudget, add_family
+from shardmark.registry import Family, Race, RegistryError, add_family
 
 
 class Optimizer(Protocol):
@@ -88,7 +88,7 @@ FAMILY = add_family(
         reference="plain",
         check=_check,
         memory=adamw_peak,  # a user's own is held to the state, and one parameter's temporary
-        time=TimeBudget("torch_fused"),
+        time=Race("torch_fused"),
     )
 )
 

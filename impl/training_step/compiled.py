@@ -22,7 +22,7 @@ from impl.accounting.training_step import eager_peak
 from impl.attention.compiled import MANY
 from impl.precision import FLOAT32, Precision
 from impl.training_step.eager import EagerStep
-from shardmark.registry import TimeBudget, Unsupported, register, requires_cuda
+from shardmark.registry import Race, Unsupported, register, requires_cuda
 
 OPTIONS = ("epilogue_fusion", "shape_padding", "max_autotune", "triton.cudagraphs")
 """Inductor's options that the ladder turns on, alone and together.
@@ -150,11 +150,9 @@ class CompileAllOptions(CompileModel):
     options = options(*OPTIONS)
 
 
-register("training_step", "compile_model", CompileModel, memory=eager_peak, time=TimeBudget("eager"))
-register(
-    "training_step", "compile_forward_backward", CompileForwardBackward, memory=eager_peak, time=TimeBudget("eager")
-)
-register("training_step", "compile_step", CompileStep, memory=eager_peak, time=TimeBudget("eager"))
+register("training_step", "compile_model", CompileModel, memory=eager_peak, time=Race("eager"))
+register("training_step", "compile_forward_backward", CompileForwardBackward, memory=eager_peak, time=Race("eager"))
+register("training_step", "compile_step", CompileStep, memory=eager_peak, time=Race("eager"))
 for _name, _target, _requires in (
     ("compile_no_options", CompileNoOptions, ()),
     ("compile_epilogue_fusion", CompileEpilogueFusion, ()),
@@ -168,6 +166,6 @@ for _name, _target, _requires in (
         _name,
         _target,
         memory=eager_peak,
-        time=TimeBudget("eager" if _name == "compile_no_options" else "compile_no_options"),
+        time=Race("eager" if _name == "compile_no_options" else "compile_no_options"),
         requires=_requires,
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from shardmark.budget import MISSED, REACHED, UNDECIDED
 from shardmark.report.buckets import bucket_lines
 from shardmark.report.fits import peaks_by_length
 from shardmark.report.kernels import kernel_lines
@@ -38,6 +40,26 @@ def _ratio(entry: Entry, row: dict[str, Any]) -> str | None:
         return None
     low, high = time["interval"]
     return f"{time['ratio']:.3g} [{low:.3g}, {high:.3g}] {time['peer']}"
+
+
+def _goal_outcomes(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Each goal of the row as people write it, and whether it was reached."""
+    time = row["time"]
+    if time.get("goal") is not None:
+        yield f"{time['goal']:.3g}", time["outcome"]
+    for name, goal in row["limit"].get("goals", {}).items():
+        yield f"{name} {goal['goal']:.0%}", goal["outcome"]
+
+
+def _goal(entry: Entry, row: dict[str, Any]) -> str | None:
+    return ", ".join(f"{goal} {outcome}" for goal, outcome in _goal_outcomes(row)) or None
+
+
+def goals_line(entries: list[Entry]) -> str | None:
+    """How many goals of a run were reached, missed and left undecided."""
+    counts = Counter(outcome for entry in entries for _, outcome in _goal_outcomes(entry["extra_info"]))
+    told = ", ".join(f"{counts[outcome]} {outcome}" for outcome in (REACHED, MISSED, UNDECIDED) if counts[outcome])
+    return f"goals: {told}" if told else None
 
 
 def _fastest_and_slowest(entry: Entry, row: dict[str, Any]) -> str | None:
@@ -148,6 +170,7 @@ COLUMNS: list[tuple[str, Cell]] = [
     ("recomputed", _recomputed),
     ("losses", lambda entry, row: " → ".join(f"{loss:.3f}" for loss in row["losses"]) if "losses" in row else None),
     ("ratio to peer", _ratio),
+    ("goal", _goal),
     ("of limit", lambda entry, row: f"{row['limit']['fraction']:.0%}" if row["limit"].get("fraction") else None),
     ("before backward", _before_backward),
     *((f"{name} MiB", _first_steps(*where)) for name, where in FIRST_STEPS.items()),
@@ -162,7 +185,7 @@ COLUMNS: list[tuple[str, Cell]] = [
 SILENT: dict[str, set[str]] = {"ranks": {"1"}}
 """Cells that, like empty ones, do not make their column appear."""
 
-LEFT = ("case", "implementation", "ratio to peer", "workspace MiB", "verdict")
+LEFT = ("case", "implementation", "ratio to peer", "goal", "workspace MiB", "verdict")
 
 
 def render(entries: list[Entry]) -> Iterator[tuple[str, list[str]]]:
