@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from correctness.workers import share_the_cores
+from shardmark.rank import threads_of_a_rank
 from shardmark.registry import family
 from shardmark.report.tables import layout
 from shardmark.world import World, available_ranks
@@ -24,6 +26,18 @@ COMPILED_EVERY_TIME = (
 
 LARGE = ("tile", "tile_and_one", "one_less_than_tiles", "chunk_and_one", "several_chunks")
 """Shapes that Triton's interpreter takes seconds for; the kernels' own tiles are met by the smaller ones."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Have two cores take half the time for whole folders."""
+    share_the_cores(config)
+
+
+def pytest_configure() -> None:
+    """Workers that share the cores take their share of threads, as their ranks do."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(threads_of_a_rank(1))
 
 
 @pytest.hookimpl(tryfirst=True)

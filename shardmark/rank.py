@@ -32,6 +32,12 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def threads_of_a_rank(ranks: int) -> int:
+    """The share of the cores of one of so many ranks, where workers of pytest-xdist have as many ranks each."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return max(1, available_cores() // (ranks * workers))
+
+
 def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """A call as bytes; WorldError, in one line, for what cannot be sent."""
     try:
@@ -88,7 +94,7 @@ def _join(rank: int, size: int, device: str, directory: Path, host: Host | None)
 
 def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank: int, local_size: int) -> None:
     """Join the process group (NCCL or Gloo); each of a machine's ranks has its GPU, or its share of the cores."""
-    torch.set_num_threads(max(1, available_cores() // local_size))
+    torch.set_num_threads(threads_of_a_rank(local_size))
     torch.seed()  # or all ranks would draw the numbers of the process they were forked from
     # The flight recorder keeps the last 2,000 collectives, which grows like a leak; who wants it sets the variable.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
