@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from correctness.compiling import compiler, unavailable_reason
 from correctness.workers import share_the_cores
 from shardmark.rank import threads_of_a_rank
 from shardmark.registry import family
@@ -65,6 +67,15 @@ def pytest_collection_finish() -> None:
     run pytest collect half a dozen times each."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def compiling() -> Iterator[ProcessPoolExecutor]:
+    """A process that compiles Triton's kernels; where it cannot its tests are skipped."""
+    with compiler() as pool:
+        if reason := pool.submit(unavailable_reason).result():
+            pytest.skip(reason)
+        yield pool
 
 
 @pytest.fixture

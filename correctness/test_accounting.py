@@ -75,6 +75,7 @@ def test_flash_triton_needs_one_more_value_a_row_which_shows_where_rows_are_shor
     assert more == 2 * 4096 * 4 and 0.01 < more / attention.flash_peak(case) < 0.016
 
 
+@pytest.mark.usefixtures("compiler")
 def test_the_compiler_needs_no_more_than_eager(device: str) -> None:
     case = AttentionCase(batch=2, seq=300, head_dim=32)
     entry = family("attention").implementations["compiled"]

@@ -21,27 +21,20 @@ keeps once it has it (cuBLAS's) counts as tensors in the first pass that needs i
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch._C._distributed_c10d as c10d
-import torch.distributed as dist
 
 from shardmark.blocks import Allocated, Marked, Recording, Released, mark
+from shardmark.handles import workers_free_first
 
 _PHASE, _PEAK, _STAGE, _RESET = "phase ", "peak of ", "stage ", "reset"
 """What the meter's marks of a phase, of a step's peak, of a stage, and of a new beginning of the peak begin with."""
-
-_PATIENCE = 0.02
-"""Seconds to wait for a backend's worker thread at most."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +82,7 @@ class Meter(Memory):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Meter what the block does."""
-        with _workers_free_first(), self._recording.running():
+        with workers_free_first() if self._recording.device == "cpu" else nullcontext(), self._recording.running():
             yield
 
     def mark(self, phase: str) -> None:
@@ -210,66 +203,6 @@ class _CudaMeter(Meter):
     def read(self) -> None:
         super().read()
         self.peak = self._live("peak") - self._base
-
-
-@contextmanager
-def _workers_free_first() -> Iterator[None]:
-    """Have every wait for a collective last until the backend's worker thread has dropped the collective's tensors.
-
-    It drops them just after it reports the collective done, and what another thread frees is not metered: unless the
-    worker is first, a tensor that is gone would count as live. Reference counts show that it was.
-    """
-    functional: Any = torch.ops._c10d_functional.wait_tensor
-    waits = [(dist.Work, "wait", _wait_by_handle), (functional, "_op", _wait_by_tensor)]
-    waits += [(functional.default, "_op", _wait_by_tensor)]  # compiled code's
-    before = [getattr(owner, name) for owner, name, _ in waits]
-    for (owner, name, patient), wait in zip(waits, before, strict=True):
-        setattr(owner, name, patient(wait))
-    try:
-        yield
-    finally:
-        for (owner, name, _), wait in zip(waits, before, strict=True):
-            setattr(owner, name, wait)
-
-
-def _wait_by_handle(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """The caller holds the handle until after, and the handle its tensors: once the worker has dropped it, one
-    reference is left, the caller's."""
-
-    def patient(handle: dist.Work, *args: Any, **kwargs: Any) -> Any:
-        done = wait(handle, *args, **kwargs)
-        # A Python object of pybind11's begins with the address of the C++ object that it stands for.
-        address = ctypes.c_size_t.from_address(id(handle) + object.__basicsize__).value
-        _wait_until(lambda: torch._C._storage_Use_Count(address) <= 1)
-        return done
-
-    return patient
-
-
-def _wait_by_tensor(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """DTensor waits by an operator, which drops the handles of the tensor; each holds it until the worker drops it."""
-
-    def patient(tensor: torch.Tensor) -> torch.Tensor:
-        references, handles = _references(tensor), c10d._get_work_registry_size()
-        done = wait(tensor)
-        if dropped := handles - c10d._get_work_registry_size():
-            _wait_until(lambda: _references(tensor) <= references - dropped)
-        return done
-
-    return patient
-
-
-def _references(tensor: torch.Tensor) -> int:
-    """To it, and of tensors to its bytes: a handle holds it, or another that shares its bytes."""
-    count = tensor._use_count()  # type: ignore[attr-defined]
-    return count + torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    """But for at most `_PATIENCE` seconds: someone else may hold a reference, too."""
-    end = time.perf_counter() + _PATIENCE
-    while not condition() and time.perf_counter() < end:
-        os.sched_yield()
 
 
 def release(device: str) -> None:

@@ -67,7 +67,8 @@ class Implementation:
 
     `target` is what the user calls (a function, a class, an object with methods), `memory` the closed form of its peak
     in bytes for a case, `time` the peer it is raced against. Beyond what it `requires` to run, its times and bytes
-    mean something only where `requires_to_measure` is met.
+    mean something only where `requires_to_measure` is met. Requirements are asked in turn, so the cheap ones stand
+    first. The target is None where it cannot be imported, of which a requirement gives the reason.
     """
 
     family: str
@@ -88,12 +89,11 @@ class Implementation:
     def missing(self, device: str, to_measure: bool = False) -> str | None:
         """Why it does not run, or is not measured, on `device`, or None where it does."""
         requirements = (*self.requires, *(self.requires_to_measure if to_measure else ()))
-        reasons = [reason for requirement in requirements if (reason := requirement(device))]
-        return "; ".join(reasons) or None
+        return next((reason for requirement in requirements if (reason := requirement(device))), None)
 
     def accepts(self, option: str) -> bool:
-        """Whether the target has a parameter of that name."""
-        return option in inspect.signature(self.target).parameters
+        """Whether the target has a parameter of that name, as far as is known."""
+        return self.target is None or option in inspect.signature(self.target).parameters
 
     def __str__(self) -> str:
         return self.name

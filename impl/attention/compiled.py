@@ -12,6 +12,7 @@ from torch import Tensor
 from impl.accounting.attention import compiled_peak
 from impl.attention import check_inputs
 from impl.attention.eager import eager_attention
+from shardmark.machine import requires_compiler
 from shardmark.registry import Race, register
 
 MANY = 4096
@@ -39,4 +40,11 @@ def compiled_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = Fal
     return _compiled(q, k, v, is_causal=is_causal)
 
 
-register("attention", "compiled", compiled_attention, memory=compiled_peak, time=Race("eager"))
+register(
+    "attention",
+    "compiled",
+    compiled_attention,
+    memory=compiled_peak,
+    time=Race("eager"),
+    requires=(requires_compiler,),
+)

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from impl.accounting import attention as accounting
 from impl.attention import Attention, check_inputs, kv_group
 from impl.attention.compiled import compile_each_shape
+from shardmark.machine import requires_compiler
 from shardmark.registry import Race, Unsupported, register, requires_cuda
 
 
@@ -104,5 +105,5 @@ register(
     flex,
     memory=accounting.flex_peak,
     time=Race("eager"),
-    requires=(_requires_its_backward,),
+    requires=(_requires_its_backward, requires_compiler),
 )

@@ -9,6 +9,7 @@ from impl.accounting.loss import compiled_peak, linear_cross_entropy_peak
 from impl.attention.compiled import compile_each_shape
 from impl.loss import check_inputs, product_dtype, statistics_dtype
 from impl.loss.eager import summed_loss
+from shardmark.machine import requires_compiler
 from shardmark.registry import Race, Unsupported, register
 
 _compiled = compile_each_shape(summed_loss)
@@ -68,7 +69,14 @@ def _has_it(device: str) -> str | None:
     return f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy; 2.13 has"
 
 
-register("loss", "compiled", compiled_loss, memory=compiled_peak, time=Race("eager"))
+register(
+    "loss",
+    "compiled",
+    compiled_loss,
+    memory=compiled_peak,
+    time=Race("eager"),
+    requires=(requires_compiler,),
+)
 register(
     "loss",
     "linear_cross_entropy",

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from impl.accounting.optim import adamw_peak
-from shardmark.registry import Family, Race, RegistryError, add_family
+from impl.interpreting import NO_TRITON, requires_triton
+from shardmark.registry import Family, Race, RegistryError, add_family, register
 
 
 class Optimizer(Protocol):
@@ -93,7 +94,12 @@ FAMILY = add_family(
 )
 
 from impl.optim.adamw import AdamW  # noqa: E402  (they register in the family above)
-from impl.optim.fused_adamw import FusedAdamW  # noqa: E402
+
+if NO_TRITON is None:
+    from impl.optim.fused_adamw import FusedAdamW
+else:
+    register("optimizer", "fused_triton", None, requires=(requires_triton,))
+
 from impl.optim.library import TorchForeach, TorchForLoop, TorchFused  # noqa: E402
 
 __all__ = ["AdamW", "FusedAdamW", "Optimizer", "TorchForLoop", "TorchForeach", "TorchFused"]
