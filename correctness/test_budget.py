@@ -92,7 +92,7 @@ def test_only_an_effect_that_matters_fails_a_budget() -> None:
     def verdict_of(ratio: float, seconds: float) -> list[str]:
         interval = median_interval([ratio] * 20, confidence(1))
         own = [AbsoluteBudget("*", seconds=1.0)]
-        found = verdicts([], [seconds] * 20, interval, Race("peer", budget=1.0), None, own, confidence(1))
+        found = verdicts([], [], [seconds] * 20, interval, Race("peer", budget=1.0), None, own, confidence(1))
         return [verdict for verdict, _ in found]
 
     assert verdict_of(1 + SMALLEST_EFFECT, 1.0) == [PASS, PASS]
