@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from shardmark import blocks
 from shardmark.blocks import Allocated, recording
 from shardmark.memory import Memory, Workspace, available_bytes, is_out_of_memory, meter, stage
 from shardmark.world import World
@@ -62,6 +63,19 @@ def test_what_a_library_takes_within_its_operator_is_workspace_and_no_tensor() -
     assert memory.tensors == 4 * q.numel() + log_sum_exp
     assert memory.workspace.operator == "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert memory.peak == memory.tensors + memory.workspace.nbytes > memory.tensors
+
+
+def test_what_a_library_keeps_until_it_is_asked_for_is_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cuBLAS does: taken within an operator, and given back when the recording ends."""
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(blocks, "_have_libraries_give_back", lambda device: kept.clear())
+    matrix = torch.randn(100, 100)
+    with meter("cpu") as memory:
+        tensor = torch.empty(N)
+        kept.append(matrix @ matrix)
+        memory.mark("after_step")
+    assert memory.workspace == Workspace(4 * matrix.numel(), "aten::mm") and memory.tensors == 4 * tensor.numel()
+    assert memory.phases == {"after_step": memory.peak} == {"after_step": 4 * (tensor.numel() + matrix.numel())}
 
 
 def test_what_operators_leave_between_them_are_tensors_whoever_calls_them() -> None:

@@ -5,7 +5,8 @@
     for event in recorded.replay(): ...
 
 A block is workspace if one of PyTorch's operators took it and gave it back before it returned: oneDNN's accumulators, a
-fused kernel's tiles. How much that is depends on the processor and on the library. All other blocks are tensors.
+fused kernel's tiles. So is what cuBLAS took within one and keeps. How much that is depends on the processor and on the
+library. All other blocks are tensors.
 
 A release by another thread than the allocating one is not reported, but what lies where a new block is given out must
 have been released; so the bytes live are exact wherever one thread allocates.
@@ -27,6 +28,8 @@ from torch._C._profiler import RecordScope, _EventType
 from torch.autograd.profiler import profile, record_function
 
 _MARK = "shardmark_mark:"
+_END = "end"
+"""The mark after which libraries give back what they keep."""
 
 _HISTORY = 10_000_000
 """Allocations and releases that the CUDA allocator remembers for a recording: more than any has."""
@@ -89,12 +92,11 @@ class Recording:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Record what the block does."""
-        with self._profile:
-            if self.device == "cuda":
-                with _requests_remembered() as self.requested:
-                    yield
-            else:
-                yield
+        _have_libraries_give_back(self.device)  # or a later recording would not see what an earlier one had them take
+        with self._profile, _requests_remembered(self.device) as self.requested:
+            yield
+            mark(_END)
+            _have_libraries_give_back(self.device)
 
     def replay(self) -> list[Event]:
         """What happened to memory on the device, in the order it did."""
@@ -115,14 +117,16 @@ def _replayed(roots: list[Any], device: str, requested: dict[int, deque[int]]) -
     """The events below `roots`; sizes are those `requested` at each address in turn, where they are known."""
     live, taken_by = _Live(), dict[Block, Any]()
     replayed: list[Event] = []
+    ended = False
     events, modules = _in_order(roots)
     for event, operator in events:
         what, fields = event.typed
         if what == _EventType.Allocation and fields.device.type == device:
             if fields.alloc_size < 0:
                 if released := live.pop(fields.ptr):  # a block from before the recording is not ours
-                    if operator is not None and operator is taken_by[released]:
-                        released.workspace = operator.name
+                    taker = taken_by[released]
+                    if taker is not None and (ended or operator is taker):
+                        released.workspace = taker.name
                     replayed.append(Released(released))
                 continue
             sizes = requested.get(fields.ptr)
@@ -133,18 +137,29 @@ def _replayed(roots: list[Any], device: str, requested: dict[int, deque[int]]) -
             live.add(block)
             taken_by[block] = operator
             replayed.append(Allocated(block))
+        elif event.name == _MARK + _END:
+            ended = True
         elif event.name.startswith(_MARK):
             replayed.append(Marked(event.name.removeprefix(_MARK)))
     return replayed
 
 
+def _have_libraries_give_back(device: str) -> None:
+    """Free cuBLAS's workspaces: one for each thread and stream that multiplied, which it would keep."""
+    if device == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 @contextmanager
-def _requests_remembered() -> Iterator[dict[int, deque[int]]]:
+def _requests_remembered(device: str) -> Iterator[dict[int, deque[int]]]:
     """Bytes that were requested of the CUDA allocator at each address, in order; the profiler sees them rounded up.
 
-    They are there once the block has ended.
+    They are there once the block has ended; on CPU there are none, as nothing is rounded.
     """
     requested: dict[int, deque[int]] = defaultdict(deque)
+    if device != "cuda":
+        yield requested
+        return
     torch.cuda.memory._record_memory_history(context=None, max_entries=_HISTORY, clear_history=True)
     try:
         yield requested

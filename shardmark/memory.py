@@ -15,8 +15,7 @@ takes inside one operator and gives back before it returns (`shardmark.blocks`),
 
 On CPU the profiler reports every allocation and release of PyTorch's allocator, so the figures are exact to the byte;
 what a library allocates for itself (Gloo's scratch space, say) is not seen.
-On CUDA they are the bytes requested from the caching allocator, before it rounds them up. A workspace that a library
-keeps once it has it (cuBLAS's) counts as tensors in the first pass that needs it, and in none after that.
+On CUDA they are the bytes requested from the caching allocator, before it rounds them up.
 """
 
 from __future__ import annotations
