@@ -131,6 +131,13 @@ def test_rounds(implementation, case, measure):
     measure(Sleep, implementation, case, work=amount, rounds=own, time=Race("slow"))
 
 
+@pytest.mark.family("sleep", only=("plain",))
+@pytest.mark.cases(GRID)
+def test_half_of_the_peak(implementation, case, measure):
+    own, amount = Rounds(minimum=3, maximum=3, warmups=1), Work(flops=10, model_flops=5)
+    measure(Sleep, implementation, case, work=amount, rounds=own, time=Race("plain"), goals={"mfu": 0.5})
+
+
 @pytest.mark.family("sleep", only=("plain", "giant"))
 @pytest.mark.cases(GRID)
 def test_first_steps(implementation, case, device, measure):

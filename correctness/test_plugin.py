@@ -161,6 +161,13 @@ def test_goals_are_reported_and_fail_nothing(project: pytest.Pytester) -> None:
     )
 
 
+def test_a_goal_of_mfu_has_the_rounds_that_it_needs(project: pytest.Pytester) -> None:
+    _, output = run_project(project, "--scale=smoke", "-k", "half_of_the_peak")
+    (entry,) = output["benchmarks"]
+    assert entry["extra_info"]["limit"]["goals"] == {"mfu": {"goal": 0.5, "outcome": "missed"}}
+    assert entry["stats"]["rounds"] == fewest_rounds(confidence(1))  # more than the three that the test asks for
+
+
 def test_the_verdicts_of_a_run_share_one_error(project: pytest.Pytester) -> None:
     """As many as there are tests that measure and run here, and absolute budgets of seconds."""
     Path("budgets.toml").write_text('["*[plain*"]\nseconds = 9\n["*nap*"]\nbytes = 9_000\n["*count*"]\nseconds = 9')

@@ -63,7 +63,7 @@ def judge(plan: Plan, seed: int, slower: float = 1.0) -> tuple[str, int]:
     assert plan.limits is not None
     _, interval = time_entry([measured], Race("peers", budget=1.0), plan.limits.confidence)
     assert interval is not None
-    return interval.verdict(budget.over(1.0)), len(measured.laps[IMPLEMENTATION])
+    return interval.verdict(budget.tolerated(1.0)), len(measured.laps[IMPLEMENTATION])
 
 
 JUDGEMENTS = 10
@@ -169,6 +169,6 @@ def test_200_verdicts_on_an_implementation_against_itself(ranks: int, worlds: Wo
     for _ in range(judgements):
         _, interval = time_entry(worlds(ranks).run(passes.measure, plan), Race("itself", budget=1.0), limits.confidence)
         assert interval is not None
-        verdicts.append(interval.verdict(budget.over(1.0)))
+        verdicts.append(interval.verdict(budget.tolerated(1.0)))
     print({verdict: verdicts.count(verdict) for verdict in (PASS, UNDECIDED, FAIL)})
     assert FAIL not in verdicts

@@ -102,7 +102,7 @@ class StepOnLink(DataParallelStep):
 def test_bucket_sizes_against_ddp(
     implementation: Implementation, case: TrainingStepCase, world: World, device: str, measure: Measure
 ) -> None:
-    """No size is slower."""
+    """The goal is that none is slower."""
     _measure(measure, implementation, _balanced(case, world, device), world, Race("ddp", budget=2.0, goal=1.0))
 
 

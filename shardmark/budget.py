@@ -85,8 +85,8 @@ def fewest_rounds(confidence: float) -> int:
     return next(n for n in itertools.count(1) if 1 - 2 * 0.5**n >= confidence)
 
 
-def over(limit: float) -> float:
-    """The ratio to a peer from which on it is over the limit by an effect that matters."""
+def tolerated(limit: float) -> float:
+    """The largest ratio to a peer that counts as within the limit."""
     return limit * (1 + SMALLEST_EFFECT)
 
 
@@ -102,7 +102,7 @@ class Limits:
         """Whether the rounds so far leave a verdict open; without a peer there is none on the ratio."""
         samples = [(seconds, limit) for limit in self.seconds]
         if peer_seconds is not None:
-            samples += [(paired_ratios(seconds, peer_seconds), over(limit)) for limit in self.ratios]
+            samples += [(paired_ratios(seconds, peer_seconds), tolerated(limit)) for limit in self.ratios]
         return any(median_interval(values, self.confidence).verdict(limit) == UNDECIDED for values, limit in samples)
 
 
@@ -231,7 +231,7 @@ def verdicts(
         )
     if ratio is not None and race is not None and race.budget is not None:
         yield (
-            ratio.verdict(over(race.budget)),
+            ratio.verdict(tolerated(race.budget)),
             f"{ratio.median:.3f}x {race.peer}'s time, {ratio}, against the budget of {race.budget}x "
             f"and {SMALLEST_EFFECT:.0%}, the smallest effect that matters",
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 
 from shardmark import budget, registry
-from shardmark.budget import MEMORY_SLACK, MIB, AbsoluteBudget, Limits, MemoryBudget, over
+from shardmark.budget import MEMORY_SLACK, MIB, AbsoluteBudget, Limits, MemoryBudget, tolerated
 from shardmark.cases import Work
 from shardmark.kernels import StepProfile
 from shardmark.memory import available_bytes, is_out_of_memory
@@ -194,7 +194,7 @@ class Measure:
         """What the rounds are to decide; None where pytest-benchmark is disabled."""
         ratios = race.limits if race is not None else ()
         seconds = [own.seconds for own in self._session.budgets_for(self._item.nodeid) if own.seconds is not None]
-        seconds += [over(self._limit(plan, work, 1.0)[name] / goal) for name, goal in goals.items()]
+        seconds += [tolerated(self._limit(plan, work, 1.0)[name] / goal) for name, goal in goals.items()]
         if self._benchmark.disabled or not (ratios or seconds):
             return None
         return Limits(self._session.confidence, ratios, tuple(seconds))

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardmark.budget import SHOWN_CONFIDENCE, Interval, MemoryBudget, median_interval, over, paired_ratios
+from shardmark.budget import SHOWN_CONFIDENCE, Interval, MemoryBudget, median_interval, paired_ratios, tolerated
 from shardmark.cases import Work
 from shardmark.clock import Laps
 from shardmark.hardware import Roofline
@@ -137,7 +137,7 @@ def time_entry(
         "coverage": interval.coverage,
         "budget": race.budget,
         "goal": race.goal,
-        "outcome": None if race.goal is None else interval.outcome(over(race.goal)),
+        "outcome": None if race.goal is None else interval.outcome(tolerated(race.goal)),
     }
     return entry, interval
 
@@ -167,7 +167,7 @@ def limit_goals(limit: Row, goals: Mapping[str, float], seconds: list[float], co
     A figure is so many FLOPs or bytes over the step time, so the interval of the step time decides.
     """
     step = median_interval(seconds, confidence)
-    longest = {name: over(limit[name] * fmean(seconds) / goal) for name, goal in goals.items()}
+    longest = {name: tolerated(limit[name] * fmean(seconds) / goal) for name, goal in goals.items()}
     return {name: {"goal": goal, "outcome": step.outcome(longest[name])} for name, goal in goals.items()}
 
 
