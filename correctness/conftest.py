@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from correctness.compiling import compiler, unavailable_reason
+from correctness.interpreting import interpret_without_detours
 from correctness.workers import share_the_cores
 from shardmark.rank import threads_of_a_rank
 from shardmark.registry import family
@@ -37,9 +38,10 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_configure() -> None:
-    """Workers that share the cores take their share of threads, as their ranks do."""
+    """Workers take their share of the cores, as their ranks do; kernels are interpreted without detours."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(threads_of_a_rank(1))
+    interpret_without_detours()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,0 +1,54 @@
+"""Triton's interpreter without its detours: the same results in half the time."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import cache
+from types import FunctionType, ModuleType
+from typing import Any
+
+
+def interpret_without_detours() -> None:
+    """From now on in this process, if it interprets kernels.
+
+    - Each sum and product of integers was computed a second time, in int64, to assert that it does not overflow, and
+      the assertion then left out, as the option `debug` is off.
+    - Triton's functions are replaced by the interpreter's for as long as a kernel runs. At every call of a kernel's
+      helper they were looked for again.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
+    _replace_functions_once(interpreter)
+
+
+def _replace_functions_once(interpreter: Any) -> None:
+    language, core = interpreter.tl, interpreter.tl.core
+    replace_functions, scope_class = interpreter._patch_lang, interpreter._LangPatchScope
+    replaced: set[ModuleType] = set()
+
+    class Scope(scope_class):
+        def restore(self) -> None:
+            replaced.clear()
+            super().restore()
+
+    @cache
+    def used_by(function: FunctionType) -> set[ModuleType]:
+        """Whether it calls Triton's language by its module, by that of its core, or both."""
+        return {
+            module for module in (language, core) if any(value is module for value in function.__globals__.values())
+        }
+
+    def replace_once(function: FunctionType) -> Any:
+        if used_by(function) <= replaced:
+            return scope_class()  # nothing to restore
+        replaced.update(used_by(function))
+        return replace_functions(function)
+
+    interpreter._LangPatchScope, interpreter._patch_lang = Scope, replace_once
