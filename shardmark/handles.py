@@ -13,8 +13,8 @@ import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-_PATIENCE = 0.02
-"""Seconds to wait for a backend's worker thread at most."""
+_PATIENCE = 0.25
+"""Seconds to wait for a backend's worker thread at most: long, as on a busy machine it may not run for a while."""
 
 
 @contextmanager
