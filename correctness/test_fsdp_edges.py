@@ -171,8 +171,10 @@ def clip_halves_on_rank(device: str) -> tuple[float, float]:
 
 def test_half_precision_gradients_of_large_norm_are_clipped_and_not_lost(world: World, device: str) -> None:
     ranks = world.run(clip_halves_on_rank, device)
-    assert [norm for norm, _ in ranks] == [128.0 * 4] * world.size
-    assert sum(clipped for _, clipped in ranks) == 16.0
+    # The root of n squares of the ranks' roots, in float32: roots to an ulp, squares and sums to half of one.
+    rounded = (2 + world.size / 4) * torch.finfo(torch.float32).eps
+    assert [norm for norm, _ in ranks] == pytest.approx([128.0 * 4] * world.size, rel=rounded)
+    assert sum(clipped for _, clipped in ranks) == 16.0  # each is one in float16, which sees none of those roundings
 
 
 def let_go_on_rank(device: str) -> bool:

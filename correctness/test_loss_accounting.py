@@ -128,6 +128,7 @@ def test_flops_are_those_counted() -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.usefixtures("compiler")
 def test_the_compiler_needs_no_more_than_eager(device: str) -> None:
     case = LossCase(300, 32, 500)
     _peak("compiled", case, device)  # compiles

@@ -132,8 +132,6 @@ def test_clipping_is_clip_grad_norm_and_a_step(
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x.detach(), y, rtol=4 * eps, atol=4 * 1e-2 * 8 * eps)
     assert_same([p.grad for p in found], grads[-1])  # as they were
-    if implementation.target is AdamW and device == "cpu":  # on CUDA a norm may be summed in another order
-        assert_same(found, expected)
 
 
 @pytest.mark.family("optimizer", option="max_grad_norm")
