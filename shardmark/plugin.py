@@ -27,6 +27,7 @@ from shardmark.measure import Measure
 from shardmark.rank import WorldError
 from shardmark.registry import Implementation, RegistryError, Unsupported
 from shardmark.report import tables
+from shardmark.report.progress import Progress
 from shardmark.rows import describe_machine
 from shardmark.session import SESSION, start_session
 from shardmark.world import RankError, World
@@ -111,6 +112,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[SESSION] = session
     if torchrun.launched():  # at once, as the other ranks are waiting
         session.worlds = torchrun.TorchrunWorlds(session.device)
+    config.pluginmanager.register(Progress(config), "shardmark progress")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
