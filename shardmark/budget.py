@@ -35,8 +35,7 @@ LOOKS = 4
 """How often the rounds of a case are looked at, twice as many each time, until its verdicts are decided."""
 
 SMALLEST_EFFECT = 0.05
-"""A step that takes this much longer than its peer times the limit is as good: where two processes' pages and threads
-come to lie makes such differences."""
+"""A ratio to a peer may be over its limit by this share: nobody chooses a technique for less."""
 
 SHOWN_CONFIDENCE = 0.95
 """Of the interval of a ratio that is shown and not judged."""
