@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from correctness.compiling import compiler
 from correctness.interpreting import interpret_without_detours
 from correctness.workers import share_the_cores
 from shardmark.rank import threads_of_a_rank
@@ -86,6 +88,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("What does each kernel take of its chip?", sep="-")
         for line in layout([{name: str(value) for name, value in row.items()} for row in rows], left=("case",)):
             terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session")
+def compiling() -> Iterator[ProcessPoolExecutor]:
+    """A process that compiles Triton kernels for chips that are not here, see `correctness.compiling`."""
+    with compiler() as pool:
+        yield pool
 
 
 @pytest.fixture

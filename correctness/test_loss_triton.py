@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.compiling import compile_loss, compiler
+from correctness.compiling import compile_loss
 from correctness.faults import with_fault
 from impl.loss import fused_pytorch, fused_triton, triton_kernels
 from impl.loss.fused import Terms
@@ -112,12 +112,6 @@ def test_a_planted_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch, 
 def test_the_smallest_block_that_holds_a_row_is_taken() -> None:
     vocabularies = (1, 1024, 1025, 8192, 128256)
     assert [fused_triton.configuration(vocab)[0] for vocab in vocabularies] == [1024, 1024, 4096, 8192, 8192]
-
-
-@pytest.fixture(scope="module")
-def compiling() -> Iterator[ProcessPoolExecutor]:
-    with compiler() as pool:
-        yield pool
 
 
 Case = tuple[str, int, bool, tuple[int, int]]

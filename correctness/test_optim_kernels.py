@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from correctness.compiling import compiler
 from correctness.faults import with_fault
 from correctness.optimizing import (
     assert_as_accurate_as_plain,
@@ -256,12 +255,6 @@ def test_a_step_waits_for_nothing(fused: Callable[[Configuration], Any], device:
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.fixture(scope="module")
-def compiling() -> Iterator[ProcessPoolExecutor]:
-    with compiler() as pool:
-        yield pool
 
 
 Kind = tuple[torch.dtype, bool]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from correctness.accuracy import assert_as_accurate_as_eager, random_inputs, results
-from correctness.compiling import ARITHMETIC, compile_tile, compiler
+from correctness.compiling import ARITHMETIC, compile_tile
 from correctness.faults import with_fault
 from impl.attention import FlashAttentionTriton, as_attention, flash_triton, triton_configurations, triton_kernels
 from impl.attention.triton_configurations import (
@@ -132,12 +132,6 @@ def test_a_planted_fault_is_caught(
         assert_as_accurate_as_eager(flash, inputs, is_causal=True)
 
 
-@pytest.fixture(scope="session")
-def compiling() -> Iterator[ProcessPoolExecutor]:
-    with compiler() as pool:
-        yield pool
-
-
 def _assert_sound(case: Case, report: KernelReport) -> None:
     """No spills, shared memory within the chip's, and its matrix unit used."""
     _, arithmetic, chip, _, _ = case
@@ -213,7 +207,7 @@ def test_what_a_tensor_descriptor_cannot_read_is_known(view: str) -> None:
 
 
 def test_what_spills_or_misses_the_matrix_unit_is_told(compiling: ProcessPoolExecutor) -> None:
-    spills = ("attention_backward_kv", HALF, 90, 128, (128, 128, 4, 2))
+    spills = ("attention_forward", HALF, 90, 128, (128, 128, 4, 2))
     with pytest.raises(AssertionError, match=r"bytes a thread are spilled"):
         _assert_sound(spills, compiling.submit(compile_tile, *spills).result())
     no_wgmma = ("attention_backward_kv", HALF, 90, 64, (64, 32, 4, 2))
