@@ -15,18 +15,35 @@ from typing import Any
 
 import torch
 
+from shardmark.machine import error_line
+
 ARITHMETIC = {"half": "highest", "ieee": "highest", "tf32x3": "high", "tf32": "medium"}
 """Settings of `torch.set_float32_matmul_precision`, by what they make of float32."""
 
 
 def compiler() -> ProcessPoolExecutor:
-    """A process for `compile_tile`."""
+    """A process for `compile_tile` and the others."""
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(1, mp_context=spawn, initializer=_without_interpreter)
 
 
 def _without_interpreter() -> None:
     os.environ["TRITON_INTERPRET"] = "0"
+
+
+def unavailable_reason() -> str | None:
+    """Why nothing can be compiled here, if so: ptxas does not run, say, or there is no folder to write to."""
+    from impl.interpreting import NO_TRITON, double
+    from shardmark.aot import compile_only
+
+    if NO_TRITON is not None:
+        return NO_TRITON
+    try:
+        with compile_only(90):
+            double[(1,)](torch.ones(3), 3, BLOCK=4)
+    except Exception as error:
+        return f"Triton does not compile here: {error_line(error)}"
+    return None
 
 
 def compile_tile(kernel: str, arithmetic: str, chip: int, columns: int, tile: tuple[int, int, int, int]) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from correctness.compiling import compiler
+from correctness.compiling import compiler, unavailable_reason
 from correctness.interpreting import interpret_without_detours
 from correctness.workers import share_the_cores
 from shardmark.rank import threads_of_a_rank
@@ -71,6 +71,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def compiling() -> Iterator[ProcessPoolExecutor]:
+    """A process that compiles Triton's kernels; where it cannot its tests are skipped."""
+    with compiler() as pool:
+        if reason := pool.submit(unavailable_reason).result():
+            pytest.skip(reason)
+        yield pool
+
+
 @pytest.fixture
 def poisoned() -> Iterator[None]:
     """Memory that torch hands out uninitialized is NaN, so that what is never written is noticed."""
@@ -88,13 +97,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("What does each kernel take of its chip?", sep="-")
         for line in layout([{name: str(value) for name, value in row.items()} for row in rows], left=("case",)):
             terminalreporter.write_line(line)
-
-
-@pytest.fixture(scope="session")
-def compiling() -> Iterator[ProcessPoolExecutor]:
-    """A process that compiles Triton kernels for chips that are not here, see `correctness.compiling`."""
-    with compiler() as pool:
-        yield pool
 
 
 @pytest.fixture

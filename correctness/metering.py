@@ -29,14 +29,14 @@ def metered(workload: type[Workload], implementation: Implementation, case: Any,
 
 
 def peak_of_a_step(workload: type[Workload], implementation: Implementation, case: Any) -> int:
-    """This rank's peak in the second step, which later ones repeat, metered once; the other ranks are in here too."""
+    """This rank's tensors at the peak of the second step, which later ones repeat; the other ranks are in here too."""
     with meter("cpu") as memory:
         step = workload(implementation, case, "cpu")
         for _ in range(2):
             step.prepare()
             memory.reset_peak()
             step.step(lambda part: None)
-    return memory.peak
+    return memory.tensors
 
 
 def assert_metered(
@@ -44,26 +44,25 @@ def assert_metered(
     expected: Sequence[dict[str, int]],
     function: Callable[..., dict[str, int]],
     *args: Any,
-    within: float | None = None,
+    below: float = 0.0,
 ) -> None:
     """Each figure that `function(*args)` gives on a rank is the expected one there, but for what is released unseen;
-    or within that share of it, above and below.
+    or up to that share of it `below`, where formulas speak of the rank that holds most.
     """
     least = world.run(function, *args)
     for _ in range(PASSES - 1):
-        if not _beyond(least, expected, within):
+        if not _beyond(least, expected, below):
             break
         for old, new in zip(least, world.run(function, *args), strict=True):
             old.update({name: min(value, new[name]) for name, value in old.items()})
-    beyond = _beyond(least, expected, within)
+    beyond = _beyond(least, expected, below)
     assert not beyond, "; ".join(beyond)
 
 
-def _beyond(found: Sequence[dict[str, int]], expected: Sequence[dict[str, int]], within: float | None) -> list[str]:
-    below, above = (0.0, UNSEEN) if within is None else (within, within)
+def _beyond(found: Sequence[dict[str, int]], expected: Sequence[dict[str, int]], below: float) -> list[str]:
     return [
         f"{name} on rank {rank}: {found[rank][name]:,} bytes against {value:,}"
         for rank, figures in enumerate(expected)
         for name, value in figures.items()
-        if not (1 - below) * value <= found[rank][name] <= (1 + above) * value
+        if not (1 - below) * value <= found[rank][name] <= (1 + UNSEEN) * value
     ]

@@ -18,6 +18,7 @@ pytest_plugins = ["shardmark.plugin"]
 """
 
 SLEEPS = """
+import itertools
 import time
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ from shardmark.cases import Grid, Work
 from shardmark.memory import Memory
 from shardmark.passes import timed_steps
 from shardmark.plan import IMPLEMENTATION, Measured, Plan, Rounds
-from shardmark.registry import Family, TimeBudget, Unsupported, add_family, register
+from shardmark.registry import Family, Race, Unsupported, add_family, register
 
 
 class Contract: ...
@@ -50,33 +51,36 @@ def formula(case):
     return case.nbytes
 
 
-register("sleep", "plain", 1.0, memory=formula, time=TimeBudget("slow", 0.9))
-register("sleep", "slow", 4.0, memory=formula, time=TimeBudget("plain", 2.0))
+register("sleep", "plain", 1.0, memory=formula, time=Race("slow", budget=0.9))
+register("sleep", "slow", 4.0, memory=formula, time=Race("plain", budget=2.0))
 register("sleep", "greedy", 1.0, memory=lambda case: formula(case) // 2)
-register("sleep", "with_giant", 1.0, memory=formula, time=TimeBudget("giant", 0.9))
+register("sleep", "with_giant", 1.0, memory=formula, time=Race("giant", budget=0.9))
 register("sleep", "giant", 2.0, memory=lambda case: 10**17, requires=(lambda device: None,))
 register("sleep", "elsewhere", 1.0, memory=formula, requires=(lambda device: "needs another planet",))
 register("sleep", "dreamt", 1.0, memory=formula, requires_to_measure=(lambda device: "dreams take no time",))
 register("sleep", "light", None, memory=formula)
-long = TimeBudget("plain", 2.0, applies=lambda case, device: case.length > 1)
+long = Race("plain", budget=2.0, goal=1.0, applies=lambda case, device: case.length > 1)
 register("sleep", "excused", 4.0, memory=formula, time=long)
-register("sleep", "alone", 1.0, memory=formula, time=TimeBudget("light", 1.0))
+register("sleep", "alone", 1.0, memory=formula, time=Race("light", budget=1.0))
+register("sleep", "torn", (1.0, 4.0), memory=formula, time=Race("plain", budget=2.0))  # its median is between
 
 
 class Sleep:
     backend = "none"
 
     def __init__(self, implementation, case, device):
-        self.length = implementation.target and implementation.target * case.length
+        target = implementation.target
+        lengths = target if type(target) is tuple else (target,)
+        self.lengths = target and itertools.cycle(case.length * length for length in lengths)
         self.kept = torch.empty(1000) if case.nbytes < 2**50 else torch.empty(case.nbytes)
 
     def prepare(self):
         pass
 
     def step(self, mark):
-        if self.length is None:
+        if self.lengths is None:
             raise Unsupported("light sleeps are not timed")
-        time.sleep(self.length)
+        time.sleep(next(self.lengths))
         mark("forward")
         mark("backward")
 
@@ -94,8 +98,17 @@ def test_nap(implementation, case, measure):
 
 @pytest.mark.family("sleep")
 @pytest.mark.cases(GRID)
+def test_strict(implementation, case, measure):
+    measure(Sleep, implementation, case, work=Work(flops=10), time=Race("slow", budget=1e-6))
+
+
+@pytest.mark.family("sleep", only=("plain", "torn", "with_giant"))
+@pytest.mark.question("Are goals reached?")
+@pytest.mark.cases(GRID)
 def test_goal(implementation, case, measure):
-    measure(Sleep, implementation, case, work=Work(flops=10), time=TimeBudget("slow", 1e-6))
+    race = Race("slow", goal=0.1 if implementation.name == "with_giant" else 0.5)
+    amount = Work(flops=10, model_flops=10)
+    measure(Sleep, implementation, case, work=amount, time=race, goals={"mfu": 0.5, "fraction": 1e-12})
 
 
 @pytest.mark.family("sleep")
@@ -114,7 +127,15 @@ def test_another(implementation): ...
 @pytest.mark.cases(GRID)
 def test_rounds(implementation, case, measure):
     amount = Work(flops=10, model_flops=5)
-    measure(Sleep, implementation, case, work=amount, rounds=Rounds(minimum=3, maximum=3, warmups=1))
+    own = Rounds(minimum=3, maximum=3, warmups=1)
+    measure(Sleep, implementation, case, work=amount, rounds=own, time=Race("slow"))
+
+
+@pytest.mark.family("sleep", only=("plain",))
+@pytest.mark.cases(GRID)
+def test_half_of_the_peak(implementation, case, measure):
+    own, amount = Rounds(minimum=3, maximum=3, warmups=1), Work(flops=10, model_flops=5)
+    measure(Sleep, implementation, case, work=amount, rounds=own, time=Race("plain"), goals={"mfu": 0.5})
 
 
 @pytest.mark.family("sleep", only=("plain", "giant"))

@@ -37,7 +37,7 @@ def _attention_peak(implementation: Implementation, case: AttentionCase, device:
         step.prepare()
         memory.reset_peak()
         step.step(lambda part: None)
-    return memory.peak
+    return memory.tensors
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -75,6 +75,7 @@ def test_flash_triton_needs_one_more_value_a_row_which_shows_where_rows_are_shor
     assert more == 2 * 4096 * 4 and 0.01 < more / attention.flash_peak(case) < 0.016
 
 
+@pytest.mark.usefixtures("compiler")
 def test_the_compiler_needs_no_more_than_eager(device: str) -> None:
     case = AttentionCase(batch=2, seq=300, head_dim=32)
     entry = family("attention").implementations["compiled"]
@@ -109,7 +110,7 @@ def test_attention_flops_are_those_counted(mode: str) -> None:
 
 def training_memory(implementation: Implementation, case: TrainingStepCase, phases: Sequence[str]) -> dict[str, int]:
     memory = metered(DataParallelStep, implementation, case)
-    return {"peak": memory.peak} | {phase: memory.phases[phase] for phase in phases}
+    return {"peak": memory.tensors} | {phase: memory.phases[phase] for phase in phases}
 
 
 @pytest.mark.parametrize(

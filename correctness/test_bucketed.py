@@ -163,12 +163,15 @@ def train_with_hook(name: str, device: str, wrapper: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_torchs_communication_hooks_do_what_they_do_for_ddp(name: str, worlds: WorldsBySize, device: str) -> None:
-    """To the bit, as two ranks' sums do not depend on the order of their terms."""
+    """To the bit, as two ranks' sums do not depend on the order of their terms; but PowerSGD multiplies matrices, which
+    lie elsewhere in our buckets, and a library may add up in another order where memory is aligned in another way.
+    """
     ours, theirs = (
         worlds(2).run(train_with_hook, name, device, wrapper) for wrapper in (BucketedDataParallel, TorchDataParallel)
     )
     for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+        rounded = 1e-12 if name == "powerSGD" else 0
+        torch.testing.assert_close(mine, other, rtol=rounded, atol=rounded)
     plain = single_process("plain", 2, device)
     exact = all(torch.allclose(plain[key], ours[0][key], rtol=1e-12, atol=1e-12) for key in plain)
     assert exact == (name == "allreduce")  # the others lose something, and so they did run

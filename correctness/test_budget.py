@@ -10,17 +10,21 @@ import pytest
 from shardmark.budget import (
     FAIL,
     PASS,
+    SMALLEST_EFFECT,
     UNDECIDED,
     AbsoluteBudget,
     BudgetFileError,
     Interval,
     MemoryBudget,
     combined,
+    confidence,
+    fewest_rounds,
     median_interval,
     paired_ratios,
     read_budgets,
     verdicts,
 )
+from shardmark.registry import Race
 
 
 @pytest.mark.parametrize(
@@ -48,6 +52,13 @@ def test_interval_holds_the_median_as_often_as_it_says(n: int) -> None:
     assert abs(held - coverage) < 3 * (coverage * (1 - coverage) / draws) ** 0.5
 
 
+@pytest.mark.parametrize(("asked", "fewest"), [(0.95, 6), (0.96875, 6), (0.97, 7), (0.9999, 15)])
+def test_the_fewest_rounds_reach_the_confidence(asked: float, fewest: int) -> None:
+    assert fewest_rounds(asked) == fewest
+    assert median_interval(range(fewest), asked).coverage >= asked
+    assert median_interval(range(fewest - 1), asked).coverage < asked
+
+
 def test_too_few_samples_decide_nothing() -> None:
     interval = median_interval([1.0, 1.0, 1.0, 1.0, 1.0])
     assert interval.coverage == pytest.approx(0.9375)
@@ -61,7 +72,8 @@ def test_too_few_samples_decide_nothing() -> None:
     ("budget", "verdict"), [(1.2, PASS), (1.1, PASS), (1.0, UNDECIDED), (0.9, UNDECIDED), (0.89, FAIL)]
 )
 def test_the_whole_interval_decides(budget: float, verdict: str) -> None:
-    assert Interval(1.0, 0.9, 1.1, 0.96).verdict(budget) == verdict
+    assert Interval(1.0, 0.9, 1.1, 0.96, 0.95).verdict(budget) == verdict
+    assert Interval(1.0, 0.9, 1.1, 0.96, 0.97).verdict(budget) == UNDECIDED
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -72,6 +84,19 @@ def test_noise_alone_neither_fails_nor_passes(seed: int) -> None:
     ratios = paired_ratios([d * max(a, 0.2) for d, a, _ in rounds], [d * max(b, 0.2) for d, _, b in rounds])
     assert median_interval(ratios).verdict(2.0) == PASS
     assert median_interval(ratios).verdict(0.5) == FAIL
+
+
+def test_only_an_effect_that_matters_fails_a_budget() -> None:
+    """Of the ratio to a peer; a limit in seconds is a team's own and is held to as it stands."""
+
+    def verdict_of(ratio: float, seconds: float) -> list[str]:
+        interval = median_interval([ratio] * 20, confidence(1))
+        own = [AbsoluteBudget("*", seconds=1.0)]
+        found = verdicts([], [], [seconds] * 20, interval, Race("peer", budget=1.0), None, own, confidence(1))
+        return [verdict for verdict, _ in found]
+
+    assert verdict_of(1 + SMALLEST_EFFECT, 1.0) == [PASS, PASS]
+    assert verdict_of(1.001 + SMALLEST_EFFECT, 1.001) == [FAIL, FAIL]
 
 
 def test_pairs_cancel_the_drift_of_the_machine() -> None:
@@ -132,6 +157,6 @@ def test_a_wrong_budget_file_is_one_line(tmp_path: Path, text: str, message: str
 
 @pytest.mark.parametrize(("peaks", "expected"), [([1000, 1010], PASS), ([1000, 1011, 1000], FAIL), ([1000], PASS)])
 def test_ranks_that_hold_different_peaks_fail_the_row(peaks: list[int], expected: str) -> None:
-    within, alike = verdicts(peaks, [1.0], None, None, MemoryBudget(formula=2000), [])
+    within, alike = verdicts(peaks, peaks, [1.0], None, None, MemoryBudget(formula=2000), [], 0.95)
     assert (within[0], alike[0]) == (PASS, expected)
     assert "further apart than 1%" in alike[1]

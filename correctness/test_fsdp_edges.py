@@ -171,8 +171,10 @@ def clip_halves_on_rank(device: str) -> tuple[float, float]:
 
 def test_half_precision_gradients_of_large_norm_are_clipped_and_not_lost(world: World, device: str) -> None:
     ranks = world.run(clip_halves_on_rank, device)
-    assert [norm for norm, _ in ranks] == [128.0 * 4] * world.size
-    assert sum(clipped for _, clipped in ranks) == 16.0
+    # The root of n squares of the ranks' roots, in float32: roots to an ulp, squares and sums to half of one.
+    rounded = (2 + world.size / 4) * torch.finfo(torch.float32).eps
+    assert [norm for norm, _ in ranks] == pytest.approx([128.0 * 4] * world.size, rel=rounded)
+    assert sum(clipped for _, clipped in ranks) == 16.0  # each is one in float16, which sees none of those roundings
 
 
 def let_go_on_rank(device: str) -> bool:
@@ -202,7 +204,7 @@ def made_from_meta_on_rank(device: str) -> tuple[int, int, int, list[str], list[
     names = [name for name, value in full.items() if value.is_meta]
     model(torch.zeros(2, 3, dtype=torch.int64, device=device)).sum().backward()
     model.finish_gradient_synchronization()
-    return memory.peak, memory.phases["made"], 4 * size.parameters, names, weights
+    return memory.tensors, memory.phases["made"], 4 * size.parameters, names, weights
 
 
 def test_a_meta_module_is_made_unit_by_unit_and_never_held_whole(world: World, device: str) -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("triton", exc_type=ImportError)
+
 from correctness.compiling import compile_loss
 from correctness.faults import with_fault
 from impl.loss import fused_pytorch, fused_triton, triton_kernels

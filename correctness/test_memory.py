@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
-from shardmark.memory import Memory, available_bytes, is_out_of_memory, meter, stage
+from shardmark import blocks
+from shardmark.blocks import Allocated, recording
+from shardmark.memory import Memory, Workspace, available_bytes, is_out_of_memory, meter, stage
 from shardmark.world import World
 
 N = 100_000
@@ -28,13 +33,13 @@ def test_bytes_equal_those_counted_by_hand(device: str) -> None:
         y.backward(grad_y)
         memory.mark("after_backward")
         with torch.no_grad():
-            weight -= 0.1 * weight.grad  # a temporary as large as the weight; 0.1 as a float64, then as a float32
+            weight -= 0.1 * weight.grad  # a temporary as large as the weight; 0.1 as a float64
         memory.mark("after_step")
     bytes_x, bytes_weight, bytes_y = (size * n for n in (rows * inputs, outputs * inputs, rows * outputs))
     assert memory.phases["after_init"] == bytes_x + bytes_weight + bytes_y
     assert memory.phases["after_forward"] == bytes_x + bytes_weight + 2 * bytes_y
     assert memory.phases["after_backward"] == memory.phases["after_step"] == bytes_x + 2 * bytes_weight + 2 * bytes_y
-    assert memory.peak == bytes_x + 3 * bytes_weight + 2 * bytes_y + (8 + 4 if device == "cpu" else 0)
+    assert memory.tensors == bytes_x + 3 * bytes_weight + 2 * bytes_y + (8 if device == "cpu" else 0)
 
 
 def test_the_peak_is_between_the_phases(device: str) -> None:
@@ -42,6 +47,69 @@ def test_the_peak_is_between_the_phases(device: str) -> None:
         torch.empty(N, device=device)
         memory.mark("after_init")
     assert memory.phases == {"after_init": 0} and memory.peak == 4 * N
+
+
+OWN = torch.library.Library("shardmark_test", "DEF")
+OWN.define("doubled(Tensor x) -> Tensor")
+OWN.impl("doubled", lambda x: (torch.ones_like(x) * 2).mul_(x).clone(), "CPU")
+
+
+def test_what_a_library_takes_within_its_operator_is_workspace_and_no_tensor() -> None:
+    """SDPA's flash kernel gives out its output and log-sum-exp; each thread's tiles are its own affair."""
+    q = torch.randn(1, 2, 300, 16)
+    with meter("cpu") as memory:
+        scaled_dot_product_attention(q, q, q)
+    log_sum_exp = 4 * 2 * 300
+    assert memory.tensors == 4 * q.numel() + log_sum_exp
+    assert memory.workspace.operator == "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert memory.peak == memory.tensors + memory.workspace.nbytes > memory.tensors
+
+
+def test_what_a_library_keeps_until_it_is_asked_for_is_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cuBLAS does: taken within an operator, and given back when the recording ends."""
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(blocks, "_have_libraries_give_back", lambda device: kept.clear())
+    matrix = torch.randn(100, 100)
+    with meter("cpu") as memory:
+        tensor = torch.empty(N)
+        kept.append(matrix @ matrix)
+        memory.mark("after_step")
+    assert memory.workspace == Workspace(4 * matrix.numel(), "aten::mm") and memory.tensors == 4 * tensor.numel()
+    assert memory.phases == {"after_step": memory.peak} == {"after_step": 4 * (tensor.numel() + matrix.numel())}
+
+
+def test_what_operators_leave_between_them_are_tensors_whoever_calls_them() -> None:
+    """A technique's own code, an operator of a user's library, and one of PyTorch's that is made of others."""
+    x, q = torch.randn(N), torch.randn(1, 1, 300, 16)
+    for call in (lambda: (x + 1) * 2, lambda: torch.ops.shardmark_test.doubled(x)):
+        with meter("cpu") as memory:
+            call()
+        assert memory.tensors >= 2 * 4 * N and memory.workspace.nbytes <= 12  # numbers, converted
+    with meter("cpu") as memory, sdpa_kernel(SDPBackend.MATH):
+        scaled_dot_product_attention(q, q, q)
+    assert memory.tensors >= 2 * 4 * 300 * 300  # scores and their softmax
+
+
+def test_the_peaks_of_steps_are_those_of_tensors() -> None:
+    q = torch.randn(1, 2, 300, 16)
+    with meter("cpu") as memory:
+        scaled_dot_product_attention(q, q, q)
+        memory.keep_peak("first")
+        memory.reset_peak()
+        torch.empty(N)
+    assert memory.peaks == {"first": 4 * q.numel() + 4 * 2 * 300}
+    assert memory.tensors == memory.peak == 4 * N and memory.workspace == Workspace()
+
+
+def test_sizes_are_those_requested_where_the_profiler_sees_them_rounded_up() -> None:
+    """As on CUDA, whose allocator remembers requests: at each address in turn, and the profiler's own past the last."""
+    with recording("cpu") as recorded:
+        for _ in range(3):
+            torch.empty(N)
+    addresses = [event.block.address for event in recorded.replay() if isinstance(event, Allocated)]
+    recorded.requested = {addresses[0]: deque([7])}
+    sizes = [event.block.nbytes for event in recorded.replay() if isinstance(event, Allocated)]
+    assert sizes == [7, 4 * N, 4 * N]
 
 
 def test_the_peak_can_begin_again(device: str) -> None:

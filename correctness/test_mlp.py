@@ -96,7 +96,7 @@ def test_bytes_of_a_step_are_exact(step_class: type[EagerStep], case: TrainingSt
     memory, expected = metered(step_class, case), mlp.step_bytes(case, step_class is CheckpointedStep)
     for phase in ("after_init", "before_step", "after_forward", "after_backward"):
         assert memory.phases[phase] == getattr(expected, phase), phase
-    assert memory.peak == (eager_peak if step_class is EagerStep else checkpointed_peak)(case)
+    assert memory.tensors == (eager_peak if step_class is EagerStep else checkpointed_peak)(case)
     if step_class is EagerStep:
         assert expected.after_forward - expected.before_step == mlp.activation_bytes(case)
 
@@ -105,14 +105,14 @@ def test_bytes_of_a_step_are_exact(step_class: type[EagerStep], case: TrainingSt
 def test_the_first_steps_peak_is_lower_as_moments_come_after_activations(case: TrainingStepCase) -> None:
     expected = mlp.step_bytes(case)
     few = 16 * MLP_SIZES[case.model].layers  # bytes of scalars that the optimizer's first step makes and lets go of
-    assert 0 <= metered(EagerStep, case, steps=1).peak - expected.peak_of_first_step <= few
+    assert 0 <= metered(EagerStep, case, steps=1).tensors - expected.peak_of_first_step <= few
     assert expected.peak_of_first_step < expected.peak_of_backward
 
 
 @pytest.mark.parametrize("mode", STEP_MODES[:2])
 def test_peaks_of_parts_are_exact(mode: str) -> None:
     case = replace(CASES[1], mode=mode)
-    assert metered(EagerStep, case, steps=1).peak == eager_peak(case)
+    assert metered(EagerStep, case, steps=1).tensors == eager_peak(case)
 
 
 def test_flops_are_those_counted() -> None:

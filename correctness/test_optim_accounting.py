@@ -51,7 +51,7 @@ def test_step_peak_is_exact_to_the_byte(name: str, dtype: str, clipping: str) ->
         memory.reset_peak()
         step.step(lambda part: None)
     assert implementation.memory is not None
-    assert memory.peak == implementation.memory(case)
+    assert memory.tensors == implementation.memory(case)
 
 
 def test_28_bytes_a_parameter_and_4_for_clipping() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("triton", exc_type=ImportError)
+
 from correctness.faults import with_fault
 from correctness.optimizing import (
     assert_as_accurate_as_plain,

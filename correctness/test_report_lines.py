@@ -6,14 +6,16 @@ import re
 from typing import Any
 
 from impl.accounting.training_step import SOFTMAX_FLOPS, attention_flops
+from shardmark.budget import MemoryBudget
 from shardmark.cases import TrainingStepCase
 from shardmark.kernels import ELSE, MATRIX_PRODUCT, Call, StepProfile
-from shardmark.plan import Plan, Rounds
+from shardmark.memory import Memory, Workspace
+from shardmark.plan import Measured, Plan, Rounds
 from shardmark.registry import resolve
 from shardmark.report.kernels import WIDEST, kernel_lines
 from shardmark.report.memory import memory_lines, stage_lines
 from shardmark.report.tables import layout, render
-from shardmark.rows import new_row
+from shardmark.rows import memory_entry, new_row
 
 
 def _entry(kernels: dict[str, Any]) -> dict[str, Any]:
@@ -50,6 +52,21 @@ def test_columns_tell_what_is_alone_and_what_is_hidden() -> None:
     assert (cells["compute alone"], cells["comm. alone"], cells["hidden"]) == ("250.0", "50.000", "62%")
 
 
+def test_columns_tell_tensors_and_workspace_apart_and_the_peak_where_it_is_more() -> None:
+    mib, case = 2**20, TrainingStepCase("tiny", batch=2, context=32)
+    entries = []
+    for workspace in (Workspace(3 * mib, "aten::mm"), Workspace()):
+        memory = Memory(peak=5 * mib + workspace.nbytes, tensors=5 * mib, workspace=workspace)
+        row = new_row(Plan(object, resolve("training_step", "eager"), None, case, "cpu", 1, Rounds()), "smoke", None)
+        row["memory"] = memory_entry([Measured("cpu", memory)], MemoryBudget(6 * mib, slack=1))
+        entries.append({"group": "What does it hold?", "stats": None, "extra_info": row})
+    [(_, lines)] = render(entries)
+    header, *rows = (re.split(r"  +", line.strip()) for line in (lines[0], *lines[2:]))
+    columns = ["tensors MiB", "workspace MiB", "peak MiB", "budget MiB"]
+    held = [[dict(zip(header, row, strict=True))[name] for name in columns] for row in rows]
+    assert held == [["5.00", "3.00 aten::mm", "8.00", "6.00"], ["5.00", "-", "5.00", "6.00"]]
+
+
 def test_lines_tell_bytes_by_kind_what_is_kept_and_the_largest_blocks() -> None:
     mib = 2**20
     memory = {
@@ -62,8 +79,8 @@ def test_lines_tell_bytes_by_kind_what_is_kept_and_the_largest_blocks() -> None:
     }
     entry = {"extra_info": {"case": {"id": "mini"}, "implementation": "eager", "memory": memory}}
     cells = [line.split() for line in memory_lines([entry], layout)]
-    assert ["before", "step", "3.00", "0.00", "0.00", "0.00", "0.00", "0.00", "3.00"] in cells
-    assert ["peak", "3.00", "0.00", "0.00", "0.00", "4.00", "0.00", "7.00"] in cells
+    assert ["before", "step", "3.00", "0.00", "0.00", "0.00", "0.00", "0.00", "0.00", "3.00"] in cells
+    assert ["peak", "3.00", "0.00", "0.00", "0.00", "4.00", "0.00", "0.00", "7.00"] in cells
     assert ["blocks.*", "aten::add", "3.00", "2.00"] in cells
     assert ["outside", "of", "modules", "-", "1.00", "1.00"] in cells
     assert ["total", "-", "4.00", "3.00"] in cells

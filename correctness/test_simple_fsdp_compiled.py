@@ -45,6 +45,7 @@ def steps_on_rank(
 
 
 @pytest.mark.sweep
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
 @pytest.mark.parametrize("gather", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("triton", exc_type=ImportError)
+
 from correctness.accuracy import assert_as_accurate_as_eager, random_inputs, results
 from correctness.compiling import ARITHMETIC, compile_tile
 from correctness.faults import with_fault

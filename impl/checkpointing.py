@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from impl.accounting import checkpointing as accounting
-from shardmark.registry import Family, RegistryError, TimeBudget, add_family, register
+from shardmark.registry import Family, Race, RegistryError, add_family, register
 
 
 class Policy(Protocol):
@@ -200,12 +200,12 @@ FAMILY = add_family(
         reference="none",
         check=_check,
         memory=accounting.NONE.peak,  # a user's own keeps no more than everything
-        time=TimeBudget("none"),
+        time=Race("none"),
     )
 )
 
 register("checkpointing", "none", none, memory=accounting.NONE.peak)
-register("checkpointing", "full", full, memory=accounting.FULL.peak, time=TimeBudget("none"))
-register("checkpointing", "every_2", every(2), memory=accounting.every(2).peak, time=TimeBudget("none"))
-register("checkpointing", "recursive", recursive, memory=accounting.RECURSIVE.peak, time=TimeBudget("none"))
-register("checkpointing", "selective", selective, memory=accounting.SELECTIVE.peak, time=TimeBudget("none"))
+register("checkpointing", "full", full, memory=accounting.FULL.peak, time=Race("none"))
+register("checkpointing", "every_2", every(2), memory=accounting.every(2).peak, time=Race("none"))
+register("checkpointing", "recursive", recursive, memory=accounting.RECURSIVE.peak, time=Race("none"))
+register("checkpointing", "selective", selective, memory=accounting.SELECTIVE.peak, time=Race("none"))

@@ -1,15 +1,51 @@
-"""What a Triton kernel requires: a GPU, or Triton's interpreter, in which it is right and its times mean nothing."""
+"""What a Triton kernel requires: Triton; and a GPU, or Triton's interpreter, in which it is right and its times mean
+nothing.
+
+Triton's wheels are for x86-64. Where there is none a kernel's file cannot be imported, and its family registers the
+implementation without a target.
+"""
 
 from __future__ import annotations
 
-from triton import knobs
+from functools import cache
+
+import torch
+
+from shardmark.machine import error_line
+
+try:
+    import triton
+    import triton.language as tl
+    from triton import knobs
+except ImportError as error:
+    NO_TRITON: str | None = f"Triton cannot be imported: {error_line(error)}"
+else:
+    NO_TRITON = None
+
+    @triton.jit
+    def double(x, length, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        """What is tried; the language has no types."""
+        columns = tl.arange(0, BLOCK)
+        tl.store(x + columns, 2 * tl.load(x + columns, mask=columns < length), mask=columns < length)
 
 
 def requires_triton(device: str) -> str | None:
-    """Reason unless the run is on CUDA, or in Triton's interpreter."""
-    if device == "cuda" or knobs.runtime.interpret:
-        return None
-    return "needs a CUDA device, or TRITON_INTERPRET=1 for Triton's interpreter on CPU"
+    """Reason unless Triton's kernels run: on CUDA, or in Triton's interpreter."""
+    if NO_TRITON is not None:
+        return NO_TRITON
+    if device != "cuda" and not knobs.runtime.interpret:
+        return "needs a CUDA device, or TRITON_INTERPRET=1 for Triton's interpreter on CPU"
+    return _failure(device)
+
+
+@cache
+def _failure(device: str) -> str | None:
+    """What came of running a kernel, once in a process: on CUDA that takes a C compiler, and a folder to write to."""
+    try:
+        double[(1,)](torch.ones(3, device=device), 3, BLOCK=4)
+    except Exception as error:  # whatever Triton, the compiler or the file system raises is the reason
+        return f"Triton does not work here: {error_line(error)}"
+    return None
 
 
 def requires_no_interpreter(device: str) -> str | None:

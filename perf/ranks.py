@@ -71,4 +71,5 @@ def language_model(case: TrainingStepCase) -> Transformer | MLPLanguageModel:
 
 def told_by_stages(memory: Memory, laps: list[Laps]) -> Measured:
     """What a rank measured of what it does once: its stages and their peak, and how long it took."""
-    return Measured(dist.get_backend(), Memory(peak=memory.peak, stages=memory.stages), {IMPLEMENTATION: laps})
+    held = Memory(peak=memory.peak, tensors=memory.tensors, workspace=memory.workspace, stages=memory.stages)
+    return Measured(dist.get_backend(), held, {IMPLEMENTATION: laps})

@@ -14,7 +14,7 @@ from shardmark.budget import MEMORY_SLACK
 from shardmark.cases import AttentionCase, Grid
 from shardmark.measure import Measure
 from shardmark.plan import Mark
-from shardmark.registry import Implementation, TimeBudget
+from shardmark.registry import Implementation, Race
 from shardmark.rows import Row
 
 pytestmark = pytest.mark.family("attention")
@@ -62,9 +62,7 @@ SLACK = {"flash_triton": 1.01}
 """Nothing but inputs, outputs, gradients and one or two values a row: there is little to be vague about."""
 
 
-def _measure(
-    measure: Measure, implementation: Implementation, case: AttentionCase, time: TimeBudget | None = None
-) -> Row:
+def _measure(measure: Measure, implementation: Implementation, case: AttentionCase, time: Race | None = None) -> Row:
     amount = work(case)
     return measure(
         AttentionPass,
@@ -131,6 +129,6 @@ def test_goals(case: Goal, device: str, measure: Measure) -> None:
     implementation = registry.resolve("attention", case.implementation)
     if reason := implementation.missing(device, to_measure=True):
         pytest.skip(f"{implementation}: {reason}")
-    row = _measure(measure, implementation, case.case, TimeBudget(case.peer, case.ratio))
+    row = _measure(measure, implementation, case.case, Race(case.peer, goal=case.ratio))
     if row["time"]["ratio"] is None:
         pytest.skip(f"not judged: {case.peer} does not run here, or there is no room for both")

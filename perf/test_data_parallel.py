@@ -20,7 +20,7 @@ from shardmark.cases import MB, OverheadCase, ReductionCase, TrainingStepCase
 from shardmark.measure import CASE_DEADLINE, Measure
 from shardmark.passes import measure as measure_on_rank
 from shardmark.plan import IMPLEMENTATION, Mark, Measured, Plan, Rounds
-from shardmark.registry import Implementation, TimeBudget
+from shardmark.registry import Implementation, Race
 from shardmark.report.fits import fit_line
 from shardmark.world import World
 
@@ -68,7 +68,7 @@ def test_training_step(implementation: Implementation, case: TrainingStepCase, w
 @pytest.mark.benchmark(min_rounds=9)
 def test_bucket_size(implementation: Implementation, case: TrainingStepCase, world: World, measure: Measure) -> None:
     """DDP, which others are held to at the same size, has no peer here."""
-    _measure(implementation, case, world, measure, TimeBudget("ddp") if implementation.name == "ddp" else None)
+    _measure(implementation, case, world, measure, Race("ddp") if implementation.name == "ddp" else None)
 
 
 @pytest.mark.family("data_parallel", option="reduce_dtype")
@@ -77,7 +77,7 @@ def test_bucket_size(implementation: Implementation, case: TrainingStepCase, wor
 @pytest.mark.benchmark(min_rounds=9)
 def test_reduction_dtype(implementation: Implementation, case: ReductionCase, world: World, measure: Measure) -> None:
     """Against DDP, whose gradients travel in float32: what is faster depends on the link."""
-    _measure(implementation, case, world, measure, TimeBudget("ddp"))
+    _measure(implementation, case, world, measure, Race("ddp"))
 
 
 def _measure(
@@ -85,7 +85,7 @@ def _measure(
     case: TrainingStepCase,
     world: World,
     measure: Measure,
-    time: TimeBudget | None = None,
+    time: Race | None = None,
 ) -> None:
     ranks = world.size
     measure(DataParallelStep, implementation, case, world_size=ranks, work=work(case, ranks), slack=1.02, time=time)

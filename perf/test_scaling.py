@@ -30,7 +30,7 @@ from shardmark.passes import alternate, timed_steps
 from shardmark.plan import IMPLEMENTATION, PEER, Measured, Plan, Rounds
 from shardmark.plugin import WorldsBySize
 from shardmark.rank import available_cores
-from shardmark.registry import Implementation, TimeBudget
+from shardmark.registry import Implementation, Race
 from shardmark.rows import step_seconds
 from shardmark.wire import tcp_bytes_sent
 from shardmark.world import World
@@ -113,4 +113,4 @@ def _scale(
         **({"bytes_sent": max(sent)} if world.device == "cpu" else {}),
     }
     plan = Plan(workload, implementation, None, case, world.device, ranks, Rounds())
-    measure.record(plan, measured, TimeBudget("one rank"), work=work, rates=lambda seconds: figures)
+    measure.record(plan, measured, Race("one rank"), work=work, rates=lambda seconds: figures)

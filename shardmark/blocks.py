@@ -1,8 +1,12 @@
-"""Every block of memory that was allocated and released under the profiler, in order, and who allocated it.
+"""Every block of memory that was allocated and released while recording, in order, and who allocated it.
 
-    with profile(profile_memory=True) as recording:
+    with recording("cpu") as recorded:
         ...
-    for event in replay(recording, "cpu"): ...
+    for event in recorded.replay(): ...
+
+A block is workspace if one of PyTorch's operators took it and gave it back before it returned: oneDNN's accumulators, a
+fused kernel's tiles. So is what cuBLAS took within one and keeps. How much that is depends on the processor and on the
+library. All other blocks are tensors.
 
 A release by another thread than the allocating one is not reported, but what lies where a new block is given out must
 have been released; so the bytes live are exact wherever one thread allocates.
@@ -10,15 +14,27 @@ have been released; so the bytes live are exact wherever one thread allocates.
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict, deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import torch
 from torch._C._profiler import RecordScope, _EventType
 from torch.autograd.profiler import profile, record_function
 
 _MARK = "shardmark_mark:"
+_END = "end"
+"""The mark after which libraries give back what they keep."""
+
+_HISTORY = 10_000_000
+"""Allocations and releases that the CUDA allocator remembers for a recording: more than any has."""
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints two lines at every use
 
 
 def mark(name: str) -> None:
@@ -36,6 +52,8 @@ class Block:
     module: str = ""
     operator: str = ""
     kind: str = ""
+    workspace: str = ""
+    """The operator that took the block and gave it back before it returned; empty for a tensor."""
 
 
 @dataclass(frozen=True)
@@ -62,26 +80,95 @@ class Marked:
 Event = Allocated | Released | Marked
 
 
-def replay(recording: profile, device: str) -> Iterator[Event]:
-    """What happened to memory on `device` ("cpu" or "cuda"), in the order it did."""
-    assert recording.kineto_results is not None, "the recording has not ended"
-    live = _Live()
-    events, modules = _in_order(recording.kineto_results.experimental_event_tree())
-    for event in events:
+class Recording:
+    """What `recording` has recorded, once it has ended."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._profile = profile(profile_memory=True)
+        self.requested: dict[int, deque[int]] = {}
+        """Bytes asked for at each address, in order; without an entry they are as the profiler saw them."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Record what the block does."""
+        _have_libraries_give_back(self.device)  # or a later recording would not see what an earlier one had them take
+        with self._profile, _requests_remembered(self.device) as self.requested:
+            yield
+            mark(_END)
+            _have_libraries_give_back(self.device)
+
+    def replay(self) -> list[Event]:
+        """What happened to memory on the device, in the order it did."""
+        assert self._profile.kineto_results is not None, "the recording has not ended"
+        roots = self._profile.kineto_results.experimental_event_tree()
+        return _replayed(roots, self.device, {address: deque(sizes) for address, sizes in self.requested.items()})
+
+
+@contextmanager
+def recording(device: str) -> Iterator[Recording]:
+    """Record every allocation of the block on `device` ("cpu" or "cuda")."""
+    recorded = Recording(device)
+    with recorded.running():
+        yield recorded
+
+
+def _replayed(roots: list[Any], device: str, requested: dict[int, deque[int]]) -> list[Event]:
+    """The events below `roots`; sizes are those `requested` at each address in turn, where they are known."""
+    live, taken_by = _Live(), dict[Block, Any]()
+    replayed: list[Event] = []
+    ended = False
+    events, modules = _in_order(roots)
+    for event, operator in events:
         what, fields = event.typed
         if what == _EventType.Allocation and fields.device.type == device:
             if fields.alloc_size < 0:
                 if released := live.pop(fields.ptr):  # a block from before the recording is not ours
-                    yield Released(released)
+                    taker = taken_by[released]
+                    if taker is not None and (ended or operator is taker):
+                        released.workspace = taker.name
+                    replayed.append(Released(released))
                 continue
-            block = Block(fields.alloc_size, fields.ptr, *_owner(event, modules))
+            sizes = requested.get(fields.ptr)
+            block = Block(sizes.popleft() if sizes else fields.alloc_size, fields.ptr, *_owner(event, modules))
             for gone in live.overlapping(block):
                 live.pop(gone.address)
-                yield Released(gone)
+                replayed.append(Released(gone))
             live.add(block)
-            yield Allocated(block)
+            taken_by[block] = operator
+            replayed.append(Allocated(block))
+        elif event.name == _MARK + _END:
+            ended = True
         elif event.name.startswith(_MARK):
-            yield Marked(event.name.removeprefix(_MARK))
+            replayed.append(Marked(event.name.removeprefix(_MARK)))
+    return replayed
+
+
+def _have_libraries_give_back(device: str) -> None:
+    """Free cuBLAS's workspaces: one for each thread and stream that multiplied, which it would keep."""
+    if device == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextmanager
+def _requests_remembered(device: str) -> Iterator[dict[int, deque[int]]]:
+    """Bytes that were requested of the CUDA allocator at each address, in order; the profiler sees them rounded up.
+
+    They are there once the block has ended; on CPU there are none, as nothing is rounded.
+    """
+    requested: dict[int, deque[int]] = defaultdict(deque)
+    if device != "cuda":
+        yield requested
+        return
+    torch.cuda.memory._record_memory_history(context=None, max_entries=_HISTORY, clear_history=True)
+    try:
+        yield requested
+        entries = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    for entry in entries:
+        if entry["action"] == "alloc":
+            requested[entry["addr"]].append(entry["size"])
 
 
 class _Live:
@@ -109,22 +196,38 @@ class _Live:
         return [old for old in near if old.address + old.nbytes > block.address]
 
 
-def _in_order(roots: list[Any]) -> tuple[list[Any], dict[int, str]]:
-    """Every event below `roots` by the time it began, and by its autograd sequence number the module of an operator."""
-    events: list[Any] = []
+def _in_order(roots: list[Any]) -> tuple[list[tuple[Any, Any]], dict[int, str]]:
+    """Every event below `roots` by the time it began, with the library operator it is part of (None outside of any);
+    and by its autograd sequence number the module of an operator."""
+    events: list[tuple[Any, Any]] = []
     modules: dict[int, str] = {}
-    stack = [(root, "") for root in roots]
+    stack = [(root, "", None) for root in roots]
     while stack:
-        event, module = stack.pop()
-        events.append(event)
+        event, module, operator = stack.pop()
         what, fields = event.typed
         if what == _EventType.TorchOp:
             if fields.scope == RecordScope.USER_SCOPE:
                 module = event.name
             elif fields.scope == RecordScope.FUNCTION and module and fields.sequence_number >= 0:
                 modules.setdefault(fields.sequence_number, module)
-        stack.extend((child, module) for child in event.children)
-    return sorted(events, key=lambda event: (event.start_time_ns, event.id)), modules
+            if operator is None and event.name in _with_kernels():
+                operator = event
+        events.append((event, operator))
+        stack.extend((child, module, operator) for child in event.children)
+    return sorted(events, key=lambda pair: (pair[0].start_time_ns, pair[0].id)), modules
+
+
+@cache
+def _with_kernels() -> frozenset[str]:
+    """PyTorch's own operators, such as "aten::mm", that have a kernel and are not merely made of other operators.
+
+    What a composite one (matmul, linear, SDPA's math backend) allocates between its parts are tensors, as they would be
+    if its caller had called the parts. So are those of an operator from elsewhere: they are what its author decided.
+    """
+    composite = set(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
+    own = (name for name in torch._C._dispatch_get_all_op_names() if name not in composite)
+    named = (name.partition(".") for name in own if name.startswith("aten::"))
+    return frozenset(name for name, _, overload in named if "out" not in overload.split("_"))
 
 
 def _owner(event: Any, modules: dict[int, str]) -> tuple[str, str]:

@@ -1,11 +1,17 @@
-"""Memory and time budgets, and the statistics of their verdicts.
+"""Budgets, goals, and the statistics of their verdicts.
 
 A memory budget is a formula times a stated slack. A time budget is a ratio to a peer measured in alternating rounds of
-the same run; a confidence interval of the paired ratios decides, so noise alone neither passes nor fails it.
+the same run; a confidence interval of the paired ratios decides, so noise alone neither passes nor fails it. A budget
+fails its test; a goal is judged in the same way and reported as reached or missed.
+
+A run has many verdicts, so their error is held over the whole run: the chance that any interval misses its true median
+is at most `FAMILY_WISE_ERROR`. Each verdict gets an equal share of it (Bonferroni), and as rounds are added while a
+verdict is undecided, each look at them gets an equal share of that.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import tomllib
@@ -14,43 +20,99 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from shardmark.registry import TimeBudget
+from shardmark.registry import Race
 
 PASS, FAIL, UNDECIDED = "pass", "fail", "undecided"
+REACHED, MISSED = "reached", "missed"
 NOT_STARTED, OUT_OF_MEMORY = "not started", "out of memory"
 
 MIB = 2**20
-CONFIDENCE = 0.95
+
+FAMILY_WISE_ERROR = 0.05
+"""The chance that noise makes any time verdict of a run wrong."""
+
+LOOKS = 4
+"""How often the rounds of a case are looked at, twice as many each time, until its verdicts are decided."""
+
+SMALLEST_EFFECT = 0.05
+"""A step that takes this much longer than its peer times the limit is as good: where two processes' pages and threads
+come to lie makes such differences."""
+
+SHOWN_CONFIDENCE = 0.95
+"""Of the interval of a ratio that is shown and not judged."""
+
 RANKS_ALIKE = 1.01
 """The ranks' peaks may lie this far apart: the largest over the smallest."""
 
 MEMORY_SLACK = 1.05
-"""The default slack on a formula: room for allocator rounding and library workspaces, not for another tensor."""
+"""The default slack on a formula: room for small things that it leaves out, not for another tensor."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A confidence interval of a median: `low` to `high`, holding it with probability `coverage`."""
+    """A confidence interval of a median: `low` to `high`, holding it with probability `coverage`.
+
+    With too few samples that is less than the `confidence` that was asked for.
+    """
 
     median: float
     low: float
     high: float
     coverage: float
+    confidence: float
 
-    def verdict(self, budget: float) -> str:
-        """PASS when the whole interval is within the budget, FAIL when all of it is over, else UNDECIDED."""
-        if self.coverage < CONFIDENCE:
+    def verdict(self, limit: float) -> str:
+        """PASS when the whole interval is within the limit, FAIL when all of it is over, else UNDECIDED."""
+        if self.coverage < self.confidence:
             return UNDECIDED
-        return PASS if self.high <= budget else FAIL if self.low > budget else UNDECIDED
+        return PASS if self.high <= limit else FAIL if self.low > limit else UNDECIDED
+
+    def outcome(self, goal: float) -> str:
+        """The same of a goal: REACHED, MISSED or UNDECIDED."""
+        return {PASS: REACHED, FAIL: MISSED}.get(self.verdict(goal), UNDECIDED)
+
+    def __str__(self) -> str:
+        return f"{100 * self.coverage:.6g}% interval [{self.low:.4g}, {self.high:.4g}]"
 
 
-def median_interval(samples: Sequence[float]) -> Interval:
+def confidence(judgements: int) -> float:
+    """Of each interval, so that all of them, LOOKS for each judgement of a run, hold with 1 - FAMILY_WISE_ERROR."""
+    return 1 - FAMILY_WISE_ERROR / (max(judgements, 1) * LOOKS)
+
+
+def fewest_rounds(confidence: float) -> int:
+    """The fewest samples whose whole range is an interval of that confidence."""
+    return next(n for n in itertools.count(1) if 1 - 2 * 0.5**n >= confidence)
+
+
+def tolerated(limit: float) -> float:
+    """The largest ratio to a peer that counts as within the limit."""
+    return limit * (1 + SMALLEST_EFFECT)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the rounds of a case are to decide: limits of the ratio to the peer, and of the median step in seconds."""
+
+    confidence: float
+    ratios: tuple[float, ...] = ()
+    seconds: tuple[float, ...] = ()
+
+    def undecided(self, seconds: Sequence[float], peer_seconds: Sequence[float] | None) -> bool:
+        """Whether the rounds so far leave a verdict open; without a peer there is none on the ratio."""
+        samples = [(seconds, limit) for limit in self.seconds]
+        if peer_seconds is not None:
+            samples += [(paired_ratios(seconds, peer_seconds), tolerated(limit)) for limit in self.ratios]
+        return any(median_interval(values, self.confidence).verdict(limit) == UNDECIDED for values, limit in samples)
+
+
+def median_interval(samples: Sequence[float], confidence: float = SHOWN_CONFIDENCE) -> Interval:
     """The median of `samples` and its confidence interval from order statistics.
 
     Distribution-free: the number of samples below the true median is binomial(n, 1/2), so the interval between the
     k-th smallest and the k-th largest misses it with probability 2 P(X < k) (Conover, Practical Nonparametric
-    Statistics, 3.2). The narrowest interval with at least 95% coverage is taken; with fewer than 6 samples there is
-    none, and the whole range is returned with the coverage it has.
+    Statistics, 3.2). The narrowest interval that covers the median with that confidence is taken; with fewer than
+    `fewest_rounds` samples there is none, and the whole range is returned with the coverage it has.
     """
     if not samples:
         raise ValueError("an interval needs at least one sample")
@@ -59,10 +121,10 @@ def median_interval(samples: Sequence[float]) -> Interval:
     missed, k = 2 * 0.5**n, 1  # probability that the true median lies outside [1st smallest, 1st largest]
     while k < n / 2:
         wider_miss = missed + 2 * math.comb(n, k) * 0.5**n
-        if 1 - wider_miss < CONFIDENCE:
+        if 1 - wider_miss < confidence:
             break
         missed, k = wider_miss, k + 1
-    return Interval(median(ordered), ordered[k - 1], ordered[n - k], max(0.0, 1 - missed))
+    return Interval(median(ordered), ordered[k - 1], ordered[n - k], max(0.0, 1 - missed), confidence)
 
 
 def paired_ratios(seconds: Sequence[float], peer_seconds: Sequence[float]) -> list[float]:
@@ -72,7 +134,7 @@ def paired_ratios(seconds: Sequence[float], peer_seconds: Sequence[float]) -> li
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """At most `formula` bytes times `slack` at the peak."""
+    """At most `formula` bytes times `slack` of tensors at the peak."""
 
     formula: int
     slack: float = MEMORY_SLACK
@@ -82,9 +144,9 @@ class MemoryBudget:
         """The budget in bytes."""
         return math.floor(self.formula * self.slack)
 
-    def verdict(self, peak: int) -> str:
+    def verdict(self, nbytes: int) -> str:
         """PASS or FAIL: metered bytes carry no noise."""
-        return PASS if peak <= self.bytes else FAIL
+        return PASS if nbytes <= self.bytes else FAIL
 
 
 def combined(verdicts: Sequence[str]) -> str | None:
@@ -139,32 +201,39 @@ def read_budgets(path: Path) -> list[AbsoluteBudget]:
 
 
 def verdicts(
+    tensors: Sequence[int],
     peaks: Sequence[int],
     seconds: list[float],
     ratio: Interval | None,
-    time_budget: TimeBudget | None,
+    race: Race | None,
     memory_budget: MemoryBudget | None,
     absolute: Sequence[AbsoluteBudget],
+    confidence: float,
 ) -> Iterator[tuple[str, str]]:
-    """Each budget's verdict, with what to say when it is not met or not decided; `peaks` are the ranks' own."""
-    peak = max(peaks, default=None)
-    if memory_budget is not None and peak is not None:
+    """Each budget's verdict, with what to say when it is not met or not decided.
+
+    `tensors` and `peaks` are each rank's bytes. The formula's budget is held to tensors, which are the same on every
+    machine; a team's own to the whole peak, which is what its machine must have. `confidence` is that of the intervals
+    of seconds. They are held to the limit itself: whoever states one in seconds has said what matters.
+    """
+    most, peak = max(tensors, default=None), max(peaks, default=None)
+    if memory_budget is not None and most is not None:
         yield (
-            memory_budget.verdict(peak),
-            f"peak of {peak / MIB:.2f} MiB, over the budget of {memory_budget.bytes / MIB:.2f} MiB "
+            memory_budget.verdict(most),
+            f"{most / MIB:.2f} MiB of tensors at the peak, over the budget of {memory_budget.bytes / MIB:.2f} MiB "
             f"(formula {memory_budget.formula / MIB:.2f} MiB x {memory_budget.slack})",
         )
-        least = min(peaks)
+        least = min(tensors)
         yield (
-            PASS if peak <= least * RANKS_ALIKE else FAIL,
-            f"the ranks' peaks lie between {least / MIB:.2f} and {peak / MIB:.2f} MiB, "
+            PASS if most <= least * RANKS_ALIKE else FAIL,
+            f"the ranks' peaks lie between {least / MIB:.2f} and {most / MIB:.2f} MiB of tensors, "
             f"further apart than {RANKS_ALIKE - 1:.0%}",
         )
-    if ratio is not None and time_budget is not None and time_budget.ratio is not None:
+    if ratio is not None and race is not None and race.budget is not None:
         yield (
-            ratio.verdict(time_budget.ratio),
-            f"{ratio.median:.3f}x {time_budget.peer}'s time, {ratio.coverage:.1%} interval "
-            f"[{ratio.low:.3f}, {ratio.high:.3f}], against the budget of {time_budget.ratio}x",
+            ratio.verdict(tolerated(race.budget)),
+            f"{ratio.median:.3f}x {race.peer}'s time, {ratio}, against the budget of {race.budget}x "
+            f"and {SMALLEST_EFFECT:.0%}, the smallest effect that matters",
         )
     for own in absolute:
         if own.bytes is not None and peak is not None:
@@ -173,9 +242,8 @@ def verdicts(
                 f'peak of {peak:,} bytes, over the {own.bytes:,} of "{own.pattern}"',
             )
         if own.seconds is not None:
-            step = median_interval(seconds)
+            step = median_interval(seconds, confidence)
             yield (
                 step.verdict(own.seconds),
-                f"{step.median:.6f} s, {step.coverage:.1%} interval [{step.low:.6f}, {step.high:.6f}], "
-                f'against the {own.seconds} s of "{own.pattern}"',
+                f'{step.median:.6f} s, {step}, against the {own.seconds} s of "{own.pattern}"',
             )

@@ -17,6 +17,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from shardmark.machine import requires_compiler
+
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Variables that say where the compiler keeps its files."""
 
@@ -58,6 +60,6 @@ def has_compiled() -> bool:
 
 @cache
 def _load_compiler(device: str) -> None:
-    torch.compile(lambda x: x + 1)(torch.ones(1, device=device))
+    requires_compiler(device)  # which compiles
     gc.collect()
     gc.freeze()  # it stays: to look through all of it takes each collection a quarter of a second

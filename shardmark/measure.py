@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 
 from shardmark import budget, registry
-from shardmark.budget import MEMORY_SLACK, MIB, AbsoluteBudget, MemoryBudget
+from shardmark.budget import MEMORY_SLACK, MIB, AbsoluteBudget, Limits, MemoryBudget, tolerated
 from shardmark.cases import Work
 from shardmark.kernels import StepProfile
 from shardmark.memory import available_bytes, is_out_of_memory
 from shardmark.passes import measure
 from shardmark.plan import Measured, Plan, Rounds, Workload
-from shardmark.registry import Implementation, TimeBudget
+from shardmark.registry import Implementation, Race
 from shardmark.rows import (
     Row,
     limit_entry,
+    limit_goals,
     memory_entry,
     new_row,
     profile_entry,
@@ -47,9 +48,10 @@ class Measure:
 
     `workload` is a module-level class (`shardmark.plan.Workload`); `work` is what one step does on all ranks; `rates`
     turns the mean step time into further figures of the row's work. The memory budget is the implementation's own
-    formula times `slack`, the time budget `time`, or else its own ratio to its peer, the rounds `rounds`, or else
-    pytest-benchmark's. The row is saved whatever the verdict. Over budget, the test fails; where the rounds leave a
-    time budget undecided, or the case would not fit, it is skipped with the reason.
+    formula times `slack`, the race `time`, or else its own against its peer, the rounds `rounds`, or else
+    pytest-benchmark's, and more while a verdict is undecided. The row is saved whatever the verdict. Over budget, the
+    test fails; where the rounds leave a time budget undecided, or the case would not fit, it is skipped with the
+    reason. Goals, the race's and those of figures of the row's limit in `goals` ("mfu", "fraction"), are reported.
 
     With `profiled` one more step runs under the profiler, and what that makes of the first rank's profile is the row's
     "kernels". `activations`, bytes by module and operator, stand beside those metered of a workload that tells the
@@ -71,7 +73,8 @@ class Measure:
         world_size: int = 1,
         slack: float = MEMORY_SLACK,
         rates: Callable[[float], dict[str, float]] = lambda seconds: {},
-        time: TimeBudget | None = None,
+        time: Race | None = None,
+        goals: Mapping[str, float] | None = None,
         rounds: Rounds | None = None,
         profiled: Callable[[StepProfile], Row] | None = None,
         activations: Mapping[tuple[str, str], int] | None = None,
@@ -80,24 +83,26 @@ class Measure:
         """Returns the row."""
         __tracebackhide__ = True
         session = self._session
-        time_budget = time or implementation.time
-        if time_budget is not None and not time_budget.applies(case, session.device):
-            time_budget = TimeBudget(time_budget.peer)
-        peer = self._peer(implementation, time_budget)
+        race = time or implementation.time
+        if race is not None and not race.applies(case, session.device):
+            race = Race(race.peer)
+        peer = self._peer(implementation, race)
         plan = Plan(workload, implementation, peer, case, session.device, world_size, self._rounds(rounds))
         trace = session.trace.stem(self._item.nodeid, f"{case}-{implementation}") if session.trace else None
         memory_budget = MemoryBudget(_formula(implementation, case), slack)
-        plan = replace(plan, formula=memory_budget.formula, profiled=profiled is not None, trace=trace)
+        plan = replace(plan, limits=self._limits(plan, race, work, goals or {}), formula=memory_budget.formula)
+        plan = replace(plan, profiled=profiled is not None, trace=trace)
         ranks = self.attempt(
             plan, lambda plan: session.worlds.get(world_size).run(measure, plan, deadline=CASE_DEADLINE), slack
         )
         return self.record(
             plan,
             ranks,
-            time_budget,
+            race,
             memory_budget,
             work,
             rates,
+            goals=goals,
             profiled=profiled,
             activations=activations,
             stages=stages,
@@ -121,10 +126,11 @@ class Measure:
         self,
         plan: Plan,
         ranks: list[Measured],
-        time_budget: TimeBudget | None = None,
+        race: Race | None = None,
         memory_budget: MemoryBudget | None = None,
         work: Work | None = None,
         rates: Callable[[float], dict[str, float]] = lambda seconds: {},
+        goals: Mapping[str, float] | None = None,
         absolute: Sequence[AbsoluteBudget] = (),
         times: Row | None = None,
         profiled: Callable[[StepProfile], Row] | None = None,
@@ -154,15 +160,16 @@ class Measure:
             row["losses"] = list(losses)
         if work is not None:
             row["work"] = asdict(work) | rates(fmean(seconds))
-            devices = plan.world_size if session.device == "cuda" else 1
-            row["limit"] = limit_entry(work, session.roofline(plan.case.dtype), devices, fmean(seconds))
-        row["time"], ratio = time_entry(ranks, time_budget)
+            row["limit"] = self._limit(plan, work, fmean(seconds))
+        if goals:
+            row["limit"]["goals"] = limit_goals(row["limit"], goals, seconds, session.confidence)
+        row["time"], ratio = time_entry(ranks, race, session.confidence)
         row["time"] |= times or {}
         row |= profile_entry(ranks, profiled)
         absolute = [*absolute, *session.budgets_for(self._item.nodeid)]
-        verdicts = list(
-            budget.verdicts(row["memory"].get("peak_by_rank", []), seconds, ratio, time_budget, memory_budget, absolute)
-        )
+        tensors, peaks = (row["memory"].get(f"{name}_by_rank", []) for name in ("tensors", "peak"))
+        held = budget.verdicts(tensors, peaks, seconds, ratio, race, memory_budget, absolute, session.confidence)
+        verdicts = list(held)
         row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
         if self._benchmark.disabled:
             verdicts = [(verdict, why) for verdict, why in verdicts if verdict != budget.UNDECIDED]
@@ -178,11 +185,25 @@ class Measure:
             pytest.skip(f"undecided: {complaints[budget.UNDECIDED]}")
         return row
 
-    def _peer(self, implementation: Implementation, time: TimeBudget | None) -> Implementation | None:
-        """The implementation that the time budget names, if that is another one and runs here."""
-        if time is None:
+    def _limit(self, plan: Plan, work: Work, seconds: float) -> Row:
+        """The row's limit where a step takes so long."""
+        devices = plan.world_size if plan.device == "cuda" else 1
+        return limit_entry(work, self._session.roofline(plan.case.dtype), devices, seconds)
+
+    def _limits(self, plan: Plan, race: Race | None, work: Work, goals: Mapping[str, float]) -> Limits | None:
+        """What the rounds are to decide; None where pytest-benchmark is disabled."""
+        ratios = race.limits if race is not None else ()
+        seconds = [own.seconds for own in self._session.budgets_for(self._item.nodeid) if own.seconds is not None]
+        seconds += [tolerated(self._limit(plan, work, 1.0)[name] / goal) for name, goal in goals.items()]
+        if self._benchmark.disabled or not (ratios or seconds):
             return None
-        peer = registry.family(implementation.family).implementations[time.peer]
+        return Limits(self._session.confidence, ratios, tuple(seconds))
+
+    def _peer(self, implementation: Implementation, race: Race | None) -> Implementation | None:
+        """The implementation that it is raced against, if that is another one and runs here."""
+        if race is None:
+            return None
+        peer = registry.family(implementation.family).implementations[race.peer]
         return (
             None
             if peer.target is implementation.target or peer.missing(self._session.device, to_measure=True)

@@ -5,41 +5,43 @@
         memory.mark("after_init")
         y = x * x
         memory.mark("after_forward")
-    memory.phases  # {"after_init": 4000, "after_forward": 8000}
-    memory.peak    # 8000
+    memory.phases     # {"after_init": 4000, "after_forward": 8000}
+    memory.peak       # 8000
+    memory.tensors    # 8000
+    memory.workspace  # Workspace(nbytes=0, operator="")
+
+A peak has two parts: tensors, what the technique allocates, the same on every machine; and workspace, what a library
+takes inside one operator and gives back before it returns (`shardmark.blocks`), which depends on the processor.
 
 On CPU the profiler reports every allocation and release of PyTorch's allocator, so the figures are exact to the byte;
 what a library allocates for itself (Gloo's scratch space, say) is not seen.
-On CUDA they are the bytes requested from the caching allocator, before it rounds them up; workspaces it keeps for
-libraries are in them.
+On CUDA they are the bytes requested from the caching allocator, before it rounds them up.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch._C._distributed_c10d as c10d
-import torch.distributed as dist
-from torch.autograd.profiler import profile
 
-from shardmark.blocks import Allocated, Marked, Released, mark, replay
+from shardmark.blocks import Allocated, Marked, Recording, Released, mark
+from shardmark.handles import workers_free_first
 
-_PEAK, _STAGE = "peak of ", "stage "
-"""What the CPU meter's marks of a step's peak, and of a stage, begin with."""
+_PHASE, _PEAK, _STAGE, _RESET = "phase ", "peak of ", "stage ", "reset"
+"""What the meter's marks of a phase, of a step's peak, of a stage, and of a new beginning of the peak begin with."""
 
-_PATIENCE = 0.02
-"""Seconds to wait for a backend's worker thread at most."""
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints two lines at every use
+@dataclass(frozen=True)
+class Workspace:
+    """The most that one operator took and gave back before it returned, in bytes, and which operator that was."""
+
+    nbytes: int = 0
+    operator: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,30 +61,88 @@ class Memory:
 
     phases: dict[str, int] = field(default_factory=dict)
     peak: int = 0
+    """The most there was at once, tensors and workspace together."""
+    tensors: int = 0
+    """The most there was at once of tensors alone: what formulas speak of."""
+    workspace: Workspace = Workspace()
     peaks: dict[str, int] = field(default_factory=dict)
-    """Of the steps that were kept apart."""
+    """Of tensors, in the steps that were kept apart."""
     stages: dict[str, Stage] = field(default_factory=dict)
     """Of making the workload and warming it up, as it tells them."""
 
 
 class Meter(Memory):
-    """A running meter; `phases` and `peak` are filled in when its `with` block ends."""
+    """A running meter; its figures are filled in when its `with` block ends."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._recording = Recording(device)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Meter what the block does."""
+        with workers_free_first() if self._recording.device == "cpu" else nullcontext(), self._recording.running():
+            yield
 
     def mark(self, phase: str) -> None:
         """The bytes live now belong to `phase`."""
-        raise NotImplementedError
+        mark(_PHASE + phase)
 
     def reset_peak(self) -> None:
         """Forget the peak so far: the measured step begins here."""
-        raise NotImplementedError
+        mark(_RESET)
 
     def keep_peak(self, step: str) -> None:
-        """The peak since it was last reset is that of `step`."""
-        raise NotImplementedError
+        """The peak of tensors since it was last reset is that of `step`."""
+        mark(_PEAK + step)
 
     def stage(self, name: str) -> None:
         """The stage of that name ends here."""
-        raise NotImplementedError
+        mark(_STAGE + name)
+
+    def read(self) -> None:
+        """Fill in the figures from what was recorded."""
+        live = _Live()
+        for event in self._recording.replay():
+            match event:
+                case Allocated() | Released():
+                    live.follow(event)
+                case Marked(name) if name == _RESET:
+                    live.begin_again()
+                case Marked(name) if name.startswith(_PEAK):
+                    self.peaks[name.removeprefix(_PEAK)] = live.peak_of_tensors
+                case Marked(name) if name.startswith(_STAGE):
+                    self.stages[name.removeprefix(_STAGE)] = Stage(live.total, live.most)
+                case Marked(name):
+                    self.phases[name.removeprefix(_PHASE)] = live.total
+        self.peak, self.tensors, self.workspace = live.peak, live.peak_of_tensors, live.largest_workspace
+
+
+class _Live:
+    """Bytes live as a recording is replayed, and the most there was since it began and since the peak was reset."""
+
+    def __init__(self) -> None:
+        self.total = self.tensors = self.most = 0
+        self._taken: dict[str, int] = defaultdict(int)  # workspace by operator
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        self.peak, self.peak_of_tensors, self.largest_workspace = self.total, self.tensors, Workspace()
+
+    def follow(self, event: Allocated | Released) -> None:
+        nbytes = event.block.nbytes if isinstance(event, Allocated) else -event.block.nbytes
+        self.total += nbytes
+        if operator := event.block.workspace:
+            self._taken[operator] += nbytes
+            self.largest_workspace = max(
+                self.largest_workspace,
+                Workspace(self._taken[operator], operator),
+                key=lambda workspace: workspace.nbytes,
+            )
+        else:
+            self.tensors += nbytes
+        self.most, self.peak = max(self.most, self.total), max(self.peak, self.total)
+        self.peak_of_tensors = max(self.peak_of_tensors, self.tensors)
 
 
 _running: list[Meter] = []
@@ -97,8 +157,8 @@ def stage(name: str) -> None:
 @contextmanager
 def meter(device: str) -> Iterator[Meter]:
     """Meter what the block allocates on `device` ("cpu" or "cuda"), from zero at its start."""
-    running: _CpuMeter | _CudaMeter = _CudaMeter() if device == "cuda" else _CpuMeter()
-    with running.recording():
+    running = _CudaMeter() if device == "cuda" else Meter(device)
+    with running.running():
         _running.append(running)
         try:
             yield running
@@ -108,25 +168,31 @@ def meter(device: str) -> Iterator[Meter]:
 
 
 class _CudaMeter(Meter):
+    """On CUDA phases, stages and the peak as a whole are the caching allocator's own statistics: it keeps what a side
+    stream still reads, which a recording takes for released.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("cuda")
+
     def _live(self, which: str = "current") -> int:
         return torch.cuda.memory_stats().get(f"requested_bytes.all.{which}", 0)  # empty until the first allocation
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         torch.cuda.synchronize()
         self._base = self._live()
         torch.cuda.reset_peak_memory_stats()
-        yield
+        with super().running():
+            yield
         torch.cuda.synchronize()
 
     def mark(self, phase: str) -> None:
         self.phases[phase] = self._live() - self._base
 
     def reset_peak(self) -> None:
+        super().reset_peak()
         torch.cuda.reset_peak_memory_stats()
-
-    def keep_peak(self, step: str) -> None:
-        self.peaks[step] = self._live("peak") - self._base
 
     def stage(self, name: str) -> None:
         live, peak = self._live() - self._base, self._live("peak") - self._base
@@ -134,104 +200,8 @@ class _CudaMeter(Meter):
         self.stages[name] = Stage(live, peak, torch.cuda.memory_reserved())
 
     def read(self) -> None:
+        super().read()
         self.peak = self._live("peak") - self._base
-
-
-class _CpuMeter(Meter):
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        with _workers_free_first(), profile(profile_memory=True) as self._profile:
-            yield
-
-    def mark(self, phase: str) -> None:
-        mark(phase)
-
-    def reset_peak(self) -> None:
-        mark("")
-
-    def keep_peak(self, step: str) -> None:
-        mark(_PEAK + step)
-
-    def stage(self, name: str) -> None:
-        mark(_STAGE + name)
-
-    def read(self) -> None:
-        total = most = 0
-        for event in replay(self._profile, "cpu"):
-            match event:
-                case Allocated(block):
-                    total += block.nbytes
-                case Released(block):
-                    total -= block.nbytes
-                case Marked(""):
-                    self.peak = total
-                case Marked(name) if name.startswith(_PEAK):
-                    self.peaks[name.removeprefix(_PEAK)] = self.peak
-                case Marked(name) if name.startswith(_STAGE):
-                    self.stages[name.removeprefix(_STAGE)] = Stage(total, most)
-                case Marked(phase):
-                    self.phases[phase] = total
-            self.peak, most = max(self.peak, total), max(most, total)
-
-
-@contextmanager
-def _workers_free_first() -> Iterator[None]:
-    """Have every wait for a collective last until the backend's worker thread has dropped the collective's tensors.
-
-    It drops them just after it reports the collective done, and what another thread frees is not metered: unless the
-    worker is first, a tensor that is gone would count as live. Reference counts show that it was.
-    """
-    functional: Any = torch.ops._c10d_functional.wait_tensor
-    waits = [(dist.Work, "wait", _wait_by_handle), (functional, "_op", _wait_by_tensor)]
-    waits += [(functional.default, "_op", _wait_by_tensor)]  # compiled code's
-    before = [getattr(owner, name) for owner, name, _ in waits]
-    for (owner, name, patient), wait in zip(waits, before, strict=True):
-        setattr(owner, name, patient(wait))
-    try:
-        yield
-    finally:
-        for (owner, name, _), wait in zip(waits, before, strict=True):
-            setattr(owner, name, wait)
-
-
-def _wait_by_handle(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """The caller holds the handle until after, and the handle its tensors: once the worker has dropped it, one
-    reference is left, the caller's."""
-
-    def patient(handle: dist.Work, *args: Any, **kwargs: Any) -> Any:
-        done = wait(handle, *args, **kwargs)
-        # A Python object of pybind11's begins with the address of the C++ object that it stands for.
-        address = ctypes.c_size_t.from_address(id(handle) + object.__basicsize__).value
-        _wait_until(lambda: torch._C._storage_Use_Count(address) <= 1)
-        return done
-
-    return patient
-
-
-def _wait_by_tensor(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """DTensor waits by an operator, which drops the handles of the tensor; each holds it until the worker drops it."""
-
-    def patient(tensor: torch.Tensor) -> torch.Tensor:
-        references, handles = _references(tensor), c10d._get_work_registry_size()
-        done = wait(tensor)
-        if dropped := handles - c10d._get_work_registry_size():
-            _wait_until(lambda: _references(tensor) <= references - dropped)
-        return done
-
-    return patient
-
-
-def _references(tensor: torch.Tensor) -> int:
-    """To it, and of tensors to its bytes: a handle holds it, or another that shares its bytes."""
-    count = tensor._use_count()  # type: ignore[attr-defined]
-    return count + torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    """But for at most `_PATIENCE` seconds: someone else may hold a reference, too."""
-    end = time.perf_counter() + _PATIENCE
-    while not condition() and time.perf_counter() < end:
-        os.sched_yield()
 
 
 def release(device: str) -> None:

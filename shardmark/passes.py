@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from shardmark.budget import RANKS_ALIKE
+from shardmark.budget import LOOKS, RANKS_ALIKE, fewest_rounds
 from shardmark.clock import Laps, Stopwatch
 from shardmark.cold import cold_compiler, has_compiled
 from shardmark.kernels import StepProfile
@@ -26,6 +26,8 @@ from shardmark.plan import COMMUNICATION, COMPUTE, IMPLEMENTATION, PEER, Mark, M
 from shardmark.registry import Unsupported
 from shardmark.timeline import BEFORE, Timeline, timeline
 from shardmark.trace import memory_snapshot, module_ranges, modules_of, profile_step
+
+T = TypeVar("T")
 
 WARMUPS = 2
 """Optimizer state comes with the first step, torch DDP's final buckets with the second."""
@@ -36,6 +38,9 @@ so the median of a run."""
 
 MOST_PASSES = 3
 """Of the meter, among ranks."""
+
+UNDECIDED_SECONDS = 10.0
+"""Rounds of a case double while its verdicts are undecided, but not to take longer than this."""
 
 NEAR = 1.001
 """What a peak may be of its formula: those leave single values out, as an optimizer's counters."""
@@ -57,11 +62,11 @@ def _measure(plan: Plan, cold: bool) -> Measured:
         workload, memory, first_step = meter_pass(plan)
         first_peak = memory.peaks[FIRST]
         for passes in range(1, MOST_PASSES):
-            if not (plan.device == "cuda" and passes == 1) and not _overstated(plan, memory.peak):
+            if not (plan.device == "cuda" and passes == 1) and not _overstated(plan, memory.tensors):
                 break
             del workload
             workload, again, _ = meter_pass(plan)
-            memory = min(memory, again, key=lambda memory: memory.peak)
+            memory = min(memory, again, key=lambda memory: memory.tensors)
         memory.peaks = memory.peaks | {FIRST: first_peak} if cold else {}
         measured = _time(plan, memory, workload)
         del workload
@@ -111,11 +116,15 @@ def meter_pass(plan: Plan) -> tuple[Workload, Memory, float]:
         memory.mark("after_step")
         memory.keep_peak(MEDIAN)
     stages = memory.stages if len(memory.stages) > 1 else {}  # where the workload tells its own, this one follows
-    return workload, Memory(memory.phases, memory.peak, memory.peaks, stages), first_step
+    figures = Memory(memory.phases, memory.peak, memory.tensors, memory.workspace, memory.peaks, stages)
+    return workload, figures, first_step
 
 
 def _time(plan: Plan, memory: Memory, mine: Workload) -> Measured:
-    """Rounds in which the implementation, its parts alone and its peer take turns, the order reversed every round."""
+    """Rounds in which the implementation, its parts alone and its peer take turns, the order reversed every round.
+
+    They are enough for a verdict, where one is asked for, and double while it is undecided.
+    """
     steps: dict[str, tuple[Workload, Callable[[Mark], None]]] = {IMPLEMENTATION: (mine, mine.step)}
     for name, alone in ((COMPUTE, "compute_step"), (COMMUNICATION, "communication_step")):
         if hasattr(mine, alone):
@@ -138,12 +147,30 @@ def _time(plan: Plan, memory: Memory, mine: Workload) -> Measured:
         if warmup > 0 and elapsed > plan.rounds.max_warmup_seconds:
             break
     rounds = plan.rounds.count(_largest(plan, estimate[IMPLEMENTATION]))
+    if plan.limits is not None and (plan.limits.seconds or PEER in steps):
+        rounds = max(rounds, fewest_rounds(plan.limits.confidence))
 
     measured = Measured(mine.backend, memory, {name: [] for name in steps})
+    done, began = 0, time.perf_counter()
     with _no_gc() if plan.rounds.disable_gc else nullcontext():
-        for name in alternate(list(steps), rounds):
-            measured.laps[name].append(_timed(plan, *steps[name]))
+        for _ in range(LOOKS):
+            for name in alternate(list(steps), rounds, done):
+                measured.laps[name].append(_timed(plan, *steps[name]))
+            done, rounds = rounds, 2 * rounds
+            if not _undecided(plan, measured):
+                break
+            if 2 * _largest(plan, time.perf_counter() - began) > UNDECIDED_SECONDS:
+                break
     return measured
+
+
+def _undecided(plan: Plan, measured: Measured) -> bool:
+    """Whether the rounds so far leave a verdict open, by each round's slowest rank, so that all ranks say the same."""
+    if plan.limits is None:
+        return False
+    laps = [measured.laps[name] for name in (IMPLEMENTATION, PEER) if name in measured.laps]
+    seconds, *peer_seconds = _largest(plan, [[lap.seconds for lap in each] for each in laps])
+    return plan.limits.undecided(seconds, peer_seconds[0] if peer_seconds else None)
 
 
 def timed_steps(plan: Plan, count: int) -> list[Laps]:
@@ -194,9 +221,12 @@ def _steps(plan: Plan, count: int) -> Any:
     return workload
 
 
-def alternate(names: Sequence[str], rounds: int) -> Iterator[str]:
-    """Every name once a round, the order reversed every round, so that the machine's drift favours none."""
-    for i in range(rounds):
+def alternate(names: Sequence[str], rounds: int, done: int = 0) -> Iterator[str]:
+    """Every name once a round, the order reversed every round, so that the machine's drift favours none.
+
+    The first `done` of the rounds are left out.
+    """
+    for i in range(done, rounds):
         yield from names[:: -1 if i % 2 else 1]
 
 
@@ -210,13 +240,13 @@ def _timed(plan: Plan, workload: Workload, step: Callable[[Mark], None]) -> Laps
     return watch.stop()
 
 
-def _largest(plan: Plan, value: float) -> float:
-    """The largest of the ranks' values, so that all of them decide alike."""
+def _largest(plan: Plan, values: T) -> T:
+    """The largest of the ranks' values, so that all of them decide alike: of a number, or of each in lists of them."""
     if plan.world_size == 1:
-        return value
-    tensor = torch.tensor(value, dtype=torch.float64, device=plan.device)
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64, device=plan.device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return tensor.item()
+    return cast(T, tensor.tolist())
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from shardmark.budget import Limits
 from shardmark.clock import Laps
 from shardmark.kernels import StepProfile
 from shardmark.memory import Memory
@@ -51,7 +52,8 @@ class Rounds:
     minimum: int = 5
     maximum: int = 100
     max_seconds: float = 1.0
-    """Rounds go on past the minimum until the implementation's own steps took this long."""
+    """Rounds go on past the minimum until the implementation's own steps took this long; past the maximum only while
+    a verdict is undecided."""
     warmups: int = 1
     max_warmup_seconds: float = math.inf
     disable_gc: bool = False
@@ -75,6 +77,8 @@ class Plan:
     rounds: Rounds
     formula: int | None = None
     """What the peak in bytes should be."""
+    limits: Limits | None = None
+    """What the rounds are to decide."""
     profiled: bool = False
     """Whether one more step runs under the profiler."""
     trace: Path | None = None

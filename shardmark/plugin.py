@@ -22,6 +22,7 @@ import pytest
 from shardmark import registry, torchrun
 from shardmark.clock import DeviceClock
 from shardmark.link import Link
+from shardmark.machine import keep_compiled_code_apart, requires_compiler
 from shardmark.measure import Measure
 from shardmark.rank import WorldError
 from shardmark.registry import Implementation, RegistryError, Unsupported
@@ -86,6 +87,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """Print the listing, or serve rank 0 when torchrun started us as another rank; then stop."""
     if config.getoption("implementations"):
+        keep_compiled_code_apart()
         with closing(start_session(config)) as session:
             print(registry.listing(session.device))
         return 0
@@ -104,6 +106,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "question(text): the question that the rows of these tests answer; rows of one question share a table",
     ):
         config.addinivalue_line("markers", marker)
+    keep_compiled_code_apart()
     session = start_session(config)
     config.stash[SIGTERM_BEFORE] = signal.signal(signal.SIGTERM, signal.default_int_handler)
     config.stash[SESSION] = session
@@ -131,8 +134,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     session = metafunc.config.stash[SESSION]
     family, grid = (metafunc.definition.get_closest_marker(name) for name in ("family", "cases"))
     if "implementation" in metafunc.fixturenames and family is not None:
-        option, to_measure = family.kwargs.get("option"), "measure" in metafunc.fixturenames
-        only = family.kwargs.get("only")
+        option, only = family.kwargs.get("option"), family.kwargs.get("only")
         if family.args[0] in session.selected and only and registry.family(family.args[0]).reference in only:
             only = None  # a user's own runs wherever the reference does
         try:
@@ -142,7 +144,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(
             "implementation",
             [
-                pytest.param(entry, id=entry.name, marks=_skip_unless_it_runs(entry, session.device, to_measure))
+                pytest.param(entry, id=entry.name)
                 for entry in entries
                 if (option is None or entry.accepts(option)) and (only is None or entry.name in only)
             ],
@@ -154,20 +156,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("world", session.ranks, ids=[f"{n}ranks" for n in session.ranks], indirect=True)
 
 
-def _skip_unless_it_runs(entry: Implementation, device: str, to_measure: bool) -> tuple[pytest.MarkDecorator, ...]:
-    reason = entry.missing(device, to_measure)
-    return () if reason is None else (pytest.mark.skip(reason=f"{entry.name}: {reason}"),)
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With `--impl`, keep the tests that run over an implementation of those families; give benchmarks our clock."""
     session = config.stash[SESSION]
     kept: list[pytest.Item] = []
     dropped: list[pytest.Item] = []
     for item in items:
-        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        implementation = parameters.get("implementation")
-        chosen = isinstance(implementation, Implementation) and implementation.family in session.selected
+        implementation = _implementation(item)
+        chosen = implementation is not None and implementation.family in session.selected
         (kept if chosen or not session.selected else dropped).append(item)
         if "measure" in getattr(item, "fixturenames", ()):
             _use_device_clock(item, session.clock)
@@ -176,12 +172,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=dropped)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Count what this run is to judge, as its verdicts share one error."""
+    session.config.stash[SESSION].count_judgements(session.items)
+
+
 def _use_device_clock(item: pytest.Item, clock: DeviceClock) -> None:
     """Set pytest-benchmark's `timer`, and its `group` to the question, on top of the test's own marker."""
     own = item.get_closest_marker("benchmark")
     question = item.get_closest_marker("question")
     options = {"group": question.args[0] if question else None, **(own.kwargs if own else {}), "timer": clock}
     item.add_marker(pytest.mark.benchmark(**options), append=False)
+
+
+def _implementation(item: pytest.Item) -> Implementation | None:
+    """The one that a test is parametrized with, if any."""
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    found = parameters.get("implementation")
+    return found if isinstance(found, Implementation) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose implementation does not run here: not before, as to find that out may take seconds."""
+    implementation = _implementation(item)
+    if implementation is not None:
+        device, to_measure = item.config.stash[SESSION].device, "measure" in getattr(item, "fixturenames", ())
+        if reason := implementation.missing(device, to_measure):
+            item.add_marker(pytest.mark.skip(reason=f"{implementation.name}: {reason}"))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -200,6 +218,13 @@ def pytest_pyfunc_call() -> Generator[None, Any, Any]:
 def device(pytestconfig: pytest.Config) -> str:
     """ "cpu" or "cuda", from --device."""
     return pytestconfig.stash[SESSION].device
+
+
+@pytest.fixture
+def compiler(device: str) -> None:
+    """For a test that calls `torch.compile` itself: it is skipped where that does not work."""
+    if reason := requires_compiler(device):
+        pytest.skip(reason)
 
 
 @pytest.fixture
@@ -263,6 +288,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section(title, sep="-")
         for line in lines:
             terminalreporter.write_line(line)
+    if goals := tables.goals_line(session.rows.rows):
+        terminalreporter.write_line(f"\n{goals}")
     if session.rows.rows and session.rows.path is not None:
         terminalreporter.write_line(f"\n{_count(session.rows.rows, 'row')} in {session.rows.path}")
     for budget in session.budgets:

@@ -39,15 +39,26 @@ def requires_cuda(device: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class TimeBudget:
-    """At most `ratio` times the step time of `peer`, an implementation of the same family.
+class Race:
+    """The peer, an implementation of the same family, whose steps are timed in the same rounds.
 
-    Shown and not judged where `ratio` is None, and for cases and devices that it does not apply to.
+        Race("eager")                        # the ratio to eager's step time is shown
+        Race("eager", goal=1.0)              # and reported: at most 1.0 is reached, or missed
+        Race("ddp", budget=2.0, goal=1.0)    # and more than 2.0 fails the test
+
+    A budget holds on every machine by a wide margin, so that over it something is wrong. A goal is what the technique
+    is for and may depend on the machine. Neither is judged for cases and devices that they do not apply to.
     """
 
     peer: str
-    ratio: float | None = None
+    budget: float | None = None
+    goal: float | None = None
     applies: Callable[[Any, str], bool] = lambda case, device: True
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """The ratios to be judged."""
+        return tuple(limit for limit in (self.budget, self.goal) if limit is not None)
 
 
 @dataclass(frozen=True)
@@ -55,15 +66,16 @@ class Implementation:
     """One way to do what a family does.
 
     `target` is what the user calls (a function, a class, an object with methods), `memory` the closed form of its peak
-    in bytes for a case, `time` its budget relative to a peer. Beyond what it `requires` to run, its times and bytes
-    mean something only where `requires_to_measure` is met.
+    in bytes for a case, `time` the peer it is raced against. Beyond what it `requires` to run, its times and bytes
+    mean something only where `requires_to_measure` is met. Requirements are asked in turn, so the cheap ones stand
+    first. The target is None where it cannot be imported, of which a requirement gives the reason.
     """
 
     family: str
     name: str
     target: Any
     memory: Callable[[Any], int] | None = None
-    time: TimeBudget | None = None
+    time: Race | None = None
     requires: tuple[Requirement, ...] = ()
     requires_to_measure: tuple[Requirement, ...] = ()
     spec: str = ""
@@ -77,12 +89,11 @@ class Implementation:
     def missing(self, device: str, to_measure: bool = False) -> str | None:
         """Why it does not run, or is not measured, on `device`, or None where it does."""
         requirements = (*self.requires, *(self.requires_to_measure if to_measure else ()))
-        reasons = [reason for requirement in requirements if (reason := requirement(device))]
-        return "; ".join(reasons) or None
+        return next((reason for requirement in requirements if (reason := requirement(device))), None)
 
     def accepts(self, option: str) -> bool:
-        """Whether the target has a parameter of that name."""
-        return option in inspect.signature(self.target).parameters
+        """Whether the target has a parameter of that name, as far as is known."""
+        return self.target is None or option in inspect.signature(self.target).parameters
 
     def __str__(self) -> str:
         return self.name
@@ -105,7 +116,7 @@ class Family:
     reference: str
     check: Callable[[Any, str], None]
     memory: Callable[[Any], int] | None = None
-    time: TimeBudget | None = None
+    time: Race | None = None
     adapt: Callable[[Any], Any] = lambda target: target
     implementations: dict[str, Implementation] = field(default_factory=dict)
 
@@ -132,7 +143,7 @@ def register(
     target: Any,
     *,
     memory: Callable[[Any], int] | None = None,
-    time: TimeBudget | None = None,
+    time: Race | None = None,
     requires: tuple[Requirement, ...] = (),
     requires_to_measure: tuple[Requirement, ...] = (),
 ) -> Implementation:

@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardmark.budget import Interval, MemoryBudget, median_interval, paired_ratios
+from shardmark.budget import SHOWN_CONFIDENCE, Interval, MemoryBudget, median_interval, paired_ratios, tolerated
 from shardmark.cases import Work
 from shardmark.clock import Laps
 from shardmark.hardware import Roofline
 from shardmark.kernels import StepProfile
 from shardmark.plan import COMMUNICATION, COMPUTE, IMPLEMENTATION, PEER, Measured, Plan
-from shardmark.registry import TimeBudget
+from shardmark.registry import Race
 from shardmark.timeline import Timeline, by_layer_and_operator
 
 Row = dict[str, Any]
@@ -60,12 +60,16 @@ def step_seconds(ranks: list[Measured], name: str = IMPLEMENTATION) -> list[floa
 
 
 def memory_entry(ranks: list[Measured], budget: MemoryBudget) -> Row:
-    """Bytes by phase and at the peak, on the rank that held most, beside the budget."""
-    most = max(ranks, key=lambda rank: rank.memory.peak).memory
+    """Bytes by phase and at the peak, on the rank that held most, beside the budget of its tensors."""
+    most = max((rank.memory for rank in ranks), key=lambda memory: (memory.tensors, memory.peak))
     return {
         "phases": most.phases,
         "peak": most.peak,
+        "tensors": most.tensors,
+        "workspace": most.workspace.nbytes,
+        "workspace_operator": most.workspace.operator or None,
         "peak_by_rank": [rank.memory.peak for rank in ranks],
+        "tensors_by_rank": [rank.memory.tensors for rank in ranks],
         **({"peaks": most.peaks} if most.peaks else {}),
         **asdict(budget),
         "budget": budget.bytes,
@@ -97,8 +101,13 @@ def timeline_entry(timeline: Timeline, expected: Mapping[tuple[str, str], int]) 
     }
 
 
-def time_entry(ranks: list[Measured], budget: TimeBudget | None) -> tuple[Row, Interval | None]:
-    """Times by part and by rank, and the interval of the ratio to the peer, if there is one."""
+def time_entry(
+    ranks: list[Measured], race: Race | None, confidence: float = SHOWN_CONFIDENCE
+) -> tuple[Row, Interval | None]:
+    """Times by part and by rank, and the interval of the ratio to the peer, if there is one.
+
+    Where the ratio is judged that is the interval that decides, with that confidence; else one of 95%.
+    """
     entry: Row = {
         "parts": _parts(ranks),
         "mean_by_rank": [fmean(laps.seconds for laps in rank.laps[IMPLEMENTATION]) for rank in ranks],
@@ -106,6 +115,8 @@ def time_entry(ranks: list[Measured], budget: TimeBudget | None) -> tuple[Row, I
         "ratio": None,
         "interval": None,
         "budget": None,
+        "goal": None,
+        "outcome": None,
     }
     if {COMPUTE, COMMUNICATION} <= set(ranks[0].laps):
         entry |= _hidden(*(median(step_seconds(ranks, name)) for name in (IMPLEMENTATION, COMPUTE, COMMUNICATION)))
@@ -113,17 +124,20 @@ def time_entry(ranks: list[Measured], budget: TimeBudget | None) -> tuple[Row, I
     if first_steps:
         entry["first_step"] = max(first_steps)
         entry["compile"] = max(first_steps) - median(step_seconds(ranks))
-    if budget is None or PEER not in ranks[0].laps:  # no budget, or no room or device for the peer
+    if race is None or PEER not in ranks[0].laps:  # no peer, or no room or device for it
         return entry, None
     peer_seconds = step_seconds(ranks, PEER)
-    interval = median_interval(paired_ratios(step_seconds(ranks), peer_seconds))
+    ratios = paired_ratios(step_seconds(ranks), peer_seconds)
+    interval = median_interval(ratios, confidence if race.limits else SHOWN_CONFIDENCE)
     entry |= {
-        "peer": budget.peer,
+        "peer": race.peer,
         "peer_mean": fmean(peer_seconds),
         "ratio": interval.median,
         "interval": [interval.low, interval.high],
         "coverage": interval.coverage,
-        "budget": budget.ratio,
+        "budget": race.budget,
+        "goal": race.goal,
+        "outcome": None if race.goal is None else interval.outcome(tolerated(race.goal)),
     }
     return entry, interval
 
@@ -145,6 +159,16 @@ def limit_entry(work: Work, roofline: Roofline, devices: int, seconds: float) ->
     if work.model_flops and seconds:
         entry["mfu"] = work.model_flops / (seconds * devices * roofline.peak_flops_per_second)
     return entry
+
+
+def limit_goals(limit: Row, goals: Mapping[str, float], seconds: list[float], confidence: float) -> Row:
+    """Goals of the limit's figures, "fraction" or "mfu", at least so much of each, and whether they are reached.
+
+    A figure is so many FLOPs or bytes over the step time, so the interval of the step time decides.
+    """
+    step = median_interval(seconds, confidence)
+    longest = {name: tolerated(limit[name] * fmean(seconds) / goal) for name, goal in goals.items()}
+    return {name: {"goal": goal, "outcome": step.outcome(longest[name])} for name, goal in goals.items()}
 
 
 def _parts(ranks: list[Measured]) -> dict[str, float]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardmark import registry, torchrun
-from shardmark.budget import AbsoluteBudget, read_budgets
+from shardmark.budget import AbsoluteBudget, confidence, read_budgets
 from shardmark.cases import SCALES
 from shardmark.clock import DeviceClock
 from shardmark.hardware import Roofline, measure_roofline
@@ -40,6 +40,7 @@ class Session:
         self.selected = _selected(option("impl"), self.device)
         self.budgets: list[AbsoluteBudget] = read_budgets(Path(option("budgets"))) if option("budgets") else []
         self.matched_budgets: set[str] = set()
+        self.judgements = 1
         self.trace = TraceFolder(Path(option("trace_dir"))) if option("trace_dir") else None
         self.rows = RowFile(config)
         if self.rows.path is not None and not self.rows.path.absolute().parent.is_dir():
@@ -64,6 +65,21 @@ class Session:
             run = self.worlds.get(1).run
             self._rooflines[dtype] = run(measure_roofline, self.device, getattr(torch, dtype))[0]
         return self._rooflines[dtype]
+
+    @property
+    def confidence(self) -> float:
+        """Of each interval that a verdict of this run is taken from."""
+        return confidence(self.judgements)
+
+    def count_judgements(self, items: list[pytest.Item]) -> None:
+        """Count what they may ask a time verdict of: each test's ratio to its peer, and `--budgets` in seconds."""
+        measured = [
+            item
+            for item in items
+            if "measure" in getattr(item, "fixturenames", ()) and item.get_closest_marker("skip") is None
+        ]
+        absolute = [budget for budget in self.budgets if budget.seconds is not None]
+        self.judgements = len(measured) + sum(budget.matches(item.nodeid) for item in measured for budget in absolute)
 
     def budgets_for(self, test_id: str) -> list[AbsoluteBudget]:
         """The `--budgets` that speak of that test; from now on they count as matched."""

@@ -17,12 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
-from torch.autograd.profiler import profile
 
-from shardmark.blocks import Allocated, Block, Event, Marked, Released, mark, replay
+from shardmark.blocks import Allocated, Block, Event, Marked, Recording, Released, mark
 
-ACTIVATIONS, TEMPORARIES, INPUTS = "activations", "temporaries", "inputs and buffers"
-KINDS = ("parameters", "gradients", "optimizer state", INPUTS, ACTIVATIONS, TEMPORARIES)
+ACTIVATIONS, TEMPORARIES, INPUTS, WORKSPACE = "activations", "temporaries", "inputs and buffers", "workspace"
+KINDS = ("parameters", "gradients", "optimizer state", INPUTS, ACTIVATIONS, TEMPORARIES, WORKSPACE)
 
 BEFORE, FORWARD = "before_step", "after_forward"
 
@@ -35,7 +34,8 @@ class Timeline:
     """One step's memory, in bytes by kind.
 
     Blocks that the caller named are of that kind for as long as they live. Of the others, those live before the step
-    are inputs and buffers; those that forward made and that outlive it, activations; the rest, temporaries.
+    are inputs and buffers; those that forward made and that outlive it, activations; what an operator took and gave
+    back, workspace (see `shardmark.blocks`); the rest, temporaries.
     """
 
     phases: dict[str, Bytes] = field(default_factory=dict)
@@ -52,8 +52,7 @@ class Recorder:
     """A running recording; `read` once it has ended."""
 
     def __init__(self, device: str) -> None:
-        self._device = device
-        self._profile = profile(profile_memory=True)
+        self._recording = Recording(device)
         self._labels: list[dict[int, str]] = []
 
     def mark(self, name: str, kinds: Mapping[str, Iterable[Tensor]] | None = None) -> None:
@@ -65,12 +64,12 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """What happens in the block is recorded."""
-        with self._profile:
+        with self._recording.running():
             yield
 
     def read(self) -> Timeline:
         """The step between the marks "before_step" and the last."""
-        events = list(replay(self._profile, self._device))
+        events = self._recording.replay()
         self._give_kinds(events)
         result = Timeline()
         totals: Bytes = Counter()
@@ -95,7 +94,7 @@ class Recorder:
                 moments.append(dict(totals))
                 if sum(totals.values()) > sum(at_peak.values()):
                     at_peak = dict(totals)
-                    result.largest = [b for b in live if b.kind in (ACTIVATIONS, TEMPORARIES, INPUTS)]
+                    result.largest = [b for b in live if b.kind in (ACTIVATIONS, TEMPORARIES, INPUTS, WORKSPACE)]
         result.phases["peak"] = at_peak
         result.largest = sorted(result.largest, key=lambda block: -block.nbytes)[:10]
         result.curve = _thinned(moments, 200)
@@ -122,7 +121,9 @@ class Recorder:
                         _give(unnamed, INPUTS)
                     if name == FORWARD and before is not None:
                         _give(unnamed, ACTIVATIONS)
-        _give((e.block for e in events if isinstance(e, Allocated) and not e.block.kind), TEMPORARIES)
+        rest = [event.block for event in events if isinstance(event, Allocated) and not event.block.kind]
+        _give((block for block in rest if block.workspace), WORKSPACE)
+        _give((block for block in rest if not block.workspace), TEMPORARIES)
 
 
 def _give(blocks: Iterable[Block], kind: str) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from shardmark.cases import AttentionCase, Work
 
 TILE = 256
@@ -82,11 +80,10 @@ def sdpa_math_peak(case: AttentionCase) -> int:
     """Peak of SDPA's math backend, in bytes: q and k scaled beforehand, half precision computed in float32."""
     batch, seq, head_dim, size = _sizes(case)
     compute = max(size, 4)
-    elements, entries, rows = batch * seq * head_dim, batch * seq * seq, batch * seq
+    elements, entries = batch * seq * head_dim, batch * seq * seq
     mask = seq * seq * compute if case.is_causal else 0
     tensors = 3 * size + (2 if size == compute else 5) * compute  # q k v; q k scaled, and q k v upcast
-    # Scores, softmax, and one byte an entry and a row to find the rows that are all -inf, and write one zero there.
-    forward = tensors * elements + (2 * compute + 1) * entries + rows + mask + compute
+    forward = tensors * elements + 2 * compute * entries + mask  # scores and their softmax
     if case.mode == "forward":
         return forward
     tensors = 8 if size == compute else 11  # q k v o do dv, and both scaled; or their upcasts
@@ -95,28 +92,16 @@ def sdpa_math_peak(case: AttentionCase) -> int:
 
 
 def sdpa_peak(case: AttentionCase) -> int:
-    """Peak of SDPA's flash backend, in bytes, on the device where it takes more: CPU by its threads' buffers.
+    """Peak of SDPA's fused kernels, in bytes: `flash_peak`, and with several heads the copy of a gradient.
 
-    On CPU (ATen's FlashAttentionKernel.cpp) each thread has a tile of scores, two of them backward, and in half
-    precision their 16-bit copies too; with several heads the output's gradient is copied to the output's layout.
+    They lay out gradients as (batch, seq, heads, head_dim), so autograd copies each; by then log-sum-exp is gone. What
+    they take inside their operators is workspace: each thread's tiles on CPU; on CUDA dq in float32, and what comes of
+    keys split among blocks.
     """
     batch, seq, head_dim, size = _sizes(case)
-    compute, threads = max(size, 4), torch.get_num_threads()
-    rows = min(seq, 256 if seq >= 768 else 64 if seq >= 192 else 32)
-    entries = rows * min(512, seq)
-    per_entry = compute + (size if size < compute else 0)
-    if case.mode == "forward":
-        return flash_peak(case) + threads * (per_entry * entries + compute * rows * (2 + head_dim))
-    on_cpu = flash_peak(case) + threads * 2 * per_entry * entries + rows * compute
-    if case.heads not in (None, 1):
-        on_cpu += batch * seq * head_dim * size
-    return max(on_cpu, fused_cuda_peak(case))
-
-
-def fused_cuda_peak(case: AttentionCase) -> int:
-    """Peak of SDPA's fused CUDA kernels, in bytes: backward they sum dq in float32 and keep one more value a row."""
-    batch, seq, head_dim, _ = _sizes(case)
-    return flash_peak(case) + (0 if case.mode == "forward" else 4 * batch * seq * (head_dim + 1))
+    if case.mode == "forward" or case.heads in (None, 1):
+        return flash_peak(case)
+    return flash_peak(case) + batch * seq * head_dim * size - batch * seq * max(size, 4)
 
 
 def flex_peak(case: AttentionCase) -> int:

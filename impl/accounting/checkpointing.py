@@ -10,10 +10,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from impl.accounting.attention import flash_peak, sdpa_peak
 from impl.accounting.model import activation_bytes, training_bytes
 from impl.model.sizes import SIZES
-from shardmark.cases import AttentionCase, TrainingStepCase
+from shardmark.cases import TrainingStepCase
 
 _FLOAT = 4  # bytes of a float32
 
@@ -126,19 +125,12 @@ def _block_peak(case: TrainingStepCase, i: int) -> int:
         everything + wide + 2 * v,
         # W1 goes backward: of the four T f one is left, a gradient; the inputs' gradients of W1 and W3 are there.
         everything - 3 * v + 3 * wide + 2 * u,
-        # Attention goes backward: dq, dk, dv and the kernel's workspace.
-        everything - feed_forward + 3 * wide + square + norm + 3 * u + _attention_workspace(case),
+        # Attention goes backward: dq, dk, dv.
+        everything - feed_forward + 3 * wide + square + norm + 3 * u,
         # The last of query, key and value goes backward: the block's input, normed before and after its weight, and
         # gradients of the input, of what is normed twice, and of that projection's output: 7 T d with the sum.
         nothing + 3 * wide + 4 * square + norm + 7 * u + column,
     )
-
-
-def _attention_workspace(case: TrainingStepCase) -> int:
-    """Bytes that SDPA's backward takes beside inputs, output and gradients."""
-    size = SIZES[case.model]
-    attention = AttentionCase(case.batch, case.context, size.head_dim, size.heads, dtype=case.dtype)
-    return sdpa_peak(attention) - flash_peak(attention)
 
 
 def _layers(case: TrainingStepCase) -> int:

@@ -41,7 +41,7 @@ overlapped_peak = naive_peak
 def flat_peak(case: TrainingStepCase) -> int:
     """Peak in bytes when all gradients are copied into one tensor after backward."""
     step = training_bytes(case)
-    divisor = 8 + 4  # the number of ranks as an int64, then as a float32
+    divisor = 8  # the number of ranks, an int64
     return max(naive_peak(case), step.after_backward + step.parameters + divisor)
 
 

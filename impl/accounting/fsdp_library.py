@@ -27,7 +27,7 @@ class _Library(Units):
         shard = self.whole(unit) // self.ranks
         self.ledger.take(shard)
         if self.ranks > 1:
-            self.borrow(self.whole(unit), 8 + self.c)  # to average, it divides by a number made for it
+            self.borrow(self.whole(unit))
         self.widen(shard)
 
     def widen(self, shard: int) -> None:

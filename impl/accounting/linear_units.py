@@ -212,8 +212,8 @@ class FSDP2(Spread):
         self.give(padded)
         self.give(self.gradients - self.bias)  # the last one's stays a moment longer
         self.keep_gradients()
-        self.take(self.unit, 8 + FLOAT)
-        self.give(self.unit, 8 + FLOAT, self.bias)
+        self.take(self.unit)
+        self.give(self.unit, self.bias)
         self.copied = self.unit
 
     def _gather(self, unit: int) -> None:

@@ -16,6 +16,7 @@ CHUNK = 8192
 """Elements of one program of `fused_triton`."""
 
 _STEP = 4  # bytes of a step count, a float32
+_NUMBER = 8  # bytes of a Python number in an operation on CPU, a float64
 
 
 def shapes(size: TransformerSize) -> list[tuple[int, ...]]:
@@ -65,7 +66,7 @@ def adamw_peak(case: OptimizerCase) -> int:
     clips = case.clipping == "in_step"
     temporaries = 2 if case.master_weights or clips else 1
     norm = 2 * max(state, 4) if clips else 0  # and the coefficient made of it
-    return before_step(case) + temporaries * state * max(counts(case)) + norm + _number(state)
+    return before_step(case) + temporaries * state * max(counts(case)) + norm + _NUMBER
 
 
 def torch_forloop_peak(case: OptimizerCase) -> int:
@@ -73,18 +74,18 @@ def torch_forloop_peak(case: OptimizerCase) -> int:
     _, state = _sizes(case)
     tensors = counts(case)
     temporaries = max(2 * count + last for last, count in zip([0, *tensors], tensors, strict=False))
-    return _torch_peak(case, state * temporaries + _number(state))
+    return _torch_peak(case, state * temporaries + _NUMBER)
 
 
 def torch_foreach_peak(case: OptimizerCase) -> int:
     """Peak of `torch_foreach`, in bytes: every parameter's denominator."""
     _, state = _sizes(case)
-    return _torch_peak(case, state * sum(counts(case)) + _number(state))
+    return _torch_peak(case, state * sum(counts(case)))
 
 
 def torch_fused_peak(case: OptimizerCase) -> int:
-    """Peak of `torch_fused`, in bytes: no temporaries but the 1 that is added to step counts."""
-    return _torch_peak(case, _number(_STEP))
+    """Peak of `torch_fused`, in bytes: no temporaries."""
+    return _torch_peak(case, 0)
 
 
 def fused_triton_peak(case: OptimizerCase) -> int:
@@ -113,11 +114,6 @@ def _norms(case: OptimizerCase) -> int:
     """What `clip_grad_norm_` needs: each gradient's norm, twice, as it stacks them, and their norm."""
     size, _ = _sizes(case)
     return size * (2 * len(counts(case)) + 1)
-
-
-def _number(itemsize: int) -> int:
-    """A Python number in an operation on CPU: as a float64 tensor, and as one of the operation's dtype."""
-    return 8 + (itemsize if itemsize < 8 else 0)
 
 
 def _sizes(case: OptimizerCase) -> tuple[int, int]:

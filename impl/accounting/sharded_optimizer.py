@@ -18,8 +18,8 @@ from shardmark.cases import MB, ShardedStepCase, Work
 _FLOAT = 4
 BUCKET_MB = 5
 """Of gradients that are reduce-scattered together, and parameters that are gathered so."""
-_FACTOR = 8 + 4
-"""Bytes of the number that gradients are multiplied by on their way: as a float64, then as a float32."""
+_FACTOR = 8
+"""Bytes of the number that gradients are multiplied by on their way, a float64."""
 IN_FLIGHT = 2
 """Reduce-scatters that are under way at once, each with buffers of its own."""
 

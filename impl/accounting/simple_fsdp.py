@@ -154,8 +154,8 @@ class Shards:
         uneven = whole + shard if parameter[0] % self.ranks else 0
         take(uneven)
         take(shard)
-        take(whole, 8 + q)  # the average divides by a number made for it
-        give(whole, 8 + q, uneven)
+        take(whole)
+        give(whole, uneven)
         if q != FLOAT:
             take(FLOAT * shard // q)
             give(shard)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from impl.accounting.attention import flash_pytorch_peak
-from shardmark.registry import Family, RegistryError, TimeBudget, Unsupported, add_family
+from impl.interpreting import NO_TRITON, requires_triton
+from shardmark.registry import Family, Race, RegistryError, Unsupported, add_family, register
 
 
 class Attention(Protocol):
@@ -115,14 +116,19 @@ FAMILY = add_family(
         check=_check,
         adapt=as_attention,
         memory=flash_pytorch_peak,  # a user's own is held to what FlashAttention is for: nothing quadratic
-        time=TimeBudget("eager"),
+        time=Race("eager"),
     )
 )
 
 from impl.attention.compiled import compiled_attention  # noqa: E402  (they register in the family above)
 from impl.attention.eager import eager_attention  # noqa: E402
 from impl.attention.flash_pytorch import FlashAttentionPyTorch  # noqa: E402
-from impl.attention.flash_triton import FlashAttentionTriton  # noqa: E402
+
+if NO_TRITON is None:
+    from impl.attention.flash_triton import FlashAttentionTriton
+else:
+    register("attention", "flash_triton", None, requires=(requires_triton,))
+
 from impl.attention.library import sdpa, sdpa_backend  # noqa: E402
 
 __all__ = [

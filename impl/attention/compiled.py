@@ -12,7 +12,8 @@ from torch import Tensor
 from impl.accounting.attention import compiled_peak
 from impl.attention import check_inputs
 from impl.attention.eager import eager_attention
-from shardmark.registry import TimeBudget, register
+from shardmark.machine import requires_compiler
+from shardmark.registry import Race, register
 
 MANY = 4096
 """More shapes than any run has. Past PyTorch's own limit of 8 a compiled function is an error, or silently eager."""
@@ -43,4 +44,11 @@ def compiled_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = Fal
     return _compiled(q, k, v, is_causal=is_causal)
 
 
-register("attention", "compiled", compiled_attention, memory=compiled_peak, time=TimeBudget("eager"))
+register(
+    "attention",
+    "compiled",
+    compiled_attention,
+    memory=compiled_peak,
+    time=Race("eager"),
+    requires=(requires_compiler,),
+)

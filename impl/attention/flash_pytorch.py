@@ -16,7 +16,7 @@ from torch import Tensor
 from impl.accounting.attention import TILE, flash_pytorch_peak
 from impl.attention import check_inputs, kv_group, per_query_head
 from impl.attention.first_derivative import FirstDerivative
-from shardmark.registry import TimeBudget, register
+from shardmark.registry import Race, register
 
 
 class FlashAttentionPyTorch(torch.autograd.Function):
@@ -144,5 +144,5 @@ register(
     "flash_pytorch",
     FlashAttentionPyTorch,
     memory=flash_pytorch_peak,
-    time=TimeBudget("eager", 1.0, applies=_is_long_on_cpu),
+    time=Race("eager", goal=1.0, applies=_is_long_on_cpu),
 )

@@ -15,7 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from impl.accounting import attention as accounting
 from impl.attention import Attention, check_inputs, kv_group
 from impl.attention.compiled import compile_each_shape
-from shardmark.registry import TimeBudget, Unsupported, register, requires_cuda
+from shardmark.machine import requires_compiler
+from shardmark.registry import Race, Unsupported, register, requires_cuda
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
@@ -84,14 +85,14 @@ def _batch_and_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
     return q4, k4, v4
 
 
-register("attention", "sdpa", sdpa, memory=accounting.sdpa_peak, time=TimeBudget("eager"))
+register("attention", "sdpa", sdpa, memory=accounting.sdpa_peak, time=Race("eager"))
 for _name, _backend, _memory, _requires in (
     ("sdpa_math", SDPBackend.MATH, accounting.sdpa_math_peak, ()),
     ("sdpa_flash", SDPBackend.FLASH_ATTENTION, accounting.sdpa_peak, ()),
-    ("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION, accounting.fused_cuda_peak, (requires_cuda,)),
-    ("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION, accounting.fused_cuda_peak, (requires_cuda,)),
+    ("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION, accounting.sdpa_peak, (requires_cuda,)),
+    ("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION, accounting.sdpa_peak, (requires_cuda,)),
 ):
-    register("attention", _name, pinned(_backend), memory=_memory, time=TimeBudget("eager"), requires=_requires)
+    register("attention", _name, pinned(_backend), memory=_memory, time=Race("eager"), requires=_requires)
 
 
 def _requires_its_backward(device: str) -> str | None:
@@ -103,6 +104,6 @@ register(
     "flex",
     flex,
     memory=accounting.flex_peak,
-    time=TimeBudget("eager"),
-    requires=(_requires_its_backward,),
+    time=Race("eager"),
+    requires=(_requires_its_backward, requires_compiler),
 )

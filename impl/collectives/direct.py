@@ -11,7 +11,7 @@ from impl.accounting.collectives import direct_peak
 from impl.collectives.base import MessageCollectives, flat, requires_gloo
 from impl.collectives.messages import Peers, Steps
 from impl.collectives.worker import WorkerWork
-from shardmark.registry import TimeBudget, register
+from shardmark.registry import Race, register
 
 
 class Direct(MessageCollectives):
@@ -64,4 +64,4 @@ def _others(peers: Peers) -> list[int]:
     return [(peers.rank + step) % peers.size for step in range(1, peers.size)]
 
 
-register("collectives", "direct", Direct(), memory=direct_peak, time=TimeBudget("backend"), requires=(requires_gloo,))
+register("collectives", "direct", Direct(), memory=direct_peak, time=Race("backend"), requires=(requires_gloo,))

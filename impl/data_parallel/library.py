@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from impl.accounting.data_parallel import ddp_peak
 from impl.data_parallel.base import PlainStateDict, check_same_module
-from shardmark.registry import TimeBudget, register
+from shardmark.registry import Race, register
 
 
 class TorchDataParallel(PlainStateDict, DistributedDataParallel):
@@ -40,4 +40,4 @@ class TorchDataParallel(PlainStateDict, DistributedDataParallel):
         """Nothing is left to do once backward has returned."""
 
 
-register("data_parallel", "ddp", TorchDataParallel, memory=ddp_peak, time=TimeBudget("naive", 1.0))
+register("data_parallel", "ddp", TorchDataParallel, memory=ddp_peak, time=Race("naive", goal=1.0))

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from impl.accounting.data_parallel import naive_peak
 from impl.data_parallel.base import DataParallel, gradient
-from shardmark.registry import TimeBudget, register
+from shardmark.registry import Race, register
 
 
 class NaiveDataParallel(DataParallel):
@@ -18,4 +18,4 @@ class NaiveDataParallel(DataParallel):
             gradient(parameter).div_(self.world_size)
 
 
-register("data_parallel", "naive", NaiveDataParallel, memory=naive_peak, time=TimeBudget("ddp", 10.0))
+register("data_parallel", "naive", NaiveDataParallel, memory=naive_peak, time=Race("ddp", budget=10.0))

@@ -7,7 +7,7 @@ from torch import nn
 
 from impl.accounting.data_parallel import overlapped_peak
 from impl.data_parallel.base import DataParallel, backward_twice, gradient
-from shardmark.registry import TimeBudget, register
+from shardmark.registry import Race, register
 
 
 class OverlappedDataParallel(DataParallel):
@@ -47,4 +47,10 @@ class OverlappedDataParallel(DataParallel):
         self._works.append(dist.all_reduce(tensor, group=self.process_group, async_op=True))
 
 
-register("data_parallel", "overlapped", OverlappedDataParallel, memory=overlapped_peak, time=TimeBudget("naive", 1.25))
+register(
+    "data_parallel",
+    "overlapped",
+    OverlappedDataParallel,
+    memory=overlapped_peak,
+    time=Race("naive", budget=2.0, goal=1.0),
+)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from impl.accounting.fsdp import sharded_peak
-from shardmark.registry import Family, RegistryError, TimeBudget, add_family
+from shardmark.registry import Family, Race, RegistryError, add_family
 
 
 class FullySharded(Protocol):
@@ -75,7 +75,7 @@ FAMILY = add_family(
         reference="sharded_plain",
         check=_check,
         memory=sharded_peak,
-        time=TimeBudget("fsdp2", 1.1),
+        time=Race("fsdp2", budget=2.0),
     )
 )
 

@@ -26,7 +26,7 @@ from impl.fsdp.order import Order
 from impl.fsdp.splitting import device_of, split
 from impl.fsdp.units import Sharding, Unit
 from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, check_plain, mark_spread
-from shardmark.registry import TimeBudget, register
+from shardmark.registry import Race, register
 
 NOT_SYNCHRONIZED = "optimizer.step() before finish_gradient_synchronization()"
 BACKWARD_RAISED = "backward raised, so that gradients are incomplete: call zero_grad() and begin the next step"
@@ -284,13 +284,13 @@ register(
     "sharded_plain",
     partial(FullyShardedDataParallel, forward_prefetch=0, backward_prefetch=0),
     memory=plain_peak,
-    time=TimeBudget("fsdp2"),
+    time=Race("fsdp2"),
 )
-register("fsdp", "sharded", FullyShardedDataParallel, memory=sharded_peak, time=TimeBudget("fsdp2", 1.0))
+register("fsdp", "sharded", FullyShardedDataParallel, memory=sharded_peak, time=Race("fsdp2", budget=2.0, goal=1.0))
 register(
     "fsdp",
     "sharded_kept",
     partial(FullyShardedDataParallel, reshard_after_forward=False),
     memory=kept_peak,
-    time=TimeBudget("fsdp2_kept", 1.0),
+    time=Race("fsdp2_kept", budget=2.0, goal=1.0),
 )

@@ -30,7 +30,7 @@ from impl.accounting.simple_fsdp import transformer_peak
 from impl.data_parallel.base import PlainStateDict, check_same_module
 from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
 from impl.fsdp.wrapping import check_plain, mark_spread
-from shardmark.registry import TimeBudget, register
+from shardmark.registry import Race, register
 
 PLACEMENTS: dict[str, tuple[Placement, ...]] = {
     "replicate": (Replicate(),),
@@ -293,4 +293,4 @@ def _check(model: nn.Module, mesh: DeviceMesh, mode: str) -> None:
     check_same_module(model, _group(mesh))
 
 
-register("fsdp", "simple", SimpleFullyShardedDataParallel, memory=transformer_peak, time=TimeBudget("fsdp2"))
+register("fsdp", "simple", SimpleFullyShardedDataParallel, memory=transformer_peak, time=Race("fsdp2"))

@@ -13,7 +13,7 @@ from impl.accounting.loss import fused_triton_peak
 from impl.interpreting import requires_no_interpreter, requires_triton
 from impl.loss import product_dtype, triton_kernels
 from impl.loss.fused import Terms, fused_loss
-from shardmark.registry import TimeBudget, Unsupported, register
+from shardmark.registry import Race, Unsupported, register
 
 CONFIGURATIONS = ((1024, 4), (4096, 8), (8192, 16))
 """(BLOCK, warps) of the kernel: enough bytes in flight, and 16 elements a thread at most, which no chip spills."""
@@ -76,7 +76,7 @@ register(
     "fused_triton",
     fused_loss_triton,
     memory=fused_triton_peak,
-    time=TimeBudget("eager", 1.0),
+    time=Race("eager", goal=1.0),
     requires=(requires_triton,),
     requires_to_measure=(requires_no_interpreter,),
 )

@@ -9,7 +9,8 @@ from impl.accounting.loss import compiled_peak, linear_cross_entropy_peak
 from impl.attention.compiled import compile_each_shape
 from impl.loss import check_inputs, product_dtype, statistics_dtype
 from impl.loss.eager import summed_loss
-from shardmark.registry import TimeBudget, Unsupported, register
+from shardmark.machine import requires_compiler
+from shardmark.registry import Race, Unsupported, register
 
 _compiled = compile_each_shape(summed_loss)
 
@@ -68,12 +69,19 @@ def _has_it(device: str) -> str | None:
     return f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy; 2.13 has"
 
 
-register("loss", "compiled", compiled_loss, memory=compiled_peak, time=TimeBudget("eager"))
+register(
+    "loss",
+    "compiled",
+    compiled_loss,
+    memory=compiled_peak,
+    time=Race("eager"),
+    requires=(requires_compiler,),
+)
 register(
     "loss",
     "linear_cross_entropy",
     linear_cross_entropy,
     memory=linear_cross_entropy_peak,
-    time=TimeBudget("eager"),
+    time=Race("eager"),
     requires=(_has_it,),
 )

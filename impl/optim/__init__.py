@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from impl.accounting.optim import adamw_peak
-from shardmark.registry import Family, RegistryError, TimeBudget, add_family
+from impl.interpreting import NO_TRITON, requires_triton
+from shardmark.registry import Family, Race, RegistryError, add_family, register
 
 
 class Optimizer(Protocol):
@@ -88,12 +89,17 @@ FAMILY = add_family(
         reference="plain",
         check=_check,
         memory=adamw_peak,  # a user's own is held to the state, and one parameter's temporary
-        time=TimeBudget("torch_fused"),
+        time=Race("torch_fused"),
     )
 )
 
 from impl.optim.adamw import AdamW  # noqa: E402  (they register in the family above)
-from impl.optim.fused_adamw import FusedAdamW  # noqa: E402
+
+if NO_TRITON is None:
+    from impl.optim.fused_adamw import FusedAdamW
+else:
+    register("optimizer", "fused_triton", None, requires=(requires_triton,))
+
 from impl.optim.library import TorchForeach, TorchForLoop, TorchFused  # noqa: E402
 
 __all__ = ["AdamW", "FusedAdamW", "Optimizer", "TorchForLoop", "TorchForeach", "TorchFused"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from impl.accounting.optim import adamw_peak
 from impl.optim.base import HALF, MASTER, AdamWBase, dense_gradient
-from shardmark.registry import TimeBudget, register
+from shardmark.registry import Race, register
 
 
 class AdamW(AdamWBase):
@@ -66,4 +66,4 @@ class AdamW(AdamWBase):
         return (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
 
 
-register("optimizer", "plain", AdamW, memory=adamw_peak, time=TimeBudget("torch_fused"))
+register("optimizer", "plain", AdamW, memory=adamw_peak, time=Race("torch_fused"))

@@ -19,7 +19,7 @@ from impl.accounting.optim import fused_triton_peak
 from impl.interpreting import requires_no_interpreter, requires_triton
 from impl.optim.base import MASTER, AdamWBase, dense_gradient
 from impl.optim.multi_tensor import ACCESS, CONFIGURATIONS, Configuration, Operands, Table
-from shardmark.registry import TimeBudget, Unsupported, register
+from shardmark.registry import Race, Unsupported, register
 
 
 class FusedAdamW(AdamWBase):
@@ -180,7 +180,7 @@ register(
     "fused_triton",
     FusedAdamW,
     memory=fused_triton_peak,
-    time=TimeBudget("torch_fused"),
+    time=Race("torch_fused"),
     requires=(requires_triton,),
     requires_to_measure=(requires_no_interpreter,),
 )

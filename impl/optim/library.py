@@ -10,7 +10,7 @@ from torch import Tensor
 
 from impl.accounting import optim as accounting
 from impl.optim.base import MASTER, MasterWeights
-from shardmark.registry import TimeBudget, register
+from shardmark.registry import Race, register
 
 
 class _TorchAdamW(MasterWeights, torch.optim.AdamW):
@@ -93,4 +93,4 @@ for _name, _target, _memory in (
     ("torch_foreach", TorchForeach, accounting.torch_foreach_peak),
     ("torch_fused", TorchFused, accounting.torch_fused_peak),
 ):
-    register("optimizer", _name, _target, memory=_memory, time=TimeBudget("torch_fused"))
+    register("optimizer", _name, _target, memory=_memory, time=Race("torch_fused"))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from impl.accounting.sharded_optimizer import unsharded_peak, zero_redundancy_peak
-from shardmark.registry import TimeBudget, Unsupported, register
+from shardmark.registry import Race, Unsupported, register
 
 
 def unsharded(
@@ -69,11 +69,11 @@ def _zero_redundancy_class() -> Any:
     return ZeroRedundancy
 
 
-register("sharded_optimizer", "unsharded", unsharded, memory=unsharded_peak, time=TimeBudget("zero_redundancy"))
+register("sharded_optimizer", "unsharded", unsharded, memory=unsharded_peak, time=Race("zero_redundancy"))
 register(
     "sharded_optimizer",
     "zero_redundancy",
     zero_redundancy,
     memory=zero_redundancy_peak,
-    time=TimeBudget("unsharded"),
+    time=Race("unsharded"),
 )

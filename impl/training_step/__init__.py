@@ -16,7 +16,7 @@ from torch import Tensor
 from impl.accounting.training_step import eager_peak
 from impl.model.mlp import MLPLanguageModel, MLPSize
 from impl.precision import Precision
-from shardmark.registry import Family, RegistryError, TimeBudget, add_family
+from shardmark.registry import Family, Race, RegistryError, add_family
 
 
 class TrainingStep(Protocol):
@@ -73,7 +73,7 @@ FAMILY = add_family(
         reference="eager",
         check=_check,
         memory=eager_peak,
-        time=TimeBudget("eager", 1.25),  # a user's own may do without what the others do, not be slower
+        time=Race("eager", budget=1.25),  # a user's own may do without what the others do, not be slower
     )
 )
 

@@ -21,7 +21,8 @@ from impl.accounting.training_step import eager_peak
 from impl.attention.compiled import MANY
 from impl.precision import FLOAT32, Precision
 from impl.training_step.eager import EagerStep
-from shardmark.registry import TimeBudget, Unsupported, register, requires_cuda
+from shardmark.machine import requires_compiler
+from shardmark.registry import Race, Unsupported, register, requires_cuda
 
 OPTIONS = ("epilogue_fusion", "shape_padding", "max_autotune", "triton.cudagraphs")
 """Inductor's options that the ladder turns on, alone and together.
@@ -153,24 +154,22 @@ class CompileAllOptions(CompileModel):
     options = options(*OPTIONS)
 
 
-register("training_step", "compile_model", CompileModel, memory=eager_peak, time=TimeBudget("eager"))
-register(
-    "training_step", "compile_forward_backward", CompileForwardBackward, memory=eager_peak, time=TimeBudget("eager")
-)
-register("training_step", "compile_step", CompileStep, memory=eager_peak, time=TimeBudget("eager"))
-for _name, _target, _requires in (
-    ("compile_no_options", CompileNoOptions, ()),
-    ("compile_epilogue_fusion", CompileEpilogueFusion, ()),
-    ("compile_shape_padding", CompileShapePadding, ()),
-    ("compile_max_autotune", CompileMaxAutotune, (requires_cuda,)),
-    ("compile_cudagraphs", CompileCudagraphs, (requires_cuda,)),
-    ("compile_all_options", CompileAllOptions, (requires_cuda,)),
+for _name, _target, _peer, _requires in (
+    ("compile_model", CompileModel, "eager", ()),
+    ("compile_forward_backward", CompileForwardBackward, "eager", ()),
+    ("compile_step", CompileStep, "eager", ()),
+    ("compile_no_options", CompileNoOptions, "eager", ()),
+    ("compile_epilogue_fusion", CompileEpilogueFusion, "compile_no_options", ()),
+    ("compile_shape_padding", CompileShapePadding, "compile_no_options", ()),
+    ("compile_max_autotune", CompileMaxAutotune, "compile_no_options", (requires_cuda,)),
+    ("compile_cudagraphs", CompileCudagraphs, "compile_no_options", (requires_cuda,)),
+    ("compile_all_options", CompileAllOptions, "compile_no_options", (requires_cuda,)),
 ):
     register(
         "training_step",
         _name,
         _target,
         memory=eager_peak,
-        time=TimeBudget("eager" if _name == "compile_no_options" else "compile_no_options"),
-        requires=_requires,
+        time=Race(_peer),
+        requires=(*_requires, requires_compiler),
     )

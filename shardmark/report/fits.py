@@ -40,9 +40,9 @@ def peaks_by_length(entries: list[dict[str, Any]]) -> Iterator[str]:
     for entry in entries:
         row = entry["extra_info"]
         case = row["case"]
-        if "seq" in case and "peak" in row["memory"]:
+        if "seq" in case and "tensors" in row["memory"]:
             kind = case["id"].replace(f"-s{case['seq']}-", "-")
-            groups[kind, row["implementation"]][case["seq"]] = row["memory"]["peak"]
+            groups[kind, row["implementation"]][case["seq"]] = row["memory"]["tensors"]
     fitted = {group: fit_peaks(peaks) for group, peaks in groups.items() if len(peaks) >= POINTS}
     if fitted:
         yield ""
@@ -50,4 +50,4 @@ def peaks_by_length(entries: list[dict[str, Any]]) -> Iterator[str]:
     for (kind, implementation), ((quadratic, linear, constant), miss) in fitted.items():
         label = f"{kind}  {implementation}".ljust(width)
         formula = f"{quadratic:,.2f} seq² {linear:+,.0f} seq {constant:+,.0f}"
-        yield f"{label}  peak = {formula} bytes (misses by {miss:.1%} at most)"
+        yield f"{label}  tensors at the peak = {formula} bytes (misses by {miss:.1%} at most)"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from shardmark.budget import MISSED, REACHED, UNDECIDED
 from shardmark.report.buckets import bucket_lines
 from shardmark.report.fits import peaks_by_length
 from shardmark.report.kernels import kernel_lines
@@ -38,6 +40,26 @@ def _ratio(entry: Entry, row: dict[str, Any]) -> str | None:
         return None
     low, high = time["interval"]
     return f"{time['ratio']:.3g} [{low:.3g}, {high:.3g}] {time['peer']}"
+
+
+def _goal_outcomes(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Each goal of the row as people write it, and whether it was reached."""
+    time = row["time"]
+    if time.get("goal") is not None:
+        yield f"{time['goal']:.3g}", time["outcome"]
+    for name, goal in row["limit"].get("goals", {}).items():
+        yield f"{name} {goal['goal']:.0%}", goal["outcome"]
+
+
+def _goal(entry: Entry, row: dict[str, Any]) -> str | None:
+    return ", ".join(f"{goal} {outcome}" for goal, outcome in _goal_outcomes(row)) or None
+
+
+def goals_line(entries: list[Entry]) -> str | None:
+    """How many goals of a run were reached, missed and left undecided."""
+    counts = Counter(outcome for entry in entries for _, outcome in _goal_outcomes(entry["extra_info"]))
+    told = ", ".join(f"{counts[outcome]} {outcome}" for outcome in (REACHED, MISSED, UNDECIDED) if counts[outcome])
+    return f"goals: {told}" if told else None
 
 
 def _fastest_and_slowest(entry: Entry, row: dict[str, Any]) -> str | None:
@@ -88,11 +110,18 @@ def _before_backward(entry: Entry, row: dict[str, Any]) -> str | None:
     return mib(phases["after_forward"]) if {"after_forward", "after_backward"} <= set(phases) else None
 
 
-def _memory(entry: Entry, row: dict[str, Any]) -> str | None:
+def _tensors(entry: Entry, row: dict[str, Any]) -> str | None:
     memory = row["memory"]
     if "needed" in memory:
         return f"needs {mib(memory['needed'])} of {mib(memory['available'])}"
-    return f"{mib(memory['peak'])}" if "peak" in memory else None
+    return mib(memory["tensors"]) if "tensors" in memory else None
+
+
+def _workspace(entry: Entry, row: dict[str, Any]) -> str | None:
+    """With the operator that took it; less than shows, such as a converted number, is none."""
+    memory = row["memory"]
+    shows = mib(memory.get("workspace", 0)) != mib(0)
+    return f"{mib(memory['workspace'])} {memory['workspace_operator']}" if shows else None
 
 
 FIRST_STEPS = {
@@ -141,10 +170,13 @@ COLUMNS: list[tuple[str, Cell]] = [
     ("recomputed", _recomputed),
     ("losses", lambda entry, row: " → ".join(f"{loss:.3f}" for loss in row["losses"]) if "losses" in row else None),
     ("ratio to peer", _ratio),
+    ("goal", _goal),
     ("of limit", lambda entry, row: f"{row['limit']['fraction']:.0%}" if row["limit"].get("fraction") else None),
     ("before backward", _before_backward),
     *((f"{name} MiB", _first_steps(*where)) for name, where in FIRST_STEPS.items()),
-    ("peak MiB", _memory),
+    ("tensors MiB", _tensors),
+    ("workspace MiB", _workspace),
+    ("peak MiB", lambda entry, row: mib(row["memory"]["peak"]) if "peak" in row["memory"] else None),
     ("budget MiB", lambda entry, row: mib(row["memory"]["budget"]) if "budget" in row["memory"] else None),
     ("verdict", lambda entry, row: row["verdict"]),
 ]
@@ -153,7 +185,7 @@ COLUMNS: list[tuple[str, Cell]] = [
 SILENT: dict[str, set[str]] = {"ranks": {"1"}}
 """Cells that, like empty ones, do not make their column appear."""
 
-LEFT = ("case", "implementation", "ratio to peer", "verdict")
+LEFT = ("case", "implementation", "ratio to peer", "goal", "workspace MiB", "verdict")
 
 
 def render(entries: list[Entry]) -> Iterator[tuple[str, list[str]]]:

@@ -1,0 +1,57 @@
+"""What a machine lacks, found out by trying, once in a process.
+
+Whether there is a C++ compiler, and one that works, with headers that it finds and a folder that it may write, nobody
+knows before code has been compiled and run. That takes seconds: so it is tried when a test that needs it is about to
+run. What is compiled stays on disk, where the next process finds it.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+@cache
+def requires_compiler(device: str) -> str | None:
+    """Reason unless what `torch.compile` makes for `device` runs there, forward and backward."""
+    dtypes = (torch.float32, torch.bfloat16)
+    x, y = (torch.ones(8, 40, device=device, dtype=dtype, requires_grad=True) for dtype in dtypes)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that no header was found, say, before the error
+            torch.compile(_loss, fullgraph=True, dynamic=False)(x, y).backward()
+    except Exception as error:  # whatever the compiler, the linker or the file system raises is the reason
+        if "InvalidCxxCompiler" in str(error):
+            return "torch.compile finds no C++ compiler that works: install g++, or name one in CXX"
+        return f"torch.compile does not work here: {error_line(error)}"
+    return None
+
+
+def _loss(x: Tensor, y: Tensor) -> Tensor:
+    """What most compiled code is made of: vectors, a reduction, and two dtypes."""
+    return (torch.softmax(x, -1) * torch.nn.functional.silu(y)).sum()
+
+
+def keep_compiled_code_apart() -> None:
+    """Have the compiler's files on disk serve only processes with the same instructions (AVX2, AVX-512).
+
+    PyTorch's key of a compiled graph leaves them out. So another machine that shares the folder, or this one with
+    ATEN_CPU_CAPABILITY set, would run code for vectors of another length, and get wrong numbers.
+    """
+    config, instructions = torch.compiler.config, torch.backends.cpu.get_cpu_capability()
+    if not config.cache_key_tag.endswith(instructions):
+        config.cache_key_tag += instructions
+
+
+def error_line(error: BaseException) -> str:
+    """An error's type and first line; of code that did not compile the first complaint, whatever its language."""
+    text = str(error).strip()
+    complaint = re.search(r"^\S.*?:\d+:\d+: (.+)", text, flags=re.MULTILINE)
+    if complaint and "Output:" in text[: complaint.start()]:
+        return complaint[1]
+    inner = getattr(error, "inner_exception", error)  # Dynamo's errors wrap the backend's
+    first = next(iter(str(inner).strip().splitlines()), "")
+    return f"{type(inner).__name__}: {first}"
