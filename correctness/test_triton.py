@@ -209,7 +209,7 @@ def test_what_a_tensor_descriptor_cannot_read_is_known(view: str) -> None:
 
 
 def test_what_spills_or_misses_the_matrix_unit_is_told(compiling: ProcessPoolExecutor) -> None:
-    spills = ("attention_backward_kv", HALF, 90, 128, (128, 128, 4, 2))
+    spills = ("attention_forward", HALF, 90, 128, (128, 128, 4, 2))
     with pytest.raises(AssertionError, match=r"bytes a thread are spilled"):
         _assert_sound(spills, compiling.submit(compile_tile, *spills).result())
     no_wgmma = ("attention_backward_kv", HALF, 90, 64, (64, 32, 4, 2))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver  # it keeps the server; pytest in a test would forget it, and start another
 import os
 import pickle
 import re

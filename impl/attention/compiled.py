@@ -21,12 +21,16 @@ MANY = 4096
 
 def compile_each_shape(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` compiled anew for each shape, as in a training run, which has one; in one graph, without a limit."""
-    compiled = torch.compile(function, fullgraph=True, dynamic=False)
+
+    @functools.cache
+    def compiled() -> Callable[..., Any]:
+        """Made at the first call: to import the compiler takes as long as to import torch."""
+        return torch.compile(function, fullgraph=True, dynamic=False)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch._dynamo.config.patch(recompile_limit=MANY, accumulated_recompile_limit=MANY):
-            return compiled(*args, **kwargs)
+            return compiled()(*args, **kwargs)
 
     return call
 

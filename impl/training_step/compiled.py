@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import compiled_autograd
 from torch.optim import Optimizer
 
 from impl.accounting.training_step import eager_peak
@@ -81,6 +80,10 @@ class CompileForwardBackward(EagerStep):
 
     def backward(self, loss: Tensor) -> None:
         """Every node of autograd's graph, the sums into `.grad` included, in one compiled call."""
+        from torch._dynamo import (
+            compiled_autograd,  # with it comes the compiler, which takes as long as torch to import
+        )
+
         with _compiling(), compiled_autograd._enable(self._compile_backward, dynamic=False):
             super().backward(loss)
 
