@@ -13,10 +13,9 @@ import torch.distributed as dist
 
 from impl.attention import eager_attention
 from perf.test_attention import AttentionPass
-from perf.test_data_parallel import DataParallelStep
 from shardmark import budget, passes
 from shardmark.budget import FAIL, FAMILY_WISE_ERROR, LOOKS, PASS, UNDECIDED, Limits, confidence, fewest_rounds
-from shardmark.cases import AttentionCase, TrainingStepCase
+from shardmark.cases import AttentionCase
 from shardmark.clock import Laps
 from shardmark.memory import Memory
 from shardmark.plan import IMPLEMENTATION, PEER, Mark, Measured, Plan, Rounds
@@ -148,26 +147,18 @@ def test_ranks_decide_together_by_the_slowest_of_each_round(worlds: WorldsBySize
     assert min(step_seconds(ranks)) >= 0.02 and min(step_seconds(ranks, PEER)) < 0.02
 
 
-ATTENTION = AttentionCase(batch=1, seq=128, head_dim=32)
-STEP = TrainingStepCase("tiny", batch=2, context=16)
-AGAINST_ITSELF = {
-    1: (AttentionPass, Implementation("attention", "eager", eager_attention, spec="eager"), ATTENTION),
-    2: (DataParallelStep, resolve("data_parallel", "ddp"), STEP),
-}
-
-
 @pytest.mark.sweep
-@pytest.mark.parametrize("ranks", AGAINST_ITSELF, ids=lambda ranks: f"{ranks}ranks")
-def test_200_verdicts_on_an_implementation_against_itself(ranks: int, worlds: WorldsBySize) -> None:
+def test_200_verdicts_on_an_implementation_against_itself(worlds: WorldsBySize) -> None:
     """With real times: none fails."""
-    workload, itself, case = AGAINST_ITSELF[ranks]
+    itself = Implementation("attention", "eager", eager_attention, spec="eager")
+    case = AttentionCase(batch=1, seq=128, head_dim=32)
     judgements = 200
     limits = Limits(confidence(judgements), ratios=(1.0,))
-    rounds = Rounds(minimum=7, max_seconds=0.05)
-    plan = Plan(workload, itself, itself, case, "cpu", ranks, rounds, limits=limits)
+    plan = Plan(AttentionPass, itself, itself, case, "cpu", 1, Rounds(minimum=7, max_seconds=0.05), limits=limits)
     verdicts = []
     for _ in range(judgements):
-        _, interval = time_entry(worlds(ranks).run(passes.measure, plan), Race("itself", budget=1.0), limits.confidence)
+        measured = worlds(1).run(passes.measure, plan)
+        _, interval = time_entry(measured, Race("itself", budget=1.0), limits.confidence)
         assert interval is not None
         verdicts.append(interval.verdict(budget.tolerated(1.0)))
     print({verdict: verdicts.count(verdict) for verdict in (PASS, UNDECIDED, FAIL)})
