@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 _PATIENCE = 0.25
 """Seconds to wait for a backend's worker thread at most: long, as on a busy machine it may not run for a while."""
+_MOMENT = 0.01
+"""Seconds to wait where reference counts cannot show that it has dropped its tensors."""
 
 
 @contextmanager
@@ -58,7 +60,9 @@ def _wait_by_tensor(wait: Callable[..., Any]) -> Callable[..., Any]:
         references, handles = _references(tensor), c10d._get_work_registry_size()
         done = wait(tensor)
         if dropped := handles - c10d._get_work_registry_size():
-            _wait_until(lambda: _references(tensor) <= references - dropped)
+            # Of a result that was padded only a part is waited for, and someone else may hold the whole as well.
+            seconds = _PATIENCE if tensor.nbytes == tensor.untyped_storage().nbytes() else _MOMENT
+            _wait_until(lambda: _references(tensor) <= references - dropped, seconds)
         return done
 
     return patient
@@ -70,8 +74,8 @@ def _references(tensor: torch.Tensor) -> int:
     return count + torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-def _wait_until(condition: Callable[[], bool]) -> None:
-    """But for at most `_PATIENCE` seconds: someone else may hold a reference, too."""
-    end = time.perf_counter() + _PATIENCE
+def _wait_until(condition: Callable[[], bool], seconds: float = _PATIENCE) -> None:
+    """But no longer than that: someone else may hold a reference, too."""
+    end = time.perf_counter() + seconds
     while not condition() and time.perf_counter() < end:
         os.sched_yield()
