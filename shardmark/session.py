@@ -73,11 +73,7 @@ class Session:
 
     def count_judgements(self, items: list[pytest.Item]) -> None:
         """Count what they may ask a time verdict of: each test's ratio to its peer, and `--budgets` in seconds."""
-        measured = [
-            item
-            for item in items
-            if "measure" in getattr(item, "fixturenames", ()) and item.get_closest_marker("skip") is None
-        ]
+        measured = [item for item in items if "measure" in getattr(item, "fixturenames", ())]
         absolute = [budget for budget in self.budgets if budget.seconds is not None]
         self.judgements = len(measured) + sum(budget.matches(item.nodeid) for item in measured for budget in absolute)
 
