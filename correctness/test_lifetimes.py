@@ -90,15 +90,16 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, None], ids=["SIGKILL", "SIGTERM", "normal_end"])
 def test_no_rank_outlives_the_process_that_started_it(end: signal.Signals | None, tmp_path: Path) -> None:
-    """Not even ranks that hang in C, when that process gets no chance to clean up."""
-    script = tmp_path / "session.py"
+    """Not even ranks that hang in C, when that process gets no chance to clean up. TMPDIR has no room for a socket."""
+    script, temporary = tmp_path / "session.py", tmp_path / ("a long näme" * 10)
+    temporary.mkdir()
     script.write_text(SESSION)
     command = [sys.executable, str(script), "hang" if end else "finish"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
     environment["GLOO_SOCKET_IFNAME"] = "nowhere0"  # worlds stay on the loopback interface whatever this says
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE)
     assert process.stdout is not None
-    *pids, directory = process.stdout.readline().decode().split()
+    *pids, directory = process.stdout.readline().decode().rstrip().split(" ", 3)
     pids = [int(pid) for pid in pids]
     if end:
         time.sleep(0.2)

@@ -22,9 +22,10 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from multiprocessing import connection
+from multiprocessing import connection, util
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -40,6 +41,8 @@ PRELOADED = ["__main__", "torch", "torch.distributed.tensor", "torch._dynamo", "
 PRELOADED += ["shardmark.rank", "pytest"]
 """Imported once in the server instead of once in every rank, as are the registered families: DTensor's operators need
 dynamo, test modules pytest, and what torch.distributed.optim compiles as it is imported takes half a second."""
+LONGEST_FOLDER = 107 - len("/pymp-01234567/listener-01234567")
+"""Bytes of a folder's path below which a socket of multiprocessing's has room for its own, which has 107 at most."""
 RANKS_PER_CORE = 8
 """Ranks that may share a core: enough for correctness at any world size, too many to measure."""
 
@@ -100,6 +103,7 @@ class World:
         self._remove_directory = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         self._connections: list[connection.Connection] = []
         self._processes: list[Any] = []
+        _make_room_for_sockets()
         context = multiprocessing.get_context("forkserver")
         families = {family.contract.__module__: None for family in FAMILIES.values()}
         context.set_forkserver_preload([*PRELOADED, *families])
@@ -232,6 +236,13 @@ class World:
 
     def _stack_file(self, rank: int) -> Path:
         return self._directory / f"rank{rank}.stacks"
+
+
+def _make_room_for_sockets() -> None:
+    """Have multiprocessing keep its sockets in /tmp where TMPDIR is too long for one, as Python does from 3.14 on."""
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_FOLDER:
+        with patch.object(tempfile, "tempdir", "/tmp"):
+            util.get_temp_dir()  # made once, and then kept until the process ends
 
 
 class Worlds:
