@@ -85,7 +85,7 @@ class Sleep:
         mark("backward")
 
 
-GRID = Grid(smoke=[Naps(0.001)], laptop=[Naps(0.001), Naps(0.002)], paper=[Naps(0.001), Naps(0.001, nbytes=10**17)])
+GRID = Grid(smoke=[Naps(0.005)], laptop=[Naps(0.005), Naps(0.01)], paper=[Naps(0.005), Naps(0.005, nbytes=10**17)])
 
 
 @pytest.mark.family("sleep")

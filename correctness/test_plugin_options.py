@@ -98,7 +98,7 @@ def test_ranks_and_cases_parametrize_tests(project: pytest.Pytester) -> None:
     result.assert_outcomes(passed=2)
     result.stdout.fnmatch_lines(["*test_size[[]1ranks[]] PASSED*", "*test_size[[]3ranks[]] PASSED*"])
     result, _ = run_project(project, "--scale=laptop", "--collect-only", "-q", "test_sleeps.py")
-    result.stdout.fnmatch_lines(["*test_nap[[]plain-0.001s[]]", "*test_nap[[]plain-0.002s[]]"])
+    result.stdout.fnmatch_lines(["*test_nap[[]plain-0.005s[]]", "*test_nap[[]plain-0.01s[]]"])
 
 
 def test_the_listing_is_printed_and_nothing_runs(project: pytest.Pytester) -> None:

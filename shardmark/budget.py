@@ -6,7 +6,8 @@ fails its test; a goal is judged in the same way and reported as reached or miss
 
 A run has many verdicts, so their error is held over the whole run: the chance that any interval misses its true median
 is at most `FAMILY_WISE_ERROR`. Each verdict gets an equal share of it (Bonferroni), and as rounds are added while a
-verdict is undecided, each look at them gets an equal share of that.
+verdict is undecided, each look at them gets an equal share of that. Goals fail nothing: each has a 95% interval of its
+own, from the rounds that there are.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SMALLEST_EFFECT = 0.05
 """A ratio to a peer may be over its limit by this share: nobody chooses a technique for less."""
 
 SHOWN_CONFIDENCE = 0.95
-"""Of the interval of a ratio that is shown and not judged."""
+"""Of the interval of a ratio that is shown, and that a goal is held to."""
 
 RANKS_ALIKE = 1.01
 """The ranks' peaks may lie this far apart: the largest over the smallest."""

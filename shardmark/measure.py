@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 
 from shardmark import budget, registry
-from shardmark.budget import MEMORY_SLACK, MIB, AbsoluteBudget, Limits, MemoryBudget, tolerated
+from shardmark.budget import MEMORY_SLACK, MIB, SHOWN_CONFIDENCE, AbsoluteBudget, Limits, MemoryBudget, fewest_rounds
 from shardmark.cases import Work
 from shardmark.kernels import StepProfile
 from shardmark.memory import available_bytes, is_out_of_memory
@@ -87,10 +87,11 @@ class Measure:
         if race is not None and not race.applies(case, session.device):
             race = Race(race.peer)
         peer = self._peer(implementation, race)
-        plan = Plan(workload, implementation, peer, case, session.device, world_size, self._rounds(rounds))
+        least = fewest_rounds(SHOWN_CONFIDENCE) if goals else 1
+        plan = Plan(workload, implementation, peer, case, session.device, world_size, self._rounds(rounds, least))
         trace = session.trace.stem(self._item.nodeid, f"{case}-{implementation}") if session.trace else None
         memory_budget = MemoryBudget(_formula(implementation, case), slack)
-        plan = replace(plan, limits=self._limits(plan, race, work, goals or {}), formula=memory_budget.formula)
+        plan = replace(plan, limits=self._limits(race), formula=memory_budget.formula)
         plan = replace(plan, profiled=profiled is not None, trace=trace)
         ranks = self.attempt(
             plan, lambda plan: session.worlds.get(world_size).run(measure, plan, deadline=CASE_DEADLINE), slack
@@ -162,7 +163,7 @@ class Measure:
             row["work"] = asdict(work) | rates(fmean(seconds))
             row["limit"] = self._limit(plan, work, fmean(seconds))
         if goals:
-            row["limit"]["goals"] = limit_goals(row["limit"], goals, seconds, session.confidence)
+            row["limit"]["goals"] = limit_goals(row["limit"], goals, seconds)
         row["time"], ratio = time_entry(ranks, race, session.confidence)
         row["time"] |= times or {}
         row |= profile_entry(ranks, profiled)
@@ -190,11 +191,10 @@ class Measure:
         devices = plan.world_size if plan.device == "cuda" else 1
         return limit_entry(work, self._session.roofline(plan.case.dtype), devices, seconds)
 
-    def _limits(self, plan: Plan, race: Race | None, work: Work, goals: Mapping[str, float]) -> Limits | None:
+    def _limits(self, race: Race | None) -> Limits | None:
         """What the rounds are to decide; None where pytest-benchmark is disabled."""
-        ratios = race.limits if race is not None else ()
+        ratios = (race.budget,) if race is not None and race.budget is not None else ()
         seconds = [own.seconds for own in self._session.budgets_for(self._item.nodeid) if own.seconds is not None]
-        seconds += [tolerated(self._limit(plan, work, 1.0)[name] / goal) for name, goal in goals.items()]
         if self._benchmark.disabled or not (ratios or seconds):
             return None
         return Limits(self._session.confidence, ratios, tuple(seconds))
@@ -210,8 +210,8 @@ class Measure:
             else peer
         )
 
-    def _rounds(self, own_rounds: Rounds | None) -> Rounds:
-        """The test's own, or pytest-benchmark's options, those of the test's marker first."""
+    def _rounds(self, own_rounds: Rounds | None, least: int) -> Rounds:
+        """The test's own, `least` of them at least, or pytest-benchmark's options, those of the test's marker first."""
         marker = self._item.get_closest_marker("benchmark")
         own = marker.kwargs if marker else {}
 
@@ -221,11 +221,11 @@ class Measure:
         if self._benchmark.disabled:
             return Rounds(minimum=1, maximum=1)
         if own_rounds is not None:
-            return own_rounds
+            return replace(own_rounds, minimum=max(least, own_rounds.minimum))
         cases = self._item.get_closest_marker("cases")
         published = cases.args[0].paper_rounds if cases and self._session.scale == "paper" else 0
         return Rounds(
-            minimum=max(published, option("min_rounds")),
+            minimum=max(least, published, option("min_rounds")),
             max_seconds=float(option("max_time")),
             warmups=max(1, option("warmup_iterations")) if option("warmup") else 2,
             max_warmup_seconds=float(option("max_time")) if option("warmup") else math.inf,

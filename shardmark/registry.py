@@ -55,11 +55,6 @@ class Race:
     goal: float | None = None
     applies: Callable[[Any, str], bool] = lambda case, device: True
 
-    @property
-    def limits(self) -> tuple[float, ...]:
-        """The ratios to be judged."""
-        return tuple(limit for limit in (self.budget, self.goal) if limit is not None)
-
 
 @dataclass(frozen=True)
 class Implementation:

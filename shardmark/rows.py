@@ -104,9 +104,8 @@ def timeline_entry(timeline: Timeline, expected: Mapping[tuple[str, str], int]) 
 def time_entry(
     ranks: list[Measured], race: Race | None, confidence: float = SHOWN_CONFIDENCE
 ) -> tuple[Row, Interval | None]:
-    """Times by part and by rank, and the interval of the ratio to the peer, if there is one.
-
-    Where the ratio is judged that is the interval that decides, with that confidence; else one of 95%.
+    """Times by part and by rank, and the ratio to the peer, if there is one, with the 95% interval for a goal; and
+    beside the row the interval for a budget, with that confidence.
     """
     entry: Row = {
         "parts": _parts(ranks),
@@ -128,7 +127,7 @@ def time_entry(
         return entry, None
     peer_seconds = step_seconds(ranks, PEER)
     ratios = paired_ratios(step_seconds(ranks), peer_seconds)
-    interval = median_interval(ratios, confidence if race.limits else SHOWN_CONFIDENCE)
+    interval, judged = median_interval(ratios), median_interval(ratios, confidence)
     entry |= {
         "peer": race.peer,
         "peer_mean": fmean(peer_seconds),
@@ -136,10 +135,12 @@ def time_entry(
         "interval": [interval.low, interval.high],
         "coverage": interval.coverage,
         "budget": race.budget,
+        "budget_interval": None if race.budget is None else [judged.low, judged.high],
+        "budget_coverage": None if race.budget is None else judged.coverage,
         "goal": race.goal,
         "outcome": None if race.goal is None else interval.outcome(tolerated(race.goal)),
     }
-    return entry, interval
+    return entry, judged
 
 
 def profile_entry(ranks: list[Measured], profiled: Callable[[StepProfile], Row] | None) -> Row:
@@ -161,12 +162,12 @@ def limit_entry(work: Work, roofline: Roofline, devices: int, seconds: float) ->
     return entry
 
 
-def limit_goals(limit: Row, goals: Mapping[str, float], seconds: list[float], confidence: float) -> Row:
+def limit_goals(limit: Row, goals: Mapping[str, float], seconds: list[float]) -> Row:
     """Goals of the limit's figures, "fraction" or "mfu", at least so much of each, and whether they are reached.
 
-    A figure is so many FLOPs or bytes over the step time, so the interval of the step time decides.
+    A figure is so many FLOPs or bytes over the step time, so the 95% interval of the step time decides.
     """
-    step = median_interval(seconds, confidence)
+    step = median_interval(seconds)
     longest = {name: tolerated(limit[name] * fmean(seconds) / goal) for name, goal in goals.items()}
     return {name: {"goal": goal, "outcome": step.outcome(longest[name])} for name, goal in goals.items()}
 
