@@ -99,6 +99,17 @@ compilation terminated.
 """
 
 
+OF_THE_COMMAND = """CppCompileError: C++ compile error
+
+Command:
+g++ /tmp/with space/header.hpp
+
+Output:
+g++: fatal error: input file '/tmp/with' is the same as output file
+compilation terminated.
+"""
+
+
 class Wrapped(RuntimeError):
     """As Dynamo's errors do."""
 
@@ -109,6 +120,7 @@ class Wrapped(RuntimeError):
     ("error", "line"),
     [
         (RuntimeError(IN_GERMAN), "schwerwiegender Fehler: Python.h: Datei oder Verzeichnis nicht gefunden"),
+        (RuntimeError(OF_THE_COMMAND), "g++: fatal error: input file '/tmp/with' is the same as output file"),
         (
             Wrapped("backend='inductor' raised:\nPermissionError"),
             "PermissionError: [Errno 13] Permission denied: '/root'",
@@ -116,7 +128,7 @@ class Wrapped(RuntimeError):
         (ValueError("\n one\ntwo"), "ValueError: one"),
         (ValueError(), "ValueError: "),
     ],
-    ids=["compiler", "wrapped", "lines", "nothing"],
+    ids=["compiler", "command", "wrapped", "lines", "nothing"],
 )
 def test_an_errors_line_is_what_went_wrong(error: Exception, line: str) -> None:
     assert error_line(error) == line

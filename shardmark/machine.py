@@ -48,9 +48,8 @@ def keep_compiled_code_apart() -> None:
 
 def error_line(error: BaseException) -> str:
     """An error's type and first line; of code that did not compile the first complaint, whatever its language."""
-    text = str(error).strip()
-    complaint = re.search(r"^\S.*?:\d+:\d+: (.+)", text, flags=re.MULTILINE)
-    if complaint and "Output:" in text[: complaint.start()]:
+    _, _, output = str(error).partition("\nOutput:\n")
+    if complaint := re.search(r"^\S.*?:\d+:\d+: (.+)", output, re.MULTILINE) or re.search(r"(.+)", output):
         return complaint[1]
     inner = getattr(error, "inner_exception", error)  # Dynamo's errors wrap the backend's
     first = next(iter(str(inner).strip().splitlines()), "")
