@@ -128,7 +128,7 @@ FEW = ("--benchmark-min-rounds=2", "--benchmark-max-time=0.000001")
 
 
 def test_a_verdict_has_the_rounds_that_it_needs(project: pytest.Pytester) -> None:
-    result, output = run_project(project, "--scale=smoke", "-k", "strict", *FEW)
+    result, output = run_project(project, "--scale=smoke", "-k", "strict and alone", *FEW)
     result.assert_outcomes(failed=1)
     assert output["benchmarks"][0]["stats"]["rounds"] == fewest_rounds(confidence(1)) == 8
 
