@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from impl.attention import eager_attention
 from impl.model import SIZES, PlainTransformer, Transformer, TransformerSize
-from impl.model.layers import RotaryEmbedding
+from impl.model.layers import RotaryEmbedding, truncated_normal_
 from shardmark.registry import Implementation
 
 
@@ -34,6 +35,20 @@ def test_formula_counts_the_parameters_of_small_sizes(name: str) -> None:
     with torch.device("meta"):
         model = Transformer(SIZES[name], context_length=128)
     assert sum(p.numel() for p in model.parameters()) == SIZES[name].parameters
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_are_from_a_normal_that_is_cut_off_at_three_standard_deviations(
+    dtype: torch.dtype, device: str
+) -> None:
+    weight = torch.full((1000, 1000), torch.nan, dtype=dtype, device=device)
+    truncated_normal_(weight, 0.5)
+    drawn = weight.double() / 0.5
+    assert 2.8 < drawn.abs().max() <= 3 and drawn.mean().abs() < 0.01
+    # Its variance is 1 - 2 c p(c) / (1 - 2 P(-c)) for c = 3 (Johnson, Kotz and Balakrishnan, 1994).
+    assert drawn.std().item() == pytest.approx(0.98658, abs=0.01)
+    within_one = (drawn.abs() < 1).double().mean().item()
+    assert within_one == pytest.approx(math.erf(1 / math.sqrt(2)) / math.erf(3 / math.sqrt(2)), abs=0.01)
 
 
 @pytest.fixture

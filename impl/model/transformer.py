@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from impl.attention import Attention, sdpa
-from impl.model.layers import Block, Linear, RMSNorm, RotaryEmbedding
+from impl.model.layers import Block, Linear, RMSNorm, RotaryEmbedding, truncated_normal_
 from impl.model.sizes import TransformerSize
 from shardmark.registry import register
 
@@ -21,7 +21,7 @@ class Transformer(nn.Module):
         self.size = size
         self.context_length = context_length
         self.embedding = nn.Embedding(size.vocab, size.d_model)
-        nn.init.trunc_normal_(self.embedding.weight, std=1.0, a=-3.0, b=3.0)
+        truncated_normal_(self.embedding.weight, 1.0)
         rotary = RotaryEmbedding(size.head_dim, context_length)  # one table for all layers
         self.blocks = nn.ModuleList(
             Block(size.d_model, size.d_ff, size.heads, rotary, attention) for _ in range(size.layers)
