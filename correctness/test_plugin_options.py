@@ -102,8 +102,14 @@ def test_ranks_and_cases_parametrize_tests(project: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*test_nap[[]plain-0.005s[]]", "*test_nap[[]plain-0.01s[]]"])
 
 
+@pytest.fixture(scope="session")
+def _compiler_is_imported() -> None:
+    """Before `pytester` notes what is: what is imported later it forgets, and torch's compiler can be imported once."""
+    requires_compiler("cpu")
+
+
+@pytest.mark.usefixtures("_compiler_is_imported")
 def test_the_listing_is_printed_and_nothing_runs(project: pytest.Pytester) -> None:
-    requires_compiler("cpu")  # here: a pytest within forgets what it imported, and torch may be imported once
     result, output = run_project(project, "--implementations")
     assert result.ret == 0 and not output
     result.stdout.fnmatch_lines(
