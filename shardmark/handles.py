@@ -17,6 +17,9 @@ _PATIENCE = 0.25
 """Seconds to wait for a backend's worker thread at most: long, as on a busy machine it may not run for a while."""
 _MOMENT = 0.01
 """Seconds to wait where reference counts cannot show that it has dropped its tensors."""
+_OF_ANOTHER = 100
+"""The type (c10d's OpType::UNKNOWN) of a handle that only passes on when another is done, which the worker holds, and
+with it copies: Gloo reduces to scatter so."""
 
 
 @contextmanager
@@ -45,6 +48,8 @@ def _wait_by_handle(wait: Callable[..., Any]) -> Callable[..., Any]:
 
     def patient(handle: dist.Work, *args: Any, **kwargs: Any) -> Any:
         done = wait(handle, *args, **kwargs)
+        if handle._get_op_type() == _OF_ANOTHER:  # type: ignore[attr-defined]
+            time.sleep(_MOMENT)
         # A Python object of pybind11's begins with the address of the C++ object that it stands for.
         address = ctypes.c_size_t.from_address(id(handle) + object.__basicsize__).value
         _wait_until(lambda: torch._C._storage_Use_Count(address) <= 1)
