@@ -13,6 +13,9 @@ from shardmark.report.fits import peaks_by_length
 from shardmark.report.kernels import kernel_lines
 from shardmark.report.memory import memory_lines, mib, stage_lines
 
+WIDEST = 24
+"""Characters of an operator's name; the row has all of it."""
+
 Entry = dict[str, Any]
 Cell = Callable[[Entry, dict[str, Any]], str | None]
 
@@ -120,8 +123,10 @@ def _tensors(entry: Entry, row: dict[str, Any]) -> str | None:
 def _workspace(entry: Entry, row: dict[str, Any]) -> str | None:
     """With the operator that took it; less than shows, such as a converted number, is none."""
     memory = row["memory"]
-    shows = mib(memory.get("workspace", 0)) != mib(0)
-    return f"{mib(memory['workspace'])} {memory['workspace_operator']}" if shows else None
+    if mib(memory.get("workspace", 0)) == mib(0):
+        return None
+    operator = memory["workspace_operator"].rpartition("::")[2]
+    return f"{mib(memory['workspace'])} {operator if len(operator) <= WIDEST else operator[: WIDEST - 3] + '...'}"
 
 
 FIRST_STEPS = {
