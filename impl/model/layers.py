@@ -20,8 +20,11 @@ def truncated_normal_(weight: Tensor, std: float) -> None:
     `nn.init.trunc_normal_` draws again what falls outside: five times the time, and temporaries as large as the weight.
     """
     within = math.erf(CUT / math.sqrt(2))  # the share of a normal that is not cut off
-    weight.uniform_(-within, within).erfinv_().mul_(std * math.sqrt(2))
-    weight.clamp_(-CUT * std, CUT * std)  # in half precision `within` is rounded, to 1 at worst
+    # In half precision uniform values are rounded down, which leaves the mean a hundredth below zero.
+    drawn = torch.empty_like(weight, dtype=torch.float32) if weight.element_size() < 4 else weight
+    drawn.uniform_(-within, within).erfinv_().mul_(std * math.sqrt(2)).clamp_(-CUT * std, CUT * std)
+    if drawn is not weight:
+        weight.copy_(drawn)
 
 
 class Linear(nn.Linear):
