@@ -17,8 +17,6 @@ _PATIENCE = 0.25
 """Seconds to wait for a backend's worker thread at most: long, as on a busy machine it may not run for a while."""
 _MOMENT = 0.01
 """Seconds to wait where reference counts cannot show that it has dropped its tensors."""
-_BETWEEN = 0.0005
-"""Seconds in which it drops the rest of what a handle holds once it has begun to."""
 _OF_ANOTHER = 100
 """The type (c10d's OpType::UNKNOWN) of a handle that only passes on when another is done, which the worker holds, and
 with it copies: Gloo reduces to scatter so."""
@@ -70,7 +68,7 @@ def _wait_by_tensor(wait: Callable[..., Any]) -> Callable[..., Any]:
             # Of a result that was padded only a part is waited for, and someone else may hold the whole as well.
             seconds = _PATIENCE if tensor.nbytes == tensor.untyped_storage().nbytes() else _MOMENT
             _wait_until(lambda: _references(tensor) <= references - dropped, seconds)
-            time.sleep(_BETWEEN)
+            time.sleep(_MOMENT)  # what else the handle held, as reducing to scatter does, and copies
         return done
 
     return patient

@@ -36,7 +36,7 @@ FIRST, SECOND, MEDIAN = "first", "second", "median"
 """Steps whose peaks are told apart. The third, which is the one that budgets judge, is what all later ones repeat, and
 so the median of a run."""
 
-MOST_PASSES = 3
+MOST_PASSES = 5
 """Of the meter, among ranks."""
 
 UNDECIDED_SECONDS = 10.0
@@ -50,7 +50,7 @@ def measure(plan: Plan) -> Measured:
     """Meter, time, and where it is asked for profile, on this rank. Every rank of the world must be in here together.
 
     A pass of the meter can overstate: on CUDA libraries take workspaces in the first, among ranks a backend's thread
-    may release a tensor unseen. So there are two on CUDA, and among ranks up to three; the smallest counts.
+    may release a tensor unseen. So there are two on CUDA, and among ranks up to five; the smallest counts.
     """
     cold = getattr(plan.workload, "cold", False)
     with cold_compiler(plan.device) if cold else nullcontext():
