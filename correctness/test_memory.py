@@ -148,14 +148,16 @@ def test_what_was_there_before_does_not_count(device: str) -> None:
 
 
 def test_what_another_thread_releases_is_gone_when_its_place_is_given_out_again() -> None:
+    places = set()
     with meter("cpu") as memory:
         for _ in range(50):
             tensors = [torch.empty(N)]
+            places.add(tensors[0].data_ptr())
             thread = threading.Thread(target=tensors.clear)  # the profiler does not hear of this release
             thread.start()
             thread.join()
         memory.mark("after_step")
-    assert memory.phases["after_step"] <= 5 * 4 * N  # of 50
+    assert memory.phases["after_step"] <= len(places) * 4 * N < 50 * 4 * N
 
 
 def test_a_pass_that_raises_still_ends_the_meter(device: str) -> None:
