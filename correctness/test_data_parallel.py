@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import weakref
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from correctness.processes import are_freed
 from correctness.whole_batch import (
     DIM,
     MODULES,
@@ -259,8 +259,7 @@ def wrap_and_let_go(implementation: Implementation, device: str) -> bool:
     model.finish_gradient_synchronization()
     weight = weakref.ref(model.module.weight)
     del model
-    gc.collect()
-    return weight() is None
+    return are_freed(weight)
 
 
 def test_a_wrapper_that_is_let_go_frees_its_parameters(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from correctness.processes import are_freed
 from correctness.whole_batch import DIM
 from impl.fsdp import FullyShardedDataParallel, by_size, by_type, whole
 from impl.fsdp.order import Order
@@ -183,8 +183,7 @@ def let_go_on_rank(device: str) -> bool:
     model.finish_gradient_synchronization()
     parameters = [weakref.ref(p) for p in (*model.parameters(), *model.units[1].flats[0].full)]
     del model
-    gc.collect()
-    return all(parameter() is None for parameter in parameters)
+    return are_freed(*parameters)
 
 
 def test_a_model_that_is_let_go_frees_its_parameters(world: World, device: str) -> None:

@@ -183,23 +183,58 @@ def reduced_by_operator(tensor: torch.Tensor) -> None:
     functional.wait_tensor(reduced)
 
 
-def metered_collectives(reduced: Callable[[torch.Tensor], None]) -> Memory:
+def scattered_by_handle(tensor: torch.Tensor) -> None:
+    handle = dist.reduce_scatter_tensor(torch.empty(tensor.numel() // 2), tensor, async_op=True)
+    assert handle is not None
+    del tensor
+    handle.wait()
+
+
+def scattered_by_operator(tensor: torch.Tensor) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    functional = torch.ops._c10d_functional
+    scattered = functional.reduce_scatter_tensor(tensor, "sum", 2, group.group_name)
+    del tensor
+    functional.wait_tensor(scattered)
+
+
+def gathered_by_operator(tensor: torch.Tensor) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    functional = torch.ops._c10d_functional
+    gathered = functional.all_gather_into_tensor(tensor[: tensor.numel() // 2].clone(), 2, group.group_name)
+    functional.wait_tensor(gathered)
+
+
+def metered_collectives(collective: Callable[[torch.Tensor], None]) -> Memory:
     """Of tensors of growing sizes, so that one that was freed unseen is not found out by its place."""
     with meter("cpu") as memory:
         for i in range(200):
-            reduced(torch.ones(1000 * (i + 1)))
+            collective(torch.ones(1000 * (i + 1)))
         memory.mark("after_step")
     return Memory(memory.phases, memory.peak)
 
 
-@pytest.mark.parametrize("reduced", [reduced_by_handle, reduced_by_operator])
-def test_tensors_of_collectives_are_seen_to_be_freed(reduced: Callable[[torch.Tensor], None], pair: World) -> None:
-    """All but the odd one, on a machine so busy that the worker thread stands still while it drops it."""
+@pytest.mark.parametrize(
+    ("collective", "times"),
+    [
+        (reduced_by_handle, 1),
+        (reduced_by_operator, 1),
+        (scattered_by_handle, 2.5),
+        (scattered_by_operator, 2.5),
+        (gathered_by_operator, 3.5),
+    ],
+)
+def test_tensors_of_collectives_are_seen_to_be_freed(
+    collective: Callable[[torch.Tensor], None], times: float, pair: World
+) -> None:
+    """At the peak there is what goes into the last one, what comes out, and what Gloo copies."""
     if pair.device != "cpu":
         pytest.skip("it is Gloo's worker thread that frees them unseen")
-    for memory in pair.run(metered_collectives, reduced):
-        assert memory.phases["after_step"] <= 2 * 200 * 4000
-        assert 200 * 4000 <= memory.peak <= 3 * 200 * 4000
+    for memory in pair.run(metered_collectives, collective):
+        assert memory.phases["after_step"] == 0
+        assert memory.peak == times * 200 * 4000
 
 
 def test_available_bytes_are_within_the_machine(device: str) -> None:

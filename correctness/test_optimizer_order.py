@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import weakref
 
 import pytest
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from correctness.processes import are_freed
 from correctness.whole_batch import (
     MODULES,
     STEPS,
@@ -80,8 +80,7 @@ def freed_by_repair(device: str) -> list[bool]:
         if repaired:
             rewire(optimizer, before, dict(model.named_parameters()))
         del before
-        gc.collect()
-        gone.append(all(ref() is None for ref in full))
+        gone.append(are_freed(*full, seconds=10 if repaired else 0))
     return gone
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from correctness.processes import are_freed
 from impl.optim import AdamW
 from impl.sharded_optimizer import ShardedOptimizer
 from shardmark.plugin import WorldsBySize
@@ -228,8 +228,7 @@ def let_go(device: str) -> bool:
     optimizer.step()
     weight = weakref.ref(model.weight)
     del model, optimizer
-    gc.collect()
-    return weight() is None
+    return are_freed(weight)
 
 
 def test_an_optimizer_that_is_let_go_frees_its_parameters(world: World, device: str) -> None:

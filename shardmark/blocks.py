@@ -8,8 +8,9 @@ A block is workspace if one of PyTorch's operators took it and gave it back befo
 fused kernel's tiles. So is what cuBLAS took within one and keeps. How much that is depends on the processor and on the
 library. All other blocks are tensors.
 
-A release by another thread than the allocating one is not reported, but what lies where a new block is given out must
-have been released; so the bytes live are exact wherever one thread allocates.
+A release by another thread than the allocating one is not reported. But what lies where a new block is given out must
+have been released; and what a functional collective takes for itself, as Gloo copies what it reduces to scatter, is
+gone by the time that its result has been waited for, whichever thread releases it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -30,6 +31,8 @@ from torch.autograd.profiler import profile, record_function
 _MARK = "shardmark_mark:"
 _END = "end"
 """The mark after which libraries give back what they keep."""
+_WAITED = "waited "
+"""What the mark begins with that tells, by its address, which functional collective's result has been waited for."""
 
 _HISTORY = 10_000_000
 """Allocations and releases that the CUDA allocator remembers for a recording: more than any has."""
@@ -41,6 +44,11 @@ def mark(name: str) -> None:
     """Leave `name` in the recording, at this moment."""
     with record_function(_MARK + name):
         pass
+
+
+def mark_waited(result: torch.Tensor) -> None:
+    """Leave in the recording that the functional collective which gave `result` is done."""
+    mark(f"{_WAITED}{result.data_ptr()}")
 
 
 @dataclass(eq=False)
@@ -115,17 +123,17 @@ def recording(device: str) -> Iterator[Recording]:
 
 def _replayed(roots: list[Any], device: str, requested: dict[int, deque[int]]) -> list[Event]:
     """The events below `roots`; sizes are those `requested` at each address in turn, where they are known."""
-    live, taken_by = _Live(), dict[Block, Any]()
+    live, taken_by, collectives = _Live(), dict[Block, Any](), _Collectives()
     replayed: list[Event] = []
     ended = False
     events, modules = _in_order(roots)
-    for event, operator in events:
+    for event, within in events:
         what, fields = event.typed
         if what == _EventType.Allocation and fields.device.type == device:
             if fields.alloc_size < 0:
                 if released := live.pop(fields.ptr):  # a block from before the recording is not ours
                     taker = taken_by[released]
-                    if taker is not None and (ended or operator is taker):
+                    if taker is not None and (ended or within.operator is taker):
                         released.workspace = taker.name
                     replayed.append(Released(released))
                 continue
@@ -135,10 +143,17 @@ def _replayed(roots: list[Any], device: str, requested: dict[int, deque[int]]) -
                 live.pop(gone.address)
                 replayed.append(Released(gone))
             live.add(block)
-            taken_by[block] = operator
+            taken_by[block] = within.operator
+            collectives.take(block, within)
             replayed.append(Allocated(block))
         elif event.name == _MARK + _END:
             ended = True
+        elif event.name.startswith(_MARK + _WAITED):
+            for result in live.overlapping(Block(1, int(event.name.removeprefix(_MARK + _WAITED)))):
+                for block in collectives.end(result):
+                    if live.holds(block):
+                        live.pop(block.address)
+                        replayed.append(Released(block))
         elif event.name.startswith(_MARK):
             replayed.append(Marked(event.name.removeprefix(_MARK)))
     return replayed
@@ -182,6 +197,10 @@ class _Live:
         self._blocks[block.address] = block
         insort(self._addresses, block.address)
 
+    def holds(self, block: Block) -> bool:
+        """Whether it is live."""
+        return self._blocks.get(block.address) is block
+
     def pop(self, address: int) -> Block | None:
         block = self._blocks.pop(address, None)
         if block is not None:
@@ -196,24 +215,56 @@ class _Live:
         return [old for old in near if old.address + old.nbytes > block.address]
 
 
-def _in_order(roots: list[Any]) -> tuple[list[tuple[Any, Any]], dict[int, str]]:
-    """Every event below `roots` by the time it began, with the library operator it is part of (None outside of any);
-    and by its autograd sequence number the module of an operator."""
-    events: list[tuple[Any, Any]] = []
+@dataclass(frozen=True)
+class _Within:
+    """The events that one is part of: a library operator, a functional collective, and that one's call of a backend."""
+
+    operator: Any = None
+    collective: Any = None
+    backend: Any = None
+
+
+class _Collectives:
+    """What functional collectives took: each one's result, and what its backend has while it is under way."""
+
+    def __init__(self) -> None:
+        self._by_result: dict[Block, Any] = {}
+        self._of_backend: dict[Any, list[Block]] = defaultdict(list)
+
+    def take(self, block: Block, within: _Within) -> None:
+        """The block was allocated there."""
+        if within.backend is not None:
+            self._of_backend[within.collective].append(block)
+        elif within.collective is not None:
+            self._by_result[block] = within.collective
+
+    def end(self, result: Block) -> list[Block]:
+        """What the backend of the collective that gave `result` took."""
+        return self._of_backend.pop(self._by_result.pop(result, None), [])
+
+
+def _in_order(roots: list[Any]) -> tuple[list[tuple[Any, _Within]], dict[int, str]]:
+    """Every event below `roots` by the time it began, with what it is part of; and by its autograd sequence number the
+    module of an operator."""
+    events: list[tuple[Any, _Within]] = []
     modules: dict[int, str] = {}
-    stack = [(root, "", None) for root in roots]
+    stack = [(root, "", _Within()) for root in roots]
     while stack:
-        event, module, operator = stack.pop()
+        event, module, within = stack.pop()
         what, fields = event.typed
         if what == _EventType.TorchOp:
             if fields.scope == RecordScope.USER_SCOPE:
                 module = event.name
             elif fields.scope == RecordScope.FUNCTION and module and fields.sequence_number >= 0:
                 modules.setdefault(fields.sequence_number, module)
-            if operator is None and event.name in _with_kernels():
-                operator = event
-        events.append((event, operator))
-        stack.extend((child, module, operator) for child in event.children)
+            if within.operator is None and event.name in _with_kernels():
+                within = replace(within, operator=event)
+            elif event.name.startswith("_c10d_functional::"):
+                within = replace(within, collective=event)
+            elif within.collective is not None and event.name.startswith("c10d::"):
+                within = replace(within, backend=event)
+        events.append((event, within))
+        stack.extend((child, module, within) for child in event.children)
     return sorted(events, key=lambda pair: (pair[0].start_time_ns, pair[0].id)), modules
 
 

@@ -7,19 +7,27 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
+from shardmark.blocks import mark_waited
+
 _PATIENCE = 0.25
 """Seconds to wait for a backend's worker thread at most: long, as on a busy machine it may not run for a while."""
 _MOMENT = 0.01
-"""Seconds to wait where reference counts cannot show that it has dropped its tensors."""
+"""The same where someone else may hold a reference, too, so that counts never show it."""
 _OF_ANOTHER = 100
 """The type (c10d's OpType::UNKNOWN) of a handle that only passes on when another is done, which the worker holds, and
 with it copies: Gloo reduces to scatter so."""
+_WORKER = "pt_gloo_runloop"
+"""The name of Gloo's worker threads."""
+_FUNCTIONAL = "_c10d_functional::"
+"""The namespace of collectives that compile, which DTensor uses, too."""
 
 
 @contextmanager
@@ -29,17 +37,21 @@ def workers_free_first() -> Iterator[None]:
     It drops them just after it reports the collective done, and what another thread frees is not metered: unless the
     worker is first, a tensor that is gone would count as live. Reference counts show that it was.
     """
-    functional: Any = torch.ops._c10d_functional.wait_tensor
-    waits = [(dist.Work, "wait", _wait_by_handle), (functional, "_op", _wait_by_tensor)]
-    waits += [(functional.default, "_op", _wait_by_tensor)]  # compiled code's
-    before = [getattr(owner, name) for owner, name, _ in waits]
-    for (owner, name, patient), wait in zip(waits, before, strict=True):
-        setattr(owner, name, patient(wait))
+    inputs: dict[int, Any] = {}
+    patches: list[tuple[Any, str, Callable[..., Any]]] = [(dist.Work, "wait", _wait_by_handle)]
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith(_FUNCTIONAL) and "." not in name:
+            packet: Any = getattr(torch.ops._c10d_functional, name.removeprefix(_FUNCTIONAL))
+            patch = partial(_wait_by_tensor if name.endswith("::wait_tensor") else _hold, inputs)
+            patches += [(packet, "_op", patch), (packet.default, "_op", patch)]  # the latter is compiled code's
+    before = [getattr(owner, name) for owner, name, _ in patches]
+    for (owner, name, patch), original in zip(patches, before, strict=True):
+        setattr(owner, name, patch(original))
     try:
         yield
     finally:
-        for (owner, name, _), wait in zip(waits, before, strict=True):
-            setattr(owner, name, wait)
+        for (owner, name, _), original in zip(patches, before, strict=True):
+            setattr(owner, name, original)
 
 
 def _wait_by_handle(wait: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,7 +61,7 @@ def _wait_by_handle(wait: Callable[..., Any]) -> Callable[..., Any]:
     def patient(handle: dist.Work, *args: Any, **kwargs: Any) -> Any:
         done = wait(handle, *args, **kwargs)
         if handle._get_op_type() == _OF_ANOTHER:  # type: ignore[attr-defined]
-            time.sleep(_MOMENT)
+            _wait_until(_workers_sleep)
         # A Python object of pybind11's begins with the address of the C++ object that it stands for.
         address = ctypes.c_size_t.from_address(id(handle) + object.__basicsize__).value
         _wait_until(lambda: torch._C._storage_Use_Count(address) <= 1)
@@ -58,8 +70,33 @@ def _wait_by_handle(wait: Callable[..., Any]) -> Callable[..., Any]:
     return patient
 
 
-def _wait_by_tensor(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """DTensor waits by an operator, which drops the handles of the tensor; each holds it until the worker drops it."""
+def _workers_sleep() -> bool:
+    """Whether each has nothing to do, or waits for another rank: none is in the midst of dropping tensors."""
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            name, _, state = (thread / "stat").read_text().partition("(")[2].rpartition(")")
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
+        if name == _WORKER and state.split()[0] == "R":
+            return False
+    return True
+
+
+def _hold(inputs: dict[int, Any], collective: Callable[..., Any]) -> Callable[..., Any]:
+    """A functional collective has no handle to hold, only its result: until that is waited for, hold what went in."""
+
+    def holding(*args: Any, **kwargs: Any) -> Any:
+        results = collective(*args, **kwargs)
+        for result in results if isinstance(results, list) else [results]:
+            if type(result) is torch.Tensor:
+                inputs[result.untyped_storage()._cdata] = args
+        return results
+
+    return holding
+
+
+def _wait_by_tensor(inputs: dict[int, Any], wait: Callable[..., Any]) -> Callable[..., Any]:
+    """It drops the handles of the tensor; each holds it until the worker drops it."""
 
     def patient(tensor: torch.Tensor) -> torch.Tensor:
         references, handles = _references(tensor), c10d._get_work_registry_size()
@@ -68,7 +105,9 @@ def _wait_by_tensor(wait: Callable[..., Any]) -> Callable[..., Any]:
             # Of a result that was padded only a part is waited for, and someone else may hold the whole as well.
             seconds = _PATIENCE if tensor.nbytes == tensor.untyped_storage().nbytes() else _MOMENT
             _wait_until(lambda: _references(tensor) <= references - dropped, seconds)
-            time.sleep(_MOMENT)  # what else the handle held, as reducing to scatter does, and copies
+            _wait_until(_workers_sleep)  # while one reduces, it holds a reference more for a moment
+            inputs.pop(tensor.untyped_storage()._cdata, None)
+            mark_waited(tensor)
         return done
 
     return patient
