@@ -45,8 +45,8 @@ def workers_free_first() -> Iterator[None]:
             patch = partial(_wait_by_tensor if name.endswith("::wait_tensor") else _hold, inputs)
             patches += [(packet, "_op", patch), (packet.default, "_op", patch)]  # the latter is compiled code's
     before = [getattr(owner, name) for owner, name, _ in patches]
-    for (owner, name, patch), original in zip(patches, before, strict=True):
-        setattr(owner, name, patch(original))
+    for (owner, name, patched), original in zip(patches, before, strict=True):
+        setattr(owner, name, patched(original))
     try:
         yield
     finally:
