@@ -3,6 +3,7 @@
     python -m correctness.machines                         # on each machine in turn, and a table: hours
     python -m correctness.machines one_core not_root       # on these
     python -m correctness.machines avx2 -- -k attention    # with arguments for pytest
+    python -m correctness.machines avx2 -- perf            # another folder than correctness
 
 What cannot be had here is passed over, with the reason. Exit status 1 where a run fails.
 """
@@ -159,9 +160,10 @@ def run_on(name: str, arguments: list[str]) -> tuple[str, bool]:
             MACHINES[name](run)
         except NotHereError as error:
             return f"not here: {error}", True
-        command = [*run.below, sys.executable, "-m", "pytest", "correctness", "-p", "no:cacheprovider", "-q"]
+        folders = [] if arguments and not arguments[0].startswith("-") else ["correctness"]
+        command = [*run.below, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q"]
         print(f"--- {name}", flush=True)
-        status, last = _follow([*command, *run.options, *arguments], run)
+        status, last = _follow([*command, *run.options, *folders, *arguments], run)
     return f"{last.strip('= ')} (exit status {status}, {time.monotonic() - began:.0f} s)", status == 0
 
 
