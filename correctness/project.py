@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from shardmark.cases import Grid, Work
+from shardmark.grid import Grid, Work
 from shardmark.memory import Memory
 from shardmark.passes import timed_steps
 from shardmark.plan import IMPLEMENTATION, Measured, Plan, Rounds

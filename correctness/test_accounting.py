@@ -16,10 +16,12 @@ from impl.accounting import attention, data_parallel, training_step
 from impl.accounting.collectives import all_reduce_bytes_sent, bus_bandwidth
 from impl.accounting.model import training_bytes, training_work
 from impl.attention import eager_attention
+from impl.attention.cases import MODES, AttentionCase
+from impl.collectives.cases import CollectiveCase
 from impl.model import SIZES, Transformer
-from perf.test_attention import AttentionPass
-from perf.test_data_parallel import DataParallelStep
-from shardmark.cases import MODES, STEP_MODES, AttentionCase, CollectiveCase, TrainingStepCase
+from impl.training_step.cases import STEP_MODES, TrainingStepCase
+from perf.workloads.attention import AttentionPass
+from perf.workloads.data_parallel import DataParallelStep
 from shardmark.memory import meter
 from shardmark.registry import Implementation, family
 

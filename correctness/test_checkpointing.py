@@ -19,8 +19,8 @@ from impl.accounting.checkpointing import POLICIES, segment_length
 from impl.attention import FlashAttentionPyTorch, as_attention, eager_attention, sdpa
 from impl.checkpointing import every, full, none, recursive, selective
 from impl.model import SIZES, Transformer, TransformerSize
-from perf.test_checkpointing import CheckpointedStep
-from shardmark.cases import TrainingStepCase
+from impl.training_step.cases import TrainingStepCase
+from perf.workloads.training_step import CheckpointedStep
 from shardmark.memory import Memory, meter
 from shardmark.registry import Implementation, RegistryError, check_contract, family, resolve
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from impl.accounting import collectives as accounting
 from impl.collectives import Backend, OnGloo, count_bytes_sent
-from shardmark.cases import COLLECTIVES
+from impl.collectives.cases import COLLECTIVES
 from shardmark.registry import Implementation
 from shardmark.wire import tcp_bytes_sent
 from shardmark.world import World, available_ranks

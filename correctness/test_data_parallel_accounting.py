@@ -6,8 +6,9 @@ import pytest
 
 from correctness.metering import assert_metered, metered
 from impl.accounting.data_parallel import best_bucket_bytes, bucketed_peak, exposed_seconds, work
-from perf.test_data_parallel import DataParallelStep
-from shardmark.cases import ReductionCase, TrainingStepCase
+from impl.data_parallel.cases import ReductionCase
+from impl.training_step.cases import TrainingStepCase
+from perf.workloads.data_parallel import DataParallelStep
 from shardmark.memory import meter
 from shardmark.plugin import WorldsBySize
 from shardmark.registry import Implementation, family

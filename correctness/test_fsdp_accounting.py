@@ -12,9 +12,10 @@ from correctness.metering import assert_metered, peak_of_a_step
 from impl.accounting.fsdp import sharded_peak, work
 from impl.accounting.simple_fsdp import transformer_peak
 from impl.accounting.training_step import eager_peak
+from impl.fsdp.cases import FSDPCase
 from impl.model.sizes import SIZES
-from perf.test_fsdp import FSDPStep
-from shardmark.cases import FSDPCase, TrainingStepCase
+from impl.training_step.cases import TrainingStepCase
+from perf.workloads.fsdp import FSDPStep
 from shardmark.registry import family
 
 TINY = FSDPCase("tiny", batch=2, context=32)

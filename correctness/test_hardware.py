@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shardmark.cases import Work
+from shardmark.grid import Work
 from shardmark.hardware import Roofline, measure_roofline, published_peak
 from shardmark.rows import limit_entry
 

@@ -14,7 +14,7 @@ from impl.accounting.training_step import checkpointed_peak, eager_peak, work
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel, MLPSize
 from impl.precision import PRECISIONS
 from impl.training_step import CheckpointedStep, EagerStep
-from shardmark.cases import STEP_MODES, TrainingStepCase
+from impl.training_step.cases import STEP_MODES, TrainingStepCase
 from shardmark.memory import Memory, meter
 
 

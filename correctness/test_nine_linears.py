@@ -9,9 +9,8 @@ import pytest
 
 from correctness.metering import UNSEEN, assert_metered, metered
 from impl.accounting.nine_linears import SPREADS, peak, stages, work
-from perf.test_nine_linears import SHARDED, NineLinearsStep
-from shardmark.cases import NineLinearsCase
-from shardmark.cases.nine_linears import WRAPS
+from impl.fsdp.cases import WRAPS, NineLinearsCase
+from perf.workloads.nine_linears import SHARDED, NineLinearsStep
 from shardmark.registry import resolve
 from shardmark.world import RankError
 

@@ -11,8 +11,8 @@ import torch
 
 from impl.accounting import optim as accounting
 from impl.model import SIZES, Transformer
-from perf.test_optim import OptimizerStep
-from shardmark.cases import CLIPPING, OptimizerCase
+from impl.optim.cases import CLIPPING, OptimizerCase
+from perf.workloads.optim import OptimizerStep
 from shardmark.memory import meter
 from shardmark.registry import family
 

@@ -14,7 +14,8 @@ import pytest
 from impl.accounting import mlp
 from impl.accounting import simple_fsdp as simple
 from impl.accounting.nine_linears import SPREADS, peak, stages
-from shardmark.cases import NineLinearsCase, RankRung, TrainingStepCase
+from impl.fsdp.cases import NineLinearsCase, RankRung
+from impl.training_step.cases import TrainingStepCase
 
 FOLDER = Path(__file__).parent.parent / "perf" / "published"
 KIB, MIB, GIB = 2**10, 2**20, 2**30

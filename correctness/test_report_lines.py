@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from impl.accounting.training_step import SOFTMAX_FLOPS, attention_flops
+from impl.training_step.cases import TrainingStepCase
 from shardmark.budget import MemoryBudget
-from shardmark.cases import TrainingStepCase
 from shardmark.kernels import ELSE, MATRIX_PRODUCT, Call, StepProfile
 from shardmark.memory import Memory, Workspace
 from shardmark.plan import Measured, Plan, Rounds

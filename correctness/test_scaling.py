@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardmark.cases import ScalingCase
+from impl.training_step.cases import ScalingCase
 from shardmark.registry import Unsupported
 
 STRONG, WEAK = (ScalingCase(kind, "tiny", batch=8, context=32) for kind in ("strong", "weak"))

@@ -13,10 +13,10 @@ from correctness.test_simple_fsdp import TINY, mesh_for, ranks_for
 from correctness.training import whole
 from impl.accounting.simple_fsdp import peak_of_stages, stages, step_bytes
 from impl.checkpointing import full
+from impl.fsdp.cases import RankRung
 from impl.fsdp.simple import PLACEMENTS, data_parallel, init_weights
 from impl.model.mlp import MLPLanguageModel
 from impl.training_step import EagerStep
-from shardmark.cases import RankRung
 from shardmark.memory import meter
 from shardmark.plugin import WorldsBySize
 

@@ -10,9 +10,8 @@ import torch
 from impl.accounting.model import activations, training_bytes
 from impl.accounting.training_step import eager_peak
 from impl.model import SIZES
-from perf.test_training_step import LanguageModelStep
-from perf.test_where_memory_goes import LabelledStep
-from shardmark.cases import STEP_MODES, TrainingStepCase
+from impl.training_step.cases import STEP_MODES, TrainingStepCase
+from perf.workloads.training_step import LabelledStep, LanguageModelStep
 from shardmark.passes import measure
 from shardmark.plan import Measured, Plan, Rounds
 from shardmark.registry import family

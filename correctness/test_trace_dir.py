@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import pytest
 from torch import nn, ones, optim
-from shardmark.cases import Grid, Work
+from shardmark.grid import Grid, Work
 from shardmark.registry import Family, add_family, register
 
 

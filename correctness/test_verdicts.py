@@ -12,10 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from impl.attention import eager_attention
-from perf.test_attention import AttentionPass
+from impl.attention.cases import AttentionCase
+from perf.workloads.attention import AttentionPass
 from shardmark import budget, passes
 from shardmark.budget import FAIL, FAMILY_WISE_ERROR, LOOKS, PASS, UNDECIDED, Limits, confidence, fewest_rounds
-from shardmark.cases import AttentionCase
 from shardmark.clock import Laps
 from shardmark.memory import Memory
 from shardmark.plan import IMPLEMENTATION, PEER, Mark, Measured, Plan, Rounds

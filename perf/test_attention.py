@@ -5,57 +5,56 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
-import torch
 
 from impl.accounting.attention import work
-from impl.attention import sdpa, sdpa_backend
-from shardmark import cases, registry
+from impl.attention.cases import MODES, AttentionCase
+from perf.workloads.attention import AttentionPass
+from shardmark import registry
 from shardmark.budget import MEMORY_SLACK
-from shardmark.cases import AttentionCase, Grid
+from shardmark.grid import Grid
 from shardmark.measure import Measure
-from shardmark.plan import Mark
 from shardmark.registry import Implementation, Race
 from shardmark.rows import Row
 
+MEMORY = Grid(
+    smoke=[AttentionCase(batch=2, seq=seq, head_dim=32, is_causal=False) for seq in (128, 256, 512)],
+    laptop=[AttentionCase(batch=2, seq=seq, head_dim=64, is_causal=False) for seq in (256, 512, 1024, 2048)],
+    paper=[
+        AttentionCase(batch=8, seq=seq, head_dim=head_dim, is_causal=False)
+        for head_dim in (16, 32, 64, 128)
+        for seq in (256, 1024, 4096, 8192, 16384)
+    ],
+    paper_rounds=100,
+)
+
+LENGTHS = Grid(
+    smoke=[AttentionCase(batch=1, seq=256, head_dim=32, mode=mode) for mode in MODES],
+    laptop=[
+        *(AttentionCase(batch=1, seq=1024, head_dim=64, mode=mode) for mode in MODES),
+        AttentionCase(batch=1, seq=4096, head_dim=64),
+    ],
+    paper=[
+        AttentionCase(batch=1, seq=2**power, head_dim=head_dim, mode=mode, dtype=dtype)
+        for dtype in ("bfloat16", "float32")
+        for head_dim in (16, 32, 64, 128)
+        for power in range(7, 17)
+        for mode in MODES
+    ],
+)
+
+HEADS = Grid(
+    smoke=[AttentionCase(batch=1, heads=2, seq=256, head_dim=32, mode=mode) for mode in MODES[:2]],
+    laptop=[AttentionCase(batch=1, heads=8, seq=1024, head_dim=64, mode=mode) for mode in MODES[:2]],
+    paper=[
+        AttentionCase(batch=4, heads=8, seq=seq, head_dim=head_dim, mode=mode, dtype="bfloat16")
+        for head_dim in (64, 128)
+        for seq in (1024, 2048, 4096, 8192, 16384)
+        for mode in MODES[:2]
+    ],
+)
+
+
 pytestmark = pytest.mark.family("attention")
-
-
-class AttentionPass:
-    """Attention over fresh random q, k, v: the pass that the case names."""
-
-    def __init__(self, implementation: Implementation, case: AttentionCase, device: str) -> None:
-        self.attention = implementation.adapted
-        self.case = case
-        self.q, self.k, self.v = (
-            torch.randn(case.shape, device=device, dtype=case.torch_dtype).requires_grad_() for _ in range(3)
-        )
-        self.backend = self._backend(implementation)
-        self.grad_out = None if case.mode == "forward" else torch.randn_like(self.q, requires_grad=False)
-        self.out: torch.Tensor | None = None
-
-    def prepare(self) -> None:
-        """Let go of the last step's results; run forward where only backward is measured."""
-        self.out = None
-        for x in (self.q, self.k, self.v):
-            x.grad = None
-        if self.case.mode == "backward":
-            self.out = self.attention(self.q, self.k, self.v, is_causal=self.case.is_causal)
-
-    def step(self, mark: Mark) -> None:
-        """The pass."""
-        if self.case.mode != "backward":
-            self.out = self.attention(self.q, self.k, self.v, is_causal=self.case.is_causal)
-            mark("forward")
-        if self.case.mode != "forward":
-            assert self.out is not None
-            self.out.backward(self.grad_out)
-            mark("backward")
-
-    def _backend(self, implementation: Implementation) -> str:
-        """The kernel that runs: SDPA's choice, else what the implementation is called."""
-        if implementation.target is sdpa:
-            return sdpa_backend(self.q, self.k, self.v, self.case.is_causal)
-        return implementation.name
 
 
 SLACK = {"flash_triton": 1.01}
@@ -76,19 +75,19 @@ def _measure(measure: Measure, implementation: Implementation, case: AttentionCa
 
 
 @pytest.mark.question("What does attention cost as the sequence grows?")
-@pytest.mark.cases(cases.ATTENTION_MEMORY)
+@pytest.mark.cases(MEMORY)
 def test_memory_by_length(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:
     _measure(measure, implementation, case)
 
 
 @pytest.mark.question("What does causal attention cost, forward, backward and both?")
-@pytest.mark.cases(cases.ATTENTION_LENGTHS)
+@pytest.mark.cases(LENGTHS)
 def test_time_by_length(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:
     _measure(measure, implementation, case)
 
 
 @pytest.mark.question("How near to the hardware's limit is attention with heads?")
-@pytest.mark.cases(cases.ATTENTION_HEADS)
+@pytest.mark.cases(HEADS)
 def test_throughput(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:
     _measure(measure, implementation, case)
 
@@ -106,7 +105,7 @@ class Goal:
         return f"{self.implementation}-{self.peer}-{self.case}"
 
 
-_HEADS = [case for case in cases.ATTENTION_HEADS.paper if case.seq >= 4096]
+_HEADS = [case for case in HEADS.paper if case.seq >= 4096]
 _FORWARD, _BACKWARD = ([case for case in _HEADS if case.mode == mode] for mode in ("forward", "backward"))
 
 GOALS = Grid(

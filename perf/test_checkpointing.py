@@ -6,25 +6,26 @@ import pytest
 
 from impl.accounting.checkpointing import POLICIES
 from impl.accounting.training_step import work
-from perf.test_training_step import LanguageModelStep
-from shardmark import cases, registry
-from shardmark.cases import TrainingStepCase
+from impl.training_step.cases import TrainingStepCase
+from perf.workloads.training_step import CheckpointedStep
+from shardmark.grid import Grid
 from shardmark.measure import Measure
 from shardmark.registry import Implementation
 
-
-class CheckpointedStep(LanguageModelStep):
-    """The eager step under a policy."""
-
-    def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
-        super().__init__(registry.resolve("training_step", "eager"), case, device)
-        implementation.adapted(self.model)
-        self.backend = implementation.name
+CASES = Grid(
+    smoke=[TrainingStepCase("tiny", batch=2, context=64)],
+    laptop=[TrainingStepCase("deep", batch=2, context=256)],
+    paper=[
+        TrainingStepCase(model, batch=4, context=context)
+        for model in ("medium", "large", "xl")
+        for context in (1024, 2048)
+    ],
+)
 
 
 @pytest.mark.family("checkpointing")
 @pytest.mark.question("What does activation checkpointing save, and what does it cost?")
-@pytest.mark.cases(cases.CHECKPOINTING)
+@pytest.mark.cases(CASES)
 def test_training_step(implementation: Implementation, case: TrainingStepCase, device: str, measure: Measure) -> None:
     once = work(case)
     policy = POLICIES.get(implementation.name)  # a user's own is not known

@@ -9,13 +9,32 @@ import torch
 import torch.distributed as dist
 
 from impl.accounting.collectives import bus_bandwidth, bytes_sent
-from shardmark import cases
-from shardmark.cases import CollectiveCase, Work
+from impl.collectives.cases import COLLECTIVES, CollectiveCase
+from shardmark.grid import Grid, Work
 from shardmark.measure import Measure
 from shardmark.plan import Mark
 from shardmark.registry import Implementation
 from shardmark.wire import tcp_bytes_sent
 from shardmark.world import World
+
+
+def _cases(*megabytes: int) -> list[CollectiveCase]:
+    return [CollectiveCase(collective, size) for collective in COLLECTIVES for size in megabytes]
+
+
+SIZES = Grid(
+    smoke=_cases(1),
+    laptop=[*_cases(1, 25), CollectiveCase("all_reduce", 100)],
+    paper=_cases(1, 10, 25, 100, 1024),
+)
+
+LARGE_ALL_REDUCE = Grid(
+    smoke=[CollectiveCase("all_reduce", 10)],
+    laptop=[CollectiveCase("all_reduce", 1024)],
+    paper=[],
+)
+"""Where the backend's alone is measured: with a peer it would take minutes."""
+
 
 pytestmark = [
     pytest.mark.question("How fast is each collective, by size?"),
@@ -80,13 +99,13 @@ def _measure(measure: Measure, implementation: Implementation, case: CollectiveC
 
 
 @pytest.mark.family("collectives")
-@pytest.mark.cases(cases.COLLECTIVE_SIZES)
+@pytest.mark.cases(SIZES)
 def test_collective(implementation: Implementation, case: CollectiveCase, world: World, measure: Measure) -> None:
     _measure(measure, implementation, case, world)
 
 
 @pytest.mark.family("collectives", only=("backend",))
-@pytest.mark.cases(cases.LARGE_ALL_REDUCE)
+@pytest.mark.cases(LARGE_ALL_REDUCE)
 @pytest.mark.benchmark(min_rounds=3)  # of seconds each
 def test_large_all_reduce(implementation: Implementation, case: CollectiveCase, world: World, measure: Measure) -> None:
     _measure(measure, implementation, case, world)

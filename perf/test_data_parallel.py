@@ -2,61 +2,61 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.optim import Optimizer
 
 from impl.accounting.data_parallel import best_bucket_bytes, exposed_seconds, work
+from impl.data_parallel.cases import ReductionCase
 from impl.model import SIZES
-from perf.ranks import RankStep, language_model
-from shardmark import cases
-from shardmark.cases import MB, OverheadCase, ReductionCase, TrainingStepCase
+from impl.training_step.cases import TrainingStepCase
+from perf.workloads.data_parallel import AllReduces, DataParallelStep, OverheadCase
+from shardmark.grid import MB, Grid
 from shardmark.measure import CASE_DEADLINE, Measure
 from shardmark.passes import measure as measure_on_rank
-from shardmark.plan import IMPLEMENTATION, Mark, Measured, Plan, Rounds
+from shardmark.plan import IMPLEMENTATION, Measured, Plan, Rounds
 from shardmark.registry import Implementation, Race
 from shardmark.report.fits import fit_line
 from shardmark.world import World
 
+CASES = Grid(
+    smoke=[TrainingStepCase("tiny", batch=2, context=32)],
+    laptop=[TrainingStepCase("mini", batch=2, context=32)],
+    paper=[TrainingStepCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
+)
 
-class DataParallelStep(RankStep):
-    """The whole model and the whole optimizer on every rank."""
+_SIZES = {"smoke": (1, 25), "laptop": (1, 10, 100), "paper": (1, 10, 100, 1000)}  # MB
 
-    def spread(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
-        """The wrapped model, and AdamW: fused, so that the optimizer itself needs no temporaries."""
-        reduce_dtype = getattr(torch, case.reduce_dtype) if isinstance(case, ReductionCase) else None
-        asked = {"bucket_mb": case.bucket_mb, "reduce_dtype": reduce_dtype}
-        options = {k: v for k, v in asked.items() if v is not None and implementation.accepts(k)}  # its peer may not
-        model = implementation.adapted(language_model(case), **options)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+BUCKETS = Grid(
+    smoke=[replace(CASES.smoke[0], bucket_mb=bucket_mb) for bucket_mb in _SIZES["smoke"]],
+    laptop=[replace(CASES.laptop[0], bucket_mb=bucket_mb) for bucket_mb in _SIZES["laptop"]],
+    paper=[replace(CASES.paper[-1], bucket_mb=bucket_mb) for bucket_mb in _SIZES["paper"]],
+)
 
-    def step(self, mark: Mark) -> None:
-        """Where the wrapper takes the optimizer, it updates each bucket while others are on their way."""
-        if "optimizer" not in inspect.signature(self.model.finish_gradient_synchronization).parameters:
-            super().step(mark)
-            return
-        self.forward_and_backward(mark)
-        before = self.optimizer.register_step_pre_hook(lambda *_: mark("communication"))
-        after = self.optimizer.register_step_post_hook(lambda *_: mark("optimizer"))
-        self.model.finish_gradient_synchronization(self.optimizer)
-        before.remove()
-        after.remove()
 
-    def compute_step(self, mark: Mark) -> None:
-        """The same without communication. The gradients are thrown away, so that the ranks stay alike."""
-        with self.model.no_sync():
-            self.forward_and_backward(mark)
+def _overhead(model: str, scale: str, *kilobytes: int) -> OverheadCase:
+    largest = max(kilobytes) * 1024 // MB
+    return OverheadCase("all_reduce", largest, model=model, bucket_sizes=_SIZES[scale], kilobytes=kilobytes)
+
+
+BUCKET_MODEL = Grid(
+    smoke=[_overhead("tiny", "smoke", 4, 64, 1024)],
+    laptop=[_overhead("mini", "laptop", 4, 256, 2048, 16_384)],
+    paper=[_overhead("xl", "paper", 4, 256, 16_384, 262_144)],
+)
+
+REDUCTIONS = Grid(
+    smoke=[ReductionCase("tiny", batch=2, context=32)],
+    laptop=[ReductionCase("mini", batch=2, context=32)],
+    paper=[ReductionCase(case.model, case.batch, case.context) for case in CASES.paper],
+)
 
 
 @pytest.mark.family("data_parallel")
 @pytest.mark.question("What does a data-parallel training step cost?")
-@pytest.mark.cases(cases.DATA_PARALLEL)
+@pytest.mark.cases(CASES)
 @pytest.mark.benchmark(min_rounds=9)
 def test_training_step(implementation: Implementation, case: TrainingStepCase, world: World, measure: Measure) -> None:
     _measure(implementation, case, world, measure)
@@ -64,7 +64,7 @@ def test_training_step(implementation: Implementation, case: TrainingStepCase, w
 
 @pytest.mark.family("data_parallel", option="bucket_mb")
 @pytest.mark.question("Which bucket size is best?")
-@pytest.mark.cases(cases.BUCKETS)
+@pytest.mark.cases(BUCKETS)
 @pytest.mark.benchmark(min_rounds=9)
 def test_bucket_size(implementation: Implementation, case: TrainingStepCase, world: World, measure: Measure) -> None:
     """DDP, which others are held to at the same size, has no peer here."""
@@ -73,7 +73,7 @@ def test_bucket_size(implementation: Implementation, case: TrainingStepCase, wor
 
 @pytest.mark.family("data_parallel", option="reduce_dtype")
 @pytest.mark.question("What does it cost to communicate gradients in half precision?")
-@pytest.mark.cases(cases.REDUCTIONS)
+@pytest.mark.cases(REDUCTIONS)
 @pytest.mark.benchmark(min_rounds=9)
 def test_reduction_dtype(implementation: Implementation, case: ReductionCase, world: World, measure: Measure) -> None:
     """Against DDP, whose gradients travel in float32: what is faster depends on the link."""
@@ -89,24 +89,6 @@ def _measure(
 ) -> None:
     ranks = world.size
     measure(DataParallelStep, implementation, case, world_size=ranks, work=work(case, ranks), slack=1.02, time=time)
-
-
-class AllReduces:
-    """A sum over the ranks of a tensor of each size, the smallest first."""
-
-    def __init__(self, implementation: Implementation, case: OverheadCase, device: str) -> None:
-        self.collectives = implementation.adapted
-        self.backend = dist.get_backend()
-        self.tensors = {size: torch.zeros(size * 1024 // 4, device=device) for size in sorted(case.kilobytes)}
-
-    def prepare(self) -> None:
-        """Zeros stay zeros."""
-
-    def step(self, mark: Mark) -> None:
-        """One all-reduce of each size, as the buckets' are: begun, then waited for."""
-        for size, tensor in self.tensors.items():
-            self.collectives.all_reduce(tensor, async_op=True).wait()
-            mark(f"{size} KB")
 
 
 def overhead_model(ranks: list[Measured], case: OverheadCase) -> dict[str, Any] | None:
@@ -141,7 +123,7 @@ def overhead_model(ranks: list[Measured], case: OverheadCase) -> dict[str, Any] 
 
 @pytest.mark.family("collectives")
 @pytest.mark.question("Which bucket size is best?")
-@pytest.mark.cases(cases.BUCKET_MODEL)
+@pytest.mark.cases(BUCKET_MODEL)
 def test_model_of_overhead(
     implementation: Implementation, case: OverheadCase, world: World, device: str, measure: Measure
 ) -> None:

@@ -14,25 +14,41 @@ from statistics import median
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.optim import Optimizer
 
 from impl.accounting.data_parallel import work
 from impl.accounting.fsdp import work as fsdp_work
 from impl.accounting.sharded_optimizer import work as sharded_work
 from impl.accounting.sharded_optimizer import zero_redundancy_work
-from perf.ranks import RankStep, language_model
-from perf.test_data_parallel import DataParallelStep
-from perf.test_fsdp import FSDPStep
-from perf.test_sharded_optimizer import ShardedStep
-from shardmark import cases, registry
-from shardmark.cases import MB, FSDPCase, ShardedStepCase, TrainingStepCase
+from impl.fsdp.cases import FSDPCase
+from impl.sharded_optimizer.cases import ShardedStepCase
+from impl.training_step.cases import TrainingStepCase
+from perf.workloads.data_parallel import DataParallelStep
+from perf.workloads.fsdp import FSDPStep
+from perf.workloads.link import Communication, Compute
+from perf.workloads.sharded_optimizer import ShardedStep
+from shardmark import registry
+from shardmark.grid import Grid
 from shardmark.measure import Measure
 from shardmark.passes import timed_steps
 from shardmark.plan import Mark, Plan, Rounds
 from shardmark.registry import Implementation, Race
 from shardmark.world import World
+
+_BUCKETS_MB = (1, 2, 5, 10, 25)
+
+CASES = Grid(
+    smoke=[TrainingStepCase("tiny", batch=4, context=32)],
+    laptop=[TrainingStepCase("wide", batch=8, context=32)],
+    paper=[TrainingStepCase(model, batch=4, context=512) for model in ("small", "medium")],
+)
+"""The batch is where the search for the one at which both take as long begins."""
+
+BUCKETS = Grid(
+    smoke=[replace(case, bucket_mb=bucket_mb) for case in CASES.smoke for bucket_mb in _BUCKETS_MB[::4]],
+    laptop=[replace(case, bucket_mb=bucket_mb) for case in CASES.laptop for bucket_mb in _BUCKETS_MB],
+    paper=[replace(case, bucket_mb=bucket_mb) for case in CASES.paper for bucket_mb in _BUCKETS_MB],
+)
+
 
 pytestmark = [
     pytest.mark.usefixtures("link"),
@@ -40,38 +56,6 @@ pytestmark = [
 ]
 
 WHAT_HIDES = pytest.mark.question("What hides behind backward on a limited link?")
-
-DEFAULT_BUCKET_MB = 25
-
-
-class Compute(RankStep):
-    """A training step of this rank alone: nothing is communicated."""
-
-    def spread(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
-        """The model itself, and the optimizer that it has in DataParallelStep."""
-        model = language_model(case)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-
-class Communication:
-    """All-reduce as many bytes as the model has gradients, in buckets of the case's size, and compute nothing."""
-
-    def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
-        self.backend = dist.get_backend()
-        size = sum(parameter.numel() for parameter in language_model(case).parameters())
-        bucket = (case.bucket_mb or DEFAULT_BUCKET_MB) * MB // 4
-        self.buckets = torch.zeros(size, device=device).split(bucket)
-
-    def prepare(self) -> None:
-        """Zeros stay zeros."""
-
-    def step(self, mark: Mark) -> None:
-        """All buckets at once, as none has to wait for its gradients."""
-        for handle in [dist.all_reduce(bucket, async_op=True) for bucket in self.buckets]:
-            handle.wait()
 
 
 class StepOnLink(DataParallelStep):
@@ -97,7 +81,7 @@ class StepOnLink(DataParallelStep):
 
 @pytest.mark.family("data_parallel", only=("bucketed",))
 @WHAT_HIDES
-@pytest.mark.cases(cases.LINK_BUCKETS)
+@pytest.mark.cases(BUCKETS)
 @pytest.mark.benchmark(min_rounds=24)  # with small buckets both hide nearly all that can be hidden
 def test_bucket_sizes_against_ddp(
     implementation: Implementation, case: TrainingStepCase, world: World, device: str, measure: Measure
@@ -108,7 +92,7 @@ def test_bucket_sizes_against_ddp(
 
 @pytest.mark.family("data_parallel", only=("bucketed",))
 @WHAT_HIDES
-@pytest.mark.cases(cases.LINK)
+@pytest.mark.cases(CASES)
 def test_buckets_against_ddp(
     implementation: Implementation, case: TrainingStepCase, world: World, device: str, measure: Measure
 ) -> None:
@@ -118,7 +102,7 @@ def test_buckets_against_ddp(
 
 @pytest.mark.family("data_parallel")
 @WHAT_HIDES
-@pytest.mark.cases(cases.LINK)
+@pytest.mark.cases(CASES)
 def test_what_is_hidden_need_not_be_waited_for(
     implementation: Implementation, case: TrainingStepCase, world: World, device: str, measure: Measure
 ) -> None:
@@ -129,7 +113,7 @@ def test_what_is_hidden_need_not_be_waited_for(
 
 @pytest.mark.family("sharded_optimizer")
 @pytest.mark.question("What does sharding cost on a limited link?")
-@pytest.mark.cases(cases.LINK)
+@pytest.mark.cases(CASES)
 def test_sharded_optimizer(
     implementation: Implementation, case: TrainingStepCase, world: World, device: str, measure: Measure
 ) -> None:
@@ -141,7 +125,7 @@ def test_sharded_optimizer(
 
 @pytest.mark.family("fsdp", only=("sharded", "fsdp2"))
 @pytest.mark.question("What does sharding cost on a limited link?")
-@pytest.mark.cases(cases.LINK)
+@pytest.mark.cases(CASES)
 def test_fsdp(
     implementation: Implementation, case: TrainingStepCase, world: World, device: str, measure: Measure
 ) -> None:

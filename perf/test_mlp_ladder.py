@@ -2,22 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from impl.accounting.training_step import work
-from perf.test_training_step import LanguageModelStep
-from shardmark import cases, registry
-from shardmark.cases import Rung, TrainingStepCase
+from impl.training_step.cases import TrainingStepCase
+from perf.workloads.mlp_ladder import MLP_LADDER
+from perf.workloads.training_step import LadderStep
+from shardmark import registry
+from shardmark.grid import Grid
 from shardmark.measure import Measure
 from shardmark.registry import Implementation
 
+OPTIONS = (
+    "compile_no_options",
+    "compile_epilogue_fusion",
+    "compile_shape_padding",
+    "compile_max_autotune",
+    "compile_cudagraphs",
+    "compile_all_options",
+)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """An implementation of the training step, on a case."""
+
+    implementation: str
+    case: TrainingStepCase
+
+    def __str__(self) -> str:
+        return f"{self.implementation}-{self.case}"
+
+
+MLP_RUNGS = Grid(
+    smoke=[],
+    laptop=[Rung(name, MLP_LADDER.laptop[0]) for name in ("compile_model", "compile_step", "checkpointed")],
+    paper=[
+        Rung(name, case)
+        for case in MLP_LADDER.paper
+        for name in (
+            *("compile_model", "compile_forward_backward", "compile_step", "checkpointed"),
+            *(OPTIONS if case.dtype == "bfloat16" else ()),
+        )
+    ],
+)
+"""The rungs above those."""
+
+
 pytestmark = pytest.mark.question("What does each rung of the ladder change?")
-
-
-class LadderStep(LanguageModelStep):
-    """One AdamW step of the MLP language model, over random tokens."""
-
-    cold = True
 
 
 def _measure(measure: Measure, implementation: Implementation, case: TrainingStepCase) -> None:
@@ -31,12 +65,12 @@ def _measure(measure: Measure, implementation: Implementation, case: TrainingSte
 
 
 @pytest.mark.family("training_step", only=("eager",))
-@pytest.mark.cases(cases.MLP_LADDER)
+@pytest.mark.cases(MLP_LADDER)
 def test_first_rungs(implementation: Implementation, case: TrainingStepCase, measure: Measure) -> None:
     _measure(measure, implementation, case)
 
 
-@pytest.mark.cases(cases.MLP_RUNGS)
+@pytest.mark.cases(MLP_RUNGS)
 def test_rungs_above(case: Rung, device: str, measure: Measure) -> None:
     implementation = registry.resolve("training_step", case.implementation)
     if reason := implementation.missing(device, to_measure=True):

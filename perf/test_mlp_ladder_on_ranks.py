@@ -7,64 +7,71 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.optim import Optimizer
+from torch.distributed.device_mesh import init_device_mesh
 
 from impl.accounting.simple_fsdp import peak, peak_of_stages, stages, work
-from impl.checkpointing import full
-from impl.fsdp.simple import data_parallel, init_weights
-from perf.ranks import RankStep, language_model, told_by_stages
-from shardmark import cases, registry
+from impl.fsdp.cases import RankRung
+from impl.training_step.cases import TrainingStepCase
+from perf.workloads.mlp_ladder import MLP_LADDER, RankLadderStep, spread
+from perf.workloads.ranks import told_by_stages
+from shardmark import registry
 from shardmark.budget import MemoryBudget
-from shardmark.cases import RankRung
 from shardmark.clock import Stopwatch
+from shardmark.grid import Grid
 from shardmark.measure import Measure
 from shardmark.memory import meter, release, stage
-from shardmark.plan import Mark, Measured, Plan, Rounds
+from shardmark.plan import Measured, Plan, Rounds
 from shardmark.registry import Implementation
 from shardmark.world import World
 
+RANK_STEPS = ("eager", "compile_model", "compile_forward_backward", "compile_step")
+_PAIRS = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"))
+"""Dtypes that parameters are gathered in, and that gradients are reduced in."""
+
+
+def _on_ranks(case: TrainingStepCase, *steps: str, checkpointed: bool = False) -> list[RankRung]:
+    """Those steps of the case, with every pair of dtypes."""
+    return [
+        RankRung(case.model, case.batch, case.context, dtype, reduce_dtype=reduce, step=step, checkpointed=checkpointed)
+        for dtype, reduce in _PAIRS
+        for step in steps
+    ]
+
+
+_SHORT = replace(MLP_LADDER.laptop[0], model="mlp-short")
+
+RANK_RUNGS = Grid(
+    smoke=_on_ranks(MLP_LADDER.smoke[0], "eager")[:1],
+    laptop=[
+        *_on_ranks(_SHORT, *RANK_STEPS)[: len(RANK_STEPS)],
+        *_on_ranks(_SHORT, "eager")[1:],
+        *_on_ranks(_SHORT, "eager", checkpointed=True),
+    ],
+    paper=[
+        rung
+        for case in MLP_LADDER.paper[::2]
+        for checkpointed in (False, True)
+        for rung in _on_ranks(case, *RANK_STEPS, checkpointed=checkpointed)
+    ],
+)
+"""Placements of the compiler, with and without checkpointing, by the dtypes of parameters and of reductions. At laptop
+scale each placement once, and a model of one block, as nearly all of the time there is the compiler's.
+"""
+
+
+def _made(case: RankRung) -> list[RankRung]:
+    return [replace(case, meta=meta) for meta in (False, True)]
+
+
+RANK_STAGES = Grid(
+    smoke=_made(RANK_RUNGS.smoke[0]),
+    laptop=_made(RANK_RUNGS.laptop[0]),
+    paper=[case for rung in RANK_RUNGS.paper[:: len(RANK_RUNGS.paper) // 2] for case in _made(rung)],
+)
+"""One rung of each model, made whole and made on meta."""
+
+
 SLACK = 1.02
-
-
-def spread(case: RankRung, mesh: DeviceMesh, tell: Callable[[str], None] = lambda name: None) -> nn.Module:
-    """The case's model over the ranks; `tell` hears of each stage as it ends."""
-    device = mesh.device_type
-    with torch.device("meta" if case.meta else device):
-        model = language_model(case)
-    tell("model")
-    dtypes = {name: getattr(torch, dtype) for name, dtype in (("param", case.dtype), ("reduce", case.reduce_dtype))}
-    policy = MixedPrecisionPolicy(param_dtype=dtypes["param"], reduce_dtype=dtypes["reduce"])
-    data_parallel(model, mesh, mp_policy=policy)
-    tell("data_parallel")
-    if case.meta:
-        model.to_empty(device=device)
-        tell("to_empty")
-        init_weights(model)
-        tell("init_weights")
-    return model
-
-
-class RankLadderStep(RankStep):
-    """One AdamW step of the MLP language model, its parameters spread, as that implementation does it."""
-
-    cold = True
-
-    def spread(self, implementation: Implementation, case: Any) -> tuple[Any, Optimizer]:
-        """AdamW is fused, so that the optimizer itself needs no temporaries."""
-        model = spread(case, init_device_mesh(torch.get_default_device().type, (case.ranks,)))
-        if case.checkpointed:
-            full(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        self.training_step = implementation.adapted(model, optimizer)
-        return model, optimizer
-
-    def step(self, mark: Mark) -> None:
-        """All communication is within forward and backward."""
-        self.training_step(self.tokens, self.targets, mark)
 
 
 def on_ranks(
@@ -78,7 +85,7 @@ def on_ranks(
 
 
 @pytest.mark.question("What does each rung of the ladder change on ranks?")
-@pytest.mark.cases(cases.RANK_RUNGS)
+@pytest.mark.cases(RANK_RUNGS)
 def test_rungs_on_ranks(case: RankRung, world: World, device: str, measure: Measure) -> None:
     implementation, case = on_ranks(case, world, device, peak)
     measure(
@@ -104,7 +111,7 @@ def made(plan: Plan) -> Measured:
 
 
 @pytest.mark.question("What does a rank hold while the model is made?")
-@pytest.mark.cases(cases.RANK_STAGES)
+@pytest.mark.cases(RANK_STAGES)
 def test_stages(case: RankRung, world: World, device: str, measure: Measure) -> None:
     implementation, case = on_ranks(case, world, device, peak_of_stages)
     plan = Plan(RankLadderStep, implementation, None, case, device, world.size, Rounds())

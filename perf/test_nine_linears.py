@@ -5,25 +5,36 @@ Step by step the experiment of the FSDP tutorial at ODSC West 2024, whose figure
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.nn.functional import mse_loss
 
 from impl.accounting.nine_linears import SPREADS, peak, stages, work
-from impl.fsdp.wrapping import by_size, whole
-from impl.model.mlp import square_linears
-from shardmark import cases
-from shardmark.cases import NineLinearsCase
+from impl.fsdp.cases import WRAPS, NineLinearsCase
+from perf.workloads.nine_linears import SHARDED, NineLinearsStep
+from shardmark.grid import SCALES, Grid
 from shardmark.measure import Measure
-from shardmark.memory import stage
-from shardmark.plan import Mark
 from shardmark.registry import Implementation
 from shardmark.world import World
+
+CASES = Grid(
+    smoke=[NineLinearsCase(64, batch=32)],
+    laptop=[NineLinearsCase(384, batch=192)],
+    paper=[NineLinearsCase(16_384, batch=8_192)],
+)
+
+
+def _changed(change: Callable[[NineLinearsCase], list[NineLinearsCase]]) -> Grid:
+    """The same cases at each scale, changed."""
+    smoke, laptop, paper = ([changed for case in CASES.at(scale) for changed in change(case)] for scale in SCALES)
+    return Grid(smoke, laptop, paper)
+
+
+WRAPPED = _changed(lambda case: [replace(case, wrap=wrap) for wrap in WRAPS[1:]])
+OFFLOADED = _changed(lambda case: [replace(case, offload=True)])
+
 
 pytestmark = [
     pytest.mark.question("What does FSDP save beside DDP?"),
@@ -31,51 +42,8 @@ pytestmark = [
 ]
 
 
-class NineLinearsStep:
-    """One step on this rank's rows, wrapped; memory is told after each stage of making it."""
-
-    def __init__(self, implementation: Implementation, case: NineLinearsCase, device: str) -> None:
-        self.backend = dist.get_backend()
-        with torch.device(device):
-            self.inputs, self.targets = (torch.randn(case.batch, case.width) for _ in range(2))
-            stage("data")
-            model = square_linears(case.width, case.linears)
-            stage("model")
-            self.model = implementation.adapted(model, **_options(case))
-            del model
-        stage("wrapping")
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-
-    def prepare(self) -> None:
-        """Let go of the last step's gradients."""
-        self.optimizer.zero_grad()
-
-    def step(self, mark: Mark) -> None:
-        """Forward, backward, what is left of communication, optimizer; until then output and loss are there."""
-        output = self.model(self.inputs)
-        loss = mse_loss(output, self.targets)
-        mark("forward")
-        loss.backward()
-        mark("backward")
-        self.model.finish_gradient_synchronization()
-        mark("communication")
-        self.optimizer.step()
-        mark("optimizer")
-
-
-def _options(case: NineLinearsCase) -> dict[str, Any]:
-    """What the case asks for beside a unit for each linear, which is how each implementation comes."""
-    third = case.linears // 3 * (case.width**2 + case.width)
-    wrap = {"linears": {}, "thirds": {"wrap": by_size(third)}, "whole": {"wrap": whole}}[case.wrap]
-    return wrap | ({"cpu_offload": True} if case.offload else {})
-
-
-SHARDED = ("sharded", "fsdp1", "fsdp2")
-"""Those whose options have rows of their own."""
-
-
 @pytest.mark.family("data_parallel", only=("ddp",))
-@pytest.mark.cases(cases.NINE_LINEARS)
+@pytest.mark.cases(CASES)
 def test_ddp(
     implementation: Implementation, case: NineLinearsCase, world: World, device: str, measure: Measure
 ) -> None:
@@ -83,7 +51,7 @@ def test_ddp(
 
 
 @pytest.mark.family("fsdp")
-@pytest.mark.cases(cases.NINE_LINEARS)
+@pytest.mark.cases(CASES)
 def test_fsdp(
     implementation: Implementation, case: NineLinearsCase, world: World, device: str, measure: Measure
 ) -> None:
@@ -92,7 +60,7 @@ def test_fsdp(
 
 
 @pytest.mark.family("fsdp", option="wrap", only=SHARDED)
-@pytest.mark.cases(cases.NINE_LINEARS_WRAPPED)
+@pytest.mark.cases(WRAPPED)
 def test_wrapping(
     implementation: Implementation, case: NineLinearsCase, world: World, device: str, measure: Measure
 ) -> None:
@@ -101,7 +69,7 @@ def test_wrapping(
 
 
 @pytest.mark.family("fsdp", option="cpu_offload", only=SHARDED)
-@pytest.mark.cases(cases.NINE_LINEARS_OFFLOADED)
+@pytest.mark.cases(OFFLOADED)
 def test_offload(
     implementation: Implementation, case: NineLinearsCase, world: World, device: str, measure: Measure
 ) -> None:

@@ -4,56 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
-import torch
 
-from impl.accounting.optim import shapes, work
-from impl.model import SIZES
-from shardmark import cases, registry
-from shardmark.cases import Grid, OptimizerCase
+from impl.accounting.optim import work
+from impl.optim.cases import CLIPPING, OptimizerCase
+from perf.workloads.optim import OptimizerStep
+from shardmark import registry
+from shardmark.grid import Grid
 from shardmark.measure import Measure
-from shardmark.plan import Mark
-from shardmark.registry import Implementation, Race, Unsupported
+from shardmark.registry import Implementation, Race
 from shardmark.rows import Row
 
+
+def _each_dtype(*models: str) -> list[OptimizerCase]:
+    return [
+        case
+        for model in models
+        for case in (OptimizerCase(model), OptimizerCase(model, dtype="bfloat16", master_weights=True))
+    ]
+
+
+OPTIMIZER_STEP = Grid(
+    smoke=_each_dtype("tiny"),
+    laptop=_each_dtype("mini"),
+    paper=_each_dtype("medium", "xl", "2.7b"),
+)
+
+CLIPPED_STEP = Grid(
+    smoke=[OptimizerCase("tiny", clipping=clipping) for clipping in CLIPPING],
+    laptop=[OptimizerCase("mini", clipping=clipping) for clipping in CLIPPING],
+    paper=[OptimizerCase(model, clipping=clipping) for model in ("medium", "xl") for clipping in CLIPPING],
+)
+
+
 pytestmark = pytest.mark.family("optimizer")
-
-MAX_NORM = 1.0
-
-
-class OptimizerStep:
-    """A step over the parameters of a language model, each with a random gradient, that clipping has to scale."""
-
-    def __init__(self, implementation: Implementation, case: OptimizerCase, device: str) -> None:
-        options: dict[str, Any] = {}
-        if case.master_weights:
-            if not implementation.accepts("master_weights"):
-                raise Unsupported(f"{implementation} takes no master_weights")
-            options["master_weights"] = True
-        in_step = case.clipping == "in_step" and implementation.accepts("max_grad_norm")
-        if in_step:
-            options["max_grad_norm"] = MAX_NORM
-        dtype = getattr(torch, case.dtype)
-        self.parameters = []
-        for shape in shapes(SIZES[case.model]):
-            p = torch.empty(shape, device=device, dtype=dtype).normal_(std=0.02).requires_grad_()
-            p.grad = torch.empty_like(p, requires_grad=False).normal_()
-            self.parameters.append(p)
-        self.optimizer = implementation.adapted(self.parameters, **options)
-        self.clips_before = case.clipping != "none" and not in_step
-        self.backend = "clip_grad_norm_" if self.clips_before else "in step" if in_step else "no clipping"
-
-    def prepare(self) -> None:
-        """Nothing: a step reads the gradients that are there."""
-
-    def step(self, mark: Mark) -> None:
-        """Clip, where the optimizer does not, and step."""
-        if self.clips_before:
-            torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
-        self.optimizer.step()
-        mark("optimizer")
 
 
 def _measure(
@@ -76,13 +61,13 @@ def _measure(
 
 
 @pytest.mark.question("What does an optimizer step cost?")
-@pytest.mark.cases(cases.OPTIMIZER_STEP)
+@pytest.mark.cases(OPTIMIZER_STEP)
 def test_step(implementation: Implementation, case: OptimizerCase, measure: Measure) -> None:
     _measure(measure, implementation, case)
 
 
 @pytest.mark.question("What does clipping gradients add to a step?")
-@pytest.mark.cases(cases.CLIPPED_STEP)
+@pytest.mark.cases(CLIPPED_STEP)
 def test_clipping(implementation: Implementation, case: OptimizerCase, measure: Measure) -> None:
     if case.clipping == "in_step" and not implementation.accepts("max_grad_norm"):
         pytest.skip(f"{implementation} takes no max_grad_norm")
@@ -112,12 +97,12 @@ GOALS = Grid(
     paper=[
         *(
             Goal("fused_triton", None if case.master_weights else "torch_fused", 1.0, 0.85, case)
-            for case in cases.OPTIMIZER_STEP.paper
+            for case in OPTIMIZER_STEP.paper
         ),
         # The peer has no clipping of its own: it steps after `clip_grad_norm_`.
         *(
             Goal("fused_triton", "torch_fused", 1.0, None, case)
-            for case in cases.CLIPPED_STEP.paper
+            for case in CLIPPED_STEP.paper
             if case.clipping == "in_step"
         ),
     ],

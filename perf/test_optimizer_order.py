@@ -17,16 +17,23 @@ from torch.optim import AdamW
 from impl.accounting.optimizer_order import VARIANTS, stage_bytes
 from impl.fsdp.optimizer_order import rewire
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel
-from perf.ranks import told_by_stages
-from shardmark import cases
-from shardmark.cases import TrainingStepCase
+from impl.training_step.cases import TrainingStepCase
+from perf.workloads.ranks import told_by_stages
 from shardmark.clock import Stopwatch
+from shardmark.grid import Grid
 from shardmark.measure import Measure
 from shardmark.memory import meter, stage
 from shardmark.passes import MOST_PASSES, NEAR
 from shardmark.plan import Measured, Plan, Rounds
 from shardmark.registry import Implementation
 from shardmark.world import World
+
+CASES = Grid(
+    smoke=[TrainingStepCase("mlp-tiny", batch=2, context=32)],
+    laptop=[TrainingStepCase("mlp-mini", batch=2, context=64)],
+    paper=[TrainingStepCase("mlp-1024", batch=4, context=256)],
+)
+
 
 STEPS = 2
 WITH_STATE = "before_with_state_repaired"
@@ -115,7 +122,7 @@ def train(variant: str, case: TrainingStepCase, device: str) -> tuple[Measured, 
 
 
 @pytest.mark.question("What if the optimizer is made before the model is sharded?")
-@pytest.mark.cases(cases.OPTIMIZER_ORDER)
+@pytest.mark.cases(CASES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_optimizer_order(variant: str, case: TrainingStepCase, world: World, measure: Measure) -> None:
     expected = stage_bytes(variant, 4 * MLP_SIZES[case.model].parameters, world.size)

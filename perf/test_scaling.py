@@ -18,12 +18,13 @@ import torch.distributed as dist
 
 from impl.accounting.data_parallel import work as data_parallel_work
 from impl.accounting.fsdp import work as fsdp_work
-from perf.test_data_parallel import DataParallelStep
-from perf.test_fsdp import FSDPStep
-from shardmark import cases
+from impl.fsdp.cases import FSDPCase
+from impl.training_step.cases import ScalingCase, TrainingStepCase
+from perf.workloads.data_parallel import DataParallelStep
+from perf.workloads.fsdp import FSDPStep
 from shardmark.budget import paired_ratios
-from shardmark.cases import FSDPCase, ScalingCase, TrainingStepCase, Work
 from shardmark.clock import Laps
+from shardmark.grid import Grid, Work
 from shardmark.measure import Measure
 from shardmark.memory import Memory
 from shardmark.passes import alternate, timed_steps
@@ -35,9 +36,18 @@ from shardmark.rows import step_seconds
 from shardmark.wire import tcp_bytes_sent
 from shardmark.world import World
 
+KINDS = ("strong", "weak")
+
+CASES = Grid(
+    smoke=[ScalingCase(kind, "tiny", batch=4, context=32) for kind in KINDS],
+    laptop=[ScalingCase(kind, "mini", batch=4, context=32) for kind in KINDS],
+    paper=[ScalingCase(kind, model, batch=8, context=512) for model in ("small", "large") for kind in KINDS],
+)
+
+
 pytestmark = [
     pytest.mark.question("How well does a training step scale over the ranks?"),
-    pytest.mark.cases(cases.SCALING),
+    pytest.mark.cases(CASES),
 ]
 
 ROUNDS, STEPS, WARMUPS = 3, 3, 2

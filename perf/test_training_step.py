@@ -6,67 +6,59 @@ from collections.abc import Mapping
 from statistics import fmean, stdev
 
 import pytest
-import torch
 
 from impl.accounting.training_step import work
-from impl.model import SIZES, Transformer
-from impl.model.mlp import MLP_SIZES, MLPLanguageModel
-from impl.precision import PRECISIONS
-from shardmark import cases, registry
-from shardmark.cases import TrainingStepCase
+from impl.training_step.cases import STEP_MODES, TrainingStepCase
+from perf.workloads.training_step import CONTEXTS, DTYPES, MODELS, LanguageModelStep
+from shardmark import registry
 from shardmark.clock import Laps
+from shardmark.grid import Grid
 from shardmark.measure import CASE_DEADLINE, Measure
 from shardmark.memory import Memory
 from shardmark.passes import timed_steps
-from shardmark.plan import IMPLEMENTATION, Mark, Measured, Plan, Rounds
+from shardmark.plan import IMPLEMENTATION, Measured, Plan, Rounds
 from shardmark.registry import Implementation
 from shardmark.rows import Row
 from shardmark.world import World
+
+STEP_TIMES = Grid(
+    smoke=[TrainingStepCase("tiny", batch=2, context=32, mode=mode) for mode in STEP_MODES],
+    laptop=[
+        *(TrainingStepCase("tiny", batch=4, context=context) for context in CONTEXTS),
+        *(TrainingStepCase("mini", batch=4, context=128, mode=mode) for mode in STEP_MODES),
+        TrainingStepCase("mini", batch=4, context=128, dtype="bfloat16"),
+        TrainingStepCase("tiny", batch=1, context=64, dtype="float16"),  # few CPUs multiply float16 in hardware
+    ],
+    paper=[
+        TrainingStepCase(model, batch=4, context=context, dtype=dtype, mode=mode)
+        for model in MODELS
+        for context in CONTEXTS
+        for dtype in DTYPES
+        for mode in STEP_MODES
+    ],
+)
+
+STEP_COMPILED = Grid(
+    smoke=[],
+    laptop=[TrainingStepCase("tiny", batch=4, context=128)],  # compiling takes longer than all else
+    paper=STEP_TIMES.paper,
+)
+
+STEP_WARMUPS = Grid(
+    smoke=STEP_TIMES.smoke[-1:],
+    laptop=[TrainingStepCase("mini", batch=4, context=128, mode=mode) for mode in STEP_MODES],
+    paper=[case for case in STEP_TIMES.paper if case.dtype == "float32"],
+)
+
+
+STEP_GOALS = Grid(smoke=[], laptop=[], paper=[TrainingStepCase("2.7b", batch=4, context=1024, dtype="bfloat16")])
+"""Where a model's FLOPs should be most of what the machine can do."""
+
 
 COMPILED = "compile_model"
 
 STEADY = Rounds(minimum=10, maximum=10, warmups=5)
 WARMUPS = (0, 1, 2, 5)
-
-
-class LanguageModelStep:
-    """One AdamW step of a language model, or the part of it that the case names, over random tokens."""
-
-    def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
-        self.backend = implementation.name
-        self.case = case
-        precision = PRECISIONS[case.dtype]
-        with torch.device(device):
-            self.model = _language_model(case).to(precision.parameter)
-            shape = case.batch, case.context
-            self.tokens, self.targets = (torch.randint(self.model.size.vocab, shape) for _ in range(2))
-        # Fused, so that the optimizer itself needs no temporaries.
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.training_step = implementation.adapted(self.model, self.optimizer, precision=precision)
-        self.loss: torch.Tensor | None = None
-
-    def prepare(self) -> None:
-        """Let go of the last step's gradients."""
-        self.optimizer.zero_grad()
-        self.loss = None
-
-    def step(self, mark: Mark) -> None:
-        """The part that the case names."""
-        if self.case.mode == "step":
-            self.training_step(self.tokens, self.targets, mark)
-            return
-        self.loss = self.training_step.forward(self.tokens, self.targets)
-        mark("forward")
-        if self.case.mode == "forward_backward":
-            self.training_step.backward(self.loss)
-            mark("backward")
-
-
-def _language_model(case: TrainingStepCase) -> Transformer | MLPLanguageModel:
-    if case.model in MLP_SIZES:
-        return MLPLanguageModel(MLP_SIZES[case.model])
-    attention = registry.resolve("attention", case.attention).adapted
-    return Transformer(SIZES[case.model], context_length=case.context, attention=attention)
 
 
 def _measure(
@@ -91,21 +83,21 @@ HOW_LONG = pytest.mark.question("How long does a training step take, and what me
 
 @pytest.mark.family("training_step", only=("eager",))
 @HOW_LONG
-@pytest.mark.cases(cases.STEP_TIMES)
+@pytest.mark.cases(STEP_TIMES)
 def test_training_step(implementation: Implementation, case: TrainingStepCase, measure: Measure) -> None:
     _measure(measure, implementation, case)
 
 
 @pytest.mark.family("training_step", only=(COMPILED,))
 @HOW_LONG
-@pytest.mark.cases(cases.STEP_COMPILED)
+@pytest.mark.cases(STEP_COMPILED)
 def test_compiled(implementation: Implementation, case: TrainingStepCase, measure: Measure) -> None:
     _measure(measure, implementation, case)
 
 
 @pytest.mark.family("training_step", only=("eager",))
 @pytest.mark.question("What do warm-ups hide?")
-@pytest.mark.cases(cases.STEP_WARMUPS)
+@pytest.mark.cases(STEP_WARMUPS)
 def test_warmups(implementation: Implementation, case: TrainingStepCase, device: str, measure: Measure) -> None:
     """Ten rounds after 0, 1, 2 and 5 warm-ups, of one sequence of steps in a process that has run nothing before."""
     plan = Plan(LanguageModelStep, implementation, None, case, device, 1, STEADY)
@@ -123,7 +115,7 @@ def test_warmups(implementation: Implementation, case: TrainingStepCase, device:
 
 
 @pytest.mark.question("Does the training step reach its goal?")
-@pytest.mark.cases(cases.STEP_GOALS)
+@pytest.mark.cases(STEP_GOALS)
 @pytest.mark.parametrize("name", [COMPILED, "compile_all_options"])
 def test_goals(case: TrainingStepCase, name: str, device: str, measure: Measure) -> None:
     """Half of the chip's published FLOP/s; PyTorch's own best settings stand beside it and are not judged."""

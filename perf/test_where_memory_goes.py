@@ -7,35 +7,35 @@ is not judged: how kernels lay out what they give is theirs to choose there, and
 from __future__ import annotations
 
 import pytest
-from torch import Tensor
 
 from impl.accounting.model import activations
 from impl.accounting.training_step import work
 from impl.model import SIZES
-from perf.test_training_step import LanguageModelStep
-from shardmark import cases
-from shardmark.cases import TrainingStepCase
+from impl.training_step.cases import STEP_MODES, TrainingStepCase
+from perf.workloads.training_step import CONTEXTS, DTYPES, LabelledStep
+from shardmark.grid import Grid
 from shardmark.measure import Measure
 from shardmark.registry import Implementation
 
-
-class LabelledStep(LanguageModelStep):
-    """The step that tells what its tensors are."""
-
-    def kinds(self) -> dict[str, list[Tensor]]:
-        """The live tensors by kind."""
-        parameters = list(self.model.parameters())
-        state = [value for entry in self.optimizer.state.values() for value in entry.values()]
-        return {
-            "parameters": parameters,
-            "gradients": [p.grad for p in parameters if p.grad is not None],
-            "optimizer state": [value for value in state if isinstance(value, Tensor)],
-        }
+STEP_MEMORY = Grid(
+    smoke=[TrainingStepCase("tiny", batch=2, context=32)],
+    laptop=[
+        TrainingStepCase("mini", batch=4, context=128),
+        TrainingStepCase("mini", batch=4, context=128, dtype="bfloat16"),
+        TrainingStepCase("tiny", batch=4, context=1024),
+    ],
+    paper=[
+        TrainingStepCase("2.7b", batch=4, context=context, dtype=dtype, mode=mode)
+        for context in CONTEXTS
+        for dtype in DTYPES[:2]
+        for mode in STEP_MODES
+    ],
+)
 
 
 @pytest.mark.family("training_step", only=("eager",))
 @pytest.mark.question("Where does the memory of a training step go?")
-@pytest.mark.cases(cases.STEP_MEMORY)
+@pytest.mark.cases(STEP_MEMORY)
 def test_where_memory_goes(
     implementation: Implementation, case: TrainingStepCase, device: str, measure: Measure
 ) -> None:

@@ -11,12 +11,24 @@ from typing import Any
 import pytest
 
 from impl.accounting.training_step import attention_flops, work
-from perf.test_training_step import LanguageModelStep
-from shardmark import cases
-from shardmark.cases import TrainingStepCase
+from impl.training_step.cases import TrainingStepCase
+from perf.workloads.training_step import CONTEXTS, MODELS, LanguageModelStep
+from shardmark.grid import Grid
 from shardmark.kernels import StepProfile, attention_parts
 from shardmark.measure import Measure
 from shardmark.registry import Implementation
+
+STEP_KERNELS = Grid(
+    smoke=[TrainingStepCase("tiny", batch=2, context=32, attention="eager")],
+    laptop=[TrainingStepCase("mini", batch=4, context=128, attention=attention) for attention in ("eager", "sdpa")],
+    paper=[
+        TrainingStepCase(model, batch=4, context=context, attention=attention)
+        for model in MODELS
+        for context in CONTEXTS
+        for attention in ("eager", "sdpa")
+    ],
+)
+"""Eager attention shows its parts one by one."""
 
 
 def inside_attention(profile: StepProfile, case: TrainingStepCase) -> dict[str, dict[str, float]]:
@@ -28,7 +40,7 @@ def inside_attention(profile: StepProfile, case: TrainingStepCase) -> dict[str, 
 
 @pytest.mark.family("training_step", only=("eager",))
 @pytest.mark.question("Where does the time of a training step go?")
-@pytest.mark.cases(cases.STEP_KERNELS)
+@pytest.mark.cases(STEP_KERNELS)
 def test_where_time_goes(implementation: Implementation, case: TrainingStepCase, measure: Measure) -> None:
     def kernels(profile: StepProfile) -> dict[str, Any]:
         return {"phases": profile.as_row(), "attention": inside_attention(profile, case)}

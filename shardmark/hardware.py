@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardmark.cases import Work
 from shardmark.clock import Stopwatch
+from shardmark.grid import Work
 from shardmark.memory import release
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from shardmark import budget, registry
 from shardmark.budget import MEMORY_SLACK, MIB, SHOWN_CONFIDENCE, AbsoluteBudget, Limits, MemoryBudget, fewest_rounds
-from shardmark.cases import Work
+from shardmark.grid import Work
 from shardmark.kernels import StepProfile
 from shardmark.memory import available_bytes, is_out_of_memory
 from shardmark.passes import measure

@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from shardmark.budget import SHOWN_CONFIDENCE, Interval, MemoryBudget, median_interval, paired_ratios, tolerated
-from shardmark.cases import Work
 from shardmark.clock import Laps
+from shardmark.grid import Work
 from shardmark.hardware import Roofline
 from shardmark.kernels import StepProfile
 from shardmark.plan import COMMUNICATION, COMPUTE, IMPLEMENTATION, PEER, Measured, Plan

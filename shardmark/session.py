@@ -9,8 +9,8 @@ import torch
 
 from shardmark import registry, torchrun
 from shardmark.budget import AbsoluteBudget, confidence, read_budgets
-from shardmark.cases import SCALES
 from shardmark.clock import DeviceClock
+from shardmark.grid import SCALES
 from shardmark.hardware import Roofline, measure_roofline
 from shardmark.link import Link, LinkError
 from shardmark.rank import WorldError, available_cores

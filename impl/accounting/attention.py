@@ -6,8 +6,13 @@ Bytes at the peak count what the caller holds too: q, k, v, and the output's gra
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from shardmark.cases import AttentionCase, Work
+from shardmark.grid import Work
+
+if TYPE_CHECKING:
+    from impl.attention.cases import AttentionCase
+
 
 TILE = 256
 """Queries and keys in one tile of `flash_pytorch`: 256 is its fastest on CPU from 1,024 tokens on."""

@@ -9,10 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from impl.accounting.model import activation_bytes, training_bytes
 from impl.model.sizes import SIZES
-from shardmark.cases import TrainingStepCase
+
+if TYPE_CHECKING:
+    from impl.training_step.cases import TrainingStepCase
+
 
 _FLOAT = 4  # bytes of a float32
 

@@ -5,7 +5,11 @@ Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Wor
 
 from __future__ import annotations
 
-from shardmark.cases import CollectiveCase
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from impl.collectives.cases import CollectiveCase
+
 
 SEGMENT_BYTES = 2**20
 """Our own collectives pass parts on in segments of about this size, so that adding one overlaps receiving the next."""

@@ -11,7 +11,9 @@ from dataclasses import replace
 
 from impl.accounting.collectives import all_reduce_bytes_sent
 from impl.accounting.model import training_bytes, training_work
-from shardmark.cases import MB, ReductionCase, TrainingStepCase, Work
+from impl.data_parallel.cases import ReductionCase
+from impl.training_step.cases import TrainingStepCase
+from shardmark.grid import MB, Work
 
 
 def work(case: TrainingStepCase, ranks: int) -> Work:

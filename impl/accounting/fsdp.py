@@ -7,11 +7,15 @@ through the language model's step operator by operator, exact on CPU and Gloo.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from impl.accounting.collectives import reduce_scatter_buffers
 from impl.accounting.model import training_work
 from impl.accounting.transformer import EMBEDDING, FLOAT, ROOT, Step
-from shardmark.cases import FSDPCase, Work
+from shardmark.grid import Work
+
+if TYPE_CHECKING:
+    from impl.fsdp.cases import FSDPCase
 
 
 class Units(Step):

@@ -7,9 +7,13 @@ scratch space that products take in half precision.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from impl.accounting.fsdp import Units
 from impl.accounting.transformer import EMBEDDING, FLOAT, ROOT, by_rows
-from shardmark.cases import FSDPCase
+
+if TYPE_CHECKING:
+    from impl.fsdp.cases import FSDPCase
 
 
 class _Library(Units):

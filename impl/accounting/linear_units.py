@@ -5,11 +5,15 @@ On CPU the backend is Gloo, which copies what it gathers once more for a moment,
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from impl.accounting.collectives import reduce_scatter_buffers
 from impl.accounting.mlp import Ledger
 from impl.accounting.simple_fsdp import Shards
 from impl.accounting.transformer import FLOAT, by_rows
-from shardmark.cases import NineLinearsCase
+
+if TYPE_CHECKING:
+    from impl.fsdp.cases import NineLinearsCase
 
 
 class Spread:

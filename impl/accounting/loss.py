@@ -5,7 +5,12 @@ Bytes at the peak count what the caller holds too: hidden, weight, targets, and 
 
 from __future__ import annotations
 
-from shardmark.cases import LossCase, Work
+from typing import TYPE_CHECKING
+
+from shardmark.grid import Work
+
+if TYPE_CHECKING:
+    from impl.loss.cases import LossCase
 
 
 def chunk_tokens(tokens: int, dim: int, itemsize: int) -> int:

@@ -7,9 +7,14 @@ tokens, d = dim, h = hidden = 4 d, V = vocab; c bytes a value that products are 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from impl.model.mlp import MLP_SIZES
-from shardmark.cases import TrainingStepCase, Work
+from shardmark.grid import Work
+
+if TYPE_CHECKING:
+    from impl.training_step.cases import TrainingStepCase
+
 
 _FLOAT = 4  # bytes of a float32, which parameters, gradients and moments are
 _COMPUTE = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -8,9 +8,14 @@ and the graph keeps the copies; the sums that run along the layers, the norms an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from impl.model.sizes import SIZES, TransformerSize
-from shardmark.cases import TrainingStepCase, Work
+from shardmark.grid import Work
+
+if TYPE_CHECKING:
+    from impl.training_step.cases import TrainingStepCase
+
 
 _FLOAT = 4  # bytes of a float32
 _HALF = 2  # of a bfloat16 or float16

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from impl.accounting.collectives import all_reduce_bytes_sent
 from impl.accounting.linear_units import FSDP1, FSDP2, Replicated, Sharded, Simple, Spread
 from impl.accounting.transformer import FLOAT
-from shardmark.cases import NineLinearsCase, Work
+from shardmark.grid import Work
+
+if TYPE_CHECKING:
+    from impl.fsdp.cases import NineLinearsCase
 
 
 def activation_bytes(case: NineLinearsCase) -> int:

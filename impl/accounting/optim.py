@@ -6,11 +6,16 @@ Bytes at the peak count what is there before the step: parameters, gradients, mo
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
 from impl.model.sizes import SIZES, TransformerSize
-from shardmark.cases import OptimizerCase, Work
+from shardmark.grid import Work
+
+if TYPE_CHECKING:
+    from impl.optim.cases import OptimizerCase
+
 
 CHUNK = 8192
 """Elements of one program of `fused_triton`."""

@@ -7,13 +7,18 @@ equal size, so the ranks differ only in the step counts of the parameters that t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from impl.accounting import data_parallel
 from impl.accounting.collectives import reduce_scatter_buffers
 from impl.accounting.data_parallel import bucketed_peak, ddp_peak
 from impl.accounting.model import training_bytes
 from impl.model.sizes import SIZES
-from shardmark.cases import MB, ShardedStepCase, Work
+from shardmark.grid import MB, Work
+
+if TYPE_CHECKING:
+    from impl.sharded_optimizer.cases import ShardedStepCase
+
 
 _FLOAT = 4
 BUCKET_MB = 5

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from impl.accounting import training_step
 from impl.accounting.mlp import Ledger, StepBytes
 from impl.accounting.transformer import BYTES, FLOAT, Shape, Step, by_rows
 from impl.model.mlp import MLP_SIZES
-from shardmark.cases import FSDPCase, RankRung, Work
+from shardmark.grid import Work
+
+if TYPE_CHECKING:
+    from impl.fsdp.cases import FSDPCase, RankRung
 
 
 def stages(case: RankRung) -> dict[str, int]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from impl.accounting import checkpointing, mlp
 from impl.accounting.model import training_bytes, training_work
 from impl.model.mlp import MLP_SIZES
 from impl.model.sizes import SIZES
-from shardmark.cases import TrainingStepCase, Work
+from shardmark.grid import Work
+
+if TYPE_CHECKING:
+    from impl.training_step.cases import TrainingStepCase
 
 
 def work(case: TrainingStepCase) -> Work:

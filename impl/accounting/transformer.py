@@ -7,10 +7,14 @@ is read, and where its gradient is there. T tokens, d = d_model, f = d_ff, V = v
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from impl.accounting.mlp import Ledger
 from impl.model.sizes import SIZES
-from shardmark.cases import FSDPCase
+
+if TYPE_CHECKING:
+    from impl.fsdp.cases import FSDPCase
+
 
 FLOAT = 4  # bytes of a float32, which shards, their gradients and moments are
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from impl.accounting.collectives import ring_peak
 from impl.collectives.base import MessageCollectives, requires_gloo
+from impl.collectives.cases import CollectiveCase
 from impl.collectives.messages import Peers, Steps
-from shardmark.cases import CollectiveCase
 from shardmark.registry import Race, register
 
 

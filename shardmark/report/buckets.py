@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shardmark.cases import MB
+from shardmark.grid import MB
 
 Entry = dict[str, Any]
 

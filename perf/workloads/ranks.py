@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from impl.model import SIZES, Transformer
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel
-from shardmark.cases import TrainingStepCase
+from impl.training_step.cases import TrainingStepCase
 from shardmark.clock import Laps
 from shardmark.memory import Memory
 from shardmark.plan import IMPLEMENTATION, Mark, Measured

@@ -1,10 +1,10 @@
-"""The collectives' cases."""
+"""A case of a collective: what varies, and its id."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardmark.cases.grid import MB, Grid
+from shardmark.grid import MB
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 
@@ -35,21 +35,3 @@ class CollectiveCase:
     def itemsize(self) -> int:
         """Bytes of one element."""
         return 4
-
-
-def _cases(*megabytes: int) -> list[CollectiveCase]:
-    return [CollectiveCase(collective, size) for collective in COLLECTIVES for size in megabytes]
-
-
-COLLECTIVE_SIZES = Grid(
-    smoke=_cases(1),
-    laptop=[*_cases(1, 25), CollectiveCase("all_reduce", 100)],
-    paper=_cases(1, 10, 25, 100, 1024),
-)
-
-LARGE_ALL_REDUCE = Grid(
-    smoke=[CollectiveCase("all_reduce", 10)],
-    laptop=[CollectiveCase("all_reduce", 1024)],
-    paper=[],
-)
-"""Where the backend's alone is measured: with a peer it would take minutes."""

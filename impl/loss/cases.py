@@ -1,12 +1,10 @@
-"""The loss's cases."""
+"""A case of the loss: what varies, and its id."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-
-from shardmark.cases.grid import Grid
 
 
 @dataclass(frozen=True)
@@ -25,14 +23,3 @@ class LossCase:
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch has it."""
         return getattr(torch, self.dtype)
-
-
-LOSS = Grid(
-    smoke=[LossCase(tokens=256, dim=64, vocab=1000)],
-    laptop=[LossCase(tokens=1024, dim=128, vocab=8192)],
-    paper=[
-        LossCase(tokens=8192, dim=dim, vocab=vocab, dtype="bfloat16")
-        for dim in (2048, 4096)
-        for vocab in (32768, 50257, 128256)
-    ],
-)

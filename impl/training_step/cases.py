@@ -1,12 +1,40 @@
-"""The cases of strong and weak scaling."""
+"""Cases of a training step, alone and on more and more ranks: what varies, and its id."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardmark.cases.grid import Grid
-from shardmark.cases.training_step import TrainingStepCase
 from shardmark.registry import Unsupported
+
+STEP_MODES = ("forward", "forward_backward", "step")
+
+
+@dataclass(frozen=True)
+class TrainingStepCase:
+    """One AdamW step of the language model of that size; `batch` sequences of `context` tokens on each rank.
+
+    `dtype` is what it computes in: "bfloat16" and "float16" are autocast over float32 parameters. `mode` is the part
+    that is measured: "forward", "forward_backward" or the whole "step". `attention` names one of that family.
+    `bucket_mb`, where given, is the size of the buckets that gradients are communicated in.
+    """
+
+    model: str
+    batch: int
+    context: int
+    dtype: str = "float32"
+    mode: str = "step"
+    attention: str = "sdpa"
+    bucket_mb: int | None = None
+
+    def __str__(self) -> str:
+        bucket = "" if self.bucket_mb is None else f"-bucket{self.bucket_mb}MB"
+        attention = "" if self.attention == "sdpa" else f"-{self.attention}_attention"
+        return f"{self.model}-b{self.batch}-s{self.context}-{self.dtype}-{self.mode}{attention}{bucket}"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in one rank's batch."""
+        return self.batch * self.context
 
 
 @dataclass(frozen=True)
@@ -35,12 +63,3 @@ class ScalingCase:
     def efficiency(self, ranks: int, ratio: float) -> float:
         """Of `ranks` whose step takes `ratio` times that of one: one is what ranks that cost nothing would reach."""
         return 1 / (ranks * ratio) if self.kind == "strong" else 1 / ratio
-
-
-KINDS = ("strong", "weak")
-
-SCALING = Grid(
-    smoke=[ScalingCase(kind, "tiny", batch=4, context=32) for kind in KINDS],
-    laptop=[ScalingCase(kind, "mini", batch=4, context=32) for kind in KINDS],
-    paper=[ScalingCase(kind, model, batch=8, context=512) for model in ("small", "large") for kind in KINDS],
-)

@@ -1,0 +1,22 @@
+"""Cases of a data-parallel training step beyond a training step's own: what varies, and its id."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from impl.training_step.cases import TrainingStepCase
+
+
+@dataclass(frozen=True)
+class ReductionCase(TrainingStepCase):
+    """A step whose gradients are communicated in `reduce_dtype`, "bfloat16" or "float16"."""
+
+    reduce_dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}-reduce_{self.reduce_dtype}"
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of a gradient's element on its way."""
+        return 2

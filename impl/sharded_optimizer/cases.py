@@ -1,0 +1,14 @@
+"""A case of a training step whose optimizer is sharded over the ranks: what varies, and its id."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from impl.training_step.cases import TrainingStepCase
+
+
+@dataclass(frozen=True)
+class ShardedStepCase(TrainingStepCase):
+    """One step whose optimizer is spread over `ranks`, which its memory depends on."""
+
+    ranks: int = 2

@@ -1,0 +1,48 @@
+"""One pass of attention over random q, k, v."""
+
+from __future__ import annotations
+
+import torch
+
+from impl.attention import sdpa, sdpa_backend
+from impl.attention.cases import AttentionCase
+from shardmark.plan import Mark
+from shardmark.registry import Implementation
+
+
+class AttentionPass:
+    """Attention over fresh random q, k, v: the pass that the case names."""
+
+    def __init__(self, implementation: Implementation, case: AttentionCase, device: str) -> None:
+        self.attention = implementation.adapted
+        self.case = case
+        self.q, self.k, self.v = (
+            torch.randn(case.shape, device=device, dtype=case.torch_dtype).requires_grad_() for _ in range(3)
+        )
+        self.backend = self._backend(implementation)
+        self.grad_out = None if case.mode == "forward" else torch.randn_like(self.q, requires_grad=False)
+        self.out: torch.Tensor | None = None
+
+    def prepare(self) -> None:
+        """Let go of the last step's results; run forward where only backward is measured."""
+        self.out = None
+        for x in (self.q, self.k, self.v):
+            x.grad = None
+        if self.case.mode == "backward":
+            self.out = self.attention(self.q, self.k, self.v, is_causal=self.case.is_causal)
+
+    def step(self, mark: Mark) -> None:
+        """The pass."""
+        if self.case.mode != "backward":
+            self.out = self.attention(self.q, self.k, self.v, is_causal=self.case.is_causal)
+            mark("forward")
+        if self.case.mode != "forward":
+            assert self.out is not None
+            self.out.backward(self.grad_out)
+            mark("backward")
+
+    def _backend(self, implementation: Implementation) -> str:
+        """The kernel that runs: SDPA's choice, else what the implementation is called."""
+        if implementation.target is sdpa:
+            return sdpa_backend(self.q, self.k, self.v, self.case.is_causal)
+        return implementation.name

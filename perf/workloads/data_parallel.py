@@ -1,0 +1,78 @@
+"""The data-parallel training step, and its all-reduces alone."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from impl.collectives.cases import CollectiveCase
+from impl.data_parallel.cases import ReductionCase
+from impl.training_step.cases import TrainingStepCase
+from perf.workloads.ranks import RankStep, language_model
+from shardmark.plan import Mark
+from shardmark.registry import Implementation
+
+
+@dataclass(frozen=True)
+class OverheadCase(CollectiveCase):
+    """All-reduces of float32 tensors of several sizes up to that many `megabytes`, which tell overhead and bandwidth,
+    and so what each of `bucket_sizes`, in MB, should cost the training step of `model`."""
+
+    model: str = "tiny"
+    bucket_sizes: tuple[int, ...] = ()
+    kilobytes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.model}-all_reduces"
+
+
+class DataParallelStep(RankStep):
+    """The whole model and the whole optimizer on every rank."""
+
+    def spread(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
+        """The wrapped model, and AdamW: fused, so that the optimizer itself needs no temporaries."""
+        reduce_dtype = getattr(torch, case.reduce_dtype) if isinstance(case, ReductionCase) else None
+        asked = {"bucket_mb": case.bucket_mb, "reduce_dtype": reduce_dtype}
+        options = {k: v for k, v in asked.items() if v is not None and implementation.accepts(k)}  # its peer may not
+        model = implementation.adapted(language_model(case), **options)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(self, mark: Mark) -> None:
+        """Where the wrapper takes the optimizer, it updates each bucket while others are on their way."""
+        if "optimizer" not in inspect.signature(self.model.finish_gradient_synchronization).parameters:
+            super().step(mark)
+            return
+        self.forward_and_backward(mark)
+        before = self.optimizer.register_step_pre_hook(lambda *_: mark("communication"))
+        after = self.optimizer.register_step_post_hook(lambda *_: mark("optimizer"))
+        self.model.finish_gradient_synchronization(self.optimizer)
+        before.remove()
+        after.remove()
+
+    def compute_step(self, mark: Mark) -> None:
+        """The same without communication. The gradients are thrown away, so that the ranks stay alike."""
+        with self.model.no_sync():
+            self.forward_and_backward(mark)
+
+
+class AllReduces:
+    """A sum over the ranks of a tensor of each size, the smallest first."""
+
+    def __init__(self, implementation: Implementation, case: OverheadCase, device: str) -> None:
+        self.collectives = implementation.adapted
+        self.backend = dist.get_backend()
+        self.tensors = {size: torch.zeros(size * 1024 // 4, device=device) for size in sorted(case.kilobytes)}
+
+    def prepare(self) -> None:
+        """Zeros stay zeros."""
+
+    def step(self, mark: Mark) -> None:
+        """One all-reduce of each size, as the buckets' are: begun, then waited for."""
+        for size, tensor in self.tensors.items():
+            self.collectives.all_reduce(tensor, async_op=True).wait()
+            mark(f"{size} KB")

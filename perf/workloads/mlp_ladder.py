@@ -1,0 +1,70 @@
+"""The rungs of the MLP ladder on ranks, and the cases that all rungs start from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+from impl.checkpointing import full
+from impl.fsdp.cases import RankRung
+from impl.fsdp.simple import data_parallel, init_weights
+from impl.training_step.cases import TrainingStepCase
+from perf.workloads.ranks import RankStep, language_model
+from shardmark.grid import Grid
+from shardmark.plan import Mark
+from shardmark.registry import Implementation
+
+
+def _cases(model: str, batch: int, context: int) -> list[TrainingStepCase]:
+    return [TrainingStepCase(model, batch, context, dtype) for dtype in ("float32", "bfloat16")]
+
+
+MLP_LADDER = Grid(
+    smoke=_cases("mlp-tiny", 2, 32)[:1],
+    laptop=_cases("mlp-mini", 4, 128),
+    paper=[case for model, context in (("mlp-1024", 1024), ("mlp-4096", 4096)) for case in _cases(model, 8, context)],
+)
+"""Eager: in float32 the rung without anything, in bfloat16 the one with autocast alone."""
+
+
+def spread(case: RankRung, mesh: DeviceMesh, tell: Callable[[str], None] = lambda name: None) -> nn.Module:
+    """The case's model over the ranks; `tell` hears of each stage as it ends."""
+    device = mesh.device_type
+    with torch.device("meta" if case.meta else device):
+        model = language_model(case)
+    tell("model")
+    dtypes = {name: getattr(torch, dtype) for name, dtype in (("param", case.dtype), ("reduce", case.reduce_dtype))}
+    policy = MixedPrecisionPolicy(param_dtype=dtypes["param"], reduce_dtype=dtypes["reduce"])
+    data_parallel(model, mesh, mp_policy=policy)
+    tell("data_parallel")
+    if case.meta:
+        model.to_empty(device=device)
+        tell("to_empty")
+        init_weights(model)
+        tell("init_weights")
+    return model
+
+
+class RankLadderStep(RankStep):
+    """One AdamW step of the MLP language model, its parameters spread, as that implementation does it."""
+
+    cold = True
+
+    def spread(self, implementation: Implementation, case: Any) -> tuple[Any, Optimizer]:
+        """AdamW is fused, so that the optimizer itself needs no temporaries."""
+        model = spread(case, init_device_mesh(torch.get_default_device().type, (case.ranks,)))
+        if case.checkpointed:
+            full(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        self.training_step = implementation.adapted(model, optimizer)
+        return model, optimizer
+
+    def step(self, mark: Mark) -> None:
+        """All communication is within forward and backward."""
+        self.training_step(self.tokens, self.targets, mark)
