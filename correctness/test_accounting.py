@@ -56,7 +56,7 @@ def test_attention_peak_is_exact_to_the_byte(name: str, case: AttentionCase, mod
 def test_flash_triton_peak_is_exact_to_the_byte(dtype: str, mode: str) -> None:
     """In the interpreter, which takes its tiles from elsewhere."""
     implementation = family("attention").implementations["flash_triton"]
-    if reason := implementation.missing("cpu"):
+    if reason := implementation.unavailable_reason("cpu"):
         pytest.skip(reason)
     case = AttentionCase(batch=2, heads=3, seq=100, head_dim=24, mode=mode, dtype=dtype)
     assert _attention_peak(implementation, case, "cpu") == attention.flash_triton_peak(case)

@@ -126,7 +126,7 @@ GOALS = Grid(
 @pytest.mark.cases(GOALS)
 def test_goals(case: Goal, device: str, measure: Measure) -> None:
     implementation = registry.resolve("attention", case.implementation)
-    if reason := implementation.missing(device, to_measure=True):
+    if reason := implementation.unavailable_reason(device, to_measure=True):
         pytest.skip(f"{implementation}: {reason}")
     row = _measure(measure, implementation, case.case, Race(case.peer, goal=case.ratio))
     if row["time"]["ratio"] is None:

@@ -73,6 +73,6 @@ def test_first_rungs(implementation: Implementation, case: TrainingStepCase, mea
 @pytest.mark.cases(MLP_RUNGS)
 def test_rungs_above(case: Rung, device: str, measure: Measure) -> None:
     implementation = registry.resolve("training_step", case.implementation)
-    if reason := implementation.missing(device, to_measure=True):
+    if reason := implementation.unavailable_reason(device, to_measure=True):
         pytest.skip(f"{implementation}: {reason}")
     _measure(measure, implementation, case.case)

@@ -79,7 +79,7 @@ def on_ranks(
 ) -> tuple[Implementation, RankRung]:
     """The training step that the case names, held to that formula, and the case on as many ranks as there are."""
     implementation = registry.resolve("training_step", case.step)
-    if reason := implementation.missing(device, to_measure=True):
+    if reason := implementation.unavailable_reason(device, to_measure=True):
         pytest.skip(f"{implementation}: {reason}")
     return replace(implementation, memory=memory), replace(case, ranks=world.size)
 

@@ -113,7 +113,7 @@ GOALS = Grid(
 @pytest.mark.cases(GOALS)
 def test_goals(case: Goal, device: str, measure: Measure) -> None:
     implementation = registry.resolve("optimizer", case.implementation)
-    if reason := implementation.missing(device, to_measure=True):
+    if reason := implementation.unavailable_reason(device, to_measure=True):
         pytest.skip(f"{implementation}: {reason}")
     race = Race(case.peer, goal=case.ratio) if case.peer else None
     goals = {"fraction": case.limit} if case.limit is not None else None

@@ -120,6 +120,6 @@ def test_warmups(implementation: Implementation, case: TrainingStepCase, device:
 def test_goals(case: TrainingStepCase, name: str, device: str, measure: Measure) -> None:
     """Half of the chip's published FLOP/s; PyTorch's own best settings stand beside it and are not judged."""
     implementation = registry.resolve("training_step", name)
-    if reason := implementation.missing(device, to_measure=True):
+    if reason := implementation.unavailable_reason(device, to_measure=True):
         pytest.skip(f"{implementation}: {reason}")
     _measure(measure, implementation, case, goals={"mfu": 0.5} if name == COMPILED else None)

@@ -206,7 +206,7 @@ class Measure:
         peer = registry.family(implementation.family).implementations[race.peer]
         return (
             None
-            if peer.target is implementation.target or peer.missing(self._session.device, to_measure=True)
+            if peer.target is implementation.target or peer.unavailable_reason(self._session.device, to_measure=True)
             else peer
         )
 

@@ -198,7 +198,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     implementation = _implementation(item)
     if implementation is not None:
         device, to_measure = item.config.stash[SESSION].device, "measure" in getattr(item, "fixturenames", ())
-        if reason := implementation.missing(device, to_measure):
+        if reason := implementation.unavailable_reason(device, to_measure):
             item.add_marker(pytest.mark.skip(reason=f"{implementation.name}: {reason}"))
 
 

@@ -146,7 +146,7 @@ def _selected(options: list[str], device: str) -> dict[str, list[Implementation]
         if not (family and equals and spec):
             raise ValueError(f"--impl takes FAMILY=TARGET, not {option!r}")
         implementation = registry.resolve(family, spec)
-        if implementation.missing(device) is None:
+        if implementation.unavailable_reason(device) is None:
             registry.check_contract(implementation, device)
         selected.setdefault(family, []).append(implementation)
     return selected
