@@ -13,7 +13,8 @@ from impl.accounting.sharded_optimizer import sharded_bytes, work, zero_redundan
 from impl.model import SIZES
 from impl.sharded_optimizer.cases import ShardedStepCase
 from perf.workloads.sharded_optimizer import ShardedStep
-from shardmark.passes import meter_pass, timeline_pass
+from shardmark.observers import timeline_pass
+from shardmark.passes import meter_pass
 from shardmark.registry import family
 from shardmark.world import World
 

@@ -70,7 +70,10 @@ GOALS = Grid(
 )
 
 
-@pytest.mark.question("Does the loss reach its goals?")
+@pytest.mark.question(
+    "Does the loss reach its goals?",
+    columns=["case", "implementation", "time ms", "ratio to peer", "goal", "tensors MiB", "verdict"],
+)
 @pytest.mark.cases(GOALS)
 def test_goals(case: Goal, device: str, measure: Measure) -> None:
     implementation = registry.resolve("loss", case.implementation)

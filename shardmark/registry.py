@@ -82,7 +82,7 @@ class Implementation:
         return FAMILIES[self.family].adapt(self.target)
 
     def unavailable_reason(self, device: str, to_measure: bool = False) -> str | None:
-        """Why it does not run, or is not measured, on `device`, or None where it does."""
+        """Why it does not run, or is not measured, on `device`; None where it does."""
         requirements = (*self.requires, *(self.requires_to_measure if to_measure else ()))
         return next((reason for requirement in requirements if (reason := requirement(device))), None)
 

@@ -54,8 +54,6 @@ def spread(case: RankRung, mesh: DeviceMesh, tell: Callable[[str], None] = lambd
 class RankLadderStep(RankStep):
     """One AdamW step of the MLP language model, its parameters spread, as that implementation does it."""
 
-    cold = True
-
     def spread(self, implementation: Implementation, case: Any) -> tuple[Any, Optimizer]:
         """AdamW is fused, so that the optimizer itself needs no temporaries."""
         model = spread(case, init_device_mesh(torch.get_default_device().type, (case.ranks,)))

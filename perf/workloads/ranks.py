@@ -69,7 +69,7 @@ def language_model(case: TrainingStepCase) -> Transformer | MLPLanguageModel:
     return Transformer(SIZES[case.model], context_length=case.context)
 
 
-def told_by_stages(memory: Memory, laps: list[Laps]) -> Measured:
-    """What a rank measured of what it does once: its stages and their peak, and how long it took."""
+def measured_once(memory: Memory, laps: list[Laps]) -> Measured:
+    """What a rank measured of what it does once: bytes after each stage, their peak, and how long it took."""
     held = Memory(peak=memory.peak, tensors=memory.tensors, workspace=memory.workspace, stages=memory.stages)
     return Measured(dist.get_backend(), held, {IMPLEMENTATION: laps})
