@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean, stdev
 
 import pytest
 
 from impl.accounting.training_step import work
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
+from perf.observers.after_warmups import AfterWarmups, after_warmups
 from perf.workloads.training_step import CONTEXTS, DTYPES, MODELS, LanguageModelStep
 from shardmark import registry
 from shardmark.clock import Laps
@@ -19,8 +19,6 @@ from shardmark.observers import Goals, Observer
 from shardmark.passes import timed_steps
 from shardmark.plan import IMPLEMENTATION, Measured, Plan, Rounds
 from shardmark.registry import Implementation
-from shardmark.report.columns import Cell, Column
-from shardmark.report.layout import ms
 from shardmark.rows import Row
 from shardmark.world import World
 
@@ -99,29 +97,6 @@ def test_training_step(implementation: Implementation, case: TrainingStepCase, m
 @pytest.mark.cases(STEP_COMPILED)
 def test_compiled(implementation: Implementation, case: TrainingStepCase, measure: Measure) -> None:
     _measure(measure, implementation, case)
-
-
-class AfterWarmups(Observer):
-    """Seconds of the rounds that came after each number of warm-ups."""
-
-    def __init__(self, seconds: dict[int, list[float]]) -> None:
-        self.seconds = seconds
-
-    def fill(self, row: Row, ranks: list[Measured]) -> None:
-        row["time"]["after_warmups"] = {
-            str(count): {"mean": fmean(values), "stddev": stdev(values)} for count, values in self.seconds.items()
-        }
-
-
-def after_warmups(count: int) -> Column:
-    def cell(spread: bool) -> Cell:
-        def read(entry: Row, row: Row) -> str | None:
-            after = row["time"].get("after_warmups", {}).get(str(count))
-            return after and (f"{ms(after['mean'])} ± {ms(after['stddev'])}" if spread else ms(after["mean"]))
-
-        return read
-
-    return Column(f"{count} warm-up{'s' * (count != 1)}", cell(spread=True), cell(spread=False))
 
 
 @pytest.mark.family("training_step", only=("eager",))

@@ -84,7 +84,7 @@ class Measure:
             case,
             session.device,
             world_size,
-            self._rounds(rounds, max([1, *(observer.fewest_rounds for observer in observe)])),
+            self._rounds(rounds, max([1, *(observer.min_rounds for observer in observe)])),
             formula=memory.formula,
             limits=self._limits(race),
             observers=tuple(type(observer) for observer in observe),

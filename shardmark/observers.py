@@ -37,12 +37,12 @@ class Observer:
     """One thing to see. Class methods run on the ranks, to which only the class travels; the others where pytest runs.
 
     `needs` names methods that the workload must have; `timed` those of them that are timed, by name, in the same
-    rounds as the step; `fewest_rounds` is how many of these the observer asks for.
+    rounds as the step; `min_rounds` is how many of these it takes.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
     timed: ClassVar[Mapping[str, str]] = {}
-    fewest_rounds: int = 1
+    min_rounds: int = 1
 
     def check(self, workload: type[Workload]) -> None:
         """Raises TypeError, in one line, where the workload lacks what this observer needs."""
@@ -265,7 +265,7 @@ class HiddenCommunication(ExposedCommunication):
 class Goals(Observer):
     """Ambitions of the row's limit: at least so much of "mfu" or of "fraction". Reported, and nothing fails by them."""
 
-    fewest_rounds = fewest_rounds(SHOWN_CONFIDENCE)
+    min_rounds = fewest_rounds(SHOWN_CONFIDENCE)
 
     def __init__(self, **goals: float) -> None:
         self.goals = goals
