@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from correctness.project import make_project, run_project
 from impl.training_step.cases import TrainingStepCase
 from perf.observers.after_warmups import AfterWarmups, after_warmups
 from perf.observers.overhead_model import OverheadModel
 from perf.workloads.data_parallel import OverheadCase
-from shardmark import registry
+from shardmark import cold, registry
 from shardmark.clock import Laps
 from shardmark.memory import Memory, Stage, stage
 from shardmark.observers import (
@@ -193,6 +194,14 @@ def test_stages_are_the_workloads_own_and_the_warm_up() -> None:
 
 def test_losses_are_those_that_the_test_found() -> None:
     assert _row(Losses((3.0, 2.5)), [Measured("none", Memory(), _laps(1.0))])["losses"] == [3.0, 2.5]
+
+
+def test_compile_has_the_compiler_forget_what_it_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold, "_load_compiler", lambda device: None)  # which would take seconds
+    before = cache_dir()
+    with Compile.around(_plan(Compile)):
+        assert cache_dir() != before
+    assert cache_dir() == before
 
 
 def test_compile_is_the_first_step_beyond_the_median_on_the_slowest_rank() -> None:

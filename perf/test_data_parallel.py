@@ -123,4 +123,4 @@ def test_model_of_overhead(
     )
     row = measure.record(plan.identity, ranks, observe=[OverheadModel(case)])
     if "model" not in row["time"]:
-        pytest.skip("undecided: more bytes took no longer, so there is no bandwidth to tell")
+        pytest.skip("undecided: more bytes took no longer, so there is no bandwidth to report")

@@ -32,7 +32,7 @@ _MARK = "shardmark_mark:"
 _END = "end"
 """The mark after which libraries give back what they keep."""
 _WAITED = "waited "
-"""What the mark begins with that tells, by its address, which functional collective's result has been waited for."""
+"""What the mark begins with that says, by its address, which functional collective's result has been waited for."""
 
 _HISTORY = 10_000_000
 """Allocations and releases that the CUDA allocator remembers for a recording: more than any has."""

@@ -23,7 +23,7 @@ REST = "rest"
 CATEGORIES = (MATRIX_PRODUCT, ATTENTION, SOFTMAX, ELSE)
 
 _KINDS = (
-    # Fused attention first: its kernels' names tell of their matrix instructions too.
+    # Fused attention first: its kernels' names contain their matrix instructions too.
     (ATTENTION, r"attention|flash|fmha|sdpa"),
     (SOFTMAX, r"softmax"),
     (MATRIX_PRODUCT, r"gemm|gemv|cutlass|nvjet|wgmma|cublas|(^|::|_)(add|b|addb|baddb)?mm(_|$)|::(addmv|mv|dot)$"),

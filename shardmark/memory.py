@@ -68,7 +68,7 @@ class Memory:
     peaks: dict[str, int] = field(default_factory=dict)
     """Of tensors, in the steps that were kept apart."""
     stages: dict[str, Stage] = field(default_factory=dict)
-    """Of making the workload and warming it up, as it tells them."""
+    """Of making the workload and warming it up, as it reports them."""
 
 
 class Meter(Memory):
@@ -149,7 +149,7 @@ _running: list[Meter] = []
 
 
 def stage(name: str) -> None:
-    """Tell the meter, if one runs, that a stage of making a workload ends here."""
+    """A stage of making a workload ends here: report it to the meter, if one runs."""
     for running in _running:
         running.stage(name)
 

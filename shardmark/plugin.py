@@ -1,9 +1,9 @@
 """The pytest plugin: options and fixtures, each a few lines over the modules beside it.
 
-    @pytest.mark.family("attention")                       # `implementation` runs over the family's implementations
-    @pytest.mark.cases(cases.ATTENTION)                    # `case` runs over the grid at --scale
-    @pytest.mark.question("What does attention cost?")     # rows of one question share a table
-    def test_forward(implementation, case, measure): ...
+    @pytest.mark.family("naps")                            # `implementation` runs over the family's implementations
+    @pytest.mark.cases(Grid(smoke=[...], ...))             # `case` runs over the grid at --scale
+    @pytest.mark.question("What does a nap cost?", columns=["case", "time ms", "verdict"])  # of one table
+    def test_nap(implementation, case, measure): ...
 
 `world` is a warm world of each size in --ranks, `worlds(n)` one of a given size, and `link` what --link put between the
 ranks.
@@ -26,7 +26,7 @@ from shardmark.machine import keep_compiled_code_apart, requires_compiler
 from shardmark.measure import Measure
 from shardmark.rank import WorldError
 from shardmark.registry import Implementation, RegistryError, Unsupported
-from shardmark.report import tables
+from shardmark.report import screen
 from shardmark.report.progress import Progress
 from shardmark.rows import describe_machine
 from shardmark.session import SESSION, start_session
@@ -285,20 +285,5 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """A table per question, where the rows are, and the budgets that no test matched."""
-    session = config.stash[SESSION]
-    for title, lines in tables.render(session.rows.rows, session.questions, every_column=config.option.verbose > 0):
-        terminalreporter.section(title, sep="-")
-        for line in lines:
-            terminalreporter.write_line(line)
-    if goals := tables.goals_line(session.rows.rows):
-        terminalreporter.write_line(f"\n{goals}")
-    if session.rows.rows and session.rows.path is not None:
-        terminalreporter.write_line(f"\n{_count(session.rows.rows, 'row')} in {session.rows.path}")
-    for budget in session.budgets:
-        if budget.pattern not in session.matched_budgets:
-            terminalreporter.write_line(f'--budgets: no measured test matches "{budget.pattern}"', yellow=True)
-
-
-def _count(things: list[Any], name: str) -> str:
-    return f"{len(things)} {name}{'s' * (len(things) != 1)}"
+    """The tables, and what a reader of them has to know."""
+    screen.write_summary(terminalreporter, config.stash[SESSION], every_column=config.option.verbose > 0)

@@ -1,6 +1,6 @@
 """Families of techniques, the implementations of each, and what each one requires.
 
-A family is a contract (a `typing.Protocol`), a reference that defines what is right, and a check that tells in one line
+A family is a contract (a `typing.Protocol`), a reference that defines what is right, and a check that says in one line
 why a target does not meet the contract. `impl` fills the registry; `--impl` adds a user's own target to it.
 """
 

@@ -33,21 +33,21 @@ MLP_LADDER = Grid(
 """Eager: in float32 the rung without anything, in bfloat16 the one with autocast alone."""
 
 
-def spread(case: RankRung, mesh: DeviceMesh, tell: Callable[[str], None] = lambda name: None) -> nn.Module:
-    """The case's model over the ranks; `tell` hears of each stage as it ends."""
+def spread(case: RankRung, mesh: DeviceMesh, report: Callable[[str], None] = lambda name: None) -> nn.Module:
+    """The case's model over the ranks; `report` is called with each stage as it ends."""
     device = mesh.device_type
     with torch.device("meta" if case.meta else device):
         model = language_model(case)
-    tell("model")
+    report("model")
     dtypes = {name: getattr(torch, dtype) for name, dtype in (("param", case.dtype), ("reduce", case.reduce_dtype))}
     policy = MixedPrecisionPolicy(param_dtype=dtypes["param"], reduce_dtype=dtypes["reduce"])
     data_parallel(model, mesh, mp_policy=policy)
-    tell("data_parallel")
+    report("data_parallel")
     if case.meta:
         model.to_empty(device=device)
-        tell("to_empty")
+        report("to_empty")
         init_weights(model)
-        tell("init_weights")
+        report("init_weights")
     return model
 
 

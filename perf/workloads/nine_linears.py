@@ -17,7 +17,7 @@ from shardmark.registry import Implementation
 
 
 class NineLinearsStep:
-    """One step on this rank's rows, wrapped; memory is told after each stage of making it."""
+    """One step on this rank's rows, wrapped; each stage of making it is reported to the meter."""
 
     def __init__(self, implementation: Implementation, case: NineLinearsCase, device: str) -> None:
         self.backend = dist.get_backend()

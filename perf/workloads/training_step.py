@@ -63,7 +63,7 @@ def _language_model(case: TrainingStepCase) -> Transformer | MLPLanguageModel:
 
 
 class LabelledStep(LanguageModelStep):
-    """The step that tells what its tensors are."""
+    """The step with the kinds of its tensors."""
 
     def kinds(self) -> dict[str, list[Tensor]]:
         """The live tensors by kind."""
