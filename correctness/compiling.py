@@ -74,8 +74,8 @@ def compile_loss(dtype: str, chip: int, smoothed: bool, configuration: tuple[int
 
     The logits' rows are as far apart as the fused loss has them.
     """
-    from impl.accounting.loss import row_stride
     from impl.loss import fused_triton
+    from impl.loss.chunks import row_stride
     from impl.loss.fused import Terms
     from shardmark import aot
 

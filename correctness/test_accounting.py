@@ -12,13 +12,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from correctness.metering import assert_metered, metered
-from impl.accounting import attention, data_parallel, training_step
-from impl.accounting.collectives import all_reduce_bytes_sent, bus_bandwidth
 from impl.accounting.model import training_bytes, training_work
+from impl.attention import accounting as attention
 from impl.attention import eager_attention
 from impl.attention.cases import MODES, AttentionCase
+from impl.collectives.accounting import all_reduce_bytes_sent, bus_bandwidth
 from impl.collectives.cases import CollectiveCase
+from impl.data_parallel import accounting as data_parallel
 from impl.model import SIZES, Transformer
+from impl.training_step import accounting as training_step
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
 from perf.workloads.attention import AttentionPass
 from perf.workloads.data_parallel import DataParallelStep

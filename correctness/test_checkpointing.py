@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from impl.accounting.checkpointing import POLICIES, segment_length
 from impl.attention import FlashAttentionPyTorch, as_attention, eager_attention, sdpa
 from impl.checkpointing import every, full, none, recursive, selective
+from impl.checkpointing.accounting import POLICIES, segment_length
 from impl.model import SIZES, Transformer, TransformerSize
 from impl.training_step.cases import TrainingStepCase
 from perf.workloads.training_step import CheckpointedStep

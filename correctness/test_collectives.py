@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.accounting import collectives as accounting
-from impl.collectives import Backend, OnGloo, count_bytes_sent
+from impl.collectives import Backend, OnGloo, accounting, count_bytes_sent, segments
 from impl.collectives.cases import COLLECTIVES
 from shardmark.registry import Implementation
 from shardmark.wire import tcp_bytes_sent
@@ -84,12 +83,12 @@ def wrong_results(
 @contextmanager
 def _segments_of(nbytes: int | None) -> Iterator[None]:
     """Cut parts into segments of that size, so that small tensors have many."""
-    before = accounting.SEGMENT_BYTES
-    accounting.SEGMENT_BYTES = nbytes or before
+    before = segments.SEGMENT_BYTES
+    segments.SEGMENT_BYTES = nbytes or before
     try:
         yield
     finally:
-        accounting.SEGMENT_BYTES = before
+        segments.SEGMENT_BYTES = before
 
 
 @pytest.mark.family("collectives")

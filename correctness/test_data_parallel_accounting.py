@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from correctness.metering import assert_metered, metered
-from impl.accounting.data_parallel import best_bucket_bytes, bucketed_peak, exposed_seconds, work
+from impl.data_parallel.accounting import best_bucket_bytes, bucketed_peak, exposed_seconds, work
 from impl.data_parallel.cases import ReductionCase
 from impl.training_step.cases import TrainingStepCase
 from perf.workloads.data_parallel import DataParallelStep

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from correctness.metering import assert_metered, peak_of_a_step
-from impl.accounting.fsdp import sharded_peak, work
-from impl.accounting.simple_fsdp import transformer_peak
-from impl.accounting.training_step import eager_peak
+from impl.accounting.library.simple_fsdp import transformer_peak
+from impl.fsdp.accounting import sharded_peak, work
 from impl.fsdp.cases import FSDPCase
 from impl.model.sizes import SIZES
+from impl.training_step.accounting import eager_peak
 from impl.training_step.cases import TrainingStepCase
 from perf.workloads.fsdp import FSDPStep
 from shardmark.registry import family

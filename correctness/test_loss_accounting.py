@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from impl.accounting import loss as accounting
+from impl.loss import accounting
 from impl.loss.cases import LossCase
 from perf.workloads.loss import LossStep, assert_within_eagers_peak, metered_peak
 from shardmark.memory import meter

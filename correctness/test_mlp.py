@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from impl.accounting import mlp
-from impl.accounting.training_step import checkpointed_peak, eager_peak, work
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel, MLPSize
 from impl.precision import PRECISIONS
 from impl.training_step import CheckpointedStep, EagerStep
+from impl.training_step.accounting import checkpointed_peak, eager_peak, work
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
 from shardmark.memory import Memory, meter
 

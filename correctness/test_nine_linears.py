@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from correctness.metering import UNSEEN, assert_metered, metered
-from impl.accounting.nine_linears import SPREADS, peak, stages, work
+from impl.accounting.library.nine_linears import SPREADS, peak, stages, work
 from impl.fsdp.cases import WRAPS, NineLinearsCase
 from perf.workloads.nine_linears import SHARDED, NineLinearsStep
 from shardmark.registry import resolve

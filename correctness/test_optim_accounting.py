@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from impl.accounting import optim as accounting
 from impl.model import SIZES, Transformer
+from impl.optim import accounting
 from impl.optim.cases import CLIPPING, OptimizerCase
 from perf.workloads.optim import OptimizerStep
 from shardmark.memory import meter

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from impl.accounting import mlp
-from impl.accounting import simple_fsdp as simple
-from impl.accounting.nine_linears import SPREADS, peak, stages
+from impl.accounting.library import simple_fsdp as simple
+from impl.accounting.library.nine_linears import SPREADS, peak, stages
 from impl.fsdp.cases import NineLinearsCase, RankRung
 from impl.training_step.cases import TrainingStepCase
 

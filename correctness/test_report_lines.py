@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from impl.accounting.training_step import SOFTMAX_FLOPS, attention_flops
+from impl.training_step.accounting import SOFTMAX_FLOPS, attention_flops
 from impl.training_step.cases import TrainingStepCase
 from shardmark.budget import MemoryBudget
 from shardmark.kernels import ELSE, MATRIX_PRODUCT, Call, StepProfile

@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor
 
 from correctness.metering import assert_metered, metered, plan_of
-from impl.accounting.sharded_optimizer import sharded_bytes, work, zero_redundancy_work
 from impl.model import SIZES
+from impl.sharded_optimizer.accounting import sharded_bytes, work, zero_redundancy_work
 from impl.sharded_optimizer.cases import ShardedStepCase
 from perf.workloads.sharded_optimizer import ShardedStep
 from shardmark.passes import meter_pass, timeline_pass

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from impl.accounting.model import activations, training_bytes
-from impl.accounting.training_step import eager_peak
 from impl.model import SIZES
+from impl.training_step.accounting import eager_peak
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
 from perf.workloads.training_step import LabelledStep, LanguageModelStep
 from shardmark.passes import measure

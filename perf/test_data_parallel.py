@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from impl.accounting.data_parallel import best_bucket_bytes, exposed_seconds, work
+from impl.data_parallel.accounting import best_bucket_bytes, exposed_seconds, work
 from impl.data_parallel.cases import ReductionCase
 from impl.model import SIZES
 from impl.training_step.cases import TrainingStepCase

@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 
 import pytest
 
-from impl.accounting.training_step import work
+from impl.training_step.accounting import work
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
 from perf.workloads.training_step import CONTEXTS, DTYPES, MODELS, LanguageModelStep
 from shardmark import registry

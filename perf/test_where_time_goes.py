@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from impl.accounting.training_step import attention_flops, work
+from impl.training_step.accounting import attention_flops, work
 from impl.training_step.cases import TrainingStepCase
 from perf.workloads.training_step import CONTEXTS, MODELS, LanguageModelStep
 from shardmark.grid import Grid

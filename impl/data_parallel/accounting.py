@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from impl.accounting.collectives import all_reduce_bytes_sent
 from impl.accounting.model import training_bytes, training_work
+from impl.collectives.accounting import all_reduce_bytes_sent
 from impl.data_parallel.cases import ReductionCase
 from impl.training_step.cases import TrainingStepCase
 from shardmark.grid import MB, Work

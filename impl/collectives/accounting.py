@@ -7,14 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from impl.collectives.segments import buffer_bytes
+
 if TYPE_CHECKING:
     from impl.collectives.cases import CollectiveCase
-
-
-SEGMENT_BYTES = 2**20
-"""Our own collectives pass parts on in segments of about this size, so that adding one overlaps receiving the next."""
-IN_FLIGHT = 2
-"""Segments on their way at once, each with buffers of its own."""
 
 
 def all_reduce_bytes_sent(nbytes: int, ranks: int) -> int:
@@ -67,17 +63,6 @@ def part_elements(elements: int, index: int, parts: int) -> int:
 def bus_bandwidth(collective: str, nbytes: int, seconds: float, ranks: int) -> float:
     """Bytes a second across each link, as NCCL's tests define it; `nbytes` of the larger tensor of one rank."""
     return nbytes / seconds * (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
-
-
-def segments_of(nbytes: int) -> int:
-    """Into how many segments a part of that many bytes is cut."""
-    return max(1, -(-nbytes // SEGMENT_BYTES))
-
-
-def buffer_bytes(part: int, itemsize: int, rows: int) -> int:
-    """Bytes of the buffers for parts of up to `part` elements: `rows` segments for each one in flight."""
-    segments = segments_of(part * itemsize)
-    return min(IN_FLIGHT, segments) * rows * -(-part // segments) * itemsize
 
 
 def reduce_scatter_buffers(nbytes: int, ranks: int, itemsize: int = 4) -> int:

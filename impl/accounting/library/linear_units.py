@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from impl.accounting.collectives import reduce_scatter_buffers
+from impl.accounting.library.simple_fsdp import Shards
 from impl.accounting.mlp import Ledger
-from impl.accounting.simple_fsdp import Shards
 from impl.accounting.transformer import FLOAT, by_rows
+from impl.collectives.accounting import reduce_scatter_buffers
 
 if TYPE_CHECKING:
     from impl.fsdp.cases import NineLinearsCase

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from impl.accounting import checkpointing, mlp
+from impl.accounting import mlp
 from impl.accounting.model import training_bytes, training_work
+from impl.checkpointing import accounting as checkpointing
 from impl.model.mlp import MLP_SIZES
 from impl.model.sizes import SIZES
 from shardmark.grid import Work

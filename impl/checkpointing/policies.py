@@ -1,39 +1,20 @@
-"""Activation checkpointing: drop what forward would keep for backward, and compute it again there (Chen et al., 2016).
-
-from impl.checkpointing import full
-
-model = full(Transformer(SIZES["medium"], context_length=1024))
-"""
+"""Checkpointing policies, from keeping everything to keeping what is dear to compute."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from impl.accounting import checkpointing as accounting
-from shardmark.registry import Family, Race, RegistryError, add_family, register
-
-
-class Policy(Protocol):
-    """`policy(model) -> model`: the same object, whose blocks from now on keep less for backward.
-
-    `model.blocks` is an `nn.ModuleList` that the model's forward iterates over, each block taking the output of the one
-    before. Gradients are bitwise those of the model as it was; the names in `state_dict` and what `isinstance` says do
-    not change. The state of the random number generators is restored for a block that holds an `nn.Dropout`; one that
-    draws random numbers by other means must not be checkpointed. A model that is checkpointed is saved by its
-    `state_dict`: it cannot be pickled whole. ValueError for a model without blocks, and for one
-    that is checkpointed already.
-    """
-
-    def __call__(self, model: nn.Module) -> nn.Module:
-        """The model, checkpointed."""
-        ...
+from impl.checkpointing import accounting
+from impl.checkpointing.contract import Policy
+from impl.checkpointing.segments import segment_length
+from shardmark.registry import Race, register
 
 
 def none(model: nn.Module) -> nn.Module:
@@ -117,7 +98,7 @@ class _Segmented(nn.ModuleList):
 
     def __iter__(self) -> Iterator[Any]:
         blocks = list(self._modules.values())
-        length = accounting.segment_length(len(blocks))
+        length = segment_length(len(blocks))
         before: Tensor | None = None
 
         def run(segment: list[Any], x: Tensor) -> Tensor:
@@ -177,32 +158,6 @@ def _blocks(model: nn.Module) -> nn.ModuleList:
         )
     return blocks
 
-
-def _check(target: Any, device: str) -> None:
-    """A policy gives back the model with its parameters' names, and a block that still computes what it did."""
-    if not callable(target):
-        raise RegistryError(f"{target!r} is not callable; a policy is policy(model) -> model")
-    model = nn.Module()
-    model.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
-    names = list(model.state_dict())
-    if target(model.to(device)) is not model:
-        raise RegistryError("it does not return the model that it was given")
-    if list(model.state_dict()) != names or not all(
-        isinstance(block, nn.Linear) for block in model.blocks._modules.values()
-    ):
-        raise RegistryError("it changes the names in the model's state_dict or the classes of its blocks")
-
-
-FAMILY = add_family(
-    Family(
-        "checkpointing",
-        Policy,
-        reference="none",
-        check=_check,
-        memory=accounting.NONE.peak,  # a user's own keeps no more than everything
-        time=Race("none"),
-    )
-)
 
 register("checkpointing", "none", none, memory=accounting.NONE.peak)
 register("checkpointing", "full", full, memory=accounting.FULL.peak, time=Race("none"))

@@ -6,12 +6,12 @@ another dtype. T tokens, d = d_model, f = d_ff.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from impl.accounting.model import activation_bytes, training_bytes
+from impl.checkpointing.segments import segment_length
 from impl.model.sizes import SIZES
 
 if TYPE_CHECKING:
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 
 
 _FLOAT = 4  # bytes of a float32
-
-
-def segment_length(blocks: int) -> int:
-    """Blocks in a segment of `recursive`: the square root, rounded. The last segment may have fewer."""
-    return round(math.sqrt(blocks))
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from impl.accounting import training_step
 from impl.accounting.mlp import Ledger, StepBytes
 from impl.accounting.transformer import BYTES, FLOAT, Shape, Step, by_rows
 from impl.model.mlp import MLP_SIZES
+from impl.training_step import accounting as training_step
 from shardmark.grid import Work
 
 if TYPE_CHECKING:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from impl.accounting import data_parallel
-from impl.accounting.collectives import reduce_scatter_buffers
-from impl.accounting.data_parallel import bucketed_peak, ddp_peak
 from impl.accounting.model import training_bytes
+from impl.collectives.accounting import reduce_scatter_buffers
+from impl.data_parallel import accounting as data_parallel
+from impl.data_parallel.accounting import bucketed_peak, ddp_peak
 from impl.model.sizes import SIZES
+from impl.sharded_optimizer.shards import BUCKET_MB, IN_FLIGHT
 from shardmark.grid import MB, Work
 
 if TYPE_CHECKING:
@@ -21,12 +22,8 @@ if TYPE_CHECKING:
 
 
 _FLOAT = 4
-BUCKET_MB = 5
-"""Of gradients that are reduce-scattered together, and parameters that are gathered so."""
 _FACTOR = 8
 """Bytes of the number that gradients are multiplied by on their way, a float64."""
-IN_FLIGHT = 2
-"""Reduce-scatters that are under way at once, each with buffers of its own."""
 
 
 @dataclass(frozen=True)

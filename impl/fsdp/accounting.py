@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from impl.accounting.collectives import reduce_scatter_buffers
 from impl.accounting.model import training_work
 from impl.accounting.transformer import EMBEDDING, FLOAT, ROOT, Step
+from impl.collectives.accounting import reduce_scatter_buffers
 from shardmark.grid import Work
 
 if TYPE_CHECKING:

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from impl.attention.cases import AttentionCase
 
 
-TILE = 256
-"""Queries and keys in one tile of `flash_pytorch`: 256 is its fastest on CPU from 1,024 tokens on."""
-
 # Products of queries x keys x head_dim: q kᵀ and p v forward; their four gradients, and q kᵀ again, backward.
 _PRODUCTS = {"forward": 2, "backward": 5, "both": 7}
 
@@ -48,11 +45,12 @@ def flash_peak(case: AttentionCase) -> int:
     return tensors * batch * seq * head_dim * size + batch * seq * max(size, 4)
 
 
-def flash_pytorch_peak(case: AttentionCase) -> int:
-    """Peak of `flash_pytorch`, in bytes: `flash_peak` and one tile's intermediates, which do not grow with seq."""
+def flash_pytorch_peak(case: AttentionCase, tile_rows: int = 256) -> int:
+    """Peak of `flash_pytorch`, in bytes: `flash_peak` and the intermediates of one tile of so many queries and keys,
+    which do not grow with seq."""
     batch, seq, head_dim, size = _sizes(case)
     compute = max(size, 4)  # half precision is computed in float32
-    rows = min(TILE, seq)
+    rows = min(tile_rows, seq)
     tile = batch * rows * rows * compute
     column = batch * rows * compute  # one value a row
     slab = column * head_dim  # a tile of q, k, v or of the accumulator

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from impl.optim.cases import OptimizerCase
 
 
-CHUNK = 8192
-"""Elements of one program of `fused_triton`."""
-
 _STEP = 4  # bytes of a step count, a float32
 _NUMBER = 8  # bytes of a Python number in an operation on CPU, a float64
 
@@ -93,11 +90,12 @@ def torch_fused_peak(case: OptimizerCase) -> int:
     return _torch_peak(case, 0)
 
 
-def fused_triton_peak(case: OptimizerCase) -> int:
-    """Peak of `fused_triton`, in bytes: a table of addresses and scalars, a map of chunks, a partial sum of each."""
+def fused_triton_peak(case: OptimizerCase, chunk: int) -> int:
+    """Peak of `fused_triton`, in bytes: a table of addresses and scalars, a map of chunks of so many elements,
+    a partial sum of each."""
     _, state = _sizes(case)
     tensors = counts(case)
-    programs = sum(-(-count // CHUNK) for count in tensors)
+    programs = sum(-(-count // chunk) for count in tensors)
     rows, decision, hyperparameters = 2 * 64 * len(tensors), 16, 8 * (1 + 5)
     table = rows + decision + hyperparameters + 8 * programs
     clipping = 0
