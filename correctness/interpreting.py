@@ -16,6 +16,8 @@ def interpret_without_detours() -> None:
       the assertion then left out, as the option `debug` is off.
     - Triton's functions are replaced by the interpreter's for as long as a kernel runs. At every call of a kernel's
       helper they were looked for again.
+
+    A version of Triton that has these parts of its interpreter under other names is left as it is.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
@@ -23,9 +25,11 @@ def interpret_without_detours() -> None:
         from triton.runtime import interpreter
     except ImportError:
         return
-    options = interpreter.interpreter_builder.options
-    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
-    _replace_functions_once(interpreter)
+    options = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
+    if hasattr(options, "sanitize_overflow") and hasattr(options, "debug"):
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
+    if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
+        _replace_functions_once(interpreter)
 
 
 def _replace_functions_once(interpreter: Any) -> None:

@@ -63,6 +63,7 @@ def test_too_few_samples_decide_nothing() -> None:
     interval = median_interval([1.0, 1.0, 1.0, 1.0, 1.0])
     assert interval.coverage == pytest.approx(0.9375)
     assert interval.verdict(2.0) == interval.verdict(0.5) == UNDECIDED
+    assert median_interval(range(2000)).median == 999.5  # as many as no float holds the combinations of
     assert median_interval([1.0]).coverage == 0
     with pytest.raises(ValueError, match="at least one sample"):
         median_interval([])

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from shardmark import blocks
-from shardmark.blocks import Allocated, recording
-from shardmark.memory import Memory, Workspace, available_bytes, is_out_of_memory, meter, stage
+from shardmark.blocks import Allocated, Block, recording
+from shardmark.memory import Memory, Workspace, _Live, available_bytes, is_out_of_memory, meter, stage
 from shardmark.world import World
 
 N = 100_000
@@ -134,6 +134,21 @@ def test_stages_tell_what_is_live_and_the_most_there_was_whatever_peak_begins_ag
     assert list(memory.stages) == ["first", "second"] and memory.peak == 8 * N
     assert all((held.reserved or 0) >= (16 * N if device == "cuda" else 0) for held in memory.stages.values())
     del kept, more
+
+
+def test_bytes_begin_at_zero_whatever_a_library_has_kept_from_before(device: str) -> None:
+    x = torch.randn(64, 64, device=device)
+    x @ x  # on CUDA, cuBLAS keeps a workspace from now on
+    with meter(device) as memory:
+        memory.mark("after_init")
+    assert memory.phases == {"after_init": 0} and memory.peak == 0
+
+
+def test_a_workspace_that_is_kept_counts_after_the_peak_has_begun_again() -> None:
+    live = _Live()
+    live.follow(Allocated(Block(100, address=0, workspace="aten::mm")))
+    live.begin_again()
+    assert live.largest_workspace == Workspace(100, "aten::mm") and live.peak == 100 and live.peak_of_tensors == 0
 
 
 def test_what_was_there_before_does_not_count(device: str) -> None:

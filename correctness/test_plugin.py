@@ -142,7 +142,7 @@ def test_rounds_double_while_a_time_budget_is_undecided_and_then_the_test_is_ski
 
 
 def test_goals_are_reported_and_fail_nothing(project: pytest.Pytester) -> None:
-    result, output = run_project(project, "--scale=smoke", "-k", "goal")
+    result, output = run_project(project, "--scale=smoke", "-k", "goal", "--benchmark-min-rounds=20")
     result.assert_outcomes(passed=3)
     outcomes = {name: row_of(output, name)["time"]["outcome"] for name in ("plain", "torn", "with_giant")}
     assert outcomes == {"plain": "reached", "torn": "undecided", "with_giant": "missed"}

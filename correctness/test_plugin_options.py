@@ -10,6 +10,7 @@ import torch
 from correctness.project import row_of, run_project
 from correctness.test_link import makes_links
 from shardmark.machine import requires_compiler
+from shardmark.registry import family
 
 pytest_plugins = ["pytester", "correctness.project"]
 
@@ -112,11 +113,14 @@ def _compiler_is_imported() -> None:
 def test_the_listing_is_printed_and_nothing_runs(project: pytest.Pytester) -> None:
     result, output = run_project(project, "--implementations")
     assert result.ret == 0 and not output
+    kernel = family("attention").implementations["flash_triton"]
+    reason = kernel.missing("cpu")
+    runs = "runs here, and is not measured: on CPU it runs in Triton's interpreter, "
     result.stdout.fnmatch_lines(
         [
             "torch *, device cpu",
             "attention (reference: eager)",
-            "  flash_triton * runs here, and is not measured: on CPU it runs in Triton's interpreter, *",
+            f"  flash_triton * {f'does not run here: {reason}' if reason else f'{runs}*'}",
             "  sdpa * runs here",
             "  flex * does not run here: PyTorch's FlexAttention has no backward pass on CPU",
         ]

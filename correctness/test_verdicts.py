@@ -129,7 +129,7 @@ class SlowInTurns(Drawn):
 
     def step(self, mark: Mark) -> None:
         self.steps += 1
-        time.sleep(0.02 if self.implementation.name == "eager" and self.steps % 2 else 0.002)
+        time.sleep(0.1 if self.implementation.name == "eager" and self.steps % 2 else 0.002)
 
 
 def measured_in_turns(plan: Plan) -> Measured:
@@ -144,7 +144,7 @@ def test_ranks_decide_together_by_the_slowest_of_each_round(worlds: WorldsBySize
     ranks = worlds(2).run(measured_in_turns, plan)
     rounds = {len(laps) for rank in ranks for laps in rank.laps.values()}
     assert rounds == {fewest_rounds(confidence(1))}  # decided at the first look
-    assert min(step_seconds(ranks)) >= 0.02 and min(step_seconds(ranks, PEER)) < 0.02
+    assert min(step_seconds(ranks)) >= 0.1 and min(step_seconds(ranks, PEER)) < 0.1
 
 
 @pytest.mark.sweep
@@ -161,5 +161,6 @@ def test_200_verdicts_on_an_implementation_against_itself(worlds: WorldsBySize) 
         _, interval = time_entry(measured, Race("itself", budget=1.0), limits.confidence)
         assert interval is not None
         verdicts.append(interval.verdict(budget.tolerated(1.0)))
-    print({verdict: verdicts.count(verdict) for verdict in (PASS, UNDECIDED, FAIL)})
-    assert FAIL not in verdicts
+    counts = {verdict: verdicts.count(verdict) for verdict in (PASS, UNDECIDED, FAIL)}
+    print(counts)
+    assert counts[FAIL] == 0 and counts[PASS] > judgements / 4, counts

@@ -115,19 +115,21 @@ def test_an_exception_arrives_with_its_ranks_own_traceback(pair: World) -> None:
 
 
 def test_a_hang_is_reported_with_every_ranks_stack(pair: World) -> None:
+    pair.run(identity)  # what is to be imported is
     began = time.monotonic()
     with pytest.raises(RankError) as caught:
-        pair.run(hang_on_rank_1, deadline=0.5)
-    assert time.monotonic() - began < 0.5 + 2 * world_module.GRACE
+        pair.run(hang_on_rank_1, deadline=1)
+    assert time.monotonic() - began < 1 + 2 * world_module.GRACE
     for rank in (0, 1):
         assert re.search(
-            rf"rank {rank} of 2 had not answered after 0.5 s; it was at\n(.*\n)*?.*hang_on_rank_1", str(caught.value)
+            rf"rank {rank} of 2 had not answered after \d\.\d s; it was at\n(.*\n)*?.*hang_on_rank_1", str(caught.value)
         )
 
 
 def test_a_hang_in_c_shows_its_stack_too(pair: World) -> None:
+    pair.run(identity)
     with pytest.raises(RankError, match="in hang_in_c_with_the_interpreter_locked"):
-        pair.run(hang_in_c_with_the_interpreter_locked, deadline=0.5)
+        pair.run(hang_in_c_with_the_interpreter_locked, deadline=1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

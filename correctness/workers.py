@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from shardmark import torchrun
+from shardmark.memory import available_bytes
 from shardmark.rank import available_cores
 
 FOLDER = Path(__file__).parent
 
 MOST_WORKERS = 4
-"""Each takes seconds to import torch, and a gigabyte for itself and its worlds."""
+"""Each takes seconds to import torch."""
+BYTES_OF_A_WORKER = 2**30
+"""For itself and its worlds."""
 
 
 def share_the_cores(config: pytest.Config) -> None:
@@ -30,6 +33,7 @@ def share_the_cores(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ or torchrun.launched() or torch.cuda.is_available():
         return
     paths = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
-    if available_cores() > 1 and all(path.is_dir() and path.is_relative_to(FOLDER) for path in paths):
-        option.numprocesses = min(available_cores(), MOST_WORKERS)
+    number = min(available_cores(), MOST_WORKERS, available_bytes("cpu") // BYTES_OF_A_WORKER)
+    if number > 1 and all(path.is_dir() and path.is_relative_to(FOLDER) for path in paths):
+        option.numprocesses = number
         option.dist = "worksteal" if option.dist == "no" else option.dist  # a file stays together until the very end
