@@ -27,7 +27,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from correctness.support.paths import ROOT
+
 LONGEST = 3600.0
 """Seconds after which a run is ended."""
 PATIENCE = 30.0
