@@ -43,6 +43,18 @@ def test_helpers_of_helpers_are_interpreted_and_tritons_functions_restored() -> 
         assert tl.core.is_builtin(tl.load) and tl.core.is_builtin(tl.core.load)
 
 
+@triton.jit
+def sum_of(x, total):  # type: ignore[no-untyped-def]
+    tl.store(total, tl.sum(tl.load(x + tl.arange(0, 4)), axis=0))
+
+
+def test_what_tritons_own_helpers_replace_is_restored_too() -> None:
+    total = torch.zeros(1)
+    sum_of[(1,)](torch.ones(4), total)
+    assert total.item() == 4
+    assert tl.core.is_builtin(tl.load) and tl.core.is_builtin(tl.core.load)
+
+
 def test_after_a_kernel_that_raises_the_next_one_runs() -> None:
     x = torch.zeros(4, dtype=torch.int32)
     with pytest.raises(InterpreterError):

@@ -36,9 +36,12 @@ def _replace_functions_once(interpreter: Any) -> None:
     language, core = interpreter.tl, interpreter.tl.core
     replace_functions, scope_class = interpreter._patch_lang, interpreter._LangPatchScope
     replaced: set[ModuleType] = set()
+    of_helpers: list[Any] = []  # which Triton does not restore: Triton's own helpers replaced functions for good
 
     class Scope(scope_class):
         def restore(self) -> None:
+            while of_helpers:
+                scope_class.restore(of_helpers.pop())
             replaced.clear()
             super().restore()
 
@@ -52,7 +55,10 @@ def _replace_functions_once(interpreter: Any) -> None:
     def replace_once(function: FunctionType) -> Any:
         if used_by(function) <= replaced:
             return scope_class()  # nothing to restore
+        scope = replace_functions(function)
+        if replaced:
+            of_helpers.append(scope)
         replaced.update(used_by(function))
-        return replace_functions(function)
+        return scope
 
     interpreter._LangPatchScope, interpreter._patch_lang = Scope, replace_once
