@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from correctness.compiling import compiler, unavailable_reason
-from correctness.interpreting import interpret_without_detours
-from correctness.workers import share_the_cores
+from correctness.support.compiling import compiler, unavailable_reason
+from correctness.support.interpreting import interpret_without_detours
+from correctness.support.workers import share_the_cores
 from shardmark.rank import threads_of_a_rank
 from shardmark.registry import family
 from shardmark.report.layout import layout

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import locale
 import os
+import platform
 import re
 import shutil
 import signal
@@ -26,7 +27,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from correctness.support.paths import ROOT
+
 LONGEST = 3600.0
 """Seconds after which a run is ended."""
 PATIENCE = 30.0
@@ -54,6 +56,17 @@ class Run:
 
 Machine = Callable[[Run], None]
 """Makes of a run on this machine one on another; NotHereError where it cannot."""
+
+
+def instructions(**values: str) -> Machine:
+    """Of x86-64, in the variables that libraries read."""
+
+    def machine(run: Run) -> None:
+        if platform.machine() != "x86_64":
+            raise NotHereError(f"these are instructions of x86-64, and this is {platform.machine()}")
+        run.environment.update(values)
+
+    return machine
 
 
 def variables(**values: str) -> Machine:
@@ -124,7 +137,7 @@ def no_compiler(run: Run) -> None:
 
 
 def no_triton(run: Run) -> None:
-    """As on Arm, for which it has no wheels."""
+    """As where it has no wheels."""
     (run.folder / "sitecustomize.py").write_text("import sys\nsys.modules['triton'] = None\n")
     paths = [str(run.folder), run.environment.get("PYTHONPATH", "")]
     run.environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -132,13 +145,13 @@ def no_triton(run: Run) -> None:
 
 MACHINES: dict[str, Machine] = {
     # A laptop of 2015: what products of matrices, vectors in PyTorch, and what is compiled may use.
-    "avx2": variables(ONEDNN_MAX_CPU_ISA="AVX2", ATEN_CPU_CAPABILITY="avx2", MKL_ENABLE_INSTRUCTIONS="AVX2"),
-    "onednn_avx512_core": variables(ONEDNN_MAX_CPU_ISA="AVX512_CORE"),
-    "onednn_avx2": variables(ONEDNN_MAX_CPU_ISA="AVX2"),
-    "onednn_sse41": variables(ONEDNN_MAX_CPU_ISA="SSE41"),
-    "aten_avx2": variables(ATEN_CPU_CAPABILITY="avx2"),
-    "aten_default": variables(ATEN_CPU_CAPABILITY="default"),
-    "mkl_avx2": variables(MKL_ENABLE_INSTRUCTIONS="AVX2"),
+    "avx2": instructions(ONEDNN_MAX_CPU_ISA="AVX2", ATEN_CPU_CAPABILITY="avx2", MKL_ENABLE_INSTRUCTIONS="AVX2"),
+    "onednn_avx512_core": instructions(ONEDNN_MAX_CPU_ISA="AVX512_CORE"),
+    "onednn_avx2": instructions(ONEDNN_MAX_CPU_ISA="AVX2"),
+    "onednn_sse41": instructions(ONEDNN_MAX_CPU_ISA="SSE41"),
+    "aten_avx2": instructions(ATEN_CPU_CAPABILITY="avx2"),
+    "aten_default": instructions(ATEN_CPU_CAPABILITY="default"),
+    "mkl_avx2": instructions(MKL_ENABLE_INSTRUCTIONS="AVX2"),
     "one_thread": variables(OMP_NUM_THREADS="1"),
     "four_threads": four_threads,
     "one_core": one_core,

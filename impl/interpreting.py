@@ -1,7 +1,7 @@
 """What a Triton kernel requires: Triton; and a GPU, or Triton's interpreter, in which it is right and its times mean
 nothing.
 
-Triton's wheels are for x86-64. Where there is none a kernel's file cannot be imported, and its family registers the
+Where Triton is not installed a kernel's file cannot be imported, and its family registers the
 implementation without a target.
 """
 

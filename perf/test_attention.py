@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from impl.accounting.attention import work
+from impl.attention.accounting import work
 from impl.attention.cases import MODES, AttentionCase
 from perf.workloads.attention import AttentionPass
 from shardmark import registry

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from impl.accounting.checkpointing import POLICIES
-from impl.accounting.training_step import work
+from impl.checkpointing.accounting import POLICIES
+from impl.training_step.accounting import work
 from impl.training_step.cases import TrainingStepCase
 from perf.workloads.training_step import CheckpointedStep
 from shardmark.grid import Grid

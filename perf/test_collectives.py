@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from impl.accounting.collectives import bus_bandwidth, bytes_sent
+from impl.collectives.accounting import bus_bandwidth, bytes_sent
 from impl.collectives.cases import COLLECTIVES, CollectiveCase
 from shardmark.grid import Grid, Work
 from shardmark.measure import Measure

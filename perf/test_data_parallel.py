@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from impl.accounting.data_parallel import work
+from impl.data_parallel.accounting import work
 from impl.data_parallel.cases import ReductionCase
 from impl.training_step.cases import TrainingStepCase
 from perf.observers.overhead_model import OverheadModel

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from impl.accounting.fsdp import work
+from impl.fsdp.accounting import work
 from impl.fsdp.cases import FSDPCase
 from perf.workloads.fsdp import FSDPStep
 from shardmark.grid import Grid

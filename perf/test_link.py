@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from impl.accounting.data_parallel import work
-from impl.accounting.fsdp import work as fsdp_work
-from impl.accounting.sharded_optimizer import work as sharded_work
-from impl.accounting.sharded_optimizer import zero_redundancy_work
+from impl.data_parallel.accounting import work
+from impl.fsdp.accounting import work as fsdp_work
 from impl.fsdp.cases import FSDPCase
+from impl.sharded_optimizer.accounting import work as sharded_work
+from impl.sharded_optimizer.accounting import zero_redundancy_work
 from impl.sharded_optimizer.cases import ShardedStepCase
 from impl.training_step.cases import TrainingStepCase
 from perf.workloads.data_parallel import DataParallelStep

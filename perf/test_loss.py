@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from impl.accounting.loss import eager_peak, work
+from impl.loss.accounting import eager_peak, work
 from impl.loss.cases import LossCase
 from perf.workloads.loss import LossStep, assert_within_eagers_peak, metered_peak
 from shardmark import registry

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from impl.accounting.training_step import work
+from impl.training_step.accounting import work
 from impl.training_step.cases import TrainingStepCase
 from perf.workloads.mlp_ladder import MLP_LADDER
 from perf.workloads.training_step import LanguageModelStep

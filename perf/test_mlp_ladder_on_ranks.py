@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from impl.accounting.simple_fsdp import peak, peak_of_stages, stages, work
+from impl.accounting.library.simple_fsdp import peak, peak_of_stages, stages, work
 from impl.fsdp.cases import RankRung
 from impl.training_step.cases import TrainingStepCase
 from perf.workloads.mlp_ladder import MLP_LADDER, RankLadderStep, spread

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from impl.accounting.nine_linears import SPREADS, peak, stages, work
+from impl.accounting.library.nine_linears import SPREADS, peak, stages, work
 from impl.fsdp.cases import WRAPS, NineLinearsCase
 from perf.workloads.nine_linears import SHARDED, NineLinearsStep
 from shardmark.grid import SCALES, Grid

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from impl.accounting.optim import work
+from impl.optim.accounting import work
 from impl.optim.cases import CLIPPING, OptimizerCase
 from perf.workloads.optim import OptimizerStep
 from shardmark import registry

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from impl.accounting.data_parallel import work as data_parallel_work
-from impl.accounting.fsdp import work as fsdp_work
+from impl.data_parallel.accounting import work as data_parallel_work
+from impl.fsdp.accounting import work as fsdp_work
 from impl.fsdp.cases import FSDPCase
 from impl.training_step.cases import ScalingCase, TrainingStepCase
 from perf.workloads.data_parallel import DataParallelStep

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from impl.accounting.sharded_optimizer import work, zero_redundancy_work
+from impl.sharded_optimizer.accounting import work, zero_redundancy_work
 from impl.sharded_optimizer.cases import ShardedStepCase
 from perf.workloads.sharded_optimizer import ShardedStep
 from shardmark.grid import Grid

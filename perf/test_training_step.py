@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from impl.accounting.training_step import work
+from impl.training_step.accounting import work
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
 from perf.observers.after_warmups import AfterWarmups, after_warmups
 from perf.workloads.training_step import CONTEXTS, DTYPES, MODELS, LanguageModelStep

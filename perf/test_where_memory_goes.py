@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from impl.accounting.model import activations
-from impl.accounting.training_step import work
 from impl.model import SIZES
+from impl.training_step.accounting import work
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
 from perf.workloads.training_step import CONTEXTS, DTYPES, LabelledStep
 from shardmark.grid import Grid

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from impl.accounting.training_step import work
+from impl.training_step.accounting import work
 from impl.training_step.cases import TrainingStepCase
 from perf.observers.attention_parts import AttentionProfile
 from perf.workloads.training_step import CONTEXTS, MODELS, LanguageModelStep

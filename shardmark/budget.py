@@ -68,7 +68,7 @@ class Interval:
         return PASS if self.high <= limit else FAIL if self.low > limit else UNDECIDED
 
     def outcome(self, goal: float) -> str:
-        """The same of a goal: REACHED, MISSED or UNDECIDED."""
+        """Whether a goal is REACHED, MISSED or UNDECIDED."""
         return {PASS: REACHED, FAIL: MISSED}.get(self.verdict(goal), UNDECIDED)
 
     def __str__(self) -> str:
@@ -109,18 +109,19 @@ class Limits:
 def median_interval(samples: Sequence[float], confidence: float = SHOWN_CONFIDENCE) -> Interval:
     """The median of `samples` and its confidence interval from order statistics.
 
-    Distribution-free: the number of samples below the true median is binomial(n, 1/2), so the interval between the
-    k-th smallest and the k-th largest misses it with probability 2 P(X < k) (Conover, Practical Nonparametric
-    Statistics, 3.2). The narrowest interval that covers the median with that confidence is taken; with fewer than
-    `fewest_rounds` samples there is none, and the whole range is returned with the coverage it has.
+    It assumes no distribution, but that samples are independent: the number of them below the true median is
+    binomial(n, 1/2), so the interval between the k-th smallest and the k-th largest misses it with probability
+    2 P(X < k) (Conover, Practical Nonparametric Statistics, 3.2). The narrowest interval that covers the median with
+    that confidence is taken; with fewer than `fewest_rounds` samples there is none, and the whole range is returned
+    with the coverage it has.
     """
     if not samples:
         raise ValueError("an interval needs at least one sample")
     ordered = sorted(samples)
     n = len(ordered)
-    missed, k = 2 * 0.5**n, 1  # probability that the true median lies outside [1st smallest, 1st largest]
+    missed, k = 2 / 2**n, 1  # probability that the true median lies outside [1st smallest, 1st largest]
     while k < n / 2:
-        wider_miss = missed + 2 * math.comb(n, k) * 0.5**n
+        wider_miss = missed + 2 * math.comb(n, k) / 2**n  # of whole numbers, which do not overflow
         if 1 - wider_miss < confidence:
             break
         missed, k = wider_miss, k + 1

@@ -22,8 +22,8 @@ _PATIENCE = 0.25
 _MOMENT = 0.01
 """The same where someone else may hold a reference, too, so that counts never show it."""
 _OF_ANOTHER = 100
-"""The type (c10d's OpType::UNKNOWN) of a handle that only passes on when another is done, which the worker holds, and
-with it copies: Gloo reduces to scatter so."""
+"""c10d's OpType::UNKNOWN, which the handle of Gloo's reduce-scatter has. It is done when an inner all-reduce is, whose
+handle, with the copies that it holds, only the worker thread has."""
 _WORKER = "pt_gloo_runloop"
 """The name of Gloo's worker threads."""
 _FUNCTIONAL = "_c10d_functional::"
@@ -77,7 +77,7 @@ def _workers_sleep() -> bool:
             name, _, state = (thread / "stat").read_text().partition("(")[2].rpartition(")")
         except (FileNotFoundError, ProcessLookupError):  # it has ended
             continue
-        if name == _WORKER and state.split()[0] == "R":
+        if name == _WORKER and state.split()[0] != "S":
             return False
     return True
 
@@ -96,7 +96,7 @@ def _hold(inputs: dict[int, Any], collective: Callable[..., Any]) -> Callable[..
 
 
 def _wait_by_tensor(inputs: dict[int, Any], wait: Callable[..., Any]) -> Callable[..., Any]:
-    """It drops the handles of the tensor; each holds it until the worker drops it."""
+    """`wait_tensor` drops the handles of a tensor; each holds a reference until the worker drops it, too."""
 
     def patient(tensor: torch.Tensor) -> torch.Tensor:
         references, handles = _references(tensor), c10d._get_work_registry_size()

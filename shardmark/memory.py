@@ -127,7 +127,9 @@ class _Live:
         self.begin_again()
 
     def begin_again(self) -> None:
-        self.peak, self.peak_of_tensors, self.largest_workspace = self.total, self.tensors, Workspace()
+        self.peak, self.peak_of_tensors = self.total, self.tensors
+        held = (Workspace(nbytes, operator) for operator, nbytes in self._taken.items() if nbytes)
+        self.largest_workspace = max(held, key=lambda workspace: workspace.nbytes, default=Workspace())
 
     def follow(self, event: Allocated | Released) -> None:
         nbytes = event.block.nbytes if isinstance(event, Allocated) else -event.block.nbytes
@@ -180,12 +182,12 @@ class _CudaMeter(Meter):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        torch.cuda.synchronize()
-        self._base = self._live()
-        torch.cuda.reset_peak_memory_stats()
-        with super().running():
+        with super().running():  # which first has libraries give back what they kept from before
+            torch.cuda.synchronize()
+            self._base = self._live()
+            torch.cuda.reset_peak_memory_stats()
             yield
-        torch.cuda.synchronize()
+            torch.cuda.synchronize()
 
     def mark(self, phase: str) -> None:
         self.phases[phase] = self._live() - self._base
@@ -205,7 +207,7 @@ class _CudaMeter(Meter):
 
 
 def release(device: str) -> None:
-    """Let go of garbage, and on CUDA of what the caching allocator keeps: other ranks and cases need the room."""
+    """Free garbage, and on CUDA what the caching allocator keeps: other ranks and cases need the room."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

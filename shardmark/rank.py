@@ -29,8 +29,13 @@ class WorldError(ValueError):
 
 
 def available_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0))
+    """Cores this process may run on, or as many as its control group (cgroup v2) has time for, as in a container."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return cores
 
 
 def threads_of_a_rank(ranks: int) -> int:

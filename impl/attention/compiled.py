@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impl.accounting.attention import compiled_peak
-from impl.attention import check_inputs
+from impl.attention.accounting import compiled_peak
+from impl.attention.contract import check_inputs
 from impl.attention.eager import eager_attention
 from shardmark.machine import requires_compiler
 from shardmark.registry import Race, register

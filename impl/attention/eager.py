@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from impl.accounting.attention import eager_peak
-from impl.attention import check_inputs, kv_group, per_query_head
+from impl.attention.accounting import eager_peak
+from impl.attention.contract import check_inputs, kv_group, per_query_head
 from shardmark.registry import register
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from impl.accounting.attention import flash_triton_peak
-from impl.attention import check_inputs, kv_group, triton_kernels
+from impl.attention import triton_kernels
+from impl.attention.accounting import flash_triton_peak
+from impl.attention.contract import check_inputs, kv_group
 from impl.attention.first_derivative import FirstDerivative
 from impl.attention.triton_configurations import CHIPS, HALF, configuration, nearest_arithmetic, prune, tiles
 from impl.interpreting import requires_no_interpreter, requires_triton

@@ -12,9 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from impl.accounting import attention as accounting
-from impl.attention import Attention, check_inputs, kv_group
+from impl.attention import accounting
 from impl.attention.compiled import compile_each_shape
+from impl.attention.contract import Attention, check_inputs, kv_group
 from shardmark.machine import requires_compiler
 from shardmark.registry import Race, Unsupported, register, requires_cuda
 

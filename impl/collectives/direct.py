@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.accounting.collectives import direct_peak
+from impl.collectives.accounting import direct_peak
 from impl.collectives.base import MessageCollectives, flat, requires_gloo
 from impl.collectives.messages import Peers, Steps
 from impl.collectives.worker import WorkerWork

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.accounting.collectives import backend_peak
-from impl.collectives import Work
+from impl.collectives.accounting import backend_peak
+from impl.collectives.contract import Work
 from shardmark.registry import register
 
 

@@ -16,7 +16,7 @@ from itertools import islice
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.accounting.collectives import IN_FLIGHT, segments_of
+from impl.collectives.segments import IN_FLIGHT, segments_of
 from impl.collectives.worker import WorkerWork, worker_of
 
 TAG = 0x5AD

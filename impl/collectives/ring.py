@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from impl.accounting.collectives import ring_peak
+from impl.collectives.accounting import ring_peak
 from impl.collectives.base import MessageCollectives, requires_gloo
 from impl.collectives.cases import CollectiveCase
 from impl.collectives.messages import Peers, Steps

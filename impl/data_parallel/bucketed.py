@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from impl.accounting.data_parallel import bucketed_peak
 from impl.collectives import collectives_for
+from impl.data_parallel.accounting import bucketed_peak
 from impl.data_parallel.base import DataParallel, backward_twice, check_dense
 from impl.data_parallel.buckets import Bucket, partition
 from shardmark.registry import Race, register

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from impl.accounting.data_parallel import flat_peak
+from impl.data_parallel.accounting import flat_peak
 from impl.data_parallel.base import DataParallel, check_dense, gradient
 from shardmark.registry import Race, register
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from impl.accounting.data_parallel import ddp_peak
+from impl.data_parallel.accounting import ddp_peak
 from impl.data_parallel.base import PlainStateDict, check_same_module
 from shardmark.registry import Race, register
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from impl.accounting.data_parallel import naive_peak
+from impl.data_parallel.accounting import naive_peak
 from impl.data_parallel.base import DataParallel, gradient
 from shardmark.registry import Race, register
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import nn
 
-from impl.accounting.data_parallel import overlapped_peak
+from impl.data_parallel.accounting import overlapped_peak
 from impl.data_parallel.base import DataParallel, backward_twice, gradient
 from shardmark.registry import Race, register
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.torch_version import TorchVersion
 
-from impl.accounting.fsdp_library import accelerate_peak
+from impl.accounting.library.fsdp import accelerate_peak
 from impl.fsdp.library import TorchFSDP2
 from shardmark.registry import register
 

@@ -18,9 +18,9 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
-from impl.accounting.fsdp import kept_peak, plain_peak, sharded_peak
 from impl.collectives import collectives_for
 from impl.data_parallel.base import PlainStateDict, check_same_module
+from impl.fsdp.accounting import kept_peak, plain_peak, sharded_peak
 from impl.fsdp.backward import BackwardPasses, backward_runs
 from impl.fsdp.order import Order
 from impl.fsdp.splitting import device_of, split

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from impl.accounting.loss import eager_peak
-from impl.loss import check_inputs, statistics_dtype
+from impl.loss.accounting import eager_peak
+from impl.loss.contract import check_inputs, statistics_dtype
 from shardmark.registry import register
 
 

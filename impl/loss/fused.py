@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impl.accounting.loss import chunk_tokens, row_stride
 from impl.attention.first_derivative import FirstDerivative
-from impl.loss import check_inputs, product_dtype, statistics_dtype
+from impl.loss.chunks import chunk_tokens, row_stride
+from impl.loss.contract import check_inputs, product_dtype, statistics_dtype
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impl.accounting.loss import fused_pytorch_peak
+from impl.loss.accounting import fused_pytorch_peak
 from impl.loss.fused import Terms, fused_loss
 from shardmark.registry import Race, register
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from impl.accounting.loss import fused_triton_peak
 from impl.interpreting import requires_no_interpreter, requires_triton
-from impl.loss import product_dtype, triton_kernels
+from impl.loss import triton_kernels
+from impl.loss.accounting import fused_triton_peak
+from impl.loss.contract import product_dtype
 from impl.loss.fused import Terms, fused_loss
 from shardmark.registry import Race, Unsupported, register
 

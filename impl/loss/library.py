@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from impl.accounting.loss import compiled_peak, linear_cross_entropy_peak
 from impl.attention.compiled import compile_each_shape
-from impl.loss import check_inputs, product_dtype, statistics_dtype
+from impl.loss.accounting import compiled_peak, linear_cross_entropy_peak
+from impl.loss.contract import check_inputs, product_dtype, statistics_dtype
 from impl.loss.eager import summed_loss
 from shardmark.machine import requires_compiler
 from shardmark.registry import Race, Unsupported, register

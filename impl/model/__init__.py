@@ -8,45 +8,9 @@ logits = model(tokens)  # (batch, context) -> (batch, context, vocab)
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
-
-from shardmark.registry import Family, RegistryError, add_family
-
-
-class Model(Protocol):
-    """`Model(size, *, context_length)` is a `torch.nn.Module` from tokens to logits.
-
-    Called on int64 tokens (batch, context) with context up to `context_length`, it returns logits
-    (batch, context, vocab) in its parameters' dtype. ValueError for a longer context and, on CPU, for token ids that
-    the vocabulary does not have; on CUDA looking would stall the device, and its own assertion ends the process. Its
-    parameters carry `Transformer`'s names and shapes, so that weights load from one implementation into another.
-    """
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Logits of the token that follows each position."""
-        ...
-
-
-def _check(target: Any, device: str) -> None:
-    size = SIZES["tiny"]
-    model = target(size, context_length=8).to(device)
-    expected = {name: x.shape for name, x in Transformer(size, context_length=8).named_parameters()}
-    found = {name: x.shape for name, x in model.named_parameters()}
-    for name in expected | found:
-        if expected.get(name) != found.get(name):
-            raise RegistryError(f"its parameter {name!r} is {found.get(name)} and not {expected.get(name)}")
-    logits = model(torch.zeros(2, 8, dtype=torch.int64, device=device))
-    if logits.shape != (2, 8, size.vocab):
-        raise RegistryError(f"tokens (2, 8) gave logits {tuple(logits.shape)} and not {(2, 8, size.vocab)}")
-
-
-FAMILY = add_family(Family("model", Model, reference="plain", check=_check))
-
-from impl.model.plain import PlainTransformer  # noqa: E402  (they register in the family above)
-from impl.model.sizes import SIZES, TransformerSize  # noqa: E402
-from impl.model.transformer import Transformer  # noqa: E402
+from impl.model.contract import Model
+from impl.model.plain import PlainTransformer
+from impl.model.sizes import SIZES, TransformerSize
+from impl.model.transformer import Transformer
 
 __all__ = ["SIZES", "Model", "PlainTransformer", "Transformer", "TransformerSize"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impl.accounting.optim import adamw_peak
+from impl.optim.accounting import adamw_peak
 from impl.optim.base import HALF, MASTER, AdamWBase, dense_gradient
 from shardmark.registry import Race, register
 

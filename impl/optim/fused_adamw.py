@@ -8,6 +8,7 @@ interpreter (TRITON_INTERPRET=1), for correctness alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from impl.accounting.optim import fused_triton_peak
 from impl.interpreting import requires_no_interpreter, requires_triton
+from impl.optim.accounting import fused_triton_peak
 from impl.optim.base import MASTER, AdamWBase, dense_gradient
-from impl.optim.multi_tensor import ACCESS, CONFIGURATIONS, Configuration, Operands, Table
+from impl.optim.multi_tensor import ACCESS, CHUNK, CONFIGURATIONS, Configuration, Operands, Table
 from shardmark.registry import Race, Unsupported, register
 
 
@@ -179,7 +180,7 @@ register(
     "optimizer",
     "fused_triton",
     FusedAdamW,
-    memory=fused_triton_peak,
+    memory=partial(fused_triton_peak, chunk=CHUNK),
     time=Race("torch_fused"),
     requires=(requires_triton,),
     requires_to_measure=(requires_no_interpreter,),

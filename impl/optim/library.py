@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from impl.accounting import optim as accounting
+from impl.optim import accounting
 from impl.optim.base import MASTER, MasterWeights
 from shardmark.registry import Race, register
 

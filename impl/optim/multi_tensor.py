@@ -17,8 +17,10 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from impl.accounting.optim import CHUNK
 from impl.optim import triton_kernels
+
+CHUNK = 8192
+"""Elements of one program."""
 
 
 class Configuration(NamedTuple):

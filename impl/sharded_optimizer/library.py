@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from impl.accounting.sharded_optimizer import unsharded_peak, zero_redundancy_peak
+from impl.sharded_optimizer.accounting import unsharded_peak, zero_redundancy_peak
 from shardmark.registry import Race, Unsupported, register
 
 

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from impl.accounting.sharded_optimizer import BUCKET_MB, IN_FLIGHT, sharded_peak
 from impl.collectives import collectives_for
 from impl.data_parallel.base import backward_twice, call_on_gradient, check_dense
 from impl.data_parallel.buckets import partition
+from impl.sharded_optimizer.accounting import sharded_peak
 from impl.sharded_optimizer.checks import check_averaged, check_elementwise, check_same_group, total_norm
 from impl.sharded_optimizer.overlap import ForwardOverlap
-from impl.sharded_optimizer.shards import Segment, ShardedBucket
+from impl.sharded_optimizer.shards import BUCKET_MB, IN_FLIGHT, Segment, ShardedBucket
 from impl.sharded_optimizer.state import check_state, gather_state, split_state
 from shardmark.registry import Race, register
 

@@ -10,6 +10,11 @@ from torch import Tensor, nn
 
 from impl.collectives import Collectives, Work
 
+BUCKET_MB = 5
+"""Of gradients that are reduce-scattered together, and parameters that are gathered so."""
+IN_FLIGHT = 2
+"""Reduce-scatters that are under way at once, each with buffers of its own."""
+
 
 @dataclass(eq=False)
 class Segment:

@@ -7,81 +7,13 @@ optimizer.zero_grad()
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from impl.training_step.contract import TrainingStep
 
-import torch
-from torch import Tensor
-
-from impl.accounting.training_step import eager_peak
-from impl.model.mlp import MLPLanguageModel, MLPSize
-from impl.precision import Precision
-from shardmark.registry import Family, Race, RegistryError, add_family
-
-
-class TrainingStep(Protocol):
-    """`Step(model, optimizer, *, precision=Precision())`: forward, backward and update, apart or in one call.
-
-    `model` maps tokens (batch, context) to logits (batch, context, vocab) and holds parameters of the precision's
-    dtype; `optimizer` is over those parameters. Tokens and targets are int64 (batch, context). Gradients accumulate in
-    `.grad` until the caller lets go of them. Targets of -100 are ignored; where all are, the loss is NaN, as PyTorch's
-    mean over nothing is, and the gradients are zero. Under float16 a step whose gradients overflow is skipped, with a
-    RuntimeWarning, and the loss is scaled less from then on.
-
-    ValueError for a model, an optimizer and a precision that do not go together, and, on CPU and eager, for tokens and
-    targets that the vocabulary does not have; compiled code and CUDA end in assertions of their own.
-    """
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross entropy of the targets: a float32 scalar."""
-        ...
-
-    def backward(self, loss: Tensor) -> None:
-        """Gradients of the loss, added to each parameter's `.grad`."""
-        ...
-
-    def update(self) -> None:
-        """The optimizer's step."""
-        ...
-
-    def __call__(self, tokens: Tensor, targets: Tensor, mark: Callable[[str], None] = ...) -> Tensor:
-        """All three; `mark` hears "forward", "backward" and "optimizer" as each ends, or "step" where they are one.
-
-        Returns the loss, detached.
-        """
-        ...
-
-
-def _check(target: Any, device: str) -> None:
-    """A step of a model of one block lowers its loss."""
-    model = MLPLanguageModel(MLPSize(dim=8, layers=1, vocab=5)).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tokens = torch.arange(4, device=device).reshape(1, 4)
-    step = target(model, optimizer, precision=Precision())
-    first = step(tokens, tokens + 1)
-    if not isinstance(first, Tensor) or first.shape != ():
-        raise RegistryError(f"it returned {type(first).__name__} and not the scalar loss")
-    optimizer.zero_grad()
-    if not step(tokens, tokens + 1) < first:
-        raise RegistryError("its second step has no lower loss than its first")
-
-
-FAMILY = add_family(
-    Family(
-        "training_step",
-        TrainingStep,
-        reference="eager",
-        check=_check,
-        memory=eager_peak,
-        time=Race("eager", budget=1.25),  # a user's own may do without what the others do, not be slower
-    )
-)
-
-# They register in the family above, simplest first, as every list and table has them.
+# They register in this order, simplest first, as every list and table has them.
 # isort: off
-from impl.training_step.eager import EagerStep  # noqa: E402
-from impl.training_step.checkpointed import CheckpointedStep  # noqa: E402
-from impl.training_step.compiled import CompileForwardBackward, CompileModel, CompileStep  # noqa: E402
+from impl.training_step.eager import EagerStep
+from impl.training_step.checkpointed import CheckpointedStep
+from impl.training_step.compiled import CompileForwardBackward, CompileModel, CompileStep
 # isort: on
 
 __all__ = [

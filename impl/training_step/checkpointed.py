@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
-from impl.accounting.training_step import checkpointed_peak
 from impl.checkpointing import full
 from impl.precision import FLOAT32, Precision
+from impl.training_step.accounting import checkpointed_peak
 from impl.training_step.eager import EagerStep
 from shardmark.registry import Race, register
 

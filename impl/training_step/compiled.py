@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from impl.accounting.training_step import eager_peak
 from impl.attention.compiled import MANY
 from impl.precision import FLOAT32, Precision
+from impl.training_step.accounting import eager_peak
 from impl.training_step.eager import EagerStep
 from shardmark.machine import requires_compiler
 from shardmark.registry import Race, Unsupported, register, requires_cuda

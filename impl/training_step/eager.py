@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
-from impl.accounting.training_step import eager_peak
 from impl.precision import FLOAT32, Precision
+from impl.training_step.accounting import eager_peak
 from shardmark.registry import register
 
 

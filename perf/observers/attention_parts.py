@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from impl.accounting.training_step import attention_flops
+from impl.training_step.accounting import attention_flops
 from impl.training_step.cases import TrainingStepCase
 from shardmark.kernels import MATRIX_PRODUCT, SOFTMAX, Call, StepProfile, category
 from shardmark.observers import Entry, Profile

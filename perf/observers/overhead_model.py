@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from impl.accounting.data_parallel import best_bucket_bytes, exposed_seconds
+from impl.data_parallel.accounting import best_bucket_bytes, exposed_seconds
 from impl.model import SIZES
 from perf.workloads.data_parallel import OverheadCase
 from shardmark.grid import MB

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from impl.accounting.optim import shapes
 from impl.model import SIZES
+from impl.optim.accounting import shapes
 from impl.optim.cases import OptimizerCase
 from shardmark.plan import Mark
 from shardmark.registry import Implementation, Unsupported

@@ -1,0 +1,116 @@
+"""The closed forms of full sharding against the meter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from correctness.support.metering import assert_metered, peak_of_a_step
+from impl.accounting.library.simple_fsdp import transformer_peak
+from impl.fsdp.accounting import sharded_peak, work
+from impl.fsdp.cases import FSDPCase
+from impl.model.sizes import SIZES
+from impl.training_step.accounting import eager_peak
+from impl.training_step.cases import TrainingStepCase
+from perf.workloads.fsdp import FSDPStep
+from shardmark.registry import family
+
+TINY = FSDPCase("tiny", batch=2, context=32)
+"""The largest moment is in backward, at the output projection or the last block."""
+MANY_TOKENS = replace(TINY, batch=4, context=256)
+"""The largest moment is the loss."""
+FEW_TOKENS = replace(TINY, batch=1, context=8)
+"""Parameters weigh more than activations."""
+MINI, WIDE = FSDPCase("mini", batch=2, context=64), FSDPCase("wide", batch=8, context=32)
+
+OWN = ("sharded", "sharded_plain", "sharded_kept")
+FSDP1 = ("fsdp1", "fsdp1_post", "fsdp1_no_prefetch", "fsdp1_forward_prefetch")
+OTHERS = (*FSDP1, "fsdp2", "fsdp2_kept", "simple")
+ALL = OWN + OTHERS
+SOME = ("sharded", "fsdp1", "fsdp2", "simple")
+
+
+def test_no_implementation_goes_without_a_formula_of_its_own() -> None:
+    assert {*ALL, "accelerate"} == set(family("fsdp").implementations)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["tiny", "mini", "wide", "small", "medium", "large", "xl"])
+def test_ours_needs_no_more_than_fsdp2_on_two_ranks(model: str, dtype: str) -> None:
+    for batch, context in ((1, 32), (4, 64), (4, 512)):
+        case = FSDPCase(model, batch, context, dtype)
+        assert formula("sharded", case) <= 1.001 * formula("fsdp2", case)
+        assert formula("sharded_kept", case) <= 1.001 * formula("fsdp2_kept", case)
+
+
+def peak(name: str, case: FSDPCase) -> dict[str, int]:
+    """Of a step, on this rank."""
+    return {name: peak_of_a_step(FSDPStep, family("fsdp").implementations[name], case)}
+
+
+def formula(name: str, case: FSDPCase) -> int:
+    memory = family("fsdp").implementations[name].memory
+    assert memory is not None
+    return memory(case)
+
+
+def named(value: Any) -> str:
+    if isinstance(value, FSDPCase):
+        return f"{value}-{value.ranks}ranks"
+    return value[0] if len(value) == 1 else f"{len(value)}_implementations"
+
+
+EVERY_TIME = [
+    (SOME, replace(TINY, ranks=1)),
+    (ALL, TINY),
+    (SOME, replace(TINY, ranks=3)),  # which neither the table's rows nor a block's divide by
+    (("sharded", "fsdp2"), MANY_TOKENS),
+    *((("accelerate",), case) for case in (TINY, replace(TINY, ranks=3), MINI)),
+    (("sharded", "fsdp2"), replace(MINI, dtype="bfloat16")),  # of a smaller one scratch space is a larger share
+]
+SWEEP = [
+    *((OTHERS, replace(case, ranks=ranks)) for case in (TINY, FEW_TOKENS, MINI, WIDE) for ranks in (1, 2, 3, 4)),
+    *((ALL, case) for case in (MINI, replace(MINI, ranks=3), MANY_TOKENS)),
+    *((("sharded", *OTHERS), replace(MINI, ranks=ranks, dtype="bfloat16")) for ranks in (1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(
+    ("names", "case"),
+    [*EVERY_TIME, *(pytest.param(*values, marks=pytest.mark.sweep) for values in SWEEP if values not in EVERY_TIME)],
+    ids=named,
+)
+def test_peaks_are_within_a_fiftieth_of_their_formulas_on_every_rank(
+    names: Sequence[str], case: FSDPCase, worlds: Any
+) -> None:
+    for name in names:
+        if reason := family("fsdp").implementations[name].unavailable_reason("cpu", to_measure=True):
+            pytest.skip(f"{name}: {reason}")
+        expected = case.ranks * [{name: formula(name, case)}]
+        assert_metered(worlds(case.ranks), expected, peak, name, case, below=0.02)
+
+
+@pytest.mark.parametrize("case", [TINY, MANY_TOKENS, FEW_TOKENS, MINI, WIDE, FSDPCase("xl", 4, 512)], ids=str)
+def test_the_ledger_of_one_rank_is_the_training_steps_closed_form_to_the_byte(case: FSDPCase) -> None:
+    alone = TrainingStepCase(case.model, case.batch, case.context)
+    assert transformer_peak(replace(case, ranks=1)) == eager_peak(alone)
+
+
+def test_peak_falls_with_the_ranks_and_stays_above_what_every_rank_must_hold() -> None:
+    peaks = [sharded_peak(FSDPCase("small", batch=1, context=128, ranks=ranks)) for ranks in (1, 2, 4, 8, 512)]
+    assert peaks == sorted(peaks, reverse=True)
+    two_tables = 2 * 4 * SIZES["small"].vocab * SIZES["small"].d_model
+    assert two_tables < peaks[-1] < 0.5 * peaks[0]
+
+
+def test_bytes_sent_are_those_of_gathering_twice_and_reducing_once() -> None:
+    size = SIZES["mini"]
+    table, whole = size.vocab * size.d_model, size.parameters
+    for ranks in (1, 2, 4):
+        case = FSDPCase("mini", batch=1, context=8, ranks=ranks)
+        read_again = whole - table - size.d_model  # not the embedding's, nor the final norm's, which stays
+        assert work(case).bytes_communicated == 4 * (2 * whole + read_again) * (ranks - 1) // ranks
+        assert work(case, kept=True).bytes_communicated == 4 * 2 * whole * (ranks - 1) // ranks

@@ -1,0 +1,261 @@
+"""The Triton kernels of attention, one configuration at a time: right in the interpreter, sound when compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", exc_type=ImportError)
+
+from correctness.support.accuracy import assert_as_accurate_as_eager, random_inputs, results
+from correctness.support.compiling import ARITHMETIC, compile_tile
+from correctness.support.faults import with_fault
+from impl.attention import FlashAttentionTriton, as_attention, flash_triton, triton_configurations, triton_kernels
+from impl.attention.triton_configurations import (
+    CHIPS,
+    HALF,
+    TABLES,
+    Tile,
+    configuration,
+    nearest_arithmetic,
+    prune,
+    tile_bytes,
+    tiles,
+)
+from shardmark.aot import SHARED_MEMORY, KernelReport
+from shardmark.registry import family
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+COLUMNS = (16, 32, 64, 128)
+DTYPES = {HALF: torch.float16, "ieee": torch.float32, "tf32x3": torch.float32, "tf32": torch.float32}
+
+Case = tuple[str, str, int, int, Tile]
+"""Kernel, arithmetic, chip, columns, tile."""
+
+
+def _name(case: Case) -> str:
+    kernel, arithmetic, chip, columns, tile = case
+    return f"{kernel.removeprefix('attention_')}-{arithmetic}-sm_{chip}-d{columns}-{'x'.join(map(str, tile))}"
+
+
+def _cases(columns_of: Callable[[int], tuple[int, ...]]) -> list[Case]:
+    """Every tile of every table; `columns_of` says which columns to take of those that an entry stands for."""
+    return [
+        (kernel, arithmetic, chip, columns, tile)
+        for chip, by_arithmetic in TABLES.items()
+        for arithmetic, by_kernel in by_arithmetic.items()
+        for kernel, by_columns in by_kernel.items()
+        for most in by_columns
+        for columns in columns_of(most)
+        if most == min(m for m in by_columns if columns <= m)
+        for tile in by_columns[most]
+    ]
+
+
+EACH_TILE = _cases(lambda most: (most,))
+EACH_TILE_AND_COLUMNS = _cases(lambda most: tuple(columns for columns in COLUMNS if columns <= most))
+
+
+@pytest.fixture
+def flash(device: str) -> Iterator[Any]:
+    """`flash_triton` where it runs, its kernels tuned anew before and after."""
+    if reason := family("attention").implementations["flash_triton"].unavailable_reason(device):
+        pytest.skip(reason)
+    flash_triton._tuned.cache_clear()
+    yield as_attention(FlashAttentionTriton)
+    flash_triton._tuned.cache_clear()
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("case", EACH_TILE, ids=_name)
+def test_each_configuration_is_as_accurate_as_eager(
+    case: Case, is_causal: bool, flash: Any, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """On sizes a little over its tiles, so that it has whole tiles, cut ones, and ones that are masked."""
+    kernel, arithmetic, chip, columns, tile = case
+    if device == "cuda" and chip != flash_triton.chip_of(torch.device(device)):
+        pytest.skip(f"for sm_{chip}, and this device is another")
+    monkeypatch.setattr(flash_triton, "chip_of", lambda device: chip)
+    monkeypatch.setitem(TABLES[chip][arithmetic][kernel], columns, [tile])
+    torch.set_float32_matmul_precision(ARITHMETIC[arithmetic])
+    # The interpreter is slow; on a GPU the pipeline is to go round several times, over heads and groups of them.
+    whole, q_heads, k_heads = (5, 4, 2) if device == "cuda" else (1, 1, 1)
+    for head_dim in (columns, columns - 8) if device == "cuda" else (columns - 8,):
+        q_shape, k_shape = (
+            (2, heads, whole * block + more, head_dim)
+            for heads, block, more in ((q_heads, tile[0], 5), (k_heads, tile[1], 3))
+        )
+        inputs = random_inputs(q_shape, k_shape, DTYPES[arithmetic], device)
+        assert_as_accurate_as_eager(flash, inputs, is_causal)
+
+
+FAULTS = {  # what is replaced in the kernels' source, and by what
+    "mask one key too far": ("columns <= rows", "columns <= rows + 1"),
+    "mask one key too near": ("columns <= rows", "columns < rows"),
+    "no mask backward": ("seen = seen & (columns[:, None] <= rows[None, :])", "pass"),
+    "last tile of keys skipped": ("BLOCK_N * BLOCK_N, k_len\n", "BLOCK_N * BLOCK_N, k_len // BLOCK_N * BLOCK_N\n"),
+    "first tile of keys skipped": ("end if MASKED else first_masked,", "end if MASKED else first_masked - BLOCK_N,"),
+    "diagonal tile of queries skipped": ("first_tile = start // BLOCK_M", "first_tile = start // BLOCK_M + 1"),
+    "last tile of queries skipped": ("tl.maximum(tiles - whole, 0)", "0"),
+    "output not written": ("_store(out, acc", "_store(q, acc"),
+    "last row not written": ("batch, kv_head, start, k_len, TMA, BLOCK_N, HEAD_DIM, COLUMNS)\n    _store", "batch, kv_head, start, k_len - 1, TMA, BLOCK_N, HEAD_DIM, COLUMNS)\n    _store"),  # noqa: E501
+    "gradient left as it was": ("_store(grad_q, acc", "_store(out, acc"),
+    "sums not rescaled": ("acc * rescale[:, None]", "acc"),
+    "delta forgotten": ("grad_probs - row_delta[:, None]", "grad_probs"),
+    "last head of a group skipped": ("(kv_head + 1) * group)", "(kv_head + 1) * group - 1)"),
+    "no gradient of q": ("_store(grad_q, acc * (scale", "_store(grad_q, 0 * acc * (scale"),
+    "no gradient of k": ("_store(grad_k, acc_k * (scale", "_store(grad_k, 0 * acc_k * (scale"),
+    "gradient of k a twentieth short": ("_store(grad_k, acc_k * (scale", "_store(grad_k, 0.95 * acc_k * (scale"),
+    "log-sum-exp a hundredth off": ("tl.log2(row_sum)) * LN_2", "tl.log2(row_sum)) * LN_2 * 1.01"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_a_planted_fault_is_caught(
+    fault: str | None, flash: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
+) -> None:
+    """The check that each configuration passes fails on kernels that are wrong; outputs are NaN until written."""
+    small = {kernel: {128: [(16, 16, 4, 2)]} for kernel in TABLES[80][HALF]}
+    monkeypatch.setattr(triton_configurations, "TABLES", {80: {HALF: small}})
+    monkeypatch.setattr(flash_triton, "chip_of", lambda device: 80)
+    if fault is not None:
+        monkeypatch.setattr(flash_triton, "triton_kernels", with_fault(triton_kernels, tmp_path, *FAULTS[fault]))
+    inputs = random_inputs((4, 40, 16), (2, 37, 16), torch.float16, device)
+    with nullcontext() if fault is None else pytest.raises(AssertionError, match="error"):
+        assert_as_accurate_as_eager(flash, inputs, is_causal=True)
+
+
+def _assert_sound(case: Case, report: KernelReport) -> None:
+    """No spills, shared memory within the chip's, and its matrix unit used."""
+    _, arithmetic, chip, _, _ = case
+    assert report.spilled_bytes == 0, f"{report.spilled_bytes} bytes a thread are spilled"
+    limit = SHARED_MEMORY[chip]
+    assert report.shared_bytes <= limit, f"{report.shared_bytes} bytes of shared memory, of {limit}"
+    if arithmetic == "ieee":
+        assert not report.matrix_instructions and report.instructions["FFMA"]
+    else:
+        assert report.matrix_instructions, f"no matrix instruction among {report.instructions.most_common(5)}"
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", EACH_TILE_AND_COLUMNS, ids=_name)
+def test_each_configuration_compiles_soundly(
+    case: Case, compiling: ProcessPoolExecutor, record_property: Callable[[str, object], None]
+) -> None:
+    report = compiling.submit(compile_tile, *case).result()
+    record_property(
+        "kernel",
+        {
+            "case": _name(case),
+            "registers": report.registers,
+            "spilled bytes": report.spilled_bytes,
+            "shared bytes": report.shared_bytes,
+            "of the chip's": f"{report.shared_bytes / SHARED_MEMORY[report.capability]:.0%}",
+            "matrix instructions": " ".join(f"{n} {name}" for name, n in report.matrix_instructions.items()),
+        },
+    )
+    _assert_sound(case, report)
+
+
+OPERANDS = {
+    "attention_forward": (),
+    "attention_backward_q": ("grad_out", "grad_q"),
+    "attention_backward_kv": ("grad_out", "grad_k", "grad_v"),
+}
+"""What tells the kernels' arguments apart."""
+
+FIRST_ON_HOPPER = [
+    (kernel, arithmetic, 90, 64, tiles(kernel, arithmetic, 90, 64)[0])
+    for kernel in TABLES[90][HALF]
+    for arithmetic in (HALF, "ieee")
+]
+
+
+@pytest.mark.parametrize("case", FIRST_ON_HOPPER, ids=_name)
+def test_the_first_configurations_compile_soundly_for_hopper(case: Case, compiling: ProcessPoolExecutor) -> None:
+    report = compiling.submit(compile_tile, *case).result()
+    _assert_sound(case, report)
+    kernel, arithmetic, _, columns, tile = case
+    if arithmetic == HALF:  # what configurations are pruned by is about what they take
+        q = torch.empty(1, 1, 1, columns, dtype=torch.bfloat16)
+        arguments = {"q": (q, 0, 0, 0), "COLUMNS": columns, **dict.fromkeys(OPERANDS[kernel], q)}
+        assert tile_bytes(configuration(tile, HALF), arguments) == pytest.approx(report.shared_bytes, rel=0.05)
+
+
+READABLE = {
+    "contiguous": (lambda x: x, True),
+    "heads_inside": (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), True),
+    "columns_apart": (lambda x: x[..., ::2], False),
+    "odd_offset": (lambda x: x[..., 1:33], False),
+    "odd_rows": (lambda x: x[..., :33].contiguous()[..., :32], False),
+    "expanded": (lambda x: x[:, :1].expand(-1, 3, -1, -1), False),
+    "one_row": (lambda x: x[:, :, :1], True),
+}
+
+
+@pytest.mark.parametrize("view", READABLE)
+def test_what_a_tensor_descriptor_cannot_read_is_known(view: str) -> None:
+    make, readable = READABLE[view]
+    assert flash_triton._is_readable(make(torch.zeros(2, 3, 40, 64, dtype=torch.float16))) == readable
+
+
+def test_what_spills_or_misses_the_matrix_unit_is_told(compiling: ProcessPoolExecutor) -> None:
+    spills = ("attention_forward", HALF, 90, 128, (128, 128, 4, 2))
+    with pytest.raises(AssertionError, match=r"bytes a thread are spilled"):
+        _assert_sound(spills, compiling.submit(compile_tile, *spills).result())
+    no_wgmma = ("attention_backward_kv", HALF, 90, 64, (64, 32, 4, 2))
+    with pytest.raises(AssertionError, match="no matrix instruction"):
+        _assert_sound(no_wgmma, compiling.submit(compile_tile, *no_wgmma).result())
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_kernel_has_tiles_for_every_precision(chip: int, columns: int) -> None:
+    for kernel in TABLES[chip][HALF]:
+        for wanted in (HALF, "tf32", "tf32x3", "ieee"):
+            found = nearest_arithmetic(kernel, wanted, chip, columns)
+            assert found == wanted or (wanted, found) in {("tf32", "tf32x3"), ("tf32", "ieee"), ("tf32x3", "ieee")}
+
+
+@pytest.mark.parametrize(("room", "kept"), [(10**9, 2), (100_000, 1), (10, 1)])
+def test_configurations_that_do_not_fit_in_shared_memory_are_not_tried(
+    room: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large, small = (configuration(tile, HALF) for tile in ((128, 128, 8, 2), (64, 32, 4, 2)))
+    monkeypatch.setattr(triton_configurations, "shared_memory", lambda device: room)
+    q = torch.empty(1, 1, 256, 128, dtype=torch.bfloat16)
+    arguments = {"q": (q, 0, 0, 128), "lse": q, "COLUMNS": 128}
+    assert prune([large, small], {}, **arguments) == [large, small][-kept:]
+
+
+def test_float32_products_follow_the_precision_that_is_set(flash: Any, device: str) -> None:
+    if device == "cpu":
+        pytest.skip("the interpreter computes every product in float32; what is compiled is checked above")
+    inputs = random_inputs((2, 200, 64), (2, 200, 64), torch.float32, device)
+    exact = results(as_attention(flash), [x.double() for x in inputs], is_causal=True)["out"]
+    errors = {}
+    for precision in ("highest", "high", "medium"):
+        torch.set_float32_matmul_precision(precision)
+        found = results(flash, inputs, is_causal=True)["out"]
+        errors[precision] = (found.double() - exact).abs().max().item()
+    assert max(errors["highest"], errors["high"]) <= 1e-5 < errors["medium"]
+
+
+@pytest.mark.parametrize(("setting", "wanted"), [("ieee", "ieee"), ("tf32", "tf32")])
+def test_pytorchs_newer_precision_setting_is_followed_too(setting: str, wanted: str) -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = setting
+        assert flash_triton.float32_arithmetic() == wanted
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+        torch.set_float32_matmul_precision("highest")

@@ -1,0 +1,186 @@
+"""Collectives under way: what they do while the caller computes, what goes wrong with them, and what they leave."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from correctness.support.paths import ROOT
+from correctness.support.processes import wait_until
+from impl.collectives import Ring, collectives_for, count_bytes_sent
+from shardmark.registry import Implementation
+from shardmark.world import RankError, World
+
+OURS = ("ring", "direct")
+N = 500_000
+"""Elements: enough for several segments."""
+
+
+def without_waiting(implementation: Implementation, device: str) -> bool:
+    """Whether the sum comes to be while this rank only looks at it."""
+    tensor = torch.ones(N, device=device)
+    work = implementation.adapted.all_reduce(tensor, async_op=True)
+    there = wait_until(lambda: bool((tensor == dist.get_world_size()).all()))
+    work.wait()
+    return there
+
+
+@pytest.mark.family("collectives")
+def test_a_collective_goes_on_while_the_caller_does_something_else(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert all(world.run(without_waiting, implementation, device))
+
+
+def many_at_once(implementation: Implementation, device: str) -> list[bool]:
+    """All three collectives, several times over, waited for from the last to the first; with an own message between."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    target, works, checks = implementation.adapted, [], []
+    ones = torch.ones(N // ranks * ranks, device=device)
+    for times in range(1, 4):
+        total = torch.full((N,), float(times), device=device)
+        scattered, gathered = torch.empty_like(ones[: len(ones) // ranks]), torch.empty_like(ones)
+        mine = torch.full_like(scattered, float(rank))
+        works.append(target.all_reduce(total, async_op=True))
+        works.append(target.reduce_scatter(scattered, times * ones, async_op=True))
+        works.append(target.all_gather(gathered, mine, async_op=True))
+        checks += [(total, times * ranks), (scattered, times * ranks)]
+        checks += [(part, other) for other, part in enumerate(gathered.chunk(ranks))]
+    message = torch.full((3,), float(rank), device=device)
+    if ranks > 1:
+        own = [dist.isend(message, (rank + 1) % ranks), dist.irecv(theirs := message + 99, (rank - 1) % ranks)]
+        works += own
+        checks.append((theirs, (rank - 1) % ranks))
+    for work in works[::-1]:
+        work.wait()
+    return [bool((tensor == value).all()) for tensor, value in checks]
+
+
+@pytest.mark.family("collectives")
+def test_many_may_be_under_way_beside_messages_of_the_callers_own(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    for checks in world.run(many_at_once, implementation, device):
+        assert all(checks)
+
+
+def errors_of(implementation: Implementation) -> list[str]:
+    """What this rank is told of what cannot be."""
+    target, ranks, said = implementation.adapted, dist.get_world_size(), []
+    for name, tensors in (
+        ("all_reduce", [torch.ones(4, 3).T]),
+        ("reduce_scatter", [torch.ones(3), torch.ones(3 * ranks + 1)]),
+        ("reduce_scatter", [torch.ones(3), torch.ones(3 * ranks, dtype=torch.float64)]),
+        ("all_gather", [torch.ones(3 * ranks, 2)[:, 0], torch.ones(3)]),
+        ("all_gather", [torch.ones(3 * ranks - 1), torch.ones(3)]),
+    ):
+        try:
+            getattr(target, name)(*tensors)
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.family("collectives", only=OURS)
+def test_tensors_that_do_not_go_together_are_one_line(implementation: Implementation, world: World) -> None:
+    n = world.size
+    for said in world.run(errors_of, implementation):
+        assert said == [
+            "collectives take contiguous tensors, not one of shape (3, 4) with strides (1, 3)",
+            f"on {n} ranks reduce_scatter's input has {n} times the elements of its output, not {3 * n + 1} against 3",
+            "reduce_scatter's input and output are of one dtype, not torch.float64 and torch.float32",
+            f"collectives take contiguous tensors, not one of shape ({3 * n},) with strides (2,)",
+            f"on {n} ranks all_gather's output has {n} times the elements of its input, not {3 * n - 1} against 3",
+        ]
+
+
+def wait_for_a_rank_that_dies() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    Ring().all_reduce(torch.ones(N), async_op=True).wait()
+
+
+def test_a_rank_that_dies_is_an_error_of_those_who_wait_for_it(pair: World) -> None:
+    with pytest.raises(RankError, match=r"rank 0 of 2 raised RuntimeError") as caught:
+        pair.run(wait_for_a_rank_that_dies, deadline=30)
+    assert "rank 1 of 2 was killed by SIGKILL" in str(caught.value)
+
+
+def threads_after_a_group() -> list[int]:
+    """Threads of the workers: before a group, while it is there, and after it."""
+
+    def workers() -> int:
+        return sum(thread.name == "collectives" for thread in threading.enumerate())
+
+    counts = [workers()]
+    group = dist.new_group()
+    Ring().all_reduce(torch.ones(3), group)
+    Ring().all_reduce(torch.ones(3), group)
+    counts.append(workers())
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    wait_until(lambda: workers() == counts[0], seconds=5)
+    return [*counts, workers()]
+
+
+def test_a_thread_ends_with_its_process_group(pair: World) -> None:
+    assert pair.run(threads_after_a_group) == [[0, 1, 0]] * 2
+
+
+def group_of_its_own() -> float:
+    """A sum over the odd ranks, or the even ones."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(list(range(first, ranks, 2))) for first in (0, 1)]
+    tensor = torch.tensor(float(rank))  # no dimensions
+    Ring().all_reduce(tensor, groups[rank % 2])
+    return tensor.item()
+
+
+def test_ranks_count_within_their_group(device: str) -> None:
+    with World(4, "cpu") as world:
+        assert world.run(group_of_its_own) == [0 + 2, 1 + 3, 0 + 2, 1 + 3]
+
+
+def chosen() -> list[str]:
+    """For the ranks' own group, and for groups with a backend for each kind of device, which scatter as well."""
+    groups = [dist.group.WORLD, *(dist.new_group(backend=backend) for backend in ("cpu:gloo", "cpu:gloo,cuda:gloo"))]
+    for group in groups[1:]:
+        total = torch.zeros(3)
+        with count_bytes_sent() as sent:
+            collectives_for(group).reduce_scatter(total, torch.arange(6.0), group)
+        assert torch.equal(total, 2 * torch.arange(6.0)[3 * dist.get_rank() :][:3]) and sent.nbytes == total.nbytes
+    return [type(collectives_for(group)).__name__ for group in groups]
+
+
+def test_on_gloo_rings_scatter_and_gather_whatever_other_backends_a_group_has(pair: World) -> None:
+    own = "OnGloo" if pair.device == "cpu" else "Backend"
+    assert pair.run(chosen) == [[own, "OnGloo", "OnGloo"]] * 2
+
+
+EXIT = """
+import os, sys, torch, torch.distributed as dist
+from impl.collectives.ring import Ring
+rank = 0 if os.fork() else 1
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
+Ring().all_reduce(torch.ones(3))
+if rank == 0:
+    Ring().all_reduce(torch.ones(1_000_000), async_op=True)  # which rank 1 has no part in
+"""
+
+
+def test_an_interpreter_ends_in_the_midst_of_a_collective(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", EXIT, str(tmp_path / "store")]
+    root = ROOT
+    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=root, timeout=60)
+    assert (run.returncode, run.stdout) == (0, "")

@@ -1,0 +1,282 @@
+"""Full sharding where it is not plain: checkpointed activations, odd parameters, wrong uses, modules on meta."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from correctness.support.processes import are_freed
+from correctness.support.whole_batch import DIM
+from impl.fsdp import FullyShardedDataParallel, by_size, by_type, whole
+from impl.fsdp.order import Order
+from impl.model.mlp import MLPBlock, MLPLanguageModel, MLPSize
+from shardmark.memory import meter
+from shardmark.registry import family
+from shardmark.world import World
+
+
+class Blocks(nn.Module):
+    """Four blocks that `impl.checkpointing` can checkpoint."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)).to(dtype) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, DIM) -> the same."""
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+def checkpointed_on_rank(name: str, device: str) -> None:
+    """Units in checkpointed blocks, and checkpointed blocks that are units; checkpointed before and after sharding."""
+    x = torch.ones(3, DIM, dtype=torch.float64, device=device)
+    torch.manual_seed(0)
+    plain = Blocks().to(device)
+    plain(x).sum().backward()
+    policy = family("checkpointing").implementations[name].target
+    for wrap in (by_type(nn.Linear), by_type(nn.Sequential), whole):
+        for checkpoint_first in (True, False):
+            module = Blocks().to(device)
+            module.load_state_dict(plain.state_dict())
+            model = FullyShardedDataParallel(policy(module) if checkpoint_first else module, wrap=wrap)
+            if not checkpoint_first:
+                policy(model.module)
+            for _ in range(2):  # the second step gathers ahead
+                model.zero_grad()
+                model(x).sum().backward()
+                model.finish_gradient_synchronization()
+            assert all(not flat.gathered for unit in model.units for flat in unit.flats)
+            before = model.gather_full_parameters()
+            torch.optim.SGD(model.parameters(), lr=1.0).step()
+            for key, value in model.gather_full_parameters().items():
+                gradient = plain.get_parameter(key).grad
+                torch.testing.assert_close(before[key] - value, gradient, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["full", "selective"])
+def test_activation_checkpointing_within_and_around_units_changes_nothing(world: World, name: str, device: str) -> None:
+    world.run(checkpointed_on_rank, name, device)
+
+
+class Mixed(nn.Module):
+    """Parameters of two dtypes, one without elements for most ranks, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, 1).double()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float32))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, DIM) -> (rows, 1)."""
+        return self.layer(x) * self.scale
+
+
+def odd_ones_on_rank(device: str) -> None:
+    """Mixed dtypes, shards without elements, an optimizer that was there first, and evaluation in between."""
+    torch.manual_seed(0)
+    module, plain = Mixed().to(device), Mixed().to(device)
+    plain.load_state_dict(module.state_dict())
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (module, plain)]
+    model = FullyShardedDataParallel(module, wrap=whole)
+    x = torch.ones(2, DIM, dtype=torch.float64, device=device)
+    for _ in range(3):
+        for m, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            m(x).sum().backward()
+            with torch.no_grad():
+                m(x)
+            if m is model:
+                model.finish_gradient_synchronization()
+            m(x)  # what this has gathered is of before the step
+            optimizer.step()
+    assert torch.equal(module.unused.grad, torch.zeros_like(module.unused))
+    for name, full in model.gather_full_parameters().items():
+        torch.testing.assert_close(full, plain.state_dict()[name])
+
+
+def test_dtypes_mix_shards_may_be_empty_and_the_optimizer_may_come_first(world: World, device: str) -> None:
+    world.run(odd_ones_on_rank, device)
+
+
+def wrong_uses_on_rank(device: str) -> list[str]:
+    """What is said on this rank of each wrong use; every rank makes the same mistake or meets the same one."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    said = []
+
+    def attempt(function: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+            said.append("nothing")
+        except (ValueError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    attempt(FullyShardedDataParallel, nn.Sequential(nn.Linear(4, 5 if last else 4)).to(device))
+    attempt(FullyShardedDataParallel, nn.Linear(4, 4).requires_grad_(False).to(device))
+    model = FullyShardedDataParallel(nn.Linear(4, 4).to(device))
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(1, 4, device=device)).sum().backward()
+    attempt(optimizer.step)
+    attempt(torch.optim.SGD([nn.Parameter(torch.ones(1))]).step)  # another's is its own affair
+    model.finish_gradient_synchronization()
+    attempt(optimizer.step)
+    attempt(FullyShardedDataParallel, nn.Linear(4, 4), compute_dtype=torch.int32)
+    attempt(FullyShardedDataParallel, nn.Linear(4, 4), forward_prefetch=-1)
+    attempt(FullyShardedDataParallel, nn.Sequential(nn.ModuleList([nn.Linear(1, 1)])), wrap=by_type(nn.ModuleList))
+    attempt(FullyShardedDataParallel, nn.Linear(4, 4), wrap=lambda module: [nn.Linear(1, 1)])
+    with torch.device("meta"):
+        attempt(FullyShardedDataParallel, Mixed())
+    return said
+
+
+def test_wrong_uses_are_one_line_on_every_rank(world: World, device: str) -> None:
+    for said in world.run(wrong_uses_on_rank, device):
+        differ, *rest = said
+        assert world.size == 1 or differ.startswith("ValueError: the ranks' modules differ at '0.weight'")
+        for line, wanted in zip(
+            rest,
+            [
+                "ValueError: Linear has no trainable parameters",
+                "RuntimeError: optimizer.step() before finish_gradient_synchronization()",
+                "nothing",
+                "nothing",
+                "ValueError: compute_dtype is a floating-point dtype or None, got torch.int32",
+                "ValueError: forward_prefetch is how many units to gather ahead, from 0 on, got -1",
+                "ValueError: a ModuleList has no forward, so it cannot be a unit",
+                "ValueError: the wrapping policy chose a Linear that is not part of the module",
+                "ValueError: a Mixed on the meta device has no reset_parameters()",
+            ],
+            strict=True,
+        ):
+            assert line.startswith(wanted) and "\n" not in line
+
+
+def clip_halves_on_rank(device: str) -> tuple[float, float]:
+    """The norm of float16 gradients whose squares float16 cannot hold, and their sum once they are clipped to it."""
+    model = FullyShardedDataParallel(nn.Linear(4, 4, bias=False).to(device, torch.float16))
+    model(torch.full((1, 4), 128.0, device=device, dtype=torch.float16)).sum().backward()
+    model.finish_gradient_synchronization()
+    norm = model.clip_grad_norm_(4.0).item()
+    return norm, sum(p.grad.float().sum().item() for p in model.parameters())
+
+
+def test_half_precision_gradients_of_large_norm_are_clipped_and_not_lost(world: World, device: str) -> None:
+    ranks = world.run(clip_halves_on_rank, device)
+    # The root of n squares of the ranks' roots, in float32: roots to an ulp, squares and sums to half of one.
+    rounded = (2 + world.size / 4) * torch.finfo(torch.float32).eps
+    assert [norm for norm, _ in ranks] == pytest.approx([128.0 * 4] * world.size, rel=rounded)
+    assert sum(clipped for _, clipped in ranks) == 16.0  # each is one in float16, which sees none of those roundings
+
+
+def let_go_on_rank(device: str) -> bool:
+    model = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device))
+    model(torch.ones(1, 4, device=device)).sum().backward()
+    model.finish_gradient_synchronization()
+    parameters = [weakref.ref(p) for p in (*model.parameters(), *model.units[1].flats[0].full)]
+    del model
+    return are_freed(*parameters)
+
+
+def test_a_model_that_is_let_go_frees_its_parameters(world: World, device: str) -> None:
+    assert all(world.run(let_go_on_rank, device))
+
+
+def made_from_meta_on_rank(device: str) -> tuple[int, int, int, list[str], list[float]]:
+    """Peak and end in bytes of a model made real unit by unit, its whole size, and what came of it."""
+    size = MLPSize(64, 6, vocab=96)
+    with torch.device("meta"):
+        module = MLPLanguageModel(size)
+    with meter(device) as memory:
+        model = FullyShardedDataParallel(module, wrap=by_type(MLPBlock, nn.Embedding), device=device)
+        memory.mark("made")
+    full = model.gather_full_parameters()
+    weights = [full[name].std().item() for name in ("embedding.weight", "blocks.3.w1.weight", "norm.weight")]
+    names = [name for name, value in full.items() if value.is_meta]
+    model(torch.zeros(2, 3, dtype=torch.int64, device=device)).sum().backward()
+    model.finish_gradient_synchronization()
+    return memory.tensors, memory.phases["made"], 4 * size.parameters, names, weights
+
+
+def test_a_meta_module_is_made_unit_by_unit_and_never_held_whole(world: World, device: str) -> None:
+    ranks = world.run(made_from_meta_on_rank, device)
+    block = 4 * (2 * 64 * 256 + 256 + 64)
+    for peak, made, whole_size, left_on_meta, (embedding, linear, norm) in ranks:
+        assert not left_on_meta
+        assert whole_size // world.size <= made <= whole_size // world.size + 1024
+        # The last block has its values, and the flat tensor that they are sent in, from which the shard is cut.
+        assert peak <= made + 2 * block + block // world.size + 1024
+        if world.size > 1:
+            assert peak < 0.9 * whole_size
+        assert (embedding, norm) == (pytest.approx(1, rel=0.1), 0) and 0 < linear < 0.1
+        assert ranks[0][4] == [embedding, linear, norm]
+
+
+def test_policies_choose_units() -> None:
+    model = MLPLanguageModel(MLPSize(4, 2, vocab=8))
+    types = by_type(MLPBlock, nn.Linear)(model)
+    assert types == [*model.blocks, model.output]
+    assert by_type(nn.Linear)(model) == [b for block in model.blocks for b in (block.w1, block.w2)] + [model.output]
+    assert by_size(70)(model) == [model.blocks[0].w1, model.blocks[1].w1]
+    assert by_size(100)(model) == [*model.blocks]
+    assert whole(model) == []
+    for wrong in (lambda: by_type(), lambda: by_type(3), lambda: by_size(0), lambda: by_size("a")):
+        with pytest.raises(ValueError, match="takes"):
+            wrong()
+
+
+def test_units_are_foretold_in_the_order_of_the_step_before() -> None:
+    _, second, third = units = [object() for _ in range(3)]
+    order = Order(depth=2)
+    assert [order.next_after(unit) for unit in units] == [[], [], []]
+    order.begin()
+    assert [order.next_after(unit) for unit in units] == [[second, third], [third], []]
+    order.begin()
+    assert order.next_after(third) == [], "a step unlike the last foretells nothing"
+
+
+def applied_to_its_own_output_on_rank(device: str) -> None:
+    """What one call's backward is done with, the other's is about to read."""
+    torch.manual_seed(0)
+    plain = nn.Linear(DIM, DIM).double().to(device)
+    layer = nn.Linear(DIM, DIM).double().to(device)
+    layer.load_state_dict(plain.state_dict())
+    model = FullyShardedDataParallel(nn.Sequential(layer, layer, layer), wrap=by_type(nn.Linear))
+    x = torch.ones(2, DIM, dtype=torch.float64, device=device)
+    plain(plain(plain(x))).square().sum().backward()
+    model(x).square().sum().backward()
+    model.finish_gradient_synchronization()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    torch.testing.assert_close(model.gather_full_parameters()["2.weight"], plain.weight.detach())
+
+
+def test_a_unit_may_be_applied_to_its_own_output(world: World, device: str) -> None:
+    world.run(applied_to_its_own_output_on_rank, device)
+
+
+def clip_one_element(device: str) -> tuple[str, float]:
+    """What is said before gradients are synchronized, and the norm of a gradient that one rank holds alone."""
+    model = FullyShardedDataParallel(nn.Linear(1, 1, bias=False).double().to(device))
+    model(torch.full((1, 1), 3.0, dtype=torch.float64, device=device)).sum().backward()
+    try:
+        model.clip_grad_norm_(1.0)
+        said = "nothing"
+    except RuntimeError as error:
+        said = str(error)
+    model.finish_gradient_synchronization()
+    return said, model.clip_grad_norm_(1.0).item()
+
+
+def test_clipping_counts_ranks_without_elements_and_waits_for_synchronization(pair: World, device: str) -> None:
+    for said, norm in pair.run(clip_one_element, device):
+        assert said == "clip_grad_norm_() before finish_gradient_synchronization()"
+        assert norm == 3.0

@@ -1,0 +1,221 @@
+"""A step that raises, or is thrown away: the next one is clean, or there is one line that says why not."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from correctness.support.whole_batch import DIM, adam, assert_equal_states, batch, error_line, loss, share
+from impl.fsdp import FullyShardedDataParallel, by_type
+from shardmark.world import RankError, World
+
+CLEAN = (0, 1, 3)
+"""Steps, each on its batch; step 2 raises. By then the units are gathered in the order of the step before."""
+
+
+class TrapError(Exception):
+    """What the trap raises."""
+
+
+class Trap(nn.Module):
+    """A layer within which forward, that of a checkpoint's recomputation, or backward raises if it is `set` there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(DIM))
+        self.set = ""
+        self.passes = 0
+        self.under_way: list[int] = []
+        self.wrapper: list[FullyShardedDataParallel] = []  # a list, so that it is no submodule
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, DIM) -> the same."""
+        self.passes += 1
+        self.spring("forward" if self.passes == 1 else "recomputation")
+        return Backward.apply(x * self.scale, self)
+
+    def spring(self, where: str) -> None:
+        """Raise if it is set here, and remember how many collectives were under way then."""
+        if where == self.set:
+            self.under_way = under_way(self.wrapper[0])
+            raise TrapError(where)
+
+
+class Backward(torch.autograd.Function):
+    """The identity, whose backward tells the trap."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trap: Trap) -> Tensor:  # type: ignore[override]
+        ctx.trap = trap
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.trap.spring("backward")
+        return gradient, None
+
+
+class Trapped(nn.Module):
+    """Layers around a trap, the inner ones checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * DIM)
+        self.inner = nn.Sequential(nn.Linear(DIM, DIM), Trap(), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, DIM) -> (rows, 2 DIM)."""
+        return self.last(checkpoint(self.inner, self.first(x).tanh(), use_reentrant=False).tanh())
+
+
+def under_way(model: FullyShardedDataParallel) -> list[int]:
+    """How many flat tensors are being gathered, and how many reduced."""
+    flats = [flat for unit in model.units for flat in unit.flats]
+    return [sum(getattr(flat, name) is not None for flat in flats) for name in ("_gathering", "_reducing")]
+
+
+def nothing_is_left(model: FullyShardedDataParallel) -> bool:
+    """Whether nothing is gathered or under way, and the module has its shards back."""
+    shards = {p for unit in model.units for flat in unit.flats for p in flat.parameters}
+    gathered = any(flat.gathered or flat.has_gradient for unit in model.units for flat in unit.flats)
+    return not gathered and under_way(model) == [0, 0] and set(model.module.parameters()) == shards
+
+
+def trapped(device: str) -> Trapped:
+    torch.manual_seed(0)
+    return Trapped().double().to(device)
+
+
+def step_on_rank(model: FullyShardedDataParallel, step: int, device: str) -> tuple[int, int]:
+    """How many flat tensors are gathered after forward, and have gradients that backward did not reduce."""
+    x, y = batch(step, dist.get_world_size(), device)
+    own = share(dist.get_rank())
+    loss_of_rank = loss(model, x[own], y[own])
+    flats = [flat for unit in model.units for flat in unit.flats]
+    gathered = sum(flat.gathered for flat in flats)
+    loss_of_rank.backward()
+    left = sum(flat.has_gradient for flat in flats)
+    model.finish_gradient_synchronization()
+    return gathered, left
+
+
+def raise_and_go_on(
+    where: str, of_the_model: bool, device: str, options: dict[str, Any]
+) -> tuple[dict[str, Tensor], list[int], list[str]]:
+    """The state after the clean steps, what was under way when the other raised, and what is then said."""
+    module = trapped(device)
+    model = FullyShardedDataParallel(module, wrap=by_type(nn.Linear, Trap), **options)
+    trap = module.inner[1]
+    trap.wrapper.append(model)
+    optimizer, said, resources = adam(model), [], set()
+    for step in range(4):
+        (model if of_the_model else optimizer).zero_grad()
+        trap.set, trap.passes = "" if step in CLEAN else where, 0
+        if step in CLEAN:
+            resources.add(step_on_rank(model, step, device))
+            optimizer.step()
+            assert nothing_is_left(model)
+            continue
+        with pytest.raises(TrapError, match=where):
+            step_on_rank(model, step, device)
+        if where == "forward":
+            assert nothing_is_left(model)
+        else:
+            said += [error_line(RuntimeError, call) for call in (model.finish_gradient_synchronization, optimizer.step)]
+        if of_the_model:
+            model.zero_grad()
+            assert nothing_is_left(model)
+    assert len(resources) == 1, "a step after one that raised gathers and reduces when any other does"
+    return {name: full.cpu() for name, full in model.gather_full_parameters().items()}, trap.under_way, said
+
+
+@pytest.mark.parametrize(
+    ("options", "of_the_model", "gathering"),
+    [
+        ({}, False, {"forward": 1, "recomputation": 1, "backward": 1}),
+        ({"forward_prefetch": 2, "backward_prefetch": 2}, True, {"forward": 2, "recomputation": 1, "backward": 2}),
+        ({"reshard_after_forward": False}, True, {"forward": 1, "recomputation": 0, "backward": 0}),
+    ],
+    ids=["one_ahead", "two_ahead", "kept"],
+)
+@pytest.mark.parametrize("where", ["forward", "recomputation", "backward"])
+def test_after_a_step_that_raised_the_next_is_clean(
+    world: World, where: str, options: dict[str, Any], of_the_model: bool, gathering: dict[str, int], device: str
+) -> None:
+    plain = trapped("cpu")
+    optimizer = adam(plain)
+    for step in CLEAN:
+        optimizer.zero_grad()
+        loss(plain, *batch(step, world.size, "cpu")).backward()
+        optimizer.step()
+    ranks = world.run(raise_and_go_on, where, of_the_model, device, options)
+    assert_equal_states([state for state, _, _ in ranks], plain.state_dict())
+    for _, seen, said in ranks:
+        assert seen == [gathering[where], where != "forward"]
+        assert [line.partition(":")[0] for line in said] == (
+            []
+            if where == "forward"
+            else [
+                "backward raised, so that gradients are incomplete",
+                "optimizer.step() before finish_gradient_synchronization()",
+            ]
+        )
+
+
+def throw_a_step_away(of_the_model: bool, device: str) -> dict[str, Tensor]:
+    """The state after a step before which another was thrown away, between its backward and its synchronization."""
+    model = FullyShardedDataParallel(trapped(device), wrap=by_type(nn.Linear, Trap))
+    optimizer, own = adam(model), share(dist.get_rank())
+    x, y = batch(2, dist.get_world_size(), device)
+    loss(model, x[own], y[own]).backward()
+    (model if of_the_model else optimizer).zero_grad()
+    step_on_rank(model, 0, device)
+    optimizer.step()
+    return {name: full.cpu() for name, full in model.gather_full_parameters().items()}
+
+
+@pytest.mark.parametrize("of_the_model", [True, False], ids=["model", "optimizer"])
+def test_nothing_of_a_step_that_zero_grad_throws_away_comes_into_the_next(
+    world: World, of_the_model: bool, device: str
+) -> None:
+    plain = trapped("cpu")
+    optimizer = adam(plain)
+    loss(plain, *batch(0, world.size, "cpu")).backward()
+    optimizer.step()
+    assert_equal_states(world.run(throw_a_step_away, of_the_model, device), plain.state_dict())
+
+
+class Branching(nn.Module):
+    """Two layers, and perhaps a third between them."""
+
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.first, self.perhaps, self.last = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+        self.branches = branches
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, 2) -> the same."""
+        x = self.first(x)
+        return self.last(self.perhaps(x) if self.branches else x)
+
+
+def branch_on_rank_1(branches: bool, device: str) -> float:
+    model = FullyShardedDataParallel(Branching(branches and dist.get_rank() == 1).to(device))
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    model.finish_gradient_synchronization()
+    return model.gather_full_parameters()["last.bias"].sum().item()
+
+
+def test_a_unit_that_one_rank_alone_runs_is_told_by_the_stacks(pair: World, device: str) -> None:
+    pair.run(branch_on_rank_1, False, device)
+    with pytest.raises(RankError) as caught:
+        pair.run(branch_on_rank_1, True, device, deadline=2)
+    _, finished, after = str(caught.value).partition("rank 0 of 2 finished")
+    assert finished and not after
+    assert re.search(r"^rank 1 of 2 had not answered after 2\.\d s(.|\n)* in branch_on_rank_1\n", str(caught.value))

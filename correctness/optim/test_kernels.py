@@ -1,0 +1,327 @@
+"""The fused AdamW's kernels at each configuration, right when interpreted, sound when compiled."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", exc_type=ImportError)
+
+from correctness.support.faults import with_fault
+from correctness.support.optimizing import (
+    assert_as_accurate_as_plain,
+    assert_same,
+    compile_kernels,
+    gradients,
+    leaves,
+    run,
+    tensors,
+    train,
+)
+from impl.optim import AdamW, FusedAdamW, multi_tensor, triton_kernels
+from impl.optim.multi_tensor import ACCESS, CONFIGURATIONS, Configuration
+from shardmark.aot import SHARED_MEMORY
+from shardmark.registry import Unsupported, family
+
+CHIPS = (80, 90, 100)
+SMALL = Configuration(block=16, chunk=32, warps=4)
+
+
+@pytest.fixture
+def fused(device: str, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> Callable[[Configuration], Any]:
+    """The fused optimizer, where it runs, with a configuration."""
+    if reason := family("optimizer").implementations["fused_triton"].unavailable_reason(device):
+        pytest.skip(reason)
+
+    def configured(configuration: Configuration) -> Any:
+        monkeypatch.setattr(FusedAdamW, "configuration", configuration)
+        return FusedAdamW
+
+    return configured
+
+
+def _around(configuration: Configuration) -> tuple[tuple[int, ...], ...]:
+    """Sizes about those of its block and chunk: each of its edges is met."""
+    block, chunk, _ = configuration
+    return ((1,), (block - 1,), (block,), (block + 1,), (chunk,), (chunk + 1,), (2, chunk + block))
+
+
+@pytest.mark.parametrize(
+    "configuration", [SMALL, *(pytest.param(c, marks=pytest.mark.sweep) for c in CONFIGURATIONS)], ids=str
+)
+@pytest.mark.parametrize("clip", [None, 1.0], ids=["whole", "clipped"])
+def test_each_configuration_is_as_accurate_as_plain(
+    configuration: Configuration, clip: float | None, fused: Callable[[Configuration], Any], device: str
+) -> None:
+    for dtype in (torch.float64, torch.float32):
+        start = tensors(device, dtype, _around(configuration))
+        grads = gradients(start, 3)
+        assert_as_accurate_as_plain(fused(configuration), start, grads, lr=1e-2, max_grad_norm=clip)
+
+
+@pytest.mark.parametrize("tensors_at_all", [1, 255, 256, 257])
+def test_any_number_of_tensors(tensors_at_all: int, fused: Callable[[Configuration], Any], device: str) -> None:
+    """About as many as `prepare` takes at once; steps without elements to update are cheap to interpret."""
+    start = [torch.ones(1 if i == tensors_at_all - 1 else 0, device=device) for i in range(tensors_at_all)]
+    optimizer = fused(SMALL)(leaves(start), max_grad_norm=1.0)
+    run(optimizer, gradients(start, 2))
+    assert all(state["step"] == 2 for state in optimizer.state.values())
+
+
+def test_more_partial_sums_than_are_taken_at_once(fused: Callable[[Configuration], Any], device: str) -> None:
+    start = tensors(device, torch.float64, ((4097,),))
+    grads = gradients(start, 1)
+    optimizer = fused(Configuration(block=1, chunk=1, warps=1))(leaves(start), max_grad_norm=1.0)
+    optimizer._table = table = multi_tensor.Table(*_operands(optimizer, grads), optimizer.configuration)
+    assert table.programs == 4097
+    table.fill(_operands(optimizer, grads)[0])
+    table.set(optimizer._hyperparameters())
+    table.partials = grads[0][0].square()
+    table._norms = lambda: table.partials
+    table.launches = []  # `prepare` alone
+    torch.testing.assert_close(table.run(True, None, None), grads[0][0].norm(), rtol=1e-13, atol=0)
+
+
+def _operands(optimizer: Any, grads: Any) -> tuple[Any, torch.device]:
+    (p,) = optimizer.param_groups[0]["params"]
+    p.grad = grads[0][0]
+    return optimizer._operands()[0], p.device
+
+
+FAULTS = {  # what is replaced in the kernels' source, and by what
+    "last block skipped": ("else:\n            _update_block(", "elif start < 0:\n            _update_block("),
+    "chunk a block short": ("tl.minimum(begin + CHUNK,", "tl.minimum(begin + CHUNK - 16,"),
+    "chunk not told apart": (".to(tl.int64) * CHUNK", ".to(tl.int64) * 0"),
+    "norm of whole blocks alone": ("mask=offsets < end, other=0)", "mask=offsets < 0, other=0)"),
+    "not clipped": ("factor *= tl.minimum", "factor *= tl.maximum"),
+    "norm not rooted": ("tl.sqrt(tl.sum(sums))", "tl.sum(sums)"),
+    "no decay": ("* decay", ""),
+    "first moment not corrected": ("lr / (1 - tl.exp(step * tl.log(beta1)))", "lr"),
+    "second moment not corrected": ("1 / tl.sqrt(1 - tl.exp(step * tl.log(beta2)))", "1 / tl.sqrt(step)"),
+    "moments swapped": ("_store(first_moment, m,", "_store(first_moment, v,"),
+    "eps forgotten": ("correction + eps)", "correction)"),
+    "skipped step counted": ("+ tl.where(proceed, 1.0, 0.0)\n", "+ 1.0\n"),
+    "second moment not written": ("_store(second_moment, v,", "_store(second_moment, beta2,"),
+    "weight not written": ("_store(weight, w,", "_store(grad, w,"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_a_planted_fault_is_caught(
+    fault: str | None,
+    fused: Callable[[Configuration], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    device: str,
+) -> None:
+    start = tensors(device, torch.float64, ((15,), (33,), (70,)))
+    grads = gradients(start, 3)
+    grads[1][0][0] = torch.inf  # a step that is skipped
+    if fault is not None:
+        monkeypatch.setattr(multi_tensor, "triton_kernels", with_fault(triton_kernels, tmp_path, *FAULTS[fault]))
+    with nullcontext() if fault is None else pytest.raises(AssertionError, match="error"):
+        assert_as_accurate_as_plain(fused(SMALL), start, grads, lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=1.0)
+
+
+def test_tensors_of_one_kind_take_one_launch_and_one_table(fused: Callable[[Configuration], Any], device: str) -> None:
+    """Over param groups too; new gradients change addresses, and nothing else."""
+    start = tensors(device, torch.float32)
+    optimizer = fused(SMALL)([{"params": leaves(start[:2]), "lr": 0.1}, {"params": leaves(start[2:])}])
+    run(optimizer, gradients(start, 1))
+    table = optimizer._table
+    assert len(table.launches) == 1
+    run(optimizer, gradients(start, 2))
+    assert optimizer._table is table
+
+
+def test_new_gradients_are_sent_into_the_table_that_is_there(
+    fused: Callable[[Configuration], Any], device: str
+) -> None:
+    """Another table would free one that a kernel on another stream may still read; and only the gradients are new."""
+    start = tensors(device, torch.float32)
+    grads = gradients(start, 3)
+    optimizer = fused(SMALL)(leaves(start))
+    kept = run(optimizer, grads[:1])
+    table, old = optimizer._table.table, [p.grad for p in kept]
+    optimizer._operands = lambda: pytest.fail("the table is made again")
+    run(optimizer, grads[1:])
+    assert optimizer._table.table is table and all(p.grad is not g for p, g in zip(kept, old, strict=True))
+    assert_same(kept, train(fused(SMALL), start, grads))
+
+
+@pytest.mark.parametrize("change", ["misaligned", "strided", "another parameter's", "fewer", "dtype"])
+def test_other_gradients_are_seen(change: str, fused: Callable[[Configuration], Any], device: str) -> None:
+    """What the table does not hold by its addresses alone; a gradient may even lie where another's was."""
+    start = [torch.randn(4, 4, device=device) for _ in range(2)]
+    found = []
+    for target in (fused(SMALL), AdamW):
+        torch.manual_seed(0)
+        optimizer = target(leaves(start), lr=0.1)
+        first, second = run(optimizer, gradients(start, 2))
+        if change == "misaligned":
+            first.grad = torch.randn(17).to(device)[1:].view(4, 4)
+        elif change == "strided":
+            first.grad = first.grad.t()
+        elif change == "another parameter's":
+            second.grad = None
+            optimizer.step()
+            first.grad, second.grad = None, first.grad  # as many as before, and where they were
+        elif change == "fewer":
+            first.grad = None
+        else:
+            first.grad_dtype = None
+            first.grad = first.grad.data.view(torch.bfloat16)[:, :4].contiguous()
+        optimizer.step()
+        found.append([first.detach(), second.detach()])
+        if change == "misaligned" and target is not AdamW:  # which the interpreter does not mind
+            assert sorted(kind[-1] for kind in optimizer._table.kinds) == [False, True]
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_the_host_does_nothing_for_each_tensor_but_in_c(fused: Callable[[Configuration], Any], device: str) -> None:
+    """A step is 3 ms on a fast device, over hundreds of tensors: where they are is looked at in lists."""
+
+    def calls(tensors_at_all: int, moves: bool) -> int:
+        start = [torch.ones(4, device=device)] * tensors_at_all
+        optimizer = fused(SMALL)(leaves(start))
+        params = run(optimizer, gradients(start, 2))
+        optimizer._table.run = lambda *_: None
+        for p in params if moves else ():
+            p.grad = torch.ones_like(p)
+        count = 0
+
+        def profile(frame: FrameType, event: str, _: Any) -> None:
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(profile)
+        try:
+            optimizer.step()
+        finally:
+            sys.setprofile(None)
+        return count
+
+    for moves in (False, True):
+        assert calls(3, moves) == calls(30, moves)
+
+
+def test_a_captured_step_is_one_line_and_changes_nothing(
+    fused: Callable[[Configuration], Any], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = tensors(device, torch.float32)
+    optimizer = fused(SMALL)(leaves(start))
+    params = run(optimizer, gradients(start, 1))
+    before = [p.detach().clone() for p in params]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(Unsupported, match=r"^fused_triton is not captured in a CUDA graph: .*$"):
+        optimizer.step(lambda: pytest.fail("the closure is evaluated"))
+    assert_same(params, before)
+
+
+def test_mixed_dtypes_step_together(fused: Callable[[Configuration], Any], device: str) -> None:
+    """Each dtype has its launch, and all one norm."""
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float32)
+    start = [torch.randn(40, device=device).to(dtype) for dtype in dtypes]
+    grads = gradients(start, 2)
+    options: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 0.5, "master_weights": True}
+    optimizer = fused(SMALL)(leaves(start), **options)
+    found = run(optimizer, grads)
+    assert len(optimizer._table.launches) == 3
+    norm = math.sqrt(sum(g.double().square().sum().item() for g in grads[-1]))
+    assert optimizer.grad_norm.item() == pytest.approx(norm, rel=1e-6)
+    for x, y in zip(found, train(AdamW, start, grads, **options), strict=True):
+        torch.testing.assert_close(x.detach(), y, rtol=4 * torch.finfo(y.dtype).eps, atol=1e-7)
+
+
+def test_a_step_waits_for_nothing(fused: Callable[[Configuration], Any], device: str) -> None:
+    if device != "cuda":
+        pytest.skip("on CUDA, torch tells of what waits for the device")
+    start = tensors(device, torch.float32)
+    optimizer = fused(CONFIGURATIONS[0])(leaves(start), max_grad_norm=1.0)
+    run(optimizer, gradients(start, 1))
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.randn_like(p)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+Kind = tuple[torch.dtype, bool]
+"""Dtype of parameters and gradients, and whether there are master weights."""
+
+KINDS: list[Kind] = [
+    (torch.float32, False),
+    (torch.bfloat16, True),
+    (torch.float16, True),
+    (torch.bfloat16, False),
+    (torch.float64, False),
+]
+
+
+def _name(kind: Kind, chip: int, configuration: Configuration) -> str:
+    dtype, master = kind
+    return f"{str(dtype).removeprefix('torch.')}{'-master' * master}-sm_{chip}-{'x'.join(map(str, configuration))}"
+
+
+COMPILED = [
+    pytest.param(
+        kind,
+        chip,
+        configuration,
+        id=_name(kind, chip, configuration),
+        marks=[] if (chip, configuration) == (90, CONFIGURATIONS[0]) and kind in KINDS[:2] else [pytest.mark.sweep],
+    )
+    for configuration in CONFIGURATIONS
+    for chip in CHIPS
+    for kind in KINDS
+    if not (kind[0] == torch.float64 and configuration == CONFIGURATIONS[2])  # it would spill
+]
+
+
+@pytest.mark.parametrize(("kind", "chip", "configuration"), COMPILED)
+def test_each_configuration_compiles_soundly(
+    kind: Kind,
+    chip: int,
+    configuration: Configuration,
+    compiling: ProcessPoolExecutor,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """No spills, and the widest accesses: what a pointer that is not known to be aligned costs shows in their count."""
+    dtype, master = kind
+    reports = {
+        report.kernel: report for report in compiling.submit(compile_kernels, *kind, chip, configuration).result()
+    }
+    assert set(reports) == {"squared_norms", "prepare", "update"}
+    for name, report in reports.items():
+        record_property(
+            "kernel",
+            {
+                "case": f"{name}-{_name(kind, chip, configuration)}",
+                "registers": report.registers,
+                "spilled bytes": report.spilled_bytes,
+                "shared bytes": report.shared_bytes,
+                "of the chip's": f"{report.shared_bytes / SHARED_MEMORY[chip]:.0%}",
+                "matrix instructions": "-",
+            },
+        )
+        assert report.spilled_bytes == 0, f"{name}: {report.spilled_bytes} bytes a thread are spilled"
+    elements = configuration.block // (32 * configuration.warps)  # of a thread
+    wide = elements * (4 if master else dtype.itemsize) // ACCESS
+    written, read = (4, 4) if master else (3, 4)
+    # Of whole blocks, and one by one, of a tensor's last block; less than `wide` more, which half the width would take
+    # at a single one of the pointers.
+    assert reports["update"].instructions["STG"] < written * (wide + elements) + wide
+    assert reports["update"].instructions["LDG"] <= read * (wide + elements) + 20, "scalars are less than 20"

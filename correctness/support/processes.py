@@ -1,0 +1,48 @@
+"""Looking at other processes and at a backend's threads, for tests of what they leave behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # it ended before the file was opened, or before it was read
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def are_freed(*references: weakref.ref, seconds: float = 10.0) -> bool:
+    """Whether nobody holds them; a backend's worker thread may for a moment after it has reported a collective done."""
+    gc.collect()
+    return wait_until(lambda: all(reference() is None for reference in references), seconds)
+
+
+def listening_addresses() -> set[str]:
+    """Local addresses of this rank's TCP sockets, as hexadecimal; 0100007F is 127.0.0.1."""
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:  # the listing's own descriptor
+            continue
+    addresses = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if f"socket:[{fields[9]}]" in inodes:
+                addresses.add(fields[1].split(":")[0])
+    return addresses

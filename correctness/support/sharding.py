@@ -1,0 +1,32 @@
+"""Parameters and gradients that are the same on every rank, and what calls raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def raised(call: Callable[[], Any]) -> str:
+    """What it raises: its type, and its message."""
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def parameters(device: str, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
+    """The same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)) for shape in shapes
+    ]
+
+
+def set_gradients(params: list[nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)

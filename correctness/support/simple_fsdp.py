@@ -1,0 +1,44 @@
+"""SimpleFSDP's modes as meshes, and its collectives counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from impl.model.mlp import MLP_SIZES
+
+
+def mesh_for(mode: str, device: str) -> DeviceMesh:
+    """All ranks; of hybrid sharding in pairs."""
+    ranks = dist.get_world_size()
+    return init_device_mesh(device, (ranks // 2, 2) if mode == "hybrid_shard" else (ranks,))
+
+
+def ranks_for(mode: str) -> int:
+    return 4 if mode == "hybrid_shard" else 2
+
+
+class Collectives(TorchDispatchMode):
+    """What is communicated: how often each collective, in which dtype, and how many values it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.values: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for name in ("all_gather", "reduce_scatter", "all_reduce"):
+            if function.name().startswith(f"_c10d_functional::{name}"):
+                self.calls[name, str(args[0].dtype).removeprefix("torch.")] += 1
+                self.values[name] += args[0].numel()
+        return function(*args, **(kwargs or {}))
+
+
+TINY = MLP_SIZES["mlp-tiny"]
+
+
+PARAMETERS = 4 + 4 * TINY.layers

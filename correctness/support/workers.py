@@ -1,0 +1,39 @@
+"""How many processes share a run of the tests: by default a folder has one per core, a file or a test just one."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from correctness.support.paths import ROOT
+from shardmark import torchrun
+from shardmark.memory import available_bytes
+from shardmark.rank import available_cores
+
+FOLDER = ROOT / "correctness"
+
+MOST_WORKERS = 4
+"""Each takes seconds to import torch."""
+BYTES_OF_A_WORKER = 2**30
+"""For itself and its worlds."""
+
+
+def share_the_cores(config: pytest.Config) -> None:
+    """Set pytest-xdist's options, unless the user did, or wants to see this process: --pdb, -s.
+
+    Not where a GPU is, which the workers would share too, and not under torchrun, whose ranks are there once.
+    """
+    option = config.option
+    if getattr(option, "numprocesses", 0) is not None or option.tx:  # given, or there is no pytest-xdist
+        return
+    if option.usepdb or option.trace or option.capture == "no" or option.collectonly:
+        return
+    if "PYTEST_XDIST_WORKER" in os.environ or torchrun.launched() or torch.cuda.is_available():
+        return
+    paths = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
+    number = min(available_cores(), MOST_WORKERS, available_bytes("cpu") // BYTES_OF_A_WORKER)
+    if number > 1 and all(path.is_dir() and path.is_relative_to(FOLDER) for path in paths):
+        option.numprocesses = number
+        option.dist = "worksteal" if option.dist == "no" else option.dist  # a file stays together until the very end

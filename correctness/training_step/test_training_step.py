@@ -1,0 +1,168 @@
+"""The training step's implementations: each against the eager one, and that one against the loss in float64."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from correctness.support.mlp import plain
+from correctness.support.training import STEPS, Results, assert_as_accurate_as_eager, trained
+from impl.model import SIZES, Transformer
+from impl.model.mlp import MLPLanguageModel, MLPSize
+from impl.precision import PRECISIONS, Precision
+from impl.training_step import CheckpointedStep, CompileModel, CompileStep, EagerStep
+from impl.training_step.compiled import OPTIONS, CompileAllOptions, CompileEpilogueFusion, CompileNoOptions
+from shardmark.registry import FAMILIES, Implementation, Unsupported, check_contract
+
+SIZE = MLPSize(dim=16, layers=2, vocab=64)
+
+
+def _setting(device: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A model, tokens and targets."""
+    return MLPLanguageModel(SIZE).to(device), *torch.randint(SIZE.vocab, (2, 2, 8), device=device)
+
+
+def _trained(
+    implementation: Implementation, model: nn.Module, tokens: Tensor, targets: Tensor, precision: Precision
+) -> Results:
+    """What training a copy of the model leaves."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # AdamW would make rounding of a gradient near zero large
+    return trained(implementation.adapted(model, optimizer, precision=precision), model, optimizer, tokens, targets)
+
+
+@pytest.mark.family("training_step")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_losses_gradients_and_parameters_are_those_of_eager(
+    implementation: Implementation, dtype: str, device: str
+) -> None:
+    model, tokens, targets = _setting(device)
+    eager = FAMILIES["training_step"].implementations["eager"]
+    wide = Precision(torch.float64, torch.float64, torch.float64)
+    exact = _trained(eager, copy.deepcopy(model).double(), tokens, targets, wide)
+    expected = _trained(eager, model, tokens, targets, PRECISIONS[dtype])
+    found = _trained(implementation, model, tokens, targets, PRECISIONS[dtype])
+    assert_as_accurate_as_eager(found, expected, exact, PRECISIONS[dtype].compute)
+
+
+@pytest.mark.family("training_step")
+def test_gradients_accumulate_and_parts_mark_their_end(implementation: Implementation, device: str) -> None:
+    """Two steps at a learning rate of zero leave twice the gradient of one."""
+    model, tokens, targets = _setting(device)
+    step = implementation.adapted(model, torch.optim.SGD(model.parameters(), lr=0.0), precision=PRECISIONS["float32"])
+    marks: list[str] = []
+    step(tokens, targets, marks.append)
+    assert marks in (["forward", "backward", "optimizer"], ["step"])
+    if getattr(implementation.target, "options", None) and implementation.target.options["triton.cudagraphs"]:
+        pytest.skip("a CUDA graph gives its gradients out for one step")
+    once = {name: x.grad.clone() for name, x in model.named_parameters()}
+    step(tokens, targets)
+    for name, x in model.named_parameters():
+        torch.testing.assert_close(x.grad, 2 * once[name], rtol=1e-5, atol=1e-6)
+
+
+GRAPHS = {"compile_model": 1, "compile_forward_backward": 2, "compile_step": 1}
+"""Graphs with a fused optimizer, which the compiler leaves alone."""
+
+
+@pytest.mark.family("training_step", only=tuple(GRAPHS))
+def test_compiles_in_the_first_step_alone(implementation: Implementation, device: str) -> None:
+    if implementation.name not in GRAPHS:
+        pytest.skip("its graphs are its own")
+    torch._dynamo.reset()
+    counters.clear()
+    model, tokens, targets = _setting(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    step = implementation.adapted(model, optimizer, precision=PRECISIONS["float32"])
+    first = step(tokens, targets)
+    graphs, captures = counters["stats"]["unique_graphs"], counters["compiled_autograd"]["captures"]
+    assert graphs == GRAPHS[implementation.name]
+    assert captures == (implementation.name == "compile_forward_backward")
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        last = step(tokens, targets)
+    assert counters["stats"]["unique_graphs"] == graphs and counters["compiled_autograd"]["captures"] == captures
+    assert last < first / 2  # a compiled update that forgets the optimizer's state, or the gradients, learns nothing
+
+
+def test_the_loss_is_the_mean_cross_entropy_in_float64(device: str) -> None:
+    model, tokens, targets = _setting(device)
+    model = model.double()
+    precision = Precision(torch.float64, torch.float64, torch.float64)
+    loss = EagerStep(model, torch.optim.SGD(model.parameters()), precision=precision).forward(tokens, targets)
+    logits = plain(dict(model.named_parameters()), tokens)
+    chosen = logits.gather(-1, targets[..., None])[..., 0] - logits.exp().sum(-1).log()
+    # The loss itself is float32: a few of its roundings, of the largest of the terms.
+    assert loss.item() == pytest.approx(-chosen.mean().item(), rel=4 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("step_class", [EagerStep, CheckpointedStep])
+def test_a_float16_step_that_overflows_is_skipped_and_says_so(step_class: type[EagerStep], device: str) -> None:
+    model, tokens, targets = _setting(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = step_class(model, optimizer, precision=PRECISIONS["float16"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(tokens, targets)
+        assert not [w for w in caught if issubclass(w.category, RuntimeWarning)]
+    before = copy.deepcopy(model.state_dict())
+    optimizer.zero_grad()
+    step.backward(step.forward(tokens, targets) * 1e9)
+    with pytest.warns(
+        RuntimeWarning, match=r"^float16 gradients overflowed: the step is skipped, the loss is scaled by"
+    ):
+        step.update()
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert step.scaler.get_scale() == 2**15
+    optimizer.zero_grad()
+    step(tokens, targets)
+    assert not all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.family("training_step")
+def test_parameters_of_another_precision_are_one_line(implementation: Implementation) -> None:
+    model = MLPLanguageModel(SIZE).bfloat16()
+    with pytest.raises(
+        ValueError, match=r"^the model's parameters are torch.bfloat16, and the precision's torch.float32$"
+    ):
+        implementation.adapted(model, torch.optim.SGD(model.parameters()), precision=PRECISIONS["float32"])
+
+
+def test_compile_step_takes_no_float16() -> None:
+    model = MLPLanguageModel(SIZE)
+    with pytest.raises(Unsupported, match=r"^compile_step takes no float16"):
+        CompileStep(model, torch.optim.SGD(model.parameters()), precision=PRECISIONS["float16"])
+
+
+def test_a_model_without_blocks_is_not_checkpointed_in_one_line() -> None:
+    model = nn.Embedding(3, 3)
+    with pytest.raises(ValueError, match=r"^checkpointing needs `model.blocks`.*Embedding has none$"):
+        CheckpointedStep(model, torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.family("training_step", only=("eager", "checkpointed"))
+def test_meets_the_contract(implementation: Implementation, device: str) -> None:
+    check_contract(implementation, device)
+
+
+def test_checkpointing_runs_each_block_of_the_transformer_twice() -> None:
+    model = Transformer(SIZES["tiny"], context_length=8)
+    calls: list[nn.Module] = []
+    for block in model.blocks:
+        block.feed_forward_norm.register_forward_hook(lambda module, inputs, output: calls.append(module))
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    CheckpointedStep(model, torch.optim.SGD(model.parameters()))(tokens, tokens)
+    assert len(calls) == 2 * len(model.blocks)
+
+
+def test_options_say_all_of_what_they_turn_on_and_off() -> None:
+    assert set(CompileNoOptions.options) == set(OPTIONS) and not any(CompileNoOptions.options.values())
+    assert [name for name, on in CompileEpilogueFusion.options.items() if on] == ["epilogue_fusion"]
+    assert all(CompileAllOptions.options.values())
+    assert CompileModel.options is None
+    assert set(OPTIONS) <= set(torch._inductor.list_options())  # or the compiler would not know them

@@ -1,0 +1,114 @@
+"""The contract of attention: what a user calls, the check of a target, and the family."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from impl.attention.accounting import flash_pytorch_peak
+from shardmark.registry import Family, Race, RegistryError, Unsupported, add_family
+
+
+class Attention(Protocol):
+    """`attention(q, k, v, *, is_causal=False) -> out`, differentiable in q, k and v.
+
+    q: (..., q_len, head_dim), k and v: (..., k_len, head_dim), any number of leading dims, the same in all three; out
+    has q's shape and dtype. Causal means that query i sees keys 0 to i (aligned top-left, as SDPA's `is_causal`).
+    Grouped-query attention (Ainslie et al., "GQA", 2023): the last leading dim, the heads, may be smaller in k and v by
+    a whole factor `group`; query head h then attends to head h // group. A row of scores that are all -inf gives NaN.
+    A `torch.autograd.Function` whose `apply` takes (q, k, v, is_causal) meets the contract too. ValueError for shapes,
+    dtypes or devices that do not go together; `shardmark.registry.Unsupported`, a ValueError, for inputs that do and
+    that this implementation does not take.
+    """
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+        """softmax(q kᵀ / sqrt(head_dim)) v."""
+        ...
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError, in one line, unless q, k and v go together as the contract says."""
+    if not _shapes_go_together(q.shape, k.shape, v.shape):
+        raise ValueError(
+            "attention takes q (..., q_len, head_dim) and k, v (..., k_len, head_dim) with the same leading dims "
+            "(the last of them, heads, may be fewer in k and v by a whole factor), "
+            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
+    if 0 in q.shape or 0 in k.shape:
+        raise ValueError(f"attention over nothing: q {tuple(q.shape)}, k {tuple(k.shape)}")
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
+        raise ValueError(
+            "attention takes q, k, v of one floating dtype (float64, float32, bfloat16, float16), "
+            f"got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if not q.device == k.device == v.device:
+        raise ValueError(f"attention takes q, k, v on one device, got {q.device}, {k.device}, {v.device}")
+
+
+def _shapes_go_together(q: torch.Size, k: torch.Size, v: torch.Size) -> bool:
+    if len(q) < 2 or len(q) != len(k) or k != v or q[-1] != k[-1]:
+        return False
+    return q[:-2] == k[:-2] or (q[:-3] == k[:-3] and k[-3] > 0 and q[-3] % k[-3] == 0)
+
+
+def kv_group(q: Tensor, k: Tensor) -> int:
+    """Query heads for each head of k and v: 1 but for grouped-query attention."""
+    return 1 if q.ndim < 3 else q.shape[-3] // k.shape[-3]
+
+
+def per_query_head(x: Tensor, group: int) -> Tensor:
+    """k or v with each head repeated for the query heads of its group."""
+    return x if group == 1 else x.repeat_interleave(group, dim=-3)
+
+
+def as_attention(target: Any) -> Attention:
+    """A function with the contract's signature, from one or from a `torch.autograd.Function`."""
+    if isinstance(target, type) and issubclass(target, torch.autograd.Function):
+        return partial(_apply, target)
+    return target
+
+
+def _apply(
+    function: type[torch.autograd.Function], q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False
+) -> Tensor:
+    return function.apply(q, k, v, is_causal)
+
+
+def _check(target: Any, device: str) -> None:
+    """One tiny call, backward included, tells whether a target is attention at all."""
+    if not callable(target):
+        raise RegistryError(f"{target!r} is not callable; attention is attention(q, k, v, *, is_causal=False)")
+    try:
+        q, k, v, out = _tiny_call(target, device, torch.float32)
+    except Unsupported:  # fused kernels may be for half precision alone
+        q, k, v, out = _tiny_call(target, device, torch.bfloat16)
+    if not isinstance(out, Tensor) or out.shape != q.shape or out.dtype != q.dtype:
+        found = f"{tuple(out.shape)} of {out.dtype}" if isinstance(out, Tensor) else repr(out)
+        raise RegistryError(f"for q {tuple(q.shape)} of {q.dtype} it returned {found}, and not q's shape and dtype")
+    out.sum().backward()
+    if any(x.grad is None for x in (q, k, v)):
+        raise RegistryError("its output is not differentiable in q, k and v")
+
+
+def _tiny_call(target: Any, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Any]:
+    q, k, v = (torch.randn(2, 4, 16, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    return q, k, v, as_attention(target)(q, k, v, is_causal=True)
+
+
+FAMILY = add_family(
+    Family(
+        "attention",
+        Attention,
+        reference="eager",
+        check=_check,
+        adapt=as_attention,
+        memory=flash_pytorch_peak,  # a user's own is held to what FlashAttention is for: nothing quadratic
+        time=Race("eager"),
+    )
+)

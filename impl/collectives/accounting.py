@@ -1,0 +1,108 @@
+"""Collectives in closed form: bytes each rank must send, the buffers it needs, and the bandwidths people quote.
+
+Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", JPDC 2009.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from impl.collectives.segments import buffer_bytes
+
+if TYPE_CHECKING:
+    from impl.collectives.cases import CollectiveCase
+
+
+def all_reduce_bytes_sent(nbytes: int, ranks: int) -> int:
+    """Bytes each rank must send for an all-reduce of `nbytes`: 2(n-1)/n of them."""
+    return 2 * (ranks - 1) * nbytes // ranks
+
+
+def bytes_sent(collective: str, nbytes: int, ranks: int) -> int:
+    """Bytes each rank must send where the larger of its tensors has `nbytes`: twice (n-1)/n of them, or once."""
+    return all_reduce_bytes_sent(nbytes, ranks) // (1 if collective == "all_reduce" else 2)
+
+
+def ring_bytes_sent(collective: str, elements: int, itemsize: int, rank: int, ranks: int) -> int:
+    """Bytes that `rank` sends around a ring, exact where `elements` (of the larger tensor) do not divide by the ranks.
+
+    To reduce-scatter it sends every part but its own; to all-gather, every part but its successor's. An all-reduce is
+    both. Over all ranks these are n-1 times the tensor, or 2(n-1) times.
+    """
+    scattering = elements - part_elements(elements, rank, ranks)
+    gathering = elements - part_elements(elements, (rank + 1) % ranks, ranks)
+    return (
+        itemsize
+        * {
+            "reduce_scatter": scattering,
+            "all_gather": gathering,
+            "all_reduce": scattering + gathering,
+        }[collective]
+    )
+
+
+def direct_bytes_sent(collective: str, elements: int, itemsize: int, rank: int, ranks: int) -> int:
+    """The same for a direct exchange: to reduce-scatter each of the others' parts, to all-gather its own n-1 times."""
+    own = part_elements(elements, rank, ranks)
+    scattering, gathering = elements - own, (ranks - 1) * own
+    return (
+        itemsize
+        * {
+            "reduce_scatter": scattering,
+            "all_gather": gathering,
+            "all_reduce": elements if ranks == 2 else scattering + gathering,
+        }[collective]
+    )
+
+
+def part_elements(elements: int, index: int, parts: int) -> int:
+    """Elements of one of `parts` parts, of which the first are one larger where `elements` do not divide."""
+    return elements // parts + (index < elements % parts)
+
+
+def bus_bandwidth(collective: str, nbytes: int, seconds: float, ranks: int) -> float:
+    """Bytes a second across each link, as NCCL's tests define it; `nbytes` of the larger tensor of one rank."""
+    return nbytes / seconds * (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
+
+
+def reduce_scatter_buffers(nbytes: int, ranks: int, itemsize: int = 4) -> int:
+    """Bytes that a ring's reduce-scatter of `nbytes` holds until it is waited for."""
+    return buffer_bytes(nbytes // itemsize // ranks, itemsize, ring_rows("reduce_scatter", ranks))
+
+
+def ring_rows(collective: str, ranks: int) -> int:
+    """Buffers of a segment: none to gather; to reduce, what was just received beside what is being passed on."""
+    return 0 if collective == "all_gather" else min(2, ranks - 1)
+
+
+def direct_rows(collective: str, ranks: int) -> int:
+    """Buffers of a segment: none to gather; to reduce, one for each of the others."""
+    return 0 if collective == "all_gather" else ranks - 1
+
+
+def in_place_peak(case: CollectiveCase) -> int:
+    """Peak in bytes of a collective that needs no buffers: the tensor, and the n-th of it that goes in or comes out."""
+    return case.bytes + (0 if case.collective == "all_reduce" else case.bytes // case.ranks)
+
+
+def buffered_peak(case: CollectiveCase) -> int:
+    """Peak in bytes of a collective with a buffer as large as the tensor."""
+    return in_place_peak(case) + case.bytes
+
+
+def backend_peak(case: CollectiveCase) -> int:
+    """Peak in bytes of the backend's: Gloo's works on a copy of the large tensor but in an all-reduce."""
+    return in_place_peak(case) if case.collective == "all_reduce" else buffered_peak(case)
+
+
+def ring_peak(case: CollectiveCase) -> int:
+    """Peak in bytes of a ring's collective."""
+    part = -(-case.elements // case.ranks)
+    return in_place_peak(case) + buffer_bytes(part, case.itemsize, ring_rows(case.collective, case.ranks))
+
+
+def direct_peak(case: CollectiveCase) -> int:
+    """Peak in bytes of a direct exchange; two ranks all-reduce in one part."""
+    whole = case.collective == "all_reduce" and case.ranks == 2
+    part = case.elements if whole else -(-case.elements // case.ranks)
+    return in_place_peak(case) + buffer_bytes(part, case.itemsize, direct_rows(case.collective, case.ranks))

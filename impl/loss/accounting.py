@@ -1,0 +1,132 @@
+"""The loss in closed form: FLOPs, bytes moved and bytes at the peak of forward and backward.
+
+Bytes at the peak count what the caller holds too: hidden, weight, targets, and their gradients.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from impl.loss.chunks import chunk_tokens, row_stride
+from shardmark.grid import Work
+
+if TYPE_CHECKING:
+    from impl.loss.cases import LossCase
+
+
+def work(case: LossCase) -> Work:
+    """FLOPs of the three products, whatever is computed twice; each input and each gradient once."""
+    tensors = (case.tokens + case.vocab) * case.dim
+    return Work(
+        flops=3 * 2 * case.tokens * case.dim * case.vocab,
+        bytes_moved=2 * tensors * case.torch_dtype.itemsize + 8 * case.tokens,
+    )
+
+
+def eager_peak(case: LossCase) -> int:
+    """Peak of the eager loss, in bytes: three matrices of logits in float32 (log-softmax, its gradient, the logits').
+
+    Where dim is large beside vocab it is the gradients of hidden and weight beside that of the logits instead.
+    """
+    size, summed = _sizes(case)
+    logits = case.tokens * case.vocab
+    return _inputs(case) + max(3 * logits * summed, logits * size + _gradients(case)) + 2 * summed
+
+
+def chunked_peak(case: LossCase) -> int:
+    """Peak of `chunked`, in bytes: eager's matrices for one chunk, and the gradients so far.
+
+    At the last chunk, when its logits are computed or when its gradient of weight meets the others' sum; or at the very
+    end, when the chunks' gradients of hidden become one.
+    """
+    size, summed = _sizes(case)
+    rows = chunk_tokens(case.tokens, case.dim, size)
+    if rows == case.tokens:
+        return eager_peak(case)
+    weight = case.vocab * case.dim * size
+    hidden, before = case.tokens * case.dim * size, (case.tokens - rows) * case.dim * size
+    computing = 3 * rows * case.vocab * summed + weight + before
+    meeting = rows * case.vocab * size + 2 * weight + hidden
+    return _inputs(case) + max(computing, meeting, weight + 2 * hidden) + 2 * summed
+
+
+def fused_peak(case: LossCase) -> int:
+    """Peak of a fused loss, in bytes, less what it takes for each row of a chunk.
+
+    Forward: one chunk of logits, and the gradients, weight's in float32. Backward, in half precision: weight's gradient
+    beside its sum in float32.
+    """
+    size, summed = _sizes(case)
+    return _inputs(case) + _held(case) + max(_chunk(case), case.vocab * case.dim * size if size < summed else 0)
+
+
+def fused_pytorch_peak(case: LossCase) -> int:
+    """Peak of `fused_pytorch`, in bytes, on the device where it takes more: CPU in half precision.
+
+    There is no product of half precision in float32 there, so both its operands are upcast. On either device the
+    softmax of half precision is that of an upcast copy of the chunk.
+    """
+    size, summed = _sizes(case)
+    rows = chunk_tokens(case.tokens, case.dim, size)
+    per_row = 2 + 8 + 4 * summed  # kept or not, the target, and four values
+    if size < summed:
+        per_row = case.vocab * summed + max(per_row, case.dim * summed)
+    forward = _inputs(case) + _held(case) + _chunk(case) + rows * per_row
+    return max(forward, fused_peak(case))
+
+
+def fused_triton_peak(case: LossCase) -> int:
+    """Peak of `fused_triton`, in bytes: a fused loss and one float32 a row."""
+    rows = chunk_tokens(case.tokens, case.dim, case.torch_dtype.itemsize)
+    return max(_inputs(case) + _held(case) + _chunk(case) + 4 * rows + 4, fused_peak(case))
+
+
+def compiled_peak(case: LossCase) -> int:
+    """Peak of the compiled eager loss, in bytes: what the compiler plans is its own; eager's is its limit."""
+    return eager_peak(case)
+
+
+def linear_cross_entropy_peak(case: LossCase) -> int:
+    """Peak of torch's linear_cross_entropy where vocab is larger than dim, in bytes.
+
+    Its chunks are small; the gradients that it made in forward are copied when they become .grad.
+    """
+    _, summed = _sizes(case)
+    return _inputs(case) + 2 * _gradients(case) + 3 * summed
+
+
+def gone(case: LossCase) -> int:
+    """Bytes of eager's peak that a fused loss never has: all but a chunk of the logits, in each of three matrices.
+
+    Both have hidden, weight and targets; the fused loss has both gradients when it has a chunk of logits.
+    """
+    size, summed = _sizes(case)
+    return 3 * case.tokens * case.vocab * summed - _chunk(case) - case.dim * (case.tokens * size + case.vocab * summed)
+
+
+def _sizes(case: LossCase) -> tuple[int, int]:
+    """Bytes of an element, and of one of what is summed: float32 or more."""
+    size = case.torch_dtype.itemsize
+    return size, max(size, 4)
+
+
+def _inputs(case: LossCase) -> int:
+    """hidden, weight and targets."""
+    return _gradients(case) + 8 * case.tokens
+
+
+def _gradients(case: LossCase) -> int:
+    """Those of hidden and weight, which are as large as they are."""
+    return (case.tokens + case.vocab) * case.dim * case.torch_dtype.itemsize
+
+
+def _held(case: LossCase) -> int:
+    """What a fused loss holds from its first chunk on: both gradients, weight's summed, the loss, and the count."""
+    size, summed = _sizes(case)
+    return case.tokens * case.dim * size + case.vocab * case.dim * summed + summed + 8
+
+
+def _chunk(case: LossCase) -> int:
+    """One chunk of logits."""
+    size, _ = _sizes(case)
+    return chunk_tokens(case.tokens, case.dim, size) * row_stride(case.vocab, size) * size

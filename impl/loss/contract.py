@@ -1,0 +1,147 @@
+"""The contract of the loss: what a user calls, the check of a target, and the family."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from impl.loss.accounting import eager_peak
+from shardmark.registry import Family, Race, RegistryError, Unsupported, add_family
+
+
+class Loss(Protocol):
+    """`loss(hidden, weight, targets, *, ...) -> scalar`, differentiable in hidden and weight.
+
+    hidden: (tokens, dim), weight: (vocab, dim), the output projection, both of one floating dtype; targets: (tokens)
+    int64. The logits are hidden weightᵀ, and the loss is their cross entropy, the mean over the targets that are not
+    `ignore_index`. `label_smoothing` as torch's cross_entropy has it (Szegedy et al., "Rethinking the Inception
+    Architecture for Computer Vision", 2015, section 7). `z_loss` adds z_loss * the mean of logsumexp(logits)²
+    (Chowdhery et al., "PaLM", 2022, section 5). The logits are rounded to the inputs' dtype, as a Linear's are; all
+    that follows is float32 or more, and so is the loss. Under autocast hidden and weight may be of any dtypes: the
+    products are in autocast's.
+
+    Where every target is ignored, or there is none, the loss is 0 and so are its gradients: such a micro-batch says
+    nothing. torch's cross_entropy divides zero by zero there, and one NaN of one rank spoils every parameter.
+
+    ValueError for shapes, dtypes, devices and options that do not go together, and on CPU for targets out of range. On
+    CUDA the range is checked on the device (`torch._assert_async`), as reading the answer would have the CPU wait: a
+    target out of range is then a device-side assertion, raised at the next synchronization, as in torch's own
+    cross_entropy. `shardmark.registry.Unsupported`, a ValueError, for what an implementation does not take.
+    """
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> Tensor:
+        """The cross entropy of hidden weightᵀ."""
+        ...
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_inputs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
+) -> None:
+    """Raise ValueError, in one line, unless everything goes together as the contract says."""
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
+        raise ValueError(
+            "loss takes hidden (tokens, dim), weight (vocab, dim) and targets (tokens), "
+            f"got hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}"
+        )
+    if 0 in weight.shape:
+        raise ValueError(f"loss over nothing: weight {tuple(weight.shape)}")
+    if not hidden.device == weight.device == targets.device:
+        raise ValueError(
+            "loss takes hidden, weight and targets on one device, "
+            f"got {hidden.device}, {weight.device}, {targets.device}"
+        )
+    dtypes = {hidden.dtype, weight.dtype}
+    mixed = len(dtypes) > 1 and not (torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in dtypes)
+    if mixed or not dtypes <= set(DTYPES):
+        raise ValueError(
+            "loss takes hidden and weight of one floating dtype (float64, float32, bfloat16, float16), "
+            f"got {hidden.dtype}, {weight.dtype}"
+        )
+    if targets.dtype != torch.int64:
+        raise ValueError(f"loss takes targets of torch.int64, got {targets.dtype}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing is from 0 to 1, got {label_smoothing}")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss is 0 or more and finite, got {z_loss}")
+    _check_range(targets, weight.shape[0], ignore_index)
+
+
+def _check_range(targets: Tensor, vocab: int, ignore_index: int) -> None:
+    """On CPU a ValueError that names a target out of range, on CUDA an assertion that nothing waits for."""
+    right = ((targets >= 0) & (targets < vocab)) | (targets == ignore_index)
+    if targets.device.type != "cpu":
+        torch._assert_async(right.all(), f"loss: a target is out of range: neither in [0, {vocab}) nor {ignore_index}")
+    elif not right.all():
+        at = int(right.int().argmin())
+        raise ValueError(
+            f"loss takes targets in [0, {vocab}), the vocabulary, or {ignore_index}, which is ignored; "
+            f"targets[{at}] is {int(targets[at])}"
+        )
+
+
+def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """What the products of hidden and weight are in: autocast's dtype where it is on, else the inputs'."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
+        return torch.get_autocast_dtype(device)
+    return hidden.dtype
+
+
+def statistics_dtype(product: torch.dtype) -> torch.dtype:
+    """What is summed over the vocabulary and over tokens is in: float32 or more."""
+    return torch.promote_types(product, torch.float32)
+
+
+def _check(target: Any, device: str) -> None:
+    """One tiny call, backward included, tells whether a target is a loss at all."""
+    if not callable(target):
+        raise RegistryError(
+            f"{target!r} is not callable; a loss is loss(hidden, weight, targets, *, ignore_index=-100)"
+        )
+    try:
+        hidden, weight, loss, wanted = _tiny_call(target, device, torch.float32)
+    except Unsupported:  # fused kernels may be for half precision alone
+        hidden, weight, loss, wanted = _tiny_call(target, device, torch.bfloat16)
+    if not isinstance(loss, Tensor) or loss.ndim != 0:
+        found = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise RegistryError(f"it returned {found}, and not a scalar tensor")
+    if not abs(loss.item() - wanted) <= 0.1:
+        raise RegistryError(f"it returned {loss.item():.4f} where the cross entropy is {wanted:.4f}")
+    loss.backward()
+    if hidden.grad is None or weight.grad is None:
+        raise RegistryError("its loss is not differentiable in hidden and weight")
+
+
+def _tiny_call(target: Any, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Any, float]:
+    hidden, weight = (torch.randn(n, 16, device=device, dtype=dtype, requires_grad=True) for n in (6, 32))
+    targets = torch.tensor([3, -100, 0, 31, 7, -100], device=device)
+    wanted = torch.nn.functional.cross_entropy((hidden.detach() @ weight.detach().T).float(), targets)
+    loss = target(hidden, weight, targets, ignore_index=-100, label_smoothing=0.0, z_loss=0.0)
+    return hidden, weight, loss, wanted.item()
+
+
+FAMILY = add_family(
+    Family(
+        "loss",
+        Loss,
+        reference="eager",
+        check=_check,
+        memory=eager_peak,
+        time=Race("eager", budget=1.5),  # a user's own may compute the logits twice: 4/3 of the FLOPs
+    )
+)

@@ -1,0 +1,125 @@
+"""AdamW's step in closed form: bytes moved, bytes of state, bytes at the peak.
+
+Bytes at the peak count what is there before the step: parameters, gradients, moments, master weights and step counts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from impl.model.sizes import SIZES, TransformerSize
+from shardmark.grid import Work
+
+if TYPE_CHECKING:
+    from impl.optim.cases import OptimizerCase
+
+
+_STEP = 4  # bytes of a step count, a float32
+_NUMBER = 8  # bytes of a Python number in an operation on CPU, a float64
+
+
+def shapes(size: TransformerSize) -> list[tuple[int, ...]]:
+    """Of each parameter of the language model of that size."""
+    d, f, vocab = size.d_model, size.d_ff, size.vocab
+    layer: list[tuple[int, ...]] = [(d,), (d,), *[(d, d)] * 4, (f, d), (f, d), (d, f)]
+    return [(vocab, d), *layer * size.layers, (d,), (vocab, d)]
+
+
+def counts(case: OptimizerCase) -> list[int]:
+    """Elements of each parameter."""
+    return [math.prod(shape) for shape in shapes(SIZES[case.model])]
+
+
+def bytes_per_parameter(case: OptimizerCase) -> int:
+    """Bytes that a step must move for each parameter: 28 in float32, and in bfloat16 with master weights.
+
+    Gradient, weight and both moments are read, weight and moments written; a parameter with a master weight is written,
+    and not read. Clipping by global norm reads each gradient once more, before any of the update can be made.
+    """
+    size, state = _sizes(case)
+    update = size + 6 * state + (size if case.master_weights else 0)
+    return update + (0 if case.clipping == "none" else size)
+
+
+def work(case: OptimizerCase) -> Work:
+    """Least bytes moved; next to them, a dozen operations an element do not count."""
+    return Work(bytes_moved=bytes_per_parameter(case) * sum(counts(case)))
+
+
+def state_bytes(case: OptimizerCase) -> int:
+    """What the optimizer keeps: both moments, master weights, a step count for each parameter."""
+    _, state = _sizes(case)
+    tensors = counts(case)
+    return (3 if case.master_weights else 2) * state * sum(tensors) + _STEP * len(tensors)
+
+
+def before_step(case: OptimizerCase) -> int:
+    """Parameters, gradients and state."""
+    size, _ = _sizes(case)
+    return 2 * size * sum(counts(case)) + state_bytes(case)
+
+
+def adamw_peak(case: OptimizerCase) -> int:
+    """Peak of `plain`, in bytes: the denominator of one parameter; its gradient where that is in float32 or scaled."""
+    _, state = _sizes(case)
+    clips = case.clipping == "in_step"
+    temporaries = 2 if case.master_weights or clips else 1
+    norm = 2 * max(state, 4) if clips else 0  # and the coefficient made of it
+    return before_step(case) + temporaries * state * max(counts(case)) + norm + _NUMBER
+
+
+def torch_forloop_peak(case: OptimizerCase) -> int:
+    """Peak of `torch_forloop`, in bytes: a root and the denominator made of it, and still the last parameter's."""
+    _, state = _sizes(case)
+    tensors = counts(case)
+    temporaries = max(2 * count + last for last, count in zip([0, *tensors], tensors, strict=False))
+    return _torch_peak(case, state * temporaries + _NUMBER)
+
+
+def torch_foreach_peak(case: OptimizerCase) -> int:
+    """Peak of `torch_foreach`, in bytes: every parameter's denominator."""
+    _, state = _sizes(case)
+    return _torch_peak(case, state * sum(counts(case)))
+
+
+def torch_fused_peak(case: OptimizerCase) -> int:
+    """Peak of `torch_fused`, in bytes: no temporaries."""
+    return _torch_peak(case, 0)
+
+
+def fused_triton_peak(case: OptimizerCase, chunk: int) -> int:
+    """Peak of `fused_triton`, in bytes: a table of addresses and scalars, a map of chunks of so many elements,
+    a partial sum of each."""
+    _, state = _sizes(case)
+    tensors = counts(case)
+    programs = sum(-(-count // chunk) for count in tensors)
+    rows, decision, hyperparameters = 2 * 64 * len(tensors), 16, 8 * (1 + 5)
+    table = rows + decision + hyperparameters + 8 * programs
+    clipping = 0
+    if case.clipping == "in_step":
+        clipping = 8 * programs + 2 * max(state, 4)  # and this step's norm, and the last one's
+    elif case.clipping == "before_step":
+        clipping = _norms(case)
+    return before_step(case) + table + clipping
+
+
+def _torch_peak(case: OptimizerCase, temporaries: int) -> int:
+    """With master weights all gradients in float32, which torch's AdamW steps on; or clipping, beforehand."""
+    _, state = _sizes(case)
+    gradients = state * sum(counts(case)) if case.master_weights else 0
+    return before_step(case) + max(gradients + temporaries, 0 if case.clipping == "none" else _norms(case))
+
+
+def _norms(case: OptimizerCase) -> int:
+    """What `clip_grad_norm_` needs: each gradient's norm, twice, as it stacks them, and their norm."""
+    size, _ = _sizes(case)
+    return size * (2 * len(counts(case)) + 1)
+
+
+def _sizes(case: OptimizerCase) -> tuple[int, int]:
+    """Bytes of an element of a parameter or gradient, and of its moments and master weight."""
+    size = getattr(torch, case.dtype).itemsize
+    return size, 4 if case.master_weights else size
