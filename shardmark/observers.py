@@ -46,6 +46,7 @@ class Observer:
 
     def check(self, workload: type[Workload]) -> None:
         """Raises TypeError, in one line, where the workload lacks what this observer needs."""
+        __tracebackhide__ = True
         for method in self.needs:
             if not callable(getattr(workload, method, None)):
                 raise TypeError(f"{type(self).__name__} needs {workload.__name__}.{method}(), which is not defined")
