@@ -29,8 +29,9 @@ from pathlib import Path
 
 import torch
 
-from shardmark.blocks import Allocated, Marked, Recording, Released, mark
+from shardmark.blocks import Recording, mark
 from shardmark.handles import workers_free_first
+from shardmark.replay import Allocated, Marked, Released
 
 _PHASE, _PEAK, _STAGE, _RESET = "phase ", "peak of ", "stage ", "reset"
 """What the meter's marks of a phase, of a step's peak, of a stage, and of a new beginning of the peak begin with."""
