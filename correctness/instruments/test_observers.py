@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from correctness.support.paths import ROOT
 from correctness.support.project import make_project, run_project
-from impl.training_step.cases import TrainingStepCase
 from perf.observers.after_warmups import AfterWarmups, after_warmups
 from perf.observers.overhead_model import OverheadModel
 from perf.workloads.data_parallel import OverheadCase
@@ -301,11 +299,3 @@ def test_the_attention_backends_of_a_run_are_in_its_machine_info(pytester: pytes
     )
     result.assert_outcomes(passed=1)
     assert json.loads(out.read_text())["machine_info"]["attention_backend"] == "eager"
-
-
-def test_a_case_is_its_rows_whole_identity() -> None:
-    case: Any = TrainingStepCase("tiny", batch=2, context=32)
-    row = new_row(Identity("training_step", "eager", case, "cpu", 2, backend="gloo"), "laptop", "1gbit")
-    names = ("family", "implementation", "device", "backend", "world_size", "link", "dtype", "scale")
-    assert [row[name] for name in names] == ["training_step", "eager", "cpu", "gloo", 2, "1gbit", "float32", "laptop"]
-    assert row["case"]["id"] == str(case) and row["case"]["context"] == 32
