@@ -281,10 +281,8 @@ def test_a_row_is_saved_without_an_implementation_or_a_plan(
     result, output = run_project(project, "--scale=smoke")
     result.assert_outcomes(passed=2)
     rows = [entry["extra_info"] for entry in output["benchmarks"]]
-    what = [{name: row[name] for name in ("family", "implementation", "backend", "world_size")} for row in rows]
-    assert what == [
-        {"family": "own", "implementation": name, "backend": "by hand", "world_size": 3} for name in ("one", "two")
-    ]
+    what = [[row[name] for name in ("family", "implementation", "backend", "world_size")] for row in rows]
+    assert what == [["own", name, "by hand", 3] for name in ("one", "two")]
     assert [row["losses"] for row in rows] == [[2.0, 1.0]] * 2
     result.stdout.fnmatch_lines(["*How do we do it ourselves?*", "2 rows, 2 losses"])
 
