@@ -63,6 +63,10 @@ def test_a_question_shows_the_columns_that_it_names_and_that_a_row_fills() -> No
     ]
 
 
+def test_a_question_of_which_no_row_fills_a_column_shows_its_cases() -> None:
+    assert _table(_entry(), columns=["MFU"]) == ["case", "-----", "short"]
+
+
 def test_verbose_shows_all_columns_and_a_questions_own_where_it_stands() -> None:
     own = Column("length", lambda entry, row: str(len(row["case"]["id"])))
     lines = _table(_entry(), columns=["case", own, "verdict"], every_column=True)

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from correctness.support.paths import ROOT
 from correctness.support.project import make_project, run_project
-from impl.training_step.cases import TrainingStepCase
 from perf.observers.after_warmups import AfterWarmups, after_warmups
 from perf.observers.overhead_model import OverheadModel
 from perf.workloads.data_parallel import OverheadCase
@@ -283,10 +281,8 @@ def test_a_row_is_saved_without_an_implementation_or_a_plan(
     result, output = run_project(project, "--scale=smoke")
     result.assert_outcomes(passed=2)
     rows = [entry["extra_info"] for entry in output["benchmarks"]]
-    what = [{name: row[name] for name in ("family", "implementation", "backend", "world_size")} for row in rows]
-    assert what == [
-        {"family": "own", "implementation": name, "backend": "by hand", "world_size": 3} for name in ("one", "two")
-    ]
+    what = [[row[name] for name in ("family", "implementation", "backend", "world_size")] for row in rows]
+    assert what == [["own", name, "by hand", 3] for name in ("one", "two")]
     assert [row["losses"] for row in rows] == [[2.0, 1.0]] * 2
     result.stdout.fnmatch_lines(["*How do we do it ourselves?*", "2 rows, 2 losses"])
 
@@ -301,11 +297,3 @@ def test_the_attention_backends_of_a_run_are_in_its_machine_info(pytester: pytes
     )
     result.assert_outcomes(passed=1)
     assert json.loads(out.read_text())["machine_info"]["attention_backend"] == "eager"
-
-
-def test_a_case_is_its_rows_whole_identity() -> None:
-    case: Any = TrainingStepCase("tiny", batch=2, context=32)
-    row = new_row(Identity("training_step", "eager", case, "cpu", 2, backend="gloo"), "laptop", "1gbit")
-    names = ("family", "implementation", "device", "backend", "world_size", "link", "dtype", "scale")
-    assert [row[name] for name in names] == ["training_step", "eager", "cpu", "gloo", 2, "1gbit", "float32", "laptop"]
-    assert row["case"]["id"] == str(case) and row["case"]["context"] == 32

@@ -66,7 +66,7 @@ def _narrow(entries: list[Entry], columns: Sequence[Column]) -> list[str]:
     ranks = COLUMNS["ranks"]
     if ranks not in columns and len({entry["extra_info"]["world_size"] for entry in entries}) > 1:
         columns = [*columns[:2], ranks, *columns[2:]]  # or rows could not be told apart
-    shown = _filled(entries, columns)
+    shown = _filled(entries, columns) or [COLUMNS["case"]]
     while _dispensable(shown) and (len(shown) > MOST_COLUMNS or len(_lines(entries, shown)[1]) > WIDTH):
         verbose = [column for column in shown if column.brief is not None]
         if len(shown) <= MOST_COLUMNS and verbose:
