@@ -45,9 +45,9 @@ def mark_waited(result: torch.Tensor) -> None:
 class Recording:
     """What `recording` has recorded, once it has ended."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, lines: bool = False) -> None:
         self.device = device
-        self._profile = profile(profile_memory=True)
+        self._profile = profile(profile_memory=True, with_stack=lines)
         self.requested: dict[int, deque[int]] = {}
         """Bytes asked for at each address, in order; without an entry they are as the profiler saw them."""
 
@@ -68,9 +68,9 @@ class Recording:
 
 
 @contextmanager
-def recording(device: str) -> Iterator[Recording]:
-    """Record every allocation of the block on `device` ("cpu" or "cuda")."""
-    recorded = Recording(device)
+def recording(device: str, lines: bool = False) -> Iterator[Recording]:
+    """Record every allocation of the block on `device` ("cpu" or "cuda"); `lines`, which take long, are Python's."""
+    recorded = Recording(device, lines)
     with recorded.running():
         yield recorded
 

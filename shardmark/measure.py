@@ -12,6 +12,7 @@ import pytest
 
 from shardmark import budget, registry
 from shardmark.budget import MEMORY_SLACK, MIB, AbsoluteBudget, Limits, MemoryBudget
+from shardmark.excess import excess_lines
 from shardmark.grid import Work
 from shardmark.memory import available_bytes, is_out_of_memory
 from shardmark.observers import Observer, Profile
@@ -85,7 +86,7 @@ class Measure:
             session.device,
             world_size,
             self._rounds(rounds, max([1, *(observer.min_rounds for observer in observe)])),
-            formula=memory.formula,
+            memory=memory,
             limits=self._limits(race),
             observers=tuple(type(observer) for observer in observe),
             trace=trace,
@@ -147,7 +148,9 @@ class Measure:
             for outcome in (budget.FAIL, budget.UNDECIDED)
         }
         if complaints[budget.FAIL]:
-            pytest.fail(complaints[budget.FAIL], pytrace=False)
+            most = max(ranks, key=lambda rank: rank.memory.tensors)
+            lines = excess_lines(memory.formula, most.at_peak) if memory is not None and most.at_peak else ()
+            pytest.fail("\n".join([complaints[budget.FAIL], "", *lines]).rstrip(), pytrace=False)
         if complaints[budget.UNDECIDED]:
             pytest.skip(f"undecided: {complaints[budget.UNDECIDED]}")
         return row

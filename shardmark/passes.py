@@ -16,11 +16,15 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from shardmark.blocks import mark, recording
 from shardmark.budget import LOOKS, RANKS_ALIKE, fewest_rounds
 from shardmark.clock import Laps, Stopwatch
+from shardmark.excess import STEP, Held, held_at_peak
+from shardmark.handles import workers_free_first
 from shardmark.memory import Memory, meter, release
 from shardmark.plan import IMPLEMENTATION, PEER, Mark, Measured, Plan, Workload
 from shardmark.registry import Unsupported
+from shardmark.trace import module_ranges, modules_of
 
 T = TypeVar("T")
 
@@ -71,15 +75,18 @@ def _meter_and_time(plan: Plan) -> Measured:
     memory.peaks[FIRST] = first_peak
     measured = _time(plan, memory, workload)
     measured.first_step = first_step
+    del workload
+    if plan.memory is not None and _largest(plan, memory.tensors) > plan.memory.bytes:
+        measured.at_peak = blocks_at_peak(plan)
     return measured
 
 
 def _overstated(plan: Plan, peak: int) -> bool:
     """Whether, among ranks, one's peak is over the formula, or over another's by more than they may differ."""
-    if plan.world_size == 1 or plan.formula is None:
+    if plan.world_size == 1 or plan.memory is None:
         return False
     least, most = -_largest(plan, -peak), _largest(plan, peak)
-    return most > NEAR * plan.formula or most > RANKS_ALIKE * least
+    return most > NEAR * plan.memory.formula or most > RANKS_ALIKE * least
 
 
 def meter_pass(plan: Plan) -> tuple[Workload, Memory, float]:
@@ -181,6 +188,22 @@ def warmed_up(plan: Plan, count: int = WARMUPS) -> Any:
         workload.prepare()
         workload.step(lambda part: None)
     return workload
+
+
+def blocks_at_peak(plan: Plan) -> list[Held]:
+    """The tensors live at the peak of a steady-state step on this rank, largest first. Every rank runs it together.
+
+    A pass of its own for when a budget has failed, as following Python's frames takes long.
+    """
+    release(plan.device)
+    patient = workers_free_first() if plan.device == "cpu" else nullcontext()
+    with patient, recording(plan.device, lines=True) as recorded:
+        workload = warmed_up(plan)
+        workload.prepare()
+        mark(STEP)
+        with module_ranges(modules_of(workload)):
+            workload.step(lambda part: None)
+    return held_at_peak(recorded.replay())
 
 
 def alternate(names: Sequence[str], rounds: int, done: int = 0) -> Iterator[str]:

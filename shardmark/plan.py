@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardmark.budget import Limits
+from shardmark.budget import Limits, MemoryBudget
 from shardmark.clock import Laps
+from shardmark.excess import Held
 from shardmark.memory import Memory
 from shardmark.registry import Implementation
 
@@ -84,8 +85,8 @@ class Plan:
     device: str
     world_size: int
     rounds: Rounds = Rounds()
-    formula: int | None = None
-    """What the peak in bytes should be."""
+    memory: MemoryBudget | None = None
+    """What tensors at the peak are held to."""
     limits: Limits | None = None
     """What the rounds are to decide."""
     observers: tuple[type[Observer], ...] = ()
@@ -109,5 +110,7 @@ class Measured:
     laps: dict[str, list[Laps]] = field(default_factory=dict)
     first_step: float | None = None
     """Seconds of the first step, under the memory meter, which adds little where that step compiles."""
+    at_peak: list[Held] = field(default_factory=list)
+    """Where the memory budget failed: what was live at the peak."""
     observed: dict[type[Observer], Any] = field(default_factory=dict)
     """What each observer's own pass found on this rank."""

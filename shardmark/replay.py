@@ -4,10 +4,12 @@ back, who took it, and what it is.
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict, deque
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ class Block:
     module: str = ""
     operator: str = ""
     kind: str = ""
+    line: str = ""
+    """"file.py:7", where lines are recorded: of the innermost file that is neither PyTorch's nor this plugin's."""
     workspace: str = ""
     """The operator that took the block and gave it back before it returned; empty for a tensor."""
 
@@ -64,7 +68,7 @@ def replayed(roots: list[Any], device: str, requested: dict[int, deque[int]]) ->
     live, taken_by, collectives = _Live(), dict[Block, Any](), _Collectives()
     replayed: list[Event] = []
     ended = False
-    events, modules = _in_order(roots)
+    events, modules, lines = _in_order(roots)
     for event, within in events:
         what, fields = event.typed
         if what == _EventType.Allocation and fields.device.type == device:
@@ -76,7 +80,10 @@ def replayed(roots: list[Any], device: str, requested: dict[int, deque[int]]) ->
                     replayed.append(Released(released))
                 continue
             sizes = requested.get(fields.ptr)
-            block = Block(sizes.popleft() if sizes else fields.alloc_size, fields.ptr, *_owner(event, modules))
+            nbytes = sizes.popleft() if sizes else fields.alloc_size
+            module, operator, backward = _owner(event, modules)
+            line = f"backward of {lines[backward]}" if backward in lines else within.line
+            block = Block(nbytes, fields.ptr, module, operator, line=line)
             for gone in live.overlapping(block):
                 live.pop(gone.address)
                 replayed.append(Released(gone))
@@ -133,6 +140,7 @@ class _Within:
     operator: Any = None
     collective: Any = None
     backend: Any = None
+    line: str = ""
 
 
 class _Collectives:
@@ -154,11 +162,12 @@ class _Collectives:
         return self._of_backend.pop(self._by_result.pop(result, None), [])
 
 
-def _in_order(roots: list[Any]) -> tuple[list[tuple[Any, _Within]], dict[int, str]]:
+def _in_order(roots: list[Any]) -> tuple[list[tuple[Any, _Within]], dict[int, str], dict[int, str]]:
     """Every event below `roots` by the time it began, with what it is part of; and by its autograd sequence number the
-    module of an operator."""
+    module of an operator, and its line."""
     events: list[tuple[Any, _Within]] = []
     modules: dict[int, str] = {}
+    lines: dict[int, tuple[int, str]] = {}
     stack = [(root, "", _Within()) for root in roots]
     while stack:
         event, module, within = stack.pop()
@@ -166,17 +175,46 @@ def _in_order(roots: list[Any]) -> tuple[list[tuple[Any, _Within]], dict[int, st
         if what == _EventType.TorchOp:
             if fields.scope == RecordScope.USER_SCOPE:
                 module = event.name
-            elif fields.scope == RecordScope.FUNCTION and module and fields.sequence_number >= 0:
-                modules.setdefault(fields.sequence_number, module)
+            elif fields.scope == RecordScope.FUNCTION and fields.sequence_number >= 0:
+                if module:
+                    modules.setdefault(fields.sequence_number, module)
+                if within.line:  # of all operators with that number, the first is forward's
+                    began = event.start_time_ns, within.line
+                    lines[fields.sequence_number] = min(began, lines.get(fields.sequence_number, began))
             if within.operator is None and event.name in _with_kernels():
                 within = replace(within, operator=event)
             elif event.name.startswith("_c10d_functional::"):
                 within = replace(within, collective=event)
             elif within.collective is not None and event.name.startswith("c10d::"):
                 within = replace(within, backend=event)
+        elif what in (_EventType.PyCall, _EventType.PyCCall):
+            within = replace(within, line=_line(fields) or within.line)
         events.append((event, within))
         stack.extend((child, module, within) for child in event.children)
-    return sorted(events, key=lambda pair: (pair[0].start_time_ns, pair[0].id)), modules
+    events.sort(key=lambda pair: (pair[0].start_time_ns, pair[0].id))
+    return events, modules, {number: line for number, (_, line) in lines.items()}
+
+
+def _line(call: Any) -> str:
+    """Of a Python call: where the called function begins, or else where it is called from; "" for others' files."""
+    for frame in (getattr(call, "callsite", None), call.caller):
+        if frame is not None and not _is_foreign(frame.file_name):
+            return f"{_shown(frame.file_name)}:{frame.line_number}"
+    return ""
+
+
+@cache
+def _is_foreign(file: str) -> bool:
+    """Of PyTorch, Python itself or this plugin."""
+    folders = (Path(torch.__file__).parent, Path(os.__file__).parent, Path(__file__).parent)
+    return file.startswith(("<", "torch/")) or any(Path(file).is_relative_to(folder) for folder in folders)
+
+
+@cache
+def _shown(file: str) -> str:
+    """Relative to where pytest runs, if it is below."""
+    path = Path(file)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 @cache
@@ -192,18 +230,18 @@ def _with_kernels() -> frozenset[str]:
     return frozenset(name for name, _, overload in named if "out" not in overload.split("_"))
 
 
-def _owner(event: Any, modules: dict[int, str]) -> tuple[str, str]:
-    """The innermost range around an allocation, or in backward the one of the operator whose gradient it is; and the
-    outermost operator within it."""
+def _owner(event: Any, modules: dict[int, str]) -> tuple[str, str, int | None]:
+    """The innermost range around an allocation, or in backward the one of the operator whose gradient it is; the
+    outermost operator within it; and in backward the autograd sequence number of that operator."""
     operator = ""
     parent = event.parent
     while parent is not None:
         what, fields = parent.typed
         if what == _EventType.TorchOp:
             if fields.scope == RecordScope.USER_SCOPE:
-                return parent.name, operator
+                return parent.name, operator, None
             operator = parent.name
             if fields.scope == RecordScope.BACKWARD_FUNCTION:
-                return modules.get(fields.sequence_number, ""), operator
+                return modules.get(fields.sequence_number, ""), operator, fields.sequence_number
         parent = parent.parent
-    return "", operator
+    return "", operator, None

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from shardmark import cold, observers, registry
+from shardmark.budget import MemoryBudget
 from shardmark.clock import Laps
 from shardmark.memory import Memory
 from shardmark.observers import Compile, ExposedCommunication, HiddenCommunication, Observer
@@ -129,12 +130,13 @@ def passes_and_peak(plan: Plan) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("formula", "made"),
-    [(2400, 2), (6400, 2), (1000, 5), (None, 1)],
+    [(2400, 2), (6400, 2), (1000, 6), (None, 1)],
     ids=["over_the_formula", "unlike_the_others", "never_within_the_formula", "no_formula"],
 )
 def test_ranks_meter_again_what_is_overstated(formula: int | None, made: int, worlds: WorldsBySize) -> None:
     known = registry.resolve("training_step", "eager")  # to a rank an implementation goes by its name
-    plan = Plan(Overstated, known, None, None, "cpu", 2, Rounds(minimum=1, maximum=1), formula=formula)
+    memory = None if formula is None else MemoryBudget(formula)
+    plan = Plan(Overstated, known, None, None, "cpu", 2, Rounds(minimum=1, maximum=1), memory=memory)
     last = 6400 if formula is None else 2400
     assert worlds(2).run(passes_and_peak, plan) == [(made, 2400), (made, last)]
 
