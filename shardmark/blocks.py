@@ -48,6 +48,8 @@ class Recording:
     def __init__(self, device: str, lines: bool = False) -> None:
         self.device = device
         self._profile = profile(profile_memory=True, with_stack=lines)
+        self.modules: dict[int, str] = {}
+        """Where lines are recorded: the name of each module by its `id`; without lines ranges have it."""
         self.requested: dict[int, deque[int]] = {}
         """Bytes asked for at each address, in order; without an entry they are as the profiler saw them."""
 
@@ -64,7 +66,8 @@ class Recording:
         """What happened to memory on the device, in the order it did."""
         assert self._profile.kineto_results is not None, "the recording has not ended"
         roots = self._profile.kineto_results.experimental_event_tree()
-        return replayed(roots, self.device, {address: deque(sizes) for address, sizes in self.requested.items()})
+        requested = {address: deque(sizes) for address, sizes in self.requested.items()}
+        return replayed(roots, self.device, requested, self.modules)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from shardmark.handles import workers_free_first
 from shardmark.memory import Memory, meter, release
 from shardmark.plan import IMPLEMENTATION, PEER, Mark, Measured, Plan, Workload
 from shardmark.registry import Unsupported
-from shardmark.trace import module_ranges, modules_of
+from shardmark.trace import modules_of
 
 T = TypeVar("T")
 
@@ -200,9 +200,10 @@ def blocks_at_peak(plan: Plan) -> list[Held]:
     with patient, recording(plan.device, lines=True) as recorded:
         workload = warmed_up(plan)
         workload.prepare()
+        modules = modules_of(workload).named_modules()
+        recorded.modules = {id(module): name or type(module).__name__ for name, module in modules}
         mark(STEP)
-        with module_ranges(modules_of(workload)):
-            workload.step(lambda part: None)
+        workload.step(lambda part: None)
     return held_at_peak(recorded.replay())
 
 

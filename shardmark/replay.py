@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -63,12 +64,18 @@ class Marked:
 Event = Allocated | Released | Marked
 
 
-def replayed(roots: list[Any], device: str, requested: dict[int, deque[int]]) -> list[Event]:
-    """The events below `roots`; sizes are those `requested` at each address in turn, where they are known."""
+def replayed(
+    roots: list[Any], device: str, requested: dict[int, deque[int]], module_names: Mapping[int, str]
+) -> list[Event]:
+    """The events below `roots`; sizes are those `requested` at each address in turn, where they are known.
+
+    Modules are known by their ranges, or where Python's calls are recorded, and cut through ranges, by those of modules
+    whose `id` has a name.
+    """
     live, taken_by, collectives = _Live(), dict[Block, Any](), _Collectives()
     replayed: list[Event] = []
     ended = False
-    events, modules, lines = _in_order(roots)
+    events, modules, lines = _in_order(roots, module_names)
     for event, within in events:
         what, fields = event.typed
         if what == _EventType.Allocation and fields.device.type == device:
@@ -83,7 +90,7 @@ def replayed(roots: list[Any], device: str, requested: dict[int, deque[int]]) ->
             nbytes = sizes.popleft() if sizes else fields.alloc_size
             module, operator, backward = _owner(event, modules)
             line = f"backward of {lines[backward]}" if backward in lines else within.line
-            block = Block(nbytes, fields.ptr, module, operator, line=line)
+            block = Block(nbytes, fields.ptr, module or within.module, operator, line=line)
             for gone in live.overlapping(block):
                 live.pop(gone.address)
                 replayed.append(Released(gone))
@@ -141,6 +148,7 @@ class _Within:
     collective: Any = None
     backend: Any = None
     line: str = ""
+    module: str = ""
 
 
 class _Collectives:
@@ -162,7 +170,9 @@ class _Collectives:
         return self._of_backend.pop(self._by_result.pop(result, None), [])
 
 
-def _in_order(roots: list[Any]) -> tuple[list[tuple[Any, _Within]], dict[int, str], dict[int, str]]:
+def _in_order(
+    roots: list[Any], module_names: Mapping[int, str]
+) -> tuple[list[tuple[Any, _Within]], dict[int, str], dict[int, str]]:
     """Every event below `roots` by the time it began, with what it is part of; and by its autograd sequence number the
     module of an operator, and its line."""
     events: list[tuple[Any, _Within]] = []
@@ -188,7 +198,8 @@ def _in_order(roots: list[Any]) -> tuple[list[tuple[Any, _Within]], dict[int, st
             elif within.collective is not None and event.name.startswith("c10d::"):
                 within = replace(within, backend=event)
         elif what in (_EventType.PyCall, _EventType.PyCCall):
-            within = replace(within, line=_line(fields) or within.line)
+            module = module_names.get(fields.module.self_ptr, module) if getattr(fields, "module", None) else module
+            within = replace(within, line=_line(fields) or within.line, module=module)
         events.append((event, within))
         stack.extend((child, module, within) for child in event.children)
     events.sort(key=lambda pair: (pair[0].start_time_ns, pair[0].id))
