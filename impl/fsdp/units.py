@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from impl.collectives import Work, collectives_for
+from impl.collectives import Handle, collectives_for
 from impl.data_parallel.base import call_on_gradient
 
 Place = tuple[nn.Module, str]
@@ -61,10 +61,10 @@ class Flat:
         self._offsets = [0, *accumulate(p.numel() for p in parameters)]
         self._shard_size = -(-self._offsets[-1] // ranks)
         self._reduce_dtype = sharding.reduce_dtype or sharding.compute_dtype or first.dtype
-        self._gathering: Work | None = None
+        self._gathering: Handle | None = None
         self._gradients: dict[int, Tensor] = {}  # whole, by parameter, as backward produces them
         self._gradient: Tensor | None = None  # all of them end to end, while they are reduced
-        self._reducing: Work | None = None
+        self._reducing: Handle | None = None
 
         with torch.no_grad():
             self.shard = self._scatter().to(sharding.home)

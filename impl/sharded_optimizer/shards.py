@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from impl.collectives import Collectives, Work
+from impl.collectives import Collectives, Handle
 
 BUCKET_MB = 5
 """Of gradients that are reduce-scattered together, and parameters that are gathered so."""
@@ -54,8 +54,8 @@ class ShardedBucket:
         self.missing = set(parameters)  # those whose gradient backward has yet to produce
         self.gradients: Tensor | None = None  # as `flat`, from the first gradient until they are let go of
         self._slots: dict[nn.Parameter, Tensor] = {}
-        self._reduction: Work | None = None
-        self._gathering: Work | None = None
+        self._reduction: Handle | None = None
+        self._gathering: Handle | None = None
         self.late = False  # forward ended, and nobody had waited for the updated parameters
 
     def slots(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
