@@ -1,7 +1,7 @@
-"""What is measured: one folder a family, one file a technique, registered where it is defined.
+"""What is measured: one folder for each family, one file for each technique, which registers itself.
 
-Whoever imports any of it has all of it: every file of every folder that states a contract is imported here, so that a
-new technique is one new file, and a new family one new folder.
+Importing any part of `impl` imports every file of every folder that has a contract.py. So a new technique is one new
+file, and a new family is one new folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def _import_families() -> None:
 
     for contract in sorted(Path(__file__).parent.glob("*/contract.py")):
         family = f"impl.{contract.parent.name}"
-        import_module(family)  # which imports its own techniques in the order that lists and tables have
+        import_module(family)  # imports the family's own techniques in the order of lists and tables
         for file in sorted(contract.parent.glob("*.py")):
             try:
                 import_module(f"{family}.{file.stem}")

@@ -1,8 +1,7 @@
-"""What a Triton kernel requires: Triton; and a GPU, or Triton's interpreter, in which it is right and its times mean
-nothing.
+"""Requirements of Triton kernels: Triton, and a GPU or Triton's interpreter.
 
-Where Triton is not installed a kernel's file cannot be imported, and its family registers the
-implementation without a target.
+In the interpreter results are right, and times and bytes mean nothing. Where Triton is not installed a kernel's file
+cannot be imported, and its family registers the implementation without a target.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ else:
 
     @triton.jit
     def double(x, length, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        """What is tried; the language has no types."""
         columns = tl.arange(0, BLOCK)
         tl.store(x + columns, 2 * tl.load(x + columns, mask=columns < length), mask=columns < length)
 
@@ -40,7 +38,7 @@ def requires_triton(device: str) -> str | None:
 
 @cache
 def _failure(device: str) -> str | None:
-    """What came of running a kernel, once in a process: on CUDA that takes a C compiler, and a folder to write to."""
+    """Run a kernel, once in a process: why it failed, or None. On CUDA it needs a C compiler and a writable folder."""
     try:
         double[(1,)](torch.ones(3, device=device), 3, BLOCK=4)
     except Exception as error:  # whatever Triton, the compiler or the file system raises is the reason
@@ -49,5 +47,5 @@ def _failure(device: str) -> str | None:
 
 
 def requires_no_interpreter(device: str) -> str | None:
-    """Reason unless the run is on CUDA, where times and bytes are the kernel's own."""
+    """Reason unless the run is on CUDA: in the interpreter times and bytes are not the kernel's."""
     return None if device == "cuda" else "on CPU it runs in Triton's interpreter, for correctness alone"

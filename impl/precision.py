@@ -20,11 +20,11 @@ _DTYPES = (*_HALVES, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Precision:
-    """What each number of a training step is kept in. ValueError, in one line, for dtypes that do not go together.
+    """The dtypes of a training step. ValueError, in one line, for dtypes that do not go together.
 
-    `parameter` is what the model holds; `compute` what its matrix products are in, under autocast where that is not
-    `parameter`; `reduction` what gradients are summed over ranks in; `master` the optimizer's own copy of the
-    parameters, None where it updates them directly.
+    `parameter` is the dtype of the model's parameters; `compute` that of its matrix products, by autocast where it is
+    not `parameter`; `reduction` that in which gradients are summed over ranks; `master` that of the optimizer's own
+    copy of the parameters, None where it updates the parameters directly.
     """
 
     parameter: torch.dtype = torch.float32
@@ -57,12 +57,12 @@ class Precision:
         return ", ".join(names).replace("torch.", "")
 
     def autocast(self, device: str) -> torch.autocast:
-        """The context that forward runs in; it does nothing where parameters already are in the compute dtype."""
+        """The context for forward; it does nothing where the parameters have the compute dtype already."""
         enabled = self.compute != self.parameter
         return torch.autocast(device, dtype=self.compute if enabled else None, enabled=enabled)
 
     def scaler(self, device: str) -> torch.amp.GradScaler:
-        """Scales the loss where gradients are made in float16, whose smallest are 6e-8; elsewhere passes it through."""
+        """A scaler that is enabled in float16, where gradients below 6e-8 would be rounded to zero."""
         return torch.amp.GradScaler(device, enabled=self.compute == torch.float16)
 
 
@@ -74,4 +74,4 @@ PRECISIONS = {
     "float16": Precision(compute=torch.float16),
     "bfloat16_parameters": Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16, master=torch.float32),
 }
-"""By what a case calls them. `bfloat16` and `float16` are autocast: float32 parameters, products in that dtype."""
+"""Precisions by their names in cases. `bfloat16` and `float16` are autocast: float32 parameters, products in that."""

@@ -150,7 +150,7 @@ def test_wrong_uses_are_one_line_on_every_rank(world: World, device: str) -> Non
                 "nothing",
                 "nothing",
                 "ValueError: compute_dtype is a floating-point dtype or None, got torch.int32",
-                "ValueError: forward_prefetch is how many units to gather ahead, from 0 on, got -1",
+                "ValueError: forward_prefetch is how many units to prefetch, from 0 on, got -1",
                 "ValueError: a ModuleList has no forward, so it cannot be a unit",
                 "ValueError: the wrapping policy chose a Linear that is not part of the module",
                 "ValueError: a Mixed on the meta device has no reset_parameters()",

@@ -174,7 +174,7 @@ def test_to_wrap_twice_is_one_line(implementation: Implementation, world: World,
         assert len(said) == 2
         for line in said:
             assert re.fullmatch(
-                r"this \w+ is spread over ranks already(, at '[\w.]+')?: it takes a plain module, once", line
+                r"this \w+ is sharded over ranks already(, at '[\w.]+')?: give it an unsharded module", line
             )
 
 

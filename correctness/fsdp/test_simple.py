@@ -217,8 +217,8 @@ def complaint(what: str, device: str) -> str:
         ("mode", "ValueError: mode is one of replicate, fully_shard, hybrid_shard, not 'sharded'"),
         ("hybrid", "ValueError: hybrid_shard takes a mesh of 2 dimensions, got (2,)"),
         ("two_dimensions", "ValueError: fully_shard takes a mesh of 1 dimension, got (2, 1)"),
-        ("twice", "ValueError: this Linear is spread over ranks already: it takes a plain module, once"),
-        ("part", "ValueError: this Sequential is spread over ranks already, at '0': it takes a plain module, once"),
+        ("twice", "ValueError: this Linear is sharded over ranks already: give it an unsharded module"),
+        ("part", "ValueError: this Sequential is sharded over ranks already, at '0': give it an unsharded module"),
         ("scalar", "ValueError: fully_shard splits rows, and scale has none: give it the shape (1,)"),
         ("frozen", "ValueError: Linear has no trainable parameters, so there is no gradient to average"),
         (

@@ -12,7 +12,7 @@ from impl.attention.contract import Attention, as_attention, check_inputs, kv_gr
 from impl.interpreting import NO_TRITON, requires_triton
 from shardmark.registry import register
 
-# They register in this order, the reference first, as every list and table has them.
+# Implementations register in this order, the reference first, which is the order in every list and table.
 # isort: off
 from impl.attention.eager import eager_attention
 from impl.attention.compiled import compiled_attention

@@ -13,7 +13,7 @@ MODES = ("forward", "backward", "both")
 class AttentionCase:
     """q, k, v: (batch, heads, seq, head_dim), or (batch, seq, head_dim) when heads is None.
 
-    `mode` is the pass that is measured: "forward", "backward" (from a finished forward) or "both".
+    `mode` is the pass that is measured: "forward", "backward" (forward runs before the measurement) or "both".
     """
 
     batch: int
@@ -37,5 +37,4 @@ class AttentionCase:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch has it."""
         return getattr(torch, self.dtype)

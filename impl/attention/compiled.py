@@ -1,4 +1,4 @@
-"""Eager attention under torch.compile: what the compiler makes of the plain formula."""
+"""Eager attention under torch.compile."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from shardmark.machine import requires_compiler
 from shardmark.registry import Race, register
 
 MANY = 4096
-"""More shapes than any run has. Past PyTorch's own limit of 8 a compiled function is an error, or silently eager."""
+"""Recompile limit: more than any run has shapes. Above PyTorch's own limit of 8 calls raise, or are silently eager."""
 
 
 def compile_each_shape(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` compiled anew for each shape, as in a training run, which has one; in one graph, without a limit."""
+    """`function` compiled again for each new shape, as one graph: a training run has one shape."""
 
     @functools.cache
     def compiled() -> Callable[..., Any]:
-        """Made at the first call: to import the compiler takes as long as to import torch."""
+        # At the first call only: importing the compiler takes as long as importing torch.
         return torch.compile(function, fullgraph=True, dynamic=False)
 
     @functools.wraps(function)
@@ -40,7 +40,7 @@ _compiled = compile_each_shape(eager_attention)
 
 def compiled_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     """softmax(q kᵀ / sqrt(head_dim)) v. Shapes, dtypes and errors: `impl.attention.Attention`."""
-    check_inputs(q, k, v)  # here, as an error inside a compiled function is the compiler's
+    check_inputs(q, k, v)  # not inside the compiled function, where the compiler would raise its own error
     return _compiled(q, k, v, is_causal=is_causal)
 
 

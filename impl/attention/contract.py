@@ -1,4 +1,4 @@
-"""The contract of attention: what a user calls, the check of a target, and the family."""
+"""The contract of attention, the check that a target meets it, and the family."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Attention(Protocol):
     """`attention(q, k, v, *, is_causal=False) -> out`, differentiable in q, k and v.
 
     q: (..., q_len, head_dim), k and v: (..., k_len, head_dim), any number of leading dims, the same in all three; out
-    has q's shape and dtype. Causal means that query i sees keys 0 to i (aligned top-left, as SDPA's `is_causal`).
-    Grouped-query attention (Ainslie et al., "GQA", 2023): the last leading dim, the heads, may be smaller in k and v by
-    a whole factor `group`; query head h then attends to head h // group. A row of scores that are all -inf gives NaN.
-    A `torch.autograd.Function` whose `apply` takes (q, k, v, is_causal) meets the contract too. ValueError for shapes,
-    dtypes or devices that do not go together; `shardmark.registry.Unsupported`, a ValueError, for inputs that do and
-    that this implementation does not take.
+    is softmax(q kᵀ / sqrt(head_dim)) v and has q's shape and dtype. Causal means that query i attends to keys 0 to i
+    (aligned top-left, as SDPA's `is_causal`). Grouped-query attention (Ainslie et al., "GQA", 2023): the last leading
+    dim, the heads, may be smaller in k and v by an integer factor `group`; query head h then attends to head
+    h // group. A row of scores that are all -inf gives NaN.
+
+    A `torch.autograd.Function` whose `apply` takes (q, k, v, is_causal) meets the contract, too. ValueError for shapes,
+    dtypes or devices that do not go together. `shardmark.registry.Unsupported`, a ValueError, for inputs that the
+    contract allows and this implementation does not take.
     """
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-        """softmax(q kᵀ / sqrt(head_dim)) v."""
-        ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor: ...
 
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -58,7 +58,7 @@ def _shapes_go_together(q: torch.Size, k: torch.Size, v: torch.Size) -> bool:
 
 
 def kv_group(q: Tensor, k: Tensor) -> int:
-    """Query heads for each head of k and v: 1 but for grouped-query attention."""
+    """Query heads for each head of k and v: 1 unless it is grouped-query attention."""
     return 1 if q.ndim < 3 else q.shape[-3] // k.shape[-3]
 
 
@@ -68,7 +68,7 @@ def per_query_head(x: Tensor, group: int) -> Tensor:
 
 
 def as_attention(target: Any) -> Attention:
-    """A function with the contract's signature, from one or from a `torch.autograd.Function`."""
+    """A function with the contract's signature; `target` is one already, or a `torch.autograd.Function`."""
     if isinstance(target, type) and issubclass(target, torch.autograd.Function):
         return partial(_apply, target)
     return target
@@ -81,12 +81,12 @@ def _apply(
 
 
 def _check(target: Any, device: str) -> None:
-    """One tiny call, backward included, tells whether a target is attention at all."""
+    """Call the target on a tiny input, and run backward: shapes, dtypes and differentiability must be right."""
     if not callable(target):
         raise RegistryError(f"{target!r} is not callable; attention is attention(q, k, v, *, is_causal=False)")
     try:
         q, k, v, out = _tiny_call(target, device, torch.float32)
-    except Unsupported:  # fused kernels may be for half precision alone
+    except Unsupported:  # a fused kernel may take half precision only
         q, k, v, out = _tiny_call(target, device, torch.bfloat16)
     if not isinstance(out, Tensor) or out.shape != q.shape or out.dtype != q.dtype:
         found = f"{tuple(out.shape)} of {out.dtype}" if isinstance(out, Tensor) else repr(out)
@@ -108,7 +108,7 @@ FAMILY = add_family(
         reference="eager",
         check=_check,
         adapt=as_attention,
-        memory=flash_pytorch_peak,  # a user's own is held to what FlashAttention is for: nothing quadratic
+        memory=flash_pytorch_peak,  # for a user's own attention: no quadratic memory
         time=Race("eager"),
     )
 )

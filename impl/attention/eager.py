@@ -1,4 +1,4 @@
-"""Attention as the formula reads: every score exists in memory. What the other implementations are held to."""
+"""Attention by the formula, with all scores in memory: the reference."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""FlashAttention-2 in plain PyTorch, forward and backward: tiles of scores, never all of them.
+"""FlashAttention-2 in PyTorch operators, forward and backward: one tile of the scores at a time, never all of them.
 
 Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, algorithms 1 and 2. The
-loops run in Python and each tile is a batched matrix product, so tiles are large; tiles above the diagonal are skipped.
+loops run in Python and each tile is a batched matrix product, so tiles are large. Tiles above the diagonal are skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from impl.attention.first_derivative import FirstDerivative
 from shardmark.registry import Race, register
 
 TILE = 256
-"""Queries and keys in one tile: 256 is the fastest on CPU from 1,024 tokens on."""
+"""Queries, and keys, of one tile: 256 is the fastest on CPU from 1,024 tokens on."""
 
 
 class FlashAttentionPyTorch(torch.autograd.Function):
@@ -31,9 +31,8 @@ class FlashAttentionPyTorch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        """softmax(q kᵀ / sqrt(head_dim)) v, one tile of queries at a time over the tiles of keys it sees."""
         check_inputs(q, k, v)
-        with torch.autocast(q.device.type, enabled=False):  # the dtypes below are chosen
+        with torch.autocast(q.device.type, enabled=False):  # the dtypes below are explicit
             out, lse = _forward(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.is_causal = is_causal
@@ -41,7 +40,7 @@ class FlashAttentionPyTorch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Gradients of q, k and v: the tiles of probabilities are computed again from the log-sum-exp."""
+        """Gradients of q, k and v; the tiles of probabilities are recomputed from the log-sum-exp."""
         with torch.autocast(grad_out.device.type, enabled=False):
             compute = functools.partial(_backward, ctx.is_causal)
             return *FirstDerivative.apply(compute, *ctx.saved_tensors, grad_out), None
@@ -59,7 +58,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, 
         q_tile = flat_q[:, i : i + TILE].to(compute) * scale  # (batch, rows, head_dim)
         rows = q_tile.shape[1]
         acc = q_tile.new_zeros(q_tile.shape)
-        # The lowest finite number, as -inf - -inf is NaN in a row of -inf.
+        # The lowest finite number: with -inf, a row of scores that are all -inf would compute -inf - -inf, NaN.
         row_max = q_tile.new_full((*q_tile.shape[:2], 1), torch.finfo(compute).min)
         row_sum = torch.zeros_like(row_max)
         for j in _key_tiles(i, rows, flat_k.shape[1], is_causal):
@@ -69,11 +68,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, 
                 _mask_future(scores, i, j, -math.inf)
             new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
             scores.sub_(new_max).exp_()
-            row_max.sub_(new_max).exp_()  # what the sums so far are to be scaled by
+            row_max.sub_(new_max).exp_()  # the factor that rescales the sums so far
             row_sum.mul_(row_max).add_(scores.sum(-1, keepdim=True))
             acc.mul_(row_max).baddbmm_(scores, v_tile)
             row_max = new_max
-            del scores  # or it would live through the next tile's product
+            del scores  # freed before the next tile's product is allocated
         out[:, i : i + TILE] = acc.div_(row_sum)
         lse[:, i : i + TILE] = row_max.add_(row_sum.log_()).squeeze(-1)
     return out.view(q.shape), lse.view(q.shape[:-1])
@@ -107,10 +106,10 @@ def _backward(
             grad_v[:, keys].baddbmm_(probs.mT, grad_tile)
             grad_scores = torch.bmm(grad_tile, v_tile.mT).sub_(delta).mul_(probs)
             if is_causal:
-                _mask_future(grad_scores, i, j, 0.0)  # again, as zero times a delta that is NaN is NaN
+                _mask_future(grad_scores, i, j, 0.0)  # masked again: zero times a delta that is NaN is NaN
             grad_k[:, keys].baddbmm_(grad_scores.mT, q_tile)
             grad_q[:, queries].baddbmm_(grad_scores, k_tile, alpha=scale)
-            del probs, grad_scores  # or they would live through the next tile's products
+            del probs, grad_scores  # freed before the next tile's products are allocated
     grad_k, grad_v = (_per_kv_head(x.view(k.shape), group) for x in (grad_k, grad_v))
     return grad_q.view(q.shape).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
@@ -125,7 +124,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def _key_tiles(first_query: int, rows: int, k_len: int, is_causal: bool) -> range:
-    """Where the tiles of keys begin that some of these queries see."""
+    """First keys of the tiles that some of these queries attend to."""
     return range(0, min(k_len, first_query + rows) if is_causal else k_len, TILE)
 
 
@@ -138,7 +137,7 @@ def _mask_future(tile: Tensor, first_query: int, first_key: int, value: float) -
 
 
 def _is_long_on_cpu(case: Any, device: str) -> bool:
-    """Where tiles save more than their loops in Python cost."""
+    """Whether tiles save more time than their loops in Python cost."""
     return device == "cpu" and case.seq >= 4096 and case.is_causal and case.mode == "both"
 
 

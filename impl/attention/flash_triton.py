@@ -1,8 +1,8 @@
 """FlashAttention-2 in Triton kernels, forward and backward: no quadratic memory anywhere.
 
-Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023. The kernels are in
-`triton_kernels`; here are their launches. Every element of every gradient is summed by one program, so results are
-deterministic. On CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1), for correctness alone.
+Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023. This file launches the
+kernels, which are in `triton_kernels`. Each element of a gradient is summed by a single program, so results are
+deterministic. On CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1), for correctness only.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from shardmark.registry import Race, Unsupported, register
 
 MAX_HEAD_DIM = 128
 ALIGNMENT = 16
-"""Bytes that tensor descriptors want addresses and strides to be multiples of."""
+"""A tensor descriptor (TMA) needs addresses and strides that are multiples of this many bytes."""
 
 PRECISIONS = {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}
-"""Triton's word for each of `torch.get_float32_matmul_precision()`."""
+"""Triton's name for each value of `torch.get_float32_matmul_precision()`."""
 
 
 class FlashAttentionTriton(torch.autograd.Function):
     """`FlashAttentionTriton.apply(q, k, v, is_causal)`; shapes, dtypes and errors: `impl.attention.Attention`.
 
-    float32, float16 and bfloat16, head dims that are multiples of 8 up to 128; Unsupported for others. float32 products
-    follow `torch.get_float32_matmul_precision()` as PyTorch's own do. Saves q, k, v, the output and one log-sum-exp
-    (..., q_len), natural log, in float32.
+    Takes float32, float16 and bfloat16, and head dims that are multiples of 8 up to 128; Unsupported for others.
+    float32 products follow `torch.get_float32_matmul_precision()`, as PyTorch's own do. Saves q, k, v, the output and
+    one log-sum-exp (..., q_len), natural log, in float32.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        """softmax(q kᵀ / sqrt(head_dim)) v."""
         check_inputs(q, k, v)
         _check_supported(q)
         out, lse = _forward(q, k, v, is_causal)
@@ -53,7 +52,7 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """Gradients of q, k and v: the probabilities are computed again, tile by tile, from the log-sum-exp."""
+        """Gradients of q, k and v; the probabilities are recomputed tile by tile from the log-sum-exp."""
         needs_kv = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         compute = functools.partial(_backward, ctx.is_causal, needs_kv)
         return *FirstDerivative.apply(compute, *ctx.saved_tensors, grad_out), None
@@ -83,7 +82,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, 
 def _backward(
     is_causal: bool, needs_kv: bool, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of q, and of k and v if those are needed. The first kernel leaves `delta` to the second."""
+    """Gradients of q, and of k and v if those are needed. The first kernel computes `delta`, the second reads it."""
     launch = _Launch(q, k, is_causal)
     grad_q, delta = launch.result(q), torch.empty_like(lse)
     launch("attention_backward_q", q=q, k=k, v=v, out=out, grad_out=grad_out, grad_q=grad_q, lse=lse, delta=delta)
@@ -96,7 +95,7 @@ def _backward(
 
 
 class _Launch:
-    """What the kernels of one call have in common: sizes, dtypes, and how they read memory."""
+    """The sizes and dtypes that the kernels of one call share. Calling it launches a kernel."""
 
     def __init__(self, q: Tensor, k: Tensor, is_causal: bool) -> None:
         self.heads = q.shape[-3] if q.ndim > 2 else 1
@@ -107,7 +106,7 @@ class _Launch:
         self.is_causal = is_causal
         self.chip = chip_of(q.device)
         self.arithmetic = HALF if q.dtype.itemsize == 2 else float32_arithmetic()
-        # The interpreter truncates to bfloat16 where the hardware rounds, so there float32 stands in for it.
+        # The interpreter truncates to bfloat16 where the hardware rounds, so the interpreter computes in float32.
         self.dtype = torch.float32 if q.dtype == torch.bfloat16 and knobs.runtime.interpret else q.dtype
 
     def result(self, like: Tensor) -> Tensor:
@@ -115,11 +114,11 @@ class _Launch:
         return torch.empty(like.shape, dtype=self.dtype, device=like.device)
 
     def __call__(self, kernel: str, *, lse: Tensor, delta: Tensor | None = None, **tensors: Tensor) -> None:
-        """Run a kernel over its operands."""
+        """Launch a kernel on its operands."""
         arithmetic = nearest_arithmetic(kernel, self.arithmetic, self.chip, self.columns)
-        tma = self.chip >= 90 and arithmetic in (HALF, "tf32")  # the others load their rows in chunks
+        tma = self.chip >= 90 and arithmetic in (HALF, "tf32")  # the other arithmetics load rows in chunks
         kv_heads = self.heads // self.group
-        per_key = kernel == "attention_backward_kv"  # a program for BLOCK_N keys, where the others have BLOCK_M queries
+        per_key = kernel == "attention_backward_kv"  # a program for BLOCK_N keys; in the others, for BLOCK_M queries
         length, block, programs = (self.k_len, "BLOCK_N", kv_heads) if per_key else (self.q_len, "BLOCK_M", self.heads)
         operands = {
             name: self._operand(x, kv_heads if name[-1] in "kv" else self.heads, tma) for name, x in tensors.items()
@@ -141,24 +140,24 @@ class _Launch:
                 IS_CAUSAL=self.is_causal,
                 HEAD_DIM=self.head_dim,
                 COLUMNS=self.columns,
-                PRECISION="tf32" if arithmetic == HALF else arithmetic,  # of 16-bit operands there is one only
+                PRECISION="tf32" if arithmetic == HALF else arithmetic,  # 16-bit operands have only one precision
                 TMA=tma,
             )
 
     def _operand(self, x: Tensor, heads: int, tma: bool) -> TensorDescriptor | tuple[Tensor, int, int, int]:
-        """`x` as the kernels take it: (batch, heads, seq, head_dim), copied only where they could not read it."""
+        """`x` as (batch, heads, seq, head_dim), in the form that the kernels read; copied only where they cannot."""
         x = x.to(self.dtype).reshape(self.batch, heads, *x.shape[-2:])
         if not (_is_readable(x) if tma else x.stride(-1) == 1):
             x = x.clone(memory_format=torch.contiguous_format)
         if not tma:
             return (x, *x.stride()[:3])
-        # A dimension of one element is never stepped along, and its stride may be anything: it becomes a valid one.
+        # The stride of a dimension of size 1 has no meaning and may be any number, so it is replaced by a valid one.
         strides = [self.head_dim if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
-        return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, 1, 16])  # the configuration sets its rows
+        return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, 1, 16])  # the configuration sets the rows
 
 
 def _is_readable(x: Tensor) -> bool:
-    """Whether a tensor descriptor can stand for `x`."""
+    """Whether a tensor descriptor can describe `x`."""
     steps = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
     aligned = all(step > 0 and step * x.itemsize % ALIGNMENT == 0 for step in steps)
     return aligned and x.stride(-1) == 1 and x.data_ptr() % ALIGNMENT == 0
@@ -166,10 +165,10 @@ def _is_readable(x: Tensor) -> bool:
 
 @functools.cache
 def _tuned(kernel: str, arithmetic: str, chip: int, columns: int) -> Any:
-    """The kernel with its configurations, of which the fastest is found by running them, once a size."""
+    """The kernel with its configurations; Triton's autotuner times them once for each size and takes the fastest."""
     choices = [configuration(tile, arithmetic) for tile in tiles(kernel, arithmetic, chip, columns)]
     if knobs.runtime.interpret:
-        choices = choices[:1]  # nothing to time
+        choices = choices[:1]  # times mean nothing in the interpreter
     tune = triton.autotune(
         choices, key=["q_bucket", "IS_CAUSAL", "HEAD_DIM"], prune_configs_by={"early_config_prune": prune}
     )
@@ -178,7 +177,7 @@ def _tuned(kernel: str, arithmetic: str, chip: int, columns: int) -> Any:
 
 @functools.cache
 def chip_of(device: torch.device) -> int:
-    """The chip whose tables are for `device`; the interpreter stands for Hopper."""
+    """The compute capability, of `CHIPS`, whose tables are for `device`; for the interpreter, Hopper's."""
     if device.type == "cpu":
         return 90
     major, minor = torch.cuda.get_device_capability(device)
@@ -188,10 +187,10 @@ def chip_of(device: torch.device) -> int:
 
 
 def float32_arithmetic() -> str:
-    """What PyTorch's own float32 products are set to, by either of its two settings, in Triton's words."""
+    """The precision of PyTorch's own float32 products, by either of its two settings, as Triton names it."""
     try:
         return PRECISIONS[torch.get_float32_matmul_precision()]
-    except RuntimeError:  # it was set the newer way, and only that can be read then
+    except RuntimeError:  # set by the newer API, and then only that API can read it
         return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 

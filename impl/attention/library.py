@@ -1,4 +1,4 @@
-"""Attention as PyTorch ships it: SDPA with the backend it chooses, SDPA with each backend pinned, FlexAttention."""
+"""PyTorch's own attention: SDPA with the backend that it chooses, SDPA with each backend, and FlexAttention."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from shardmark.registry import Race, Unsupported, register, requires_cuda
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` with the backend that it chooses.
 
-    Its fused kernels take (batch, heads, seq, head_dim) only, and anything else falls back to a quadratic one; so the
-    leading dims become those two.
+    Its fused kernels take (batch, heads, seq, head_dim) only; for other shapes it falls back to a kernel with quadratic
+    memory. So leading dims are reshaped to those two.
     """
     check_inputs(q, k, v)
     q4, k4, v4 = _batch_and_heads(q, k, v)
@@ -39,7 +39,7 @@ def sdpa_backend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
 
 
 def pinned(backend: SDPBackend) -> Attention:
-    """SDPA that runs `backend` or raises Unsupported."""
+    """SDPA with that backend; Unsupported where the backend does not take the inputs."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
         with sdpa_kernel(backend):
@@ -58,7 +58,7 @@ def pinned(backend: SDPBackend) -> Attention:
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """FlexAttention, compiled, with its causal block mask. Head dims from 16 on; Unsupported for less, and float64."""
+    """Compiled FlexAttention with a causal block mask; Unsupported for head dims below 16 and for float64."""
     check_inputs(q, k, v)
     if q.shape[-1] < 16 or q.dtype == torch.float64:
         raise Unsupported(f"FlexAttention takes head dims from 16 on and no float64, got {q.shape[-1]} of {q.dtype}")
@@ -72,12 +72,12 @@ _flex = compile_each_shape(flex_attention)
 
 @functools.lru_cache(maxsize=8)
 def _causal_blocks(q_len: int, k_len: int, device: torch.device) -> BlockMask:
-    """Which tiles of scores a causal mask leaves: made once a shape, as a training run does."""
+    """The causal block mask; made once for each shape, as in a training run."""
     return create_block_mask(lambda b, h, i, j: i >= j, None, None, q_len, k_len, device=str(device))
 
 
 def _batch_and_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each as (batch, heads, seq, head_dim); one head where nothing tells heads from batch."""
+    """Each as (batch, heads, seq, head_dim). Without grouped-query attention all leading dims become the batch."""
     if q.ndim == 4:
         return q, k, v
     grouped = kv_group(q, k) > 1

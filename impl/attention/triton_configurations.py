@@ -1,7 +1,8 @@
 """Configurations of the Triton kernels: tiles, warps, and stages of the software pipeline.
 
-None of them spills registers on the chips it is for, and each uses their matrix unit (float32 under "ieee" has none):
-`pytest correctness -m sweep -k compiles` compiles them all and prints what each takes.
+None spills registers on the chips that it is for, and each uses their matrix unit, except for float32 under "ieee",
+which has none. `pytest correctness -m sweep -k compiles` compiles them all and prints the registers and shared memory
+of each.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ HALF = "half"
 """The arithmetic of 16-bit inputs; that of float32 is one of `EXACTER`."""
 
 EXACTER = ("tf32", "tf32x3", "ieee")
-"""The arithmetics of float32, each more exact than the one before."""
+"""The arithmetics of float32, from the least to the most accurate."""
 
 CHIPS = (80, 90, 100)
 """Compute capabilities with tables of their own: Ampere, Hopper, Blackwell."""
 
 MAX_REGISTERS = 255
-"""Of one thread."""
+"""Registers of one thread at most."""
 
 Tile = tuple[int, int, int, int]
 """BLOCK_M, BLOCK_N, warps, stages."""
@@ -137,28 +138,28 @@ TABLES: dict[int, dict[str, Table]] = {
 
 
 def tiles(kernel: str, arithmetic: str, chip: int, columns: int) -> list[Tile]:
-    """The tiles that a kernel may take for so many columns; none where every choice would spill."""
+    """The tiles that a kernel may take for that many columns; none where every choice would spill registers."""
     by_columns = TABLES[chip][arithmetic].get(kernel, {})
     return next((by_columns[most] for most in sorted(by_columns) if columns <= most), [])
 
 
 def nearest_arithmetic(kernel: str, wanted: str, chip: int, columns: int) -> str:
-    """`wanted`, or where a chip has no tiles for it the next more accurate one, as PyTorch's settings allow."""
+    """`wanted`, or the next more accurate arithmetic for which the chip has tiles, as PyTorch's settings allow."""
     order = (HALF,) if wanted == HALF else EXACTER[EXACTER.index(wanted) :]
     return next(arithmetic for arithmetic in order if tiles(kernel, arithmetic, chip, columns))
 
 
 def configuration(tile: Tile, arithmetic: str) -> triton.Config:
-    """One of them for Triton's autotuner."""
+    """A tile as a configuration for Triton's autotuner."""
     block_m, block_n, warps, stages = tile
     blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n}
-    # Where rows are loaded in chunks, ptxas would rather spill a little than let a second block wait for registers.
+    # Where rows are loaded in chunks, ptxas would spill registers to fit a second block on the multiprocessor.
     registers = MAX_REGISTERS if arithmetic in ("ieee", "tf32x3") else None
     return triton.Config(blocks, num_warps=warps, num_stages=stages, maxnreg=registers, pre_hook=_set_rows)
 
 
 def _set_rows(arguments: dict[str, Any]) -> None:
-    """Give each tensor descriptor the rows of its tiles."""
+    """Set the number of rows of each tensor descriptor's tiles."""
     for name, x in arguments.items():
         if isinstance(x, TensorDescriptor):
             rows = arguments["BLOCK_N" if name[-1] in "kv" else "BLOCK_M"]  # k, v, grad_k, grad_v
@@ -166,7 +167,10 @@ def _set_rows(arguments: dict[str, Any]) -> None:
 
 
 def prune(choices: list[triton.Config], positional: dict[str, Any], **arguments: Any) -> list[triton.Config]:
-    """Those whose tiles fit in the device's shared memory, as others would fail to launch; the least if none does."""
+    """The configurations whose tiles fit in the device's shared memory, as others would fail to launch.
+
+    Where none fits, the smallest.
+    """
     room = shared_memory(arguments["lse"].device.index)
     needed = [(tile_bytes(choice, arguments), choice) for choice in choices]
     return [choice for size, choice in needed if size <= room] or [min(needed, key=lambda pair: pair[0])[1]]
@@ -178,7 +182,7 @@ def shared_memory(device: int) -> int:
 
 
 def tile_bytes(choice: triton.Config, arguments: dict[str, Any]) -> int:
-    """Bytes of shared memory that a configuration's tiles take, about: those that stay, and each stage's."""
+    """About the bytes of shared memory that a configuration's tiles take: resident ones, and those of each stage."""
     stay, stream = choice.kwargs["BLOCK_M"], choice.kwargs["BLOCK_N"]
     if "grad_k" in arguments:
         stay, stream = stream, stay

@@ -4,9 +4,9 @@ Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partit
 
 Every tensor is (batch, heads, seq, HEAD_DIM), k and v with `heads // group` heads. With TMA it comes as a tensor
 descriptor, else as a tuple (pointer, batch stride, head stride, row stride); the innermost stride is 1. Tiles are
-(BLOCK_M or BLOCK_N) x COLUMNS, where COLUMNS is HEAD_DIM or the next power of two; what lies beyond a tensor is loaded
-as zero and not stored. `scale` is log2(e) / sqrt(HEAD_DIM): exponentials are of base 2. `lse` and `delta` are float32
-(batch, heads, q_len). `q_bucket` is not read: the autotuner tells sizes apart by it.
+(BLOCK_M or BLOCK_N) x COLUMNS, where COLUMNS is HEAD_DIM or the next power of two; elements outside of the tensor are
+loaded as zero and not stored. `scale` is log2(e) / sqrt(HEAD_DIM), because exponentials have base 2. `lse` and `delta`
+are float32 (batch, heads, q_len). Kernels do not read `q_bucket`: it is the autotuner's key for the size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def attention_forward(
     rows = start + tl.arange(0, BLOCK_M)
     q_tile = _load(q, batch, head, start, q_len, TMA, BLOCK_M, HEAD_DIM, COLUMNS)
     acc = tl.full([BLOCK_M, COLUMNS], 0.0, tl.float32)
-    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)  # finite, as -inf - -inf is NaN in a row of -inf
+    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)  # finite: in a row of -inf, -inf - -inf would be NaN
     row_sum = tl.full([BLOCK_M], 0.0, tl.float32)
     first_masked, end = _keys_seen(start, k_len, IS_CAUSAL, BLOCK_M, BLOCK_N)
     for MASKED in tl.static_range(2):
@@ -62,7 +62,7 @@ def attention_backward_q(
     IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program computes the gradient of BLOCK_M queries, and leaves their `delta` to the other backward kernel."""
+    """One program computes the gradient of BLOCK_M queries, and their `delta`, which the next kernel reads."""
     batch, head, start = _longest_first(q_len, heads, BLOCK_M)
     rows = start + tl.arange(0, BLOCK_M)
     q_tile = _load(q, batch, head, start, q_len, TMA, BLOCK_M, HEAD_DIM, COLUMNS)
@@ -107,7 +107,7 @@ def attention_backward_kv(
     Triton 3.4 to 3.7.0 when grad_scores comes straight from an accumulator.
     """
     blocks = (k_len + BLOCK_N - 1) // BLOCK_N
-    start = (tl.program_id(0) % blocks) * BLOCK_N  # causal: the first keys are seen by the most queries
+    start = (tl.program_id(0) % blocks) * BLOCK_N  # causal: most queries attend to the first keys
     batch_head = tl.program_id(0) // blocks
     batch, kv_head = batch_head // (heads // group), batch_head % (heads // group)
     columns = start + tl.arange(0, BLOCK_N)
@@ -115,8 +115,8 @@ def attention_backward_kv(
     v_tile = _load(v, batch, kv_head, start, k_len, TMA, BLOCK_N, HEAD_DIM, COLUMNS)
     acc_k = tl.full([BLOCK_N, COLUMNS], 0.0, tl.float32)
     acc_v = tl.full([BLOCK_N, COLUMNS], 0.0, tl.float32)
-    # Tiles of queries that need a mask: those on the diagonal, and the last if it is cut; k may be infinite, and
-    # infinity times the zeros past the last query is NaN.
+    # Tiles of queries that need a mask: those on the diagonal, and the last one if it is incomplete. There k may be
+    # infinite, and infinity times the zeros past the last query is NaN.
     whole, tiles = q_len // BLOCK_M, (q_len + BLOCK_M - 1) // BLOCK_M
     first_tile, first_unmasked = 0, 0
     if IS_CAUSAL:
@@ -153,7 +153,7 @@ def attention_backward_kv(
                     PRECISION, BLOCK_N, BLOCK_M, HEAD_DIM, COLUMNS,
                 )  # fmt: skip
                 grad_scores = probs * (grad_probs - row_delta[None, :])
-                if MASKED:  # again, as zero times a delta that is NaN is NaN
+                if MASKED:  # masked again: zero times a delta that is NaN is NaN
                     grad_scores = tl.where(seen, grad_scores, 0.0)
                 acc_k = tl.dot(grad_scores.to(q_tile.dtype), q_tile, acc_k, input_precision=PRECISION)
     _store(grad_k, acc_k * (scale * LN_2), batch, kv_head, start, k_len, TMA, BLOCK_N, HEAD_DIM, COLUMNS)
@@ -162,7 +162,7 @@ def attention_backward_kv(
 
 @triton.jit
 def _longest_first(q_len, heads, BLOCK_M: tl.constexpr):
-    """This program's batch, head and first query: of each head the last queries first, as causal they see most keys."""
+    """This program's batch, head and first query. The last queries come first: causal, they attend to the most keys."""
     blocks = (q_len + BLOCK_M - 1) // BLOCK_M
     block = blocks - 1 - tl.program_id(0) % blocks
     batch_head = tl.program_id(0) // blocks
@@ -171,7 +171,7 @@ def _longest_first(q_len, heads, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _keys_seen(start, k_len, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(first key of the tiles that need a mask, end of the keys) for the queries from `start` on."""
+    """For the queries from `start` on: the first key of the tiles that need a mask, and the end of the keys."""
     first_masked, end = k_len // BLOCK_N * BLOCK_N, k_len
     if IS_CAUSAL:
         first_masked = tl.minimum(first_masked, (start + 1) // BLOCK_N * BLOCK_N)
@@ -181,7 +181,7 @@ def _keys_seen(start, k_len, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLO
 
 @triton.jit
 def _seen(rows, columns, k_len, IS_CAUSAL: tl.constexpr):
-    """Whether the query sees the key."""
+    """Whether the query attends to the key."""
     seen = columns < k_len
     if IS_CAUSAL:
         seen = seen & (columns <= rows)
@@ -195,8 +195,8 @@ def _dot_of_rows(
 ):  # fmt: skip
     """a_tile b_tileᵀ, (A_ROWS, B_ROWS).
 
-    True float32 has no matrix unit, and without one each thread holds whole rows of both operands in registers; for
-    tf32x3 it holds them three times over. So there the rows are loaded anew, CHUNK columns at a time.
+    No matrix unit computes in true float32, and without one each thread holds full rows of both operands in registers;
+    for tf32x3 it holds them three times. So in these precisions rows are loaded again, CHUNK columns at a time.
     """
     if PRECISION != "tf32" and COLUMNS > CHUNK:
         acc = tl.full([A_ROWS, B_ROWS], 0.0, tl.float32)
@@ -215,7 +215,7 @@ def _dot_of_rows(
 
 @triton.jit
 def _row_offsets(batch, head, heads, q_len, rows):
-    """Where the rows stand in a (batch, heads, q_len) tensor."""
+    """Offsets of the rows in a (batch, heads, q_len) tensor."""
     return tl.cast(batch * heads + head, tl.int64) * q_len + rows
 
 
@@ -223,7 +223,7 @@ def _row_offsets(batch, head, heads, q_len, rows):
 def _load(
     x, batch, head, start, length, TMA: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """x[batch, head, start : start + ROWS] as (ROWS, COLUMNS), zero beyond its length and HEAD_DIM."""
+    """x[batch, head, start : start + ROWS] as (ROWS, COLUMNS), zero past `length` and HEAD_DIM."""
     if TMA:
         tile = x.load([batch, head, start, 0]).reshape(ROWS, COLUMNS)
     else:

@@ -1,8 +1,9 @@
-"""Activation checkpointing: drop what forward would keep for backward, and compute it again there (Chen et al., 2016).
+"""Activation checkpointing: forward saves fewer activations for backward, which recomputes the others (Chen et al.,
+"Training Deep Nets with Sublinear Memory Cost", 2016).
 
-from impl.checkpointing import full
+    from impl.checkpointing import full
 
-model = full(Transformer(SIZES["medium"], context_length=1024))
+    model = full(Transformer(SIZES["medium"], context_length=1024))
 """
 
 from __future__ import annotations

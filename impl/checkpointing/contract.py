@@ -1,4 +1,4 @@
-"""The contract of activation checkpointing: what a user calls, the check of a target, and the family."""
+"""The contract of activation checkpointing, the check that a target meets it, and the family."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ from shardmark.registry import Family, Race, RegistryError, add_family
 
 
 class Policy(Protocol):
-    """`policy(model) -> model`: the same object, whose blocks from now on keep less for backward.
+    """`policy(model) -> model`: the same object, whose blocks save less for backward from then on.
 
-    `model.blocks` is an `nn.ModuleList` that the model's forward iterates over, each block taking the output of the one
-    before. Gradients are bitwise those of the model as it was; the names in `state_dict` and what `isinstance` says do
-    not change. The state of the random number generators is restored for a block that holds an `nn.Dropout`; one that
-    draws random numbers by other means must not be checkpointed. A model that is checkpointed is saved by its
-    `state_dict`: it cannot be pickled whole. ValueError for a model without blocks, and for one
-    that is checkpointed already.
+    `model.blocks` is an `nn.ModuleList` that the model's forward iterates over; each block takes the output of the one
+    before. Gradients are bitwise equal to those without checkpointing. The names in `state_dict` and what `isinstance`
+    says do not change. For a block that holds an `nn.Dropout`, backward restores the state of the random number
+    generators; a block that draws random numbers in another way must not be checkpointed. Save a checkpointed model by
+    its `state_dict`; the module itself cannot be pickled. ValueError for a model without blocks, and for one that is
+    checkpointed already.
     """
 
-    def __call__(self, model: nn.Module) -> nn.Module:
-        """The model, checkpointed."""
-        ...
+    def __call__(self, model: nn.Module) -> nn.Module: ...
 
 
 def _check(target: Any, device: str) -> None:
-    """A policy gives back the model with its parameters' names, and a block that still computes what it did."""
+    """A policy returns the model that it was given, with the same parameter names and the blocks' classes."""
     if not callable(target):
         raise RegistryError(f"{target!r} is not callable; a policy is policy(model) -> model")
     model = nn.Module()
@@ -47,7 +45,7 @@ FAMILY = add_family(
         Policy,
         reference="none",
         check=_check,
-        memory=accounting.NONE.peak,  # a user's own keeps no more than everything
+        memory=accounting.NONE.peak,  # a user's own policy saves no more than all activations
         time=Race("none"),
     )
 )

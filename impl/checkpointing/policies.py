@@ -1,4 +1,4 @@
-"""Checkpointing policies, from keeping everything to keeping what is dear to compute."""
+"""Checkpointing policies: which activations forward saves for backward, and which backward recomputes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from shardmark.registry import Race, register
 
 
 def none(model: nn.Module) -> nn.Module:
-    """Keep everything."""
+    """Save everything: no checkpointing."""
     _blocks(model)
     return model
 
 
 def full(model: nn.Module) -> nn.Module:
-    """Keep nothing of each block but its input."""
+    """Save only each block's input."""
     return every(1)(model)
 
 
 def every(n: int) -> Policy:
-    """A policy that keeps nothing of each n-th block but its input, and everything of the others."""
+    """A policy that saves only the input of each n-th block, and everything of the others."""
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"every n-th block is checkpointed, with n from 1 on, got {n!r}")
 
@@ -42,27 +42,28 @@ def every(n: int) -> Policy:
 
 
 def recursive(model: nn.Module) -> nn.Module:
-    """Keep the input of each segment of sqrt(n) blocks; in backward one segment's block inputs, and all of one block.
+    """Save only the input of each segment of about sqrt(n) blocks, where n is the number of blocks.
 
-    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 4: a segment is checkpointed, and within
-    it each block once more, so that about 2 sqrt(n) block inputs and the activations of one block are there at once. It
-    is a loop over `model.blocks` that runs segments: a model that indexes them gets what `full` does.
+    Backward recomputes one segment at a time and saves its block inputs, then recomputes one block at a time. So about
+    2 sqrt(n) block inputs and the activations of one block are in memory at most (Chen et al., 2016, section 4).
+    Segments are formed where the model's forward loops over `model.blocks`; with a model that indexes the blocks
+    instead, this policy is the same as `full`.
     """
     blocks = _blocks(model)
     for block in blocks:
         _checkpoint(block)
-    _become(blocks, _Segmented)
+    _mix_in(blocks, _Segmented)
     return model
 
 
 def selective(model: nn.Module) -> nn.Module:
-    """Keep each block's input and what its matrix products and attention gave; compute the rest again."""
+    """Save each block's input and the outputs of its matrix products and attention; recompute the rest."""
     for block in _blocks(model):
-        _checkpoint(block, context_fn=partial(create_selective_checkpoint_contexts, _keep_products))
+        _checkpoint(block, context_fn=partial(create_selective_checkpoint_contexts, _save_products))
     return model
 
 
-KEPT = frozenset(
+SAVED = frozenset(
     {
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
@@ -74,27 +75,26 @@ KEPT = frozenset(
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-"""What `selective` does not compute again: matrix products, and SDPA's fused kernels with their log-sum-exp."""
+"""Operators whose outputs `selective` saves: matrix products, and SDPA's fused kernels with their log-sum-exp."""
 
 
-def _keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # Inside an autograd.Function, where gradients are disabled, products are tiles that nothing outside it asks for.
-    keep = op in KEPT and torch.is_grad_enabled()
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    # Inside an autograd.Function gradients are disabled. Products there are tiles, which nothing outside reads.
+    save = op in SAVED and torch.is_grad_enabled()
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Checkpointed(nn.Module):
-    """What a checkpointed block's class is put on top of: its forward is that class's, under `checkpoint`."""
+    """A mixin in front of a block's class, which runs that class's forward under `checkpoint`."""
 
     _options: dict[str, Any]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's output."""
         return _checkpointed(super().forward, [self], **self._options)(*args, **kwargs)
 
 
 class _Segmented(nn.ModuleList):
-    """Blocks as they were, but for what a loop over them gets: functions, each of them a segment of blocks."""
+    """A ModuleList over which a loop gets segments: functions, each of which runs several blocks under `checkpoint`."""
 
     def __iter__(self) -> Iterator[Any]:
         blocks = list(self._modules.values())
@@ -108,7 +108,7 @@ class _Segmented(nn.ModuleList):
                     "recursive checkpointing runs blocks in segments, and this model does something between them: "
                     "each block must take the output of the one before as it is"
                 )
-            before = _checkpointed(partial(_in_turn, segment), segment)(x)
+            before = _checkpointed(partial(_run_blocks, segment), segment)(x)
             return before
 
         for start in range(0, len(blocks), length):
@@ -118,35 +118,35 @@ class _Segmented(nn.ModuleList):
         return repr(nn.ModuleList(self._modules.values()))
 
 
-def _in_turn(blocks: list[Any], x: Tensor) -> Tensor:
+def _run_blocks(blocks: list[Any], x: Tensor) -> Tensor:
     for block in blocks:
         x = block(x)
     return x
 
 
 def _checkpointed(function: Callable[..., Any], modules: list[Any], **options: Any) -> Callable[..., Any]:
-    """`function`, of those modules, under `checkpoint`; the generators' state is kept where it may matter."""
-    drops = any(isinstance(part, _DropoutNd) for module in modules for part in module.modules())
-    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=drops, **options)
+    """`function`, which runs those modules, under `checkpoint`; with dropout in them the random state is restored."""
+    has_dropout = any(isinstance(part, _DropoutNd) for module in modules for part in module.modules())
+    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=has_dropout, **options)
 
 
 def _checkpoint(block: nn.Module, **options: Any) -> None:
-    _become(block, _Checkpointed)
+    _mix_in(block, _Checkpointed)
     vars(block)["_options"] = options
 
 
-def _become(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Put `kind` on top of that one module's class: unlike a wrapper, this renames no parameter and no class."""
-    module.__class__ = _class((kind, type(module)))
+def _mix_in(module: nn.Module, mixin: type[nn.Module]) -> None:
+    """Put `mixin` in front of this module's class. Unlike a wrapper module, this changes no parameter's name."""
+    module.__class__ = _class((mixin, type(module)))
 
 
-@cache  # blocks of a class stay of one class, so that what is compiled for a model does for the next one
+@cache  # blocks of one class share the new class, so that code compiled for one model serves the next
 def _class(bases: tuple[type[nn.Module], ...]) -> type[nn.Module]:
     return type(bases[-1].__name__, bases, {"__module__": bases[-1].__module__})
 
 
 def _blocks(model: nn.Module) -> nn.ModuleList:
-    """The model's blocks; ValueError where there are none, or they are checkpointed."""
+    """The model's blocks; ValueError where there are none, or they are checkpointed already."""
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
         raise ValueError(

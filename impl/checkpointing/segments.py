@@ -1,4 +1,4 @@
-"""How long the segments of `recursive` are."""
+"""The length of the segments of `recursive`."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import math
 
 
 def segment_length(blocks: int) -> int:
-    """Blocks in a segment of `recursive`: the square root, rounded. The last segment may have fewer."""
+    """Blocks in a segment: the square root of all, rounded. The last segment may have fewer."""
     return round(math.sqrt(blocks))

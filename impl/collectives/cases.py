@@ -11,7 +11,7 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 
 @dataclass(frozen=True)
 class CollectiveCase:
-    """A collective of float32 whose larger tensor has `megabytes` on each of `ranks` ranks, which the test sets."""
+    """A collective of float32 whose larger tensor has `megabytes` on each rank; the test sets `ranks`."""
 
     collective: str
     megabytes: int
@@ -28,10 +28,9 @@ class CollectiveCase:
 
     @property
     def elements(self) -> int:
-        """Elements of the larger tensor, as many for each rank."""
+        """Elements of the larger tensor, a multiple of `ranks`."""
         return self.megabytes * MB // self.itemsize // self.ranks * self.ranks
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
         return 4

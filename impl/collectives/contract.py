@@ -1,4 +1,4 @@
-"""The contract of collectives: what a user calls, the check of a target, and the family."""
+"""The contract of collectives, the check that a target meets it, and the family."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from impl.collectives.accounting import buffered_peak
 from shardmark.registry import Family, RegistryError, add_family
 
 
-class Work(Protocol):
-    """A collective that is under way. What it reads and writes must be left alone until it is waited for."""
+class Handle(Protocol):
+    """Handle of an asynchronous collective. Until `wait` returns, do not touch the tensors that it reads and writes."""
 
     def wait(self) -> Any:
-        """Return when the result is there (on CUDA: order it before what the current stream does next)."""
+        """Return when the result is written (on CUDA: what the current stream does next comes after that)."""
         ...
 
 
 class Collectives(Protocol):
-    """An object with three methods; all sum. Each returns when its result is there, as `Work.wait` does.
+    """An object with three methods. The first two reduce by summing.
 
-    With `async_op` each returns a Work at once. Every rank must begin the same collectives in the same order. With n
-    ranks, `output` and `input` are contiguous, of one dtype, and one is n times as large as the other.
+    Each returns when its result is written; with `async_op` it returns a `Handle` at once. Every rank must start the
+    same collectives in the same order. `output` and `input` are contiguous and of one dtype, and with n ranks one of
+    them is n times as large as the other.
     """
 
     def all_reduce(
         self, tensor: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
-    ) -> Work | None:
+    ) -> Handle | None:
         """Replace `tensor`, of any shape, by its sum over the ranks."""
         ...
 
     def reduce_scatter(
         self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
-    ) -> Work | None:
+    ) -> Handle | None:
         """Put into rank i's `output` the sum over the ranks of the i-th of n equal parts of `input`.
 
         `output` may be that part of `input`; the rest of `input` may be overwritten then.
@@ -44,7 +45,7 @@ class Collectives(Protocol):
 
     def all_gather(
         self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
-    ) -> Work | None:
+    ) -> Handle | None:
         """Put every rank's `input`, in rank order, into `output` on every rank; `input` may be its part of `output`."""
         ...
 

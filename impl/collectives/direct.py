@@ -1,4 +1,4 @@
-"""Collectives by direct exchange: every rank sends to every other at once, in one step, or two to all-reduce."""
+"""Collectives by direct exchange: every rank sends to every other at once. An all-reduce takes two such steps."""
 
 from __future__ import annotations
 
@@ -10,57 +10,55 @@ from torch import Tensor
 from impl.collectives.accounting import direct_peak
 from impl.collectives.base import MessageCollectives, flat, requires_gloo
 from impl.collectives.messages import Peers, Steps
-from impl.collectives.worker import WorkerWork
+from impl.collectives.worker import WorkerHandle
 from shardmark.registry import Race, register
 
 
 class Direct(MessageCollectives):
-    """As many bytes as a ring, at one latency where the ring has n-1, with n-1 buffers where it has two.
+    """Sends as many bytes as a ring, in one step where the ring takes n-1, with n-1 buffers where the ring has two.
 
-    Two ranks all-reduce in one step: each sends all it has, which is no more than halves there and back.
+    Two ranks all-reduce in one step: each sends its full tensor, as many bytes as a half in each of two steps.
     """
 
-    def reduce_rows(self, ranks: int) -> int:
-        """One for each of the other ranks."""
+    def reduce_buffers(self, ranks: int) -> int:
         return ranks - 1
 
     def all_reduce(
         self, tensor: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
-    ) -> WorkerWork | None:
-        """Replace `tensor`, of any shape, by its sum over the ranks."""
+    ) -> WorkerHandle | None:
         peers = Peers(group)
         if peers.size != 2:
             return super().all_reduce(tensor, group, async_op=async_op)
 
         def steps(parts: Sequence[Tensor], buffers: Tensor) -> Steps:
-            (mine,) = parts
-            theirs = buffers[0][: mine.numel()]
-            yield [peers.send(mine, to=peers.rank + 1), peers.receive(theirs, of=peers.rank + 1)]
-            mine.add_(theirs)
+            (own,) = parts
+            other = buffers[0][: own.numel()]
+            yield [peers.send(own, to=peers.rank + 1), peers.receive(other, source=peers.rank + 1)]
+            own.add_(other)
 
         return peers.run(steps, [flat(tensor)], 1, async_op)
 
     def reduce_scatter_steps(self, peers: Peers, output: Tensor, parts: Sequence[Tensor], buffers: Tensor) -> Steps:
-        """Each rank's part of everyone to that rank, which adds them up."""
+        """Send each rank its part; then add what the others sent to this rank's own."""
         others = _others(peers)
-        mine = parts[peers.rank]
-        received = [buffer[: mine.numel()] for buffer in buffers]
+        own = parts[peers.rank]
+        received = [buffer[: own.numel()] for buffer in buffers]
         yield [peers.send(parts[rank], to=rank) for rank in others] + [
-            peers.receive(buffer, of=rank) for rank, buffer in zip(others, received, strict=True)
+            peers.receive(buffer, source=rank) for rank, buffer in zip(others, received, strict=True)
         ]
-        output.copy_(mine)
-        for theirs in received:
-            output.add_(theirs)
+        output.copy_(own)
+        for other in received:
+            output.add_(other)
 
     def all_gather_steps(self, peers: Peers, parts: Sequence[Tensor]) -> Steps:
-        """Each rank's part to everyone."""
+        """Send this rank's part to every other rank."""
         yield [peers.send(parts[peers.rank], to=rank) for rank in _others(peers)] + [
-            peers.receive(parts[rank], of=rank) for rank in _others(peers)
+            peers.receive(parts[rank], source=rank) for rank in _others(peers)
         ]
 
 
 def _others(peers: Peers) -> list[int]:
-    """The other ranks, the next one first, so that not all of them send to the same one first."""
+    """The other ranks, beginning with the next one, so that ranks do not all send to the same one first."""
     return [(peers.rank + step) % peers.size for step in range(1, peers.size)]
 
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.collectives.accounting import backend_peak
-from impl.collectives.contract import Work
+from impl.collectives.contract import Handle
 from shardmark.registry import register
 
 
@@ -14,22 +14,19 @@ class Backend:
     """Contract: `impl.collectives.Collectives`."""
 
     @staticmethod
-    def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False) -> Work | None:
-        """Replace `tensor` by its sum over the ranks."""
+    def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False) -> Handle | None:
         return dist.all_reduce(tensor, group=group, async_op=async_op)
 
     @staticmethod
     def reduce_scatter(
         output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
-    ) -> Work | None:
-        """Put into rank i's `output` the sum of the i-th part of `input`."""
+    ) -> Handle | None:
         return dist.reduce_scatter_tensor(output, input, group=group, async_op=async_op)
 
     @staticmethod
     def all_gather(
         output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
-    ) -> Work | None:
-        """Put every rank's `input` into `output` on every rank."""
+    ) -> Handle | None:
         return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
 
 

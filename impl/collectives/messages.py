@@ -1,7 +1,9 @@
-"""Collectives as messages between ranks: a collective is a generator of steps, each the messages it sends and receives.
+"""Collectives as messages between ranks. A collective is a generator that yields steps, each a list of messages:
 
-yield [peers.send(mine, to=1), peers.receive(theirs, of=1)]
-mine.add_(theirs)  # what a step receives is there when the generator goes on
+    yield [peers.send(own, to=1), peers.receive(other, source=1)]
+    own.add_(other)
+
+It continues once the step's messages have been sent and received.
 """
 
 from __future__ import annotations
@@ -17,17 +19,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.collectives.segments import IN_FLIGHT, segments_of
-from impl.collectives.worker import WorkerWork, worker_of
+from impl.collectives.worker import WorkerHandle, worker_of
 
 TAG = 0x5AD
-"""Of our messages, so that none of them meets one of the caller's own between the same ranks."""
+"""Tag of these messages, so that none is mistaken for one that the caller sends between the same ranks."""
 
 Steps = Iterator[list[dist.P2POp]]
-"""The messages of each step of a collective, in turn."""
+"""A collective, as the messages of one step after the other."""
 
 
 class Peers:
-    """This rank's place among the `size` ranks of a process group, and messages to and from the others."""
+    """A process group of `size` ranks, with this process's `rank` in it, and messages to and from the others.
+
+    Ranks wrap around: `to=rank + 1` of the last rank is rank 0.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group or dist.distributed_c10d._get_default_group()
@@ -35,50 +40,51 @@ class Peers:
         self.size = dist.get_world_size(self.group)
 
     def send(self, tensor: Tensor, to: int) -> dist.P2POp:
-        """A message; `tensor` stays as it is until the step is over."""
+        """A message to a rank; `tensor` must not change until the step is over."""
         return dist.P2POp(dist.isend, tensor, group=self.group, tag=TAG, group_peer=to % self.size)
 
-    def receive(self, tensor: Tensor, of: int) -> dist.P2POp:
-        """A message that is in `tensor` when the step is over."""
-        return dist.P2POp(dist.irecv, tensor, group=self.group, tag=TAG, group_peer=of % self.size)
+    def receive(self, tensor: Tensor, source: int) -> dist.P2POp:
+        """A message from a rank; it is in `tensor` when the step is over."""
+        return dist.P2POp(dist.irecv, tensor, group=self.group, tag=TAG, group_peer=source % self.size)
 
     def run(
         self, steps: Callable[[Sequence[Tensor], Tensor], Steps], parts: Sequence[Tensor], rows: int, async_op: bool
-    ) -> WorkerWork | None:
-        """Run `steps(segment of each part, buffers)` for one segment of the flat `parts` after the other.
+    ) -> WorkerHandle | None:
+        """Run `steps(a segment of each part, buffers)` for each segment of the flat `parts`, on the group's worker.
 
-        `buffers` are `rows` tensors as large as a segment of the first part, which is the largest. Every rank cuts its
-        parts alike, and so meets the others' messages in the order they were sent.
+        `buffers` is (rows, elements of a segment of the first part, which is the largest). Every rank cuts its parts in
+        the same way, so all ranks send and receive their messages in the same order.
         """
         count = segments_of(parts[0].nbytes)
         segments = list(zip(*(part.tensor_split(count) for part in parts), strict=True))
         buffers = parts[0].new_empty(min(IN_FLIGHT, count), rows, segments[0][0].numel())
-        cut = (steps(segment, buffers[i % IN_FLIGHT]) for i, segment in enumerate(segments))
-        work = worker_of(self.group).submit(partial(_pipeline, cut), buffers)
-        del cut  # or, waiting here, this frame would outlive the worker's hold on the tensors
+        pending = (steps(segment, buffers[i % IN_FLIGHT]) for i, segment in enumerate(segments))
+        handle = worker_of(self.group).submit(partial(_pipeline, pending), buffers)
+        del pending  # while this frame waits, it must not hold the tensors that the worker is done with
         if async_op:
-            return work
-        work.wait()
+            return handle
+        handle.wait()
         return None
 
 
 def _pipeline(segments: Iterator[Steps]) -> None:
-    """Take every segment through its steps, `IN_FLIGHT` of them side by side."""
-    under_way: deque[tuple[Steps, list[dist.Work]]] = deque((steps, []) for steps in islice(segments, IN_FLIGHT))
-    while under_way:
-        steps, works = under_way.popleft()
-        for work in works:
-            work.wait()
+    """Run the steps of every segment, `IN_FLIGHT` segments at a time."""
+    in_flight: deque[tuple[Steps, list[dist.Work]]] = deque((steps, []) for steps in islice(segments, IN_FLIGHT))
+    while in_flight:
+        steps, handles = in_flight.popleft()
+        for handle in handles:
+            handle.wait()
         if (messages := next(steps, None)) is not None:
-            under_way.append((steps, _exchange(messages)))
+            in_flight.append((steps, _exchange(messages)))
         elif (following := next(segments, None)) is not None:
-            under_way.appendleft((following, []))  # it is its turn at once
+            in_flight.appendleft((following, []))  # in front, so that its first messages leave at once
 
 
 def _exchange(messages: list[dist.P2POp]) -> list[dist.Work]:
-    """Begin a step's messages; those that would be empty are not sent.
+    """Start a step's messages, except empty ones.
 
-    Receiving comes first: Gloo's word that a rank is ready would else wait behind the bytes that it sends.
+    Receives are posted first: Gloo announces that it is ready to receive on the connection that it sends on, so the
+    announcement would wait behind the bytes of a send.
     """
     messages = [message for message in messages if message.tensor.numel()]
     messages.sort(key=lambda message: message.op is dist.isend)
@@ -90,8 +96,6 @@ def _exchange(messages: list[dist.P2POp]) -> list[dist.Work]:
 
 @dataclass
 class BytesSent:
-    """What this process's collectives have sent."""
-
     nbytes: int = 0
 
 
@@ -100,7 +104,7 @@ _counters: list[BytesSent] = []
 
 @contextmanager
 def count_bytes_sent() -> Iterator[BytesSent]:
-    """Count what the collectives of this package send, in this process; those under way are to be waited for."""
+    """Count what `Ring` and `Direct` send from this process; wait for asynchronous collectives before leaving."""
     counter = BytesSent()
     _counters.append(counter)
     try:

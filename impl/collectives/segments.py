@@ -1,15 +1,15 @@
-"""How our own collectives cut what they send into segments, and the buffers that those take."""
+"""How the ring and the direct exchange cut tensors into segments, and the bytes of their buffers."""
 
 from __future__ import annotations
 
 SEGMENT_BYTES = 2**20
-"""Our own collectives pass parts on in segments of about this size, so that adding one overlaps receiving the next."""
+"""About the size of a segment: small enough that adding one overlaps receiving the next."""
 IN_FLIGHT = 2
-"""Segments on their way at once, each with buffers of its own."""
+"""Segments that are sent and received at the same time, each with its own buffers."""
 
 
 def segments_of(nbytes: int) -> int:
-    """Into how many segments a part of that many bytes is cut."""
+    """How many segments a part of that many bytes is cut into."""
     return max(1, -(-nbytes // SEGMENT_BYTES))
 
 

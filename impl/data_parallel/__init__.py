@@ -1,22 +1,23 @@
-"""Data parallelism: every rank holds the whole module, computes on its own share of the batch, and averages gradients.
+"""Data parallelism: every rank has a copy of the module, computes on its share of the batch, and averages gradients.
 
     model = BucketedDataParallel(model, bucket_mb=25)
     loss(model(inputs)).backward()
     model.finish_gradient_synchronization()
     optimizer.step()
 
-or, with the bucketed wrapper, `model.finish_gradient_synchronization(optimizer)`, which updates the parameters of each
-bucket while those after it are on their way.
+The bucketed wrapper also takes `model.finish_gradient_synchronization(optimizer)`, which updates one bucket's
+parameters while the next buckets are being reduced.
 
-From the simplest to the fastest: `naive` (one all-reduce a parameter, after backward), `flat` (one for all of them),
-`overlapped` (one a parameter, during backward), `bucketed` (one a bucket, during backward), and PyTorch's own `ddp`.
+From the simplest to the fastest: `naive` (one all-reduce for each parameter, after backward), `flat` (one for all of
+them), `overlapped` (one for each parameter, during backward), `bucketed` (one for each bucket, during backward), and
+PyTorch's own `ddp`.
 """
 
 from __future__ import annotations
 
 from impl.data_parallel.contract import DataParallelWrapper
 
-# They register in this order, simplest first, as every list and table has them.
+# Implementations register in this order, simplest first, which is the order in every list and table.
 # isort: off
 from impl.data_parallel.naive import NaiveDataParallel
 from impl.data_parallel.flat import FlatDataParallel

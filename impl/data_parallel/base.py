@@ -1,4 +1,4 @@
-"""What the four wrappers share: the same start on every rank, and the module's own face to the outside."""
+"""What the four wrappers share: equal parameters on every rank at the start, `no_sync`, and a plain `state_dict`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def backward_twice(before: str = "finish_gradient_synchronization()") -> RuntimeError:
-    """A gradient came again, though the first may be on its way already."""
+    """The error for a second gradient of a parameter whose first may be being communicated."""
     return RuntimeError(f"backward ran twice before {before}; run all but the last in no_sync()")
 
 
@@ -29,18 +29,16 @@ class PlainStateDict(nn.Module):
     module: nn.Module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's own."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the module's own `state_dict`."""
         return self.module.load_state_dict(*args, **kwargs)
 
 
 class DataParallel(PlainStateDict):
     """Wrap `module`: check that the ranks agree on it, and give every rank rank 0's parameters and buffers.
 
-    Subclasses communicate gradients, in `_average`. Contract and errors: `impl.data_parallel.DataParallelWrapper`.
+    Subclasses average gradients in `_average`. Contract and errors: `impl.data_parallel.DataParallelWrapper`.
     """
 
     def __init__(self, module: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> None:
@@ -52,20 +50,19 @@ class DataParallel(PlainStateDict):
         self.trainable = [p for p in module.parameters() if p.requires_grad]  # a tied parameter comes once
         check_same_module(module, self.process_group)
         broadcast_state(module, self.process_group)
-        self._own: dict[nn.Parameter, None] = {}  # whose gradient is this rank's alone, in the order they came
+        self._unaveraged: dict[nn.Parameter, None] = {}  # have a gradient that is this rank's own, in order of arrival
         for parameter in self.trainable:
             call_on_gradient(parameter, self._on_gradient)
         _wrappers.add(self)
         _watch_optimizers()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
         """Return when every gradient is the average over the ranks; inside `no_sync`, do nothing."""
         if self.synchronizing:
-            self._own.clear()
+            self._unaveraged.clear()
             self._average()
 
     def _average(self) -> None:
@@ -73,8 +70,8 @@ class DataParallel(PlainStateDict):
         raise NotImplementedError
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        """Backward has produced the parameter's gradient."""
-        self._own[parameter] = None
+        """Called when backward has produced the parameter's gradient."""
+        self._unaveraged[parameter] = None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -87,31 +84,31 @@ class DataParallel(PlainStateDict):
 
 
 def check_same_module(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
-    """Raise ValueError, the same on every rank, for nothing to train or for modules that differ between ranks.
+    """Raise ValueError, the same on every rank, where nothing is trainable or the ranks' modules differ.
 
-    Names, shapes, dtypes and `requires_grad` must be the same everywhere: a collective between ranks that do not
-    agree on them would hang or mix up parameters.
+    Names, shapes, dtypes and `requires_grad` must be the same: a collective between ranks that disagree on them would
+    hang or mix up parameters.
     """
-    mine = [(name, described(tensor)) for name, tensor in chain(module.named_parameters(), module.named_buffers())]
-    everyone = of_every_rank(mine, process_group)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            name, here, there = _first_difference(everyone[0], theirs)
+    own = [(name, described(tensor)) for name, tensor in chain(module.named_parameters(), module.named_buffers())]
+    every_rank = of_every_rank(own, process_group)
+    for rank, other in enumerate(every_rank):
+        if other != every_rank[0]:
+            name, here, there = _first_difference(every_rank[0], other)
             raise ValueError(f"the ranks' modules differ at {name!r}: {here} on rank 0, {there} on rank {rank}")
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no trainable parameters, so there is no gradient to average")
 
 
 def described(tensor: Tensor) -> str:
-    """What ranks must agree on of a tensor."""
+    """What the ranks must agree on: the tensor's shape, dtype and `requires_grad`."""
     return f"{tuple(tensor.shape)} of {tensor.dtype}, {'trainable' if tensor.requires_grad else 'frozen'}"
 
 
-def of_every_rank(mine: T, process_group: dist.ProcessGroup | None) -> list[T]:
-    """Every rank's `mine`, which goes by pickle, in rank order."""
-    everyone: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, mine, group=process_group)
-    return everyone
+def of_every_rank(own: T, process_group: dist.ProcessGroup | None) -> list[T]:
+    """All-gather a picklable object: every rank's `own`, in rank order."""
+    every_rank: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(every_rank, own, group=process_group)
+    return every_rank
 
 
 @torch.no_grad()
@@ -121,17 +118,17 @@ def broadcast_state(module: nn.Module, process_group: dist.ProcessGroup | None) 
         dist.broadcast(tensor, group=process_group, group_src=0)
 
 
-def _first_difference(mine: list[tuple[str, str]], theirs: list[tuple[str, str]]) -> tuple[str, str, str]:
-    """The first name at which two descriptions part, and what each has there."""
-    here, there = dict(mine), dict(theirs)
+def _first_difference(own: list[tuple[str, str]], other: list[tuple[str, str]]) -> tuple[str, str, str]:
+    """The first name at which two descriptions differ, and what each has there."""
+    here, there = dict(own), dict(other)
     for name in here | there:
         if here.get(name) != there.get(name):
             return name, here.get(name, "missing"), there.get(name, "missing")
-    return mine[0][0], "in another order", "in another order"  # all of them are there, with other neighbours
+    return own[0][0], "in another order", "in another order"  # the same entries in both
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:
-    """The parameter's gradient; zeros, put in its place, where this rank's loss did not reach it."""
+    """The parameter's gradient; where this rank's loss did not reach the parameter, `.grad` becomes zeros."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
@@ -149,8 +146,8 @@ def check_dense(parameter: nn.Parameter) -> None:
 def call_on_gradient(parameter: nn.Parameter, method: Callable[[nn.Parameter], None]) -> None:
     """Call a wrapper's method each time backward has produced the parameter's gradient.
 
-    The parameter must not keep the wrapper alive: the way from its hooks to the wrapper and back runs through C++,
-    where no garbage collector follows it.
+    The hook holds the wrapper weakly. A strong reference would be a cycle (parameter, hook, wrapper, parameter) that
+    leads through C++, where the garbage collector cannot find it.
     """
     weak = weakref.WeakMethod(method)
 
@@ -166,20 +163,20 @@ _wrappers: weakref.WeakSet[DataParallel] = weakref.WeakSet()
 
 @cache
 def _watch_optimizers() -> None:
-    """From the first wrapper on, look before every optimizer's step."""
-    register_optimizer_step_pre_hook(_refuse_own_gradients)
+    """Check before every optimizer's step; registered once, by the first wrapper."""
+    register_optimizer_step_pre_hook(_refuse_unaveraged_gradients)
 
 
-def _refuse_own_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise RuntimeError for a gradient that backward produced and nobody has averaged: the ranks would part.
+def _refuse_unaveraged_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise RuntimeError for a gradient that was not averaged: the ranks' parameters would become different.
 
-    A gradient that was let go of in between, as `zero_grad()` does, is forgotten.
+    A gradient that has been freed since, as `zero_grad()` does, is no error.
     """
     for wrapper in _wrappers:
-        if not wrapper._own:
+        if not wrapper._unaveraged:
             continue
         for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            if parameter in wrapper._own and parameter.grad is not None:
+            if parameter in wrapper._unaveraged and parameter.grad is not None:
                 name = next(name for name, p in wrapper.module.named_parameters() if p is parameter)
                 raise RuntimeError(
                     f"the gradient of {name!r} is this rank's alone: call finish_gradient_synchronization(), outside "

@@ -1,4 +1,4 @@
-"""Buckets: gradients that are communicated together, each in its slot of one flat tensor, and what goes into each."""
+"""Buckets of gradients that are communicated together, and the partition of parameters into buckets."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 LEAST_BYTES = 2**20
-"""A bucket's size where a small one is wanted, as that of PyTorch's first."""
+"""The size of a small bucket, the same as that of PyTorch's first bucket."""
 
 
 class Bucket:
-    """Gradients of one dtype that live in one flat tensor: each `parameter.grad` is, once taken, its slot there.
+    """Gradients of one dtype in one flat tensor, in which each parameter has a slot; `.grad` becomes the slot.
 
-    It offers what `torch.distributed.GradBucket` does, so that communication hooks written for that take it.
+    It has the methods of `torch.distributed.GradBucket`, so that communication hooks written for that work.
     """
 
     def __init__(self, index: int, last: bool, parameters: Sequence[nn.Parameter]) -> None:
@@ -24,16 +24,16 @@ class Bucket:
         self._flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
         self.slots = {p: slot.view_as(p) for p, slot in zip(parameters, self._flat.split(sizes), strict=True)}
         self.missing = set(parameters)  # those whose gradient backward has yet to produce
-        self._arrive: Callable[[], Tensor] | None = None
+        self._wait: Callable[[], Tensor] | None = None
 
-    def keep(self, parameter: nn.Parameter) -> None:
-        """Have further backward passes accumulate straight into the slot."""
+    def adopt(self, parameter: nn.Parameter) -> None:
+        """Move the gradient into its slot, so that further backward passes add to it there."""
         slot = self.slots[parameter]
         if parameter.grad is not None and parameter.grad is not slot:
             parameter.grad = slot.copy_(parameter.grad)
 
-    def take(self, parameter: nn.Parameter, scale: float) -> None:
-        """Put the gradient times `scale` into its slot, in one pass wherever it lies; none counts as zero."""
+    def collect(self, parameter: nn.Parameter, scale: float) -> None:
+        """Write the gradient times `scale` into its slot, in one pass; no gradient counts as zero."""
         slot = self.slots[parameter]
         if parameter.grad is None:
             slot.zero_()  # this rank's loss did not reach it
@@ -43,16 +43,16 @@ class Bucket:
         self.missing.discard(parameter)
 
     def launch(self, scale: float, reduce: Callable[[Bucket], Callable[[], Tensor]]) -> None:
-        """Begin the reduction; what `reduce` returns waits for its result."""
+        """Start the reduction with `reduce(bucket)`, which returns a function that waits for the result."""
         for parameter in list(self.missing):
-            self.take(parameter, scale)
-        self._arrive = reduce(self)
+            self.collect(parameter, scale)
+        self._wait = reduce(self)
 
     def finish(self) -> None:
-        """Return when the gradients are the result of the reduction, if one is under way."""
-        if self._arrive is not None:
-            self.set_buffer(self._arrive())
-            self._arrive = None
+        """Wait until the gradients are the result of the reduction, if one was launched."""
+        if self._wait is not None:
+            self.set_buffer(self._wait())
+            self._wait = None
             self.missing = set(self.slots)
 
     def index(self) -> int:
@@ -60,11 +60,11 @@ class Bucket:
         return self._index
 
     def is_last(self) -> bool:
-        """Whether it is the last to be reduced."""
+        """Whether it is reduced last."""
         return self._last
 
     def buffer(self) -> Tensor:
-        """The flat tensor of all gradients, one-dimensional."""
+        """All gradients, one-dimensional."""
         return self._flat
 
     def set_buffer(self, tensor: Tensor) -> None:
@@ -73,7 +73,7 @@ class Bucket:
             self._flat.copy_(tensor)
 
     def gradients(self) -> list[Tensor]:
-        """Each parameter's slot."""
+        """The slots."""
         return list(self.slots.values())
 
     def parameters(self) -> list[nn.Parameter]:
@@ -84,12 +84,12 @@ class Bucket:
 def partition(
     parameters: Sequence[nn.Parameter], bucket_bytes: float, least_bytes: float = LEAST_BYTES
 ) -> list[list[nn.Parameter]]:
-    """Parameters, in the order in which their gradients come, in runs of one dtype of at most `bucket_bytes`.
+    """Cut parameters, given in the order in which their gradients arrive, into runs of one dtype, one for each bucket.
 
-    Runs are short at both ends: communication begins early when no run holds more than went before it, and little of
-    it is left after backward when none holds more than half of what is to come (as in guided self-scheduling,
-    Polychronopoulos and Kuck, 1987). Neither makes one shorter than `least_bytes`, with `bucket_bytes` of which all
-    are as long as can be; a parameter larger than a run has its own.
+    A run has at most `bucket_bytes`, unless a single parameter has more. Runs are shorter at both ends. At the start
+    none has more than all before it together, so that communication begins early. At the end none has more than half of
+    what is left, so that little is left to communicate after backward (guided self-scheduling, Polychronopoulos and
+    Kuck, 1987). Neither rule makes a run shorter than `least_bytes`; with `least_bytes=bucket_bytes` neither applies.
     """
     total, before = sum(map(_bytes, parameters)), 0
     runs: list[list[nn.Parameter]] = []

@@ -1,4 +1,4 @@
-"""Cases of a data-parallel training step beyond a training step's own: what varies, and its id."""
+"""Cases of a data-parallel training step, beside `TrainingStepCase`: what varies, and the id."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ class ReductionCase(TrainingStepCase):
 
     @property
     def reduce_bytes(self) -> int:
-        """Bytes of a gradient's element on its way."""
+        """Bytes of a gradient's element while it is communicated."""
         return 2

@@ -1,4 +1,4 @@
-"""The contract of data-parallel wrappers: what a user calls, the check of a target, and the family."""
+"""The contract of data-parallel wrappers, the check that a target meets it, and the family."""
 
 from __future__ import annotations
 
@@ -15,23 +15,21 @@ from shardmark.registry import Family, Race, RegistryError, add_family
 class DataParallelWrapper(Protocol):
     """`Wrapper(module, *, process_group=None, **options)`, called as the module is.
 
-    Wrapping gives every rank rank 0's parameters and buffers; it raises ValueError for a module with no trainable
-    parameter, and on every rank when the ranks' modules differ, naming the first parameter that does. After
+    Wrapping gives every rank rank 0's parameters and buffers. It raises ValueError for a module with no trainable
+    parameter, and, on every rank, when the ranks' modules differ; that error names the first parameter that does. After
     `finish_gradient_synchronization`, between backward and `optimizer.step()`, each trainable parameter's `.grad` is
-    the average over the ranks, and a gradient that this rank does not have counts as zero. Frozen parameters keep no
-    gradient; tied ones are communicated once. Buffers that forward changes are each rank's own. `state_dict` has the
+    the average over the ranks; a gradient that a rank does not have counts as zero. Frozen parameters have no gradient,
+    and tied ones are communicated once. Buffers that forward changes are not synchronized. `state_dict` has the
     module's own names.
 
-    Ours raise RuntimeError at an `optimizer.step()` on gradients that backward has produced since, inside `no_sync` or
-    out of it; those that `zero_grad()` let go of do not count. Where the method takes an `optimizer`, it steps it too,
-    and inside `no_sync` raises RuntimeError.
+    The suite's own wrappers raise RuntimeError at an `optimizer.step()` on gradients that were not averaged since
+    backward produced them, in `no_sync` or outside of it; gradients that `zero_grad()` freed do not count. A
+    `finish_gradient_synchronization` that takes an `optimizer` steps it, too, and raises RuntimeError inside `no_sync`.
     """
 
     module: nn.Module
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
-        ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def finish_gradient_synchronization(self) -> None:
         """Return when every gradient is the average over the ranks."""
@@ -43,7 +41,7 @@ class DataParallelWrapper(Protocol):
 
 
 def _check(target: Any, device: str) -> None:
-    """What can be told without ranks: the signature and the methods. The rest is the correctness tests' to find."""
+    """Check what can be checked without ranks: the signature and the methods. Correctness tests check the rest."""
     try:
         inspect.signature(target).bind(nn.Linear(1, 1), process_group=None)
     except TypeError as error:
@@ -60,6 +58,6 @@ FAMILY = add_family(
         reference="naive",
         check=_check,
         memory=ddp_peak,
-        time=Race("naive", budget=2.0, goal=1.0),  # on one rank naive has nothing to do
+        time=Race("naive", budget=2.0, goal=1.0),  # wide: on one rank naive communicates nothing
     )
 )

@@ -14,7 +14,7 @@ from shardmark.registry import Race, register
 
 
 class FlatDataParallel(DataParallel):
-    """Gradients of one dtype are copied into one tensor, communicated at once, and copied back."""
+    """Gradients of one dtype are copied into one tensor, all-reduced together, and copied back."""
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         super()._on_gradient(parameter)

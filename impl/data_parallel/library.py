@@ -1,4 +1,4 @@
-"""Data parallelism as PyTorch ships it: the peer of the others."""
+"""PyTorch's own DistributedDataParallel: the peer of the others."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shardmark.registry import Race, register
 class TorchDataParallel(PlainStateDict, DistributedDataParallel):
     """`torch.nn.parallel.DistributedDataParallel` under the family's contract; `bucket_mb` is its `bucket_cap_mb`.
 
-    None is its own choice: 25, and 1 for the first bucket, which it makes smaller only then.
+    With None, PyTorch's default, buckets have 25 MB and the first one 1 MB; with a number all have that size.
 
-    It waits for its collectives at the end of backward. A gradient that this rank does not have is looked for
-    (`find_unused_parameters`) only when asked, as the search costs time.
+    It waits for its collectives at the end of backward. Only with `find_unused_parameters`, which costs time, may the
+    loss not reach some parameters.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class TorchDataParallel(PlainStateDict, DistributedDataParallel):
         )
 
     def finish_gradient_synchronization(self) -> None:
-        """Nothing is left to do once backward has returned."""
+        """Nothing to do: gradients are averaged when backward returns."""
 
 
 register("data_parallel", "ddp", TorchDataParallel, memory=ddp_peak, time=Race("naive", goal=1.0))

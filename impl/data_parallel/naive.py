@@ -1,4 +1,4 @@
-"""One all-reduce a parameter, after backward: what the others are held to."""
+"""One all-reduce for each parameter, after backward: the reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardmark.registry import Race, register
 
 
 class NaiveDataParallel(DataParallel):
-    """Nothing overlaps and every parameter pays a collective's latency."""
+    """No communication overlaps backward, and each parameter costs the latency of a collective."""
 
     def _average(self) -> None:
         for parameter in self.trainable:

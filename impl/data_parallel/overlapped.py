@@ -1,4 +1,4 @@
-"""One all-reduce a parameter, begun as soon as backward has its gradient: communication hides behind computation."""
+"""One all-reduce for each parameter, as soon as backward has its gradient: communication overlaps computation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from shardmark.registry import Race, register
 
 
 class OverlappedDataParallel(DataParallel):
-    """No copies, and a latency for every parameter.
+    """No gradient is copied, and each parameter costs the latency of a collective.
 
-    Collectives are launched in the reverse order of the parameters on every rank, whichever gradients come first, so
+    Every rank launches the collectives in the reverse order of the parameters, whichever gradients arrive first, so
     that the ranks' collectives match.
     """
 
@@ -21,30 +21,30 @@ class OverlappedDataParallel(DataParallel):
         super().__init__(module, process_group=process_group)
         self._order = self.trainable[::-1]  # backward runs from the last layer to the first
         self._ready: set[nn.Parameter] = set()
-        self._works: list[dist.Work] = []  # of the first len(_works) parameters in order
+        self._handles: list[dist.Work] = []  # of the first len(_handles) parameters in `_order`
 
     def _average(self) -> None:
-        while len(self._works) < len(self._order):
+        while len(self._handles) < len(self._order):
             self._launch_next()
-        for parameter, work in zip(self._order, self._works, strict=True):
-            work.wait()
+        for parameter, handle in zip(self._order, self._handles, strict=True):
+            handle.wait()
             gradient(parameter).div_(self.world_size)
         self._ready.clear()
-        self._works.clear()
+        self._handles.clear()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         super()._on_gradient(parameter)
-        if parameter in self._ready:  # or, even in no_sync, it was added to what is being communicated
+        if parameter in self._ready:  # autograd has just added to a gradient that is being communicated
             raise backward_twice()
         if not self.synchronizing:
             return
         self._ready.add(parameter)
-        while len(self._works) < len(self._order) and self._order[len(self._works)] in self._ready:
+        while len(self._handles) < len(self._order) and self._order[len(self._handles)] in self._ready:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        tensor = gradient(self._order[len(self._works)])
-        self._works.append(dist.all_reduce(tensor, group=self.process_group, async_op=True))
+        tensor = gradient(self._order[len(self._handles)])
+        self._handles.append(dist.all_reduce(tensor, group=self.process_group, async_op=True))
 
 
 register(

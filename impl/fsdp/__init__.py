@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: every rank keeps a part of each parameter, and gathers the whole where it computes.
+"""Fully sharded data parallelism: every rank stores a shard of each parameter, and all-gathers it where it computes.
 
     model = FullyShardedDataParallel(model, wrap=by_type(Block, nn.Embedding, nn.Linear))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -6,15 +6,16 @@
     model.finish_gradient_synchronization()
     optimizer.step()
 
-Our own, from the simplest: nothing gathered ahead (the reference), one unit ahead, kept after forward; `simple`, where
-reading a parameter gathers it. PyTorch's two, `fsdp1` and `fsdp2`; and the latter as `accelerate` applies it.
+Our own: `sharded_plain` without prefetch (the reference), `sharded` with a prefetch of one unit, `sharded_kept` with
+`reshard_after_forward=False`; and `simple`, where reading a parameter all-gathers it. PyTorch's: `fsdp1`, `fsdp2`, and
+the latter as Hugging Face's `accelerate` applies it.
 """
 
 from __future__ import annotations
 
 from impl.fsdp.contract import FullySharded
 
-# They register in this order, as every list and table has them.
+# Implementations register in this order, which is the order in every list and table.
 # isort: off
 from impl.fsdp.sharded import FullyShardedDataParallel
 from impl.fsdp.simple import SimpleFullyShardedDataParallel

@@ -16,22 +16,22 @@ from impl.fsdp.library import TorchFSDP2
 from shardmark.registry import register
 
 OLDEST = "1.15"
-"""The first accelerate that this has run with."""
+"""The oldest version of accelerate that this was run with."""
 
 
 class AcceleratedFSDP2(TorchFSDP2):
     """`accelerate.utils.fsdp2_prepare_model`, which is what `Accelerator.prepare` does to a model.
 
-    accelerate chooses units by the names of their classes. Those of `wrap` that no name singles out, as where blocks
-    and what comes after them have linears of one class, are sharded before, which accelerate leaves as they are. It
-    makes a unit of its own of a final norm, that stays gathered after forward.
+    accelerate chooses units by the names of their classes. Where a class is that of some units of `wrap` and of other
+    modules, too (linears in blocks and after them), no name singles those units out. They are sharded here beforehand,
+    and accelerate leaves them as they are. It makes a unit of a final norm, too, which stays gathered after forward.
 
-    An `Accelerator` would take ranks and device from the environment, once a process, and refuse FSDP on CPUs; so the
-    function is given the few things that it reads of one. Its optimizers, its autocast and its loaders are not here.
+    An `Accelerator` takes ranks and device from the environment, once a process, and refuses FSDP on CPUs. So the
+    function gets the few attributes that it reads of one. accelerate's optimizers, autocast and loaders are not used.
     """
 
     def _shard(self, units: list[nn.Module], *, reshard_after_forward: bool, **options: Any) -> nn.Module:
-        # Here, as it takes a second that others need not wait.
+        # Imported here because it takes a second.
         from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model
 
         module, *parts = units
@@ -52,7 +52,7 @@ class AcceleratedFSDP2(TorchFSDP2):
             state=SimpleNamespace(fsdp_plugin=plugin),
             torch_device_mesh=mesh,
             parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
-            mixed_precision="no",  # beyond the plugin's own
+            mixed_precision="no",  # the plugin's policy is all
             device=next(module.parameters()).device,
             is_main_process=mesh.get_local_rank() == 0,
         )
@@ -61,7 +61,7 @@ class AcceleratedFSDP2(TorchFSDP2):
 
 
 def singled_out(module: nn.Module, units: list[nn.Module]) -> tuple[type[nn.Module], ...]:
-    """Those of the units' classes whose name, anywhere within the module, is a unit's."""
+    """The units' classes that accelerate can choose by name: each module of that name, or subclass, is a unit."""
     parts = [part for part in module.modules() if part is not module]
     return tuple(
         kind
@@ -71,7 +71,7 @@ def singled_out(module: nn.Module, units: list[nn.Module]) -> tuple[type[nn.Modu
 
 
 def requires_accelerate(device: str) -> str | None:
-    """Reason unless accelerate is installed, and new enough."""
+    """Reason unless accelerate is installed in version `OLDEST` or later."""
     try:
         found = version("accelerate")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Whether backward runs, and whether it came to its end: autograd tells of both, by names that torch keeps private."""
+"""Whether a backward pass is running, and whether it raised. Both need private names of torch's autograd."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 
 
 def backward_runs() -> bool:
-    """Whether this is within a backward pass: a forward in there is activation checkpointing, which computes again."""
+    """Whether this thread is inside a backward pass: a forward there is activation checkpointing's recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 class BackwardPasses:
-    """Those that have begun and not ended: when none runs, those that raised."""
+    """Backward passes that began and did not end. Asked when none is running, these are the ones that raised."""
 
     def __init__(self) -> None:
         self._open: set[int] = set()
 
     def watch(self) -> None:
-        """Called within one, and within one inside of another: autograd calls back at its end, unless it raises."""
+        """Call in a backward pass, also in a nested one: autograd calls back at its end, unless it raises."""
         if (task := torch._C._current_graph_task_id()) not in self._open:
             self._open.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._open.discard, task))
@@ -28,5 +28,4 @@ class BackwardPasses:
         return bool(self._open)
 
     def forget(self) -> None:
-        """What raised is dealt with."""
         self._open.clear()

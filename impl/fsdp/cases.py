@@ -1,4 +1,4 @@
-"""Cases of a training step with everything sharded over the ranks: what varies, and its id."""
+"""Cases of a training step with parameters, gradients and optimizer state sharded: what varies, and the id."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from impl.training_step.cases import TrainingStepCase
 
 @dataclass(frozen=True)
 class FSDPCase(TrainingStepCase):
-    """One step with everything sharded over `ranks`, which its memory depends on.
+    """One fully sharded step on that many `ranks`.
 
-    `dtype` is what parameters are cast to before they are gathered and gradients before they are reduced; shards,
-    their gradients and the optimizer stay in float32.
+    `dtype` is what parameters are cast to before the all-gather and gradients before the reduce-scatter; shards, their
+    gradients and the optimizer's state are in float32.
     """
 
     ranks: int = 2
@@ -20,10 +20,10 @@ class FSDPCase(TrainingStepCase):
 
 @dataclass(frozen=True)
 class RankRung(TrainingStepCase):
-    """A rung of the ladder on that many ranks, parameters spread; `step` names an implementation of the training step.
+    """A rung of the MLP ladder on that many ranks, fully sharded; `step` names an implementation of training_step.
 
-    `dtype` is what parameters are gathered and products made in, `reduce_dtype` what gradients are summed in. `meta`
-    says whether the model is made on the meta device, so that no rank ever holds the whole of it.
+    `dtype` is what parameters are gathered and multiplied in, `reduce_dtype` what gradients are summed in. With `meta`
+    the model is made on the meta device, so that no rank ever holds all of it.
     """
 
     reduce_dtype: str = "float32"
@@ -39,15 +39,15 @@ class RankRung(TrainingStepCase):
 
 
 WRAPS = ("linears", "thirds", "whole")
-"""What becomes a unit: each linear, each third of them, all."""
+"""What becomes a unit: each linear, each third of the linears, or the root module alone."""
 
 
 @dataclass(frozen=True)
 class NineLinearsCase:
-    """One step of plain SGD of `linears` layers from `width` to `width`; `batch` rows on each of `ranks`.
+    """One step of SGD of `linears` layers from `width` to `width`; `batch` rows on each of `ranks`.
 
-    `wrap` is what sharding gathers at once, of `WRAPS`: thirds of a number that divides by three. With `offload` what
-    a rank keeps is in host memory.
+    `wrap`, of `WRAPS`, says what becomes a unit; "thirds" needs a number of linears that divides by three. With
+    `offload` shards are in host memory.
     """
 
     width: int
@@ -64,5 +64,5 @@ class NineLinearsCase:
 
     @property
     def linears_a_unit(self) -> int:
-        """How many are gathered at once."""
+        """How many linears are all-gathered together."""
         return {"linears": 1, "thirds": self.linears // 3, "whole": self.linears}[self.wrap]

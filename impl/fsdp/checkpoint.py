@@ -3,8 +3,8 @@
     save("step-1000", model, optimizer)
     load("step-1000", model, optimizer)
 
-They are torch.distributed.checkpoint's, with the names and shapes of the module as it was: whatever reads those reads
-these. Each rank writes and reads its own part alone.
+They have the format of torch.distributed.checkpoint, with the names and shapes of the unsharded module, so whatever
+reads that format reads them. Each rank writes and reads only its own shards.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _SHARDED, _SHARED, _GROUPS = "optimizer.sharded", "optimizer.shared", "optimizer
 
 
 def save(directory: str | Path, model: FullyShardedDataParallel, optimizer: Optimizer | None = None) -> None:
-    """Write what every rank has. All ranks call.
+    """Write the shards of every rank to `directory`. All ranks call.
 
-    It has that name when it is complete, and another until then: a save that fails leaves nothing, one that is killed a
-    `.partial` which the next of that name removes. ValueError, the same on every rank, where `directory` exists for one
-    of them, or they do not see the same file system; RuntimeError where it cannot be written.
+    The files are written to `<directory>.partial`, which is renamed when it is complete. A save that fails removes it;
+    one that is killed leaves it for the next save to remove. Raises the same on every rank: ValueError where
+    `directory` exists or is not one directory for all ranks, RuntimeError where it cannot be written.
     """
     directory, group = Path(directory), model.process_group
     partial, first = directory.with_name(f"{directory.name}.partial"), dist.get_rank(model.process_group) == 0
-    _together(group, lambda: _check_absent(directory))
+    _on_every_rank(group, lambda: _check_absent(directory))
     try:
-        _together(group, lambda: first and _make_anew(partial))
-        state = _together(group, lambda: _whole_state(partial, model, optimizer))
+        _on_every_rank(group, lambda: first and _make_empty(partial))
+        state = _on_every_rank(group, lambda: _state_to_save(partial, model, optimizer))
         with _in_one_line(f"{directory} cannot be written"):
             dcp.save(state, checkpoint_id=partial, planner=SavePlanner(flatten_state_dict=False), process_group=group)
-        _together(group, lambda: first and partial.rename(directory))
+        _on_every_rank(group, lambda: first and partial.rename(directory))
     except BaseException:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -56,47 +56,47 @@ def save(directory: str | Path, model: FullyShardedDataParallel, optimizer: Opti
 
 
 def load(directory: str | Path, model: FullyShardedDataParallel, optimizer: Optimizer | None = None) -> None:
-    """Read this rank's part of everything. All ranks call.
+    """Read this rank's shards. All ranks call.
 
-    ValueError, in one line, the same on every rank and before anything is changed, for a directory that holds no
-    complete checkpoint, one of another model, in shapes or dtypes, or one of an optimizer with other settings or other
-    parameters in a group; their order may differ. RuntimeError, as early, where its files cannot be read: so there is
-    one more shard of the parameters for a moment.
+    Raises in one line, the same on every rank and before anything is changed: ValueError where `directory` holds no
+    complete checkpoint, one of a model with other names, shapes or dtypes, or one of an optimizer with other settings
+    or other parameters in a group (their order may differ); RuntimeError where its files cannot be read. Until all of
+    them are read, a second copy of this rank's shards is in memory.
     """
     directory, group = Path(directory), model.process_group
-    metadata, state = _together(group, lambda: _found(directory, model, optimizer))
-    read = {name: _room(value) for name, value in state.items()}
+    metadata, state = _on_every_rank(group, lambda: _matching_state(directory, model, optimizer))
+    read = {name: _empty_like(value) for name, value in state.items()}
     groups: list[dict[str, Any]] = []
     moments: dict[str, dict[nn.Parameter, Tensor]] = {}
     if optimizer is not None:
         groups = _read(directory, model, {_GROUPS: None})[_GROUPS]
-        _together(group, lambda: _check_same_groups(directory, model, optimizer, groups))
+        _on_every_rank(group, lambda: _check_same_groups(directory, model, optimizer, groups))
         moments = _empty_moments(model, metadata, read)
     _read(directory, model, read)
     for name, value in state.items():
         for own, new in zip(_tensors(value), _tensors(read[name]), strict=True):
             own.copy_(new)
     if optimizer is not None:
-        _put(optimizer, moments, groups)
+        _load_optimizer(optimizer, moments, groups)
 
 
-def _together(group: dist.ProcessGroup, attempt: Callable[[], T]) -> T:
-    """What it returns here, once it has returned on every rank.
+def _on_every_rank(group: dist.ProcessGroup, attempt: Callable[[], T]) -> T:
+    """Call `attempt` on every rank; return this rank's result once every rank has one.
 
-    Where it raises on one, every rank raises the first such one's line: ValueError if that was, else RuntimeError.
+    Where some ranks raise, all raise the first one's message: as ValueError if it was one, else as RuntimeError.
     """
     error: BaseException | None = None
     try:
         result = attempt()
     except BaseException as caught:
         error = caught
-    said = of_every_rank(None if error is None else (isinstance(error, ValueError), _line(error)), group)
+    failures = of_every_rank(None if error is None else (isinstance(error, ValueError), _line(error)), group)
     if error is not None and not isinstance(error, Exception):
         raise error
-    for rank, failure in enumerate(said):
+    for rank, failure in enumerate(failures):
         if failure is not None:
             is_value, line = failure
-            where = "" if all(said) else f" (on rank {rank} of {len(said)})"
+            where = "" if all(failures) else f" (on rank {rank} of {len(failures)})"
             raise (ValueError if is_value else RuntimeError)(line + where) from error
     return result
 
@@ -111,15 +111,14 @@ def _check_absent(directory: Path) -> None:
         raise ValueError(f"{directory} exists already, and a checkpoint is written once")
 
 
-def _make_anew(partial: Path) -> Path:
-    """Also where a save of that name was killed."""
-    shutil.rmtree(partial, ignore_errors=True)
+def _make_empty(partial: Path) -> Path:
+    shutil.rmtree(partial, ignore_errors=True)  # left by a save that was killed
     partial.mkdir(parents=True)
     return partial
 
 
-def _whole_state(partial: Path, model: FullyShardedDataParallel, optimizer: Optimizer | None) -> dict[str, Any]:
-    """What is written to the directory that rank 0 has made."""
+def _state_to_save(partial: Path, model: FullyShardedDataParallel, optimizer: Optimizer | None) -> dict[str, Any]:
+    """What this rank writes; ValueError where it does not see the directory that rank 0 has made."""
     if not partial.is_dir():
         raise ValueError(
             f"{partial.parent} is not one directory for all ranks: what rank 0 made there is not to be seen"
@@ -127,10 +126,10 @@ def _whole_state(partial: Path, model: FullyShardedDataParallel, optimizer: Opti
     return _model_state(model) | (_optimizer_state(model, optimizer) if optimizer else {})
 
 
-def _found(
+def _matching_state(
     directory: Path, model: FullyShardedDataParallel, optimizer: Optimizer | None
 ) -> tuple[Metadata, dict[str, Any]]:
-    """What the checkpoint holds, and what of the model is to be read from it."""
+    """The checkpoint's metadata, and the model's state that is to be read from it; ValueError where they differ."""
     metadata, state = _complete(directory), _model_state(model)
     _check_same(directory, metadata, state)
     if optimizer is not None and _GROUPS not in metadata.state_dict_metadata:
@@ -139,7 +138,7 @@ def _found(
 
 
 def _read(directory: str | Path, model: FullyShardedDataParallel, state: dict[str, Any]) -> dict[str, Any]:
-    """Fill `state`, and give it back."""
+    """Read into the tensors of `state`, and return it."""
     planner = LoadPlanner(flatten_state_dict=False)
     with _in_one_line(f"{directory} cannot be read"):
         dcp.load(state, checkpoint_id=directory, planner=planner, process_group=model.process_group)
@@ -156,8 +155,7 @@ def _in_one_line(what: str) -> Iterator[None]:
         raise RuntimeError(f"{what}: {_line(failure)} (on rank {rank})") from error
 
 
-def _room(value: Pieces | Tensor) -> Pieces | Tensor:
-    """As much, for other values."""
+def _empty_like(value: Pieces | Tensor) -> Pieces | Tensor:
     if isinstance(value, Tensor):
         return torch.empty_like(value)
     return replace(value, boxes={offsets: torch.empty_like(box) for offsets, box in value.boxes.items()})
@@ -168,9 +166,9 @@ def _tensors(value: Pieces | Tensor) -> Sequence[Tensor]:
 
 
 def _parameters(model: FullyShardedDataParallel) -> Iterator[tuple[str, nn.Parameter, torch.Size, tuple[int, int]]]:
-    """Each parameter with its name, its whole shape, and which of its elements are this rank's."""
+    """Each parameter's name, its shard, its full shape, and which of its elements are in the shard: begin and end."""
     for unit in model.units:
-        unit.install_shards()  # a backward that raised leaves full parameters there
+        unit.install_shards()  # after a backward that raised, full parameters are in the module
     names = {p: name for name, p in model.module.named_parameters()}
     for unit in model.units:
         for flat in unit.flats:
@@ -179,7 +177,7 @@ def _parameters(model: FullyShardedDataParallel) -> Iterator[tuple[str, nn.Param
 
 
 def _names(model: FullyShardedDataParallel, optimizer: Optimizer) -> dict[nn.Parameter, str]:
-    """The parameters' names; ValueError where the optimizer has another."""
+    """The name of each parameter; ValueError where the optimizer has one that is not the model's."""
     names = {p: name for name, p, _, _ in _parameters(model)}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if p not in names:
@@ -188,7 +186,7 @@ def _names(model: FullyShardedDataParallel, optimizer: Optimizer) -> dict[nn.Par
 
 
 def _model_state(model: FullyShardedDataParallel) -> dict[str, Any]:
-    """Parameters in pieces, a tied one once, and buffers."""
+    """Each parameter as `Pieces`, a tied one once; and buffers."""
     tensors = model.module.state_dict()
     buffers = {name: tensors[name] for name, _ in model.module.named_buffers() if name in tensors}
     return {name: pieces(p, shape, own) for name, p, shape, own in _parameters(model)} | buffers
@@ -216,7 +214,7 @@ def _optimizer_state(model: FullyShardedDataParallel, optimizer: Optimizer) -> d
 def _empty_moments(
     model: FullyShardedDataParallel, metadata: Metadata, state: dict[str, Any]
 ) -> dict[str, dict[nn.Parameter, Tensor]]:
-    """Room for the optimizer's state that is in the checkpoint, put into `state` under its names there."""
+    """Empty tensors for the optimizer's state in the checkpoint, by key and parameter; `state` gets them by name."""
     parameters = {name: (p, shape, own) for name, p, shape, own in _parameters(model)}
     moments: dict[str, dict[nn.Parameter, Tensor]] = {}
     for entry, stored in metadata.state_dict_metadata.items():
@@ -233,18 +231,20 @@ def _empty_moments(
     return moments
 
 
-def _put(optimizer: Optimizer, moments: dict[str, dict[nn.Parameter, Tensor]], groups: list[dict[str, Any]]) -> None:
-    """Give the optimizer its state and the groups' settings, in its own order of parameters."""
+def _load_optimizer(
+    optimizer: Optimizer, moments: dict[str, dict[nn.Parameter, Tensor]], groups: list[dict[str, Any]]
+) -> None:
+    """Load state and settings by `load_state_dict`, which numbers parameters in the optimizer's own order."""
     order = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    of: dict[int, dict[str, Tensor]] = {}
+    state: dict[int, dict[str, Tensor]] = {}
     for key, tensors in moments.items():
         for parameter, tensor in tensors.items():
-            of.setdefault(order[parameter], {})[key] = tensor
+            state.setdefault(order[parameter], {})[key] = tensor
     numbered = [
         saved | {"params": [order[p] for p in own["params"]]}
         for saved, own in zip(groups, optimizer.param_groups, strict=True)
     ]
-    optimizer.load_state_dict({"state": of, "param_groups": numbered})
+    optimizer.load_state_dict({"state": state, "param_groups": numbered})
 
 
 def _check_same_groups(
@@ -270,7 +270,7 @@ def _check_same_groups(
 
 
 def _complete(directory: Path) -> Metadata:
-    """What the checkpoint holds; ValueError where not all of it is there."""
+    """The checkpoint's metadata; ValueError where a file is missing or too short."""
     if not (directory / ".metadata").is_file():
         raise ValueError(f"{directory} holds no complete checkpoint: it has no .metadata")
     try:
@@ -285,7 +285,7 @@ def _complete(directory: Path) -> Metadata:
 
 
 def _check_same(directory: Path, metadata: Metadata, state: dict[str, Any]) -> None:
-    """ValueError that names the first parameter or buffer which the checkpoint and the model do not share."""
+    """ValueError for the first parameter or buffer that is not the same in the checkpoint and the model."""
     stored: dict[str, Any] = {
         name: f"{tuple(entry.size)} of {entry.properties.dtype}"
         for name, entry in metadata.state_dict_metadata.items()

@@ -1,4 +1,4 @@
-"""Models whose parameters are DTensors, PyTorch's and ours: the whole of each, and the norm of all gradients."""
+"""For models whose parameters are DTensors: all-gather the full parameters, and clip the norm of all gradients."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def gather_full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter whole, by each of its names. All ranks call."""
-    full = {parameter: _whole(parameter.detach()) for parameter in model.parameters()}
+    """Every full parameter, by each of its names. All ranks call."""
+    full = {parameter: _full(parameter.detach()) for parameter in model.parameters()}
     return {name: full[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale gradients so that their norm over all ranks is at most `max_norm`; the norm that they had. All ranks call.
+    """Scale gradients so that their norm over all ranks is at most `max_norm`; return their norm before that.
 
-    Right however parameters are placed: `torch.nn.utils.clip_grad_norm_` knows DTensors, and gives one back.
+    All ranks call. Any placement will do: `torch.nn.utils.clip_grad_norm_` handles DTensors, and returns one.
     """
-    return _whole(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+    return _full(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,4 @@
-"""Full sharding as PyTorch ships it, FSDP1 and FSDP2, under the family's contract.
-
-Neither takes a parameter that several units share.
-"""
+"""PyTorch's own FSDP1 and FSDP2, under the family's contract. Neither takes a parameter that several units share."""
 
 from __future__ import annotations
 
@@ -30,12 +27,12 @@ from impl.accounting.library.fsdp import fsdp1_peak, fsdp2_peak
 from impl.data_parallel.base import PlainStateDict, broadcast_state, check_same_module
 from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
 from impl.fsdp.splitting import shared_between
-from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, check_plain, checked, mark_spread
+from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, check_unsharded, choose_units, mark_sharded
 from shardmark.registry import Unsupported, register
 
 
 class TorchFSDP2(PlainStateDict):
-    """`torch.distributed.fsdp.fully_shard`, of each unit and of the whole; parameters become DTensors cut by rows."""
+    """`torch.distributed.fsdp.fully_shard` of each unit; parameters become DTensors that are sharded by rows."""
 
     def __init__(
         self,
@@ -60,37 +57,34 @@ class TorchFSDP2(PlainStateDict):
             mp_policy=MixedPrecisionPolicy(compute_dtype, reduce_dtype),
             offload_policy=CPUOffloadPolicy(pin_memory=device == "cuda") if cpu_offload else OffloadPolicy(),
         )
-        mark_spread(module)
+        mark_sharded(module)
 
     def _shard(self, units: list[nn.Module], *, reshard_after_forward: bool, **options: Any) -> nn.Module:
-        """The first unit, which is the whole, once all are sharded with those options of `fully_shard`."""
+        """Call `fully_shard(unit, **options)` on every unit; return the root module, which is the first."""
         for unit in units[:0:-1]:
             fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
-        # None is PyTorch's own way: the whole stays, as backward begins with it.
+        # None is PyTorch's default: the root module is not resharded after forward, because backward begins with it.
         fully_shard(units[0], reshard_after_forward=None if reshard_after_forward else False, **options)
         return units[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
-        """Nothing is left to do once backward has returned."""
+        """Nothing to do: gradients are reduced when backward returns."""
 
     def gather_full_parameters(self) -> dict[str, Tensor]:
-        """Every parameter, whole, by each of its names."""
         return gather_full_parameters(self.module)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """`impl.fsdp.dtensors.clip_grad_norm_`."""
         return clip_grad_norm_(self.module, max_norm)
 
 
 class TorchFSDP1(PlainStateDict):
-    """`torch.distributed.fsdp.FullyShardedDataParallel` with the parameters' own objects (`use_orig_params`).
+    """`torch.distributed.fsdp.FullyShardedDataParallel` with `use_orig_params=True`.
 
-    `backward_prefetch` is "pre", "post" or None: the next unit is gathered before or after the gradients of this one
-    are computed, or when it is needed. Without `reshard_after_forward` it is `SHARD_GRAD_OP`.
+    `backward_prefetch` is "pre", "post" or None: the next unit is all-gathered before this unit's gradients are
+    computed, after that, or only when it is needed. `reshard_after_forward=False` is the strategy `SHARD_GRAD_OP`.
     """
 
     def __init__(
@@ -123,21 +117,19 @@ class TorchFSDP1(PlainStateDict):
             backward_prefetch=prefetch[backward_prefetch],
             forward_prefetch=forward_prefetch,
             mixed_precision=MixedPrecision(compute_dtype, reduce_dtype) if compute_dtype or reduce_dtype else None,
-            device_id=device,  # or it looks for an accelerator
+            device_id=device,  # without it FSDP1 looks for an accelerator
             use_orig_params=True,
         )
-        mark_spread(module)
+        mark_sharded(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
-        """Nothing is left to do once backward has returned."""
+        """Nothing to do: gradients are reduced when backward returns."""
 
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
-        """Every parameter, whole, by each of its names."""
         with FSDP1.summon_full_params(self.module, writeback=False):
             return {
                 name.replace("_fsdp_wrapped_module.", ""): p.detach().clone()
@@ -153,10 +145,10 @@ class TorchFSDP1(PlainStateDict):
 
 
 def synchronized_units(module: nn.Module, wrap: Policy, process_group: dist.ProcessGroup | None) -> list[nn.Module]:
-    """The units, once the ranks have rank 0's values; Unsupported where units share parameters."""
-    check_plain(module)
+    """Give every rank rank 0's values, and return the units; Unsupported where units share parameters."""
+    check_unsharded(module)
     check_same_module(module, process_group)
-    units = checked(wrap, module)
+    units = choose_units(wrap, module)
     if shared := shared_between(module, units):
         raise Unsupported(f"PyTorch's FSDP takes tied parameters within one unit, and {shared!r} is in two")
     broadcast_state(module, process_group)
@@ -164,7 +156,7 @@ def synchronized_units(module: nn.Module, wrap: Policy, process_group: dist.Proc
 
 
 def _register(name: str, wrapper: type[nn.Module], peak: Callable[..., int], **options: Any) -> None:
-    """The wrapper with those options, and its formula with the same."""
+    """Register the wrapper with those options, and its formula with the same options."""
     target = partial(wrapper, **options) if options else wrapper
     register("fsdp", name, target, memory=partial(peak, **options))
 

@@ -1,4 +1,4 @@
-"""An optimizer that was made before its model was sharded, set right.
+"""Repair an optimizer that was made before its model was sharded.
 
     before = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(before.values())
@@ -6,7 +6,8 @@
     rewire(optimizer, before, dict(model.named_parameters()))
     del before                                                # the full parameters are freed
 
-Without it the optimizer updates what the model no longer uses: nothing trains, nothing is freed, nothing complains.
+Without `rewire` the optimizer updates parameters that the model no longer uses: nothing trains, the full parameters are
+never freed, and no error is raised.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from torch.optim import Optimizer
 
 
 def rewire(optimizer: Optimizer, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Have `optimizer` hold, for each parameter of `before` that it holds, the one of that name in `after`.
+    """Replace each parameter that `optimizer` holds, one of `before`, by the one of the same name in `after`.
 
-    Its state, if there is any by then, is taken to be the same on every rank: where the new parameter is a DTensor,
-    each rank keeps its shard of it, and nothing is communicated. Raises ValueError, and changes nothing, for parameters
-    that were not there before, are not there after or changed shape, and for state of another shape than its parameter.
+    State that the optimizer has by then must be the same on every rank: where the new parameter is a DTensor, each rank
+    takes its shard of it, without communication. Raises ValueError, and changes nothing, for a parameter that is not in
+    `before`, is not in `after` or changed its shape, and for state of another shape than its parameter.
     """
     names = {id(parameter): name for name, parameter in before.items()}
     new: dict[int, Tensor] = {}
@@ -45,21 +46,21 @@ def rewire(optimizer: Optimizer, before: Mapping[str, Tensor], after: Mapping[st
 
 
 def _state(name: str, held: Mapping[str, Any], old: Tensor, new: Tensor) -> dict[str, Any]:
-    """A parameter's state as the new one needs it; single numbers, such as the steps done, stay as they are."""
+    """A parameter's state, sharded as the new parameter is; single numbers, such as the step count, are not."""
     state = {}
     for key, value in held.items():
         if not isinstance(value, Tensor) or value.numel() == 1 != old.numel():
             state[key] = value
         elif value.shape != old.shape:
             shapes = f"{tuple(value.shape)} where the parameter has {tuple(old.shape)}"
-            raise ValueError(f"{key!r} of {name!r} is of shape {shapes}, so there is no telling how to shard it")
+            raise ValueError(f"{key!r} of {name!r} is of shape {shapes}, so it is not known how to shard it")
         else:
             state[key] = _like(new, value)
     return state
 
 
 def _like(new: Tensor, value: Tensor) -> Tensor:
-    """This rank's shard, which is a copy, so that the whole can go."""
+    """`value`, sharded as `new` is. The shard is a copy, so that the full tensor can be freed."""
     if not isinstance(new, DTensor):
         return value
     return distribute_tensor(value, new.device_mesh, new.placements, src_data_rank=None)

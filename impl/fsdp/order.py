@@ -1,4 +1,4 @@
-"""Which units come next: what gathering ahead goes by."""
+"""The order in which a step uses the units, which says what to prefetch in the next step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from impl.fsdp.units import Unit
 
 
 class Order:
-    """Units in the order of their use: learnt in one step, foretold in the next."""
+    """Records the order of one step to predict the next step's; `depth` is how many units to prefetch."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -14,12 +14,15 @@ class Order:
         self._now: list[Unit] = []
 
     def begin(self) -> None:
-        """A new step."""
+        """Begin a new step."""
         if self._now:
             self._last, self._now = self._now, []
 
     def next_after(self, unit: Unit) -> list[Unit]:
-        """The unit is in use; the `depth` that will be next, none where this step is unlike the last."""
+        """Record that `unit` is used now; return the `depth` units expected next.
+
+        The list is empty in the first step, and where this step's order differs from the last step's.
+        """
         self._now.append(unit)
         i = len(self._now)
         return self._last[i : i + self.depth] if self._last[i - 1 : i] == [unit] else []

@@ -1,4 +1,8 @@
-"""A shard as torch.distributed.checkpoint takes it: boxes of the whole tensor, each at its place."""
+"""A shard in the form that torch.distributed.checkpoint (DCP) saves and loads: boxes of the full tensor.
+
+A shard is a run of elements of the flattened parameter. DCP wants rectangular boxes, each with its offset in every
+dimension. Of a (4, 3) parameter, elements 2 to 7 are three boxes: one element, a row, and two elements.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 @dataclass(frozen=True)
 class Pieces:
-    """What this rank has of a tensor of that size: boxes of it by their offsets. DCP asks for what it has to know."""
+    """This rank's boxes of a tensor of that full shape, by their offsets; the methods are the ones that DCP calls."""
 
     shape: torch.Size
     dtype: torch.dtype
     boxes: dict[tuple[int, ...], Tensor]
 
     def size(self) -> torch.Size:
-        """As a tensor tells it."""
         return self.shape
 
     def __create_write_items__(self, name: str, pieces: Any) -> list[WriteItem]:
@@ -41,7 +44,7 @@ class Pieces:
 
 
 def pieces(shard: Tensor, shape: torch.Size, interval: tuple[int, int]) -> Pieces:
-    """A shard, one-dimensional, as boxes of the whole; they share its memory."""
+    """A one-dimensional shard, which holds that interval of the flattened tensor, as boxes that share its memory."""
     found, at = {}, 0
     for offsets, sizes in boxes(shape, *interval):
         found[offsets] = shard.detach()[at : at + prod(sizes)].view(sizes)
@@ -50,14 +53,18 @@ def pieces(shard: Tensor, shape: torch.Size, interval: tuple[int, int]) -> Piece
 
 
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements `begin` to `end` of a tensor in order, as few boxes one after the other: offsets and sizes of each."""
+    """Elements `begin` up to (not including) `end` of a flattened tensor, as few boxes: offsets and sizes of each.
+
+    >>> list(boxes((4, 3), 2, 8))
+    [((0, 2), (1, 1)), ((1, 0), (1, 3)), ((2, 0), (1, 2))]
+    """
     if begin >= end:
         return
     if len(shape) <= 1:
         yield (begin,) * len(shape), (end - begin,) * len(shape)
         return
     row = prod(shape[1:])
-    first, last = -(-begin // row), end // row  # whole rows
+    first, last = -(-begin // row), end // row  # complete rows: from first to before last
     if first > last:
         first = last = begin // row
         parts = [(first, begin, end)]
@@ -75,24 +82,22 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple[
 
 
 class SavePlanner(DefaultSavePlanner):
-    """torch's, that knows pieces."""
+    """torch's planner, extended by `Pieces`."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """What is written: a box of pieces, or anything that is not in pieces."""
         found = _look_up(self.state_dict, index)
         return super().lookup_object(index) if found is None else found
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """torch's, that knows pieces."""
+    """torch's planner, extended by `Pieces`."""
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """torch's would take pieces apart."""
+        # torch's own would flatten what the state dict holds, and so take `Pieces` apart.
         self.state_dict = self.original_state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """What is read into: a box of pieces, or a whole tensor."""
         found = _look_up(self.state_dict, index)
         return super().lookup_tensor(index) if found is None else found
 

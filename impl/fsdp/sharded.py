@@ -1,4 +1,7 @@
-"""Fully sharded data parallelism: each rank keeps a part of every parameter, gradient and moment, and all compute.
+"""Fully sharded data parallelism: each rank stores one shard of every parameter, gradient and optimizer state.
+
+The model is divided into units. Hooks all-gather a unit's parameters before its forward and again before its backward,
+free them afterwards, and reduce-scatter the unit's gradients once its backward is complete.
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023; ZeRO-3 of Rajbhandari et
 al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
@@ -25,7 +28,7 @@ from impl.fsdp.backward import BackwardPasses, backward_runs
 from impl.fsdp.order import Order
 from impl.fsdp.splitting import device_of, split
 from impl.fsdp.units import Sharding, Unit
-from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, check_plain, mark_spread
+from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, check_unsharded, mark_sharded
 from shardmark.registry import Race, register
 
 NOT_SYNCHRONIZED = "optimizer.step() before finish_gradient_synchronization()"
@@ -35,24 +38,26 @@ BACKWARD_RAISED = "backward raised, so that gradients are incomplete: call zero_
 class FullyShardedDataParallel(PlainStateDict):
     """Contract and errors: `impl.fsdp.FullySharded`.
 
-    `wrap` says which parts become units (`impl.fsdp.wrapping`), each gathered when its forward begins. It is let go
-    when that ends and gathered again in backward; without `reshard_after_forward` it stays until backward is done with
-    it. The whole module is a unit too, and stays in any case, as backward begins with it. `forward_prefetch` and
-    `backward_prefetch` are how many units ahead are gathered while one computes, in the order of the step before.
+    `wrap` chooses the units (`impl.fsdp.wrapping`). A unit is all-gathered before its forward, resharded (its full
+    parameters are freed) after it, and all-gathered again in backward. With `reshard_after_forward=False` its full
+    parameters stay until its backward is complete. The root module is a unit, too, and is never resharded after
+    forward, because backward starts there. `forward_prefetch` and `backward_prefetch` say how many of the next units
+    to all-gather while one computes, in the order that the previous step used them.
 
-    Parameters are kept in their own dtype; `compute_dtype` is what they, and floating-point inputs of units, are cast
-    to before the all-gather, `reduce_dtype` (by default the compute dtype) what gradients are cast to before the
-    reduce-scatter. With `cpu_offload` shards, their gradients and so the optimizer's state are in host memory.
+    Shards have the parameters' own dtype. `compute_dtype` is what parameters, and floating-point inputs of units, are
+    cast to before the all-gather. `reduce_dtype` (by default the compute dtype) is what gradients are cast to before
+    the reduce-scatter. With `cpu_offload` shards and their gradients, and so the optimizer's state, are in host memory.
 
-    A module on the meta device is made real unit by unit on `device`, by the `reset_parameters()` of what owns
-    parameters or buffers there: the whole is never held.
+    A module on the meta device is materialized on `device` one unit at a time, by the `reset_parameters()` of each
+    module that owns parameters or buffers there. No rank ever holds the full model.
 
-    Where forward raises, on every rank, it lets go of all that is gathered or under way. Where backward does,
-    `zero_grad()` here or the next forward does, and nothing of it comes into another step; but what had been reduced
-    by then is in `.grad`, as without sharding, for the optimizer's `zero_grad()` as well.
+    Where forward raises on every rank, all gathered parameters and all pending collectives are freed at once. Where
+    backward raises, `zero_grad()` here or the next forward frees them, and none of its unfinished gradients enters
+    another step. Shards that were reduced before the error have a `.grad` already, as without sharding: the
+    optimizer's `zero_grad()` is for those.
 
-    `zero_grad()` here throws away a backward that is not synchronized yet. An optimizer's is noticed at the next
-    forward, if it sets gradients to None and there were any by then, as there are in a model of three units.
+    `zero_grad()` here discards a backward that is not synchronized yet. An optimizer's `zero_grad()` is noticed at the
+    next forward, if it sets gradients to None and some shard had one (with three units or more, one has).
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class FullyShardedDataParallel(PlainStateDict):
         _check_options(compute_dtype, reduce_dtype, forward_prefetch, backward_prefetch)
         group = process_group or dist.group.WORLD
         assert group is not None
-        check_plain(module)
+        check_unsharded(module)
         check_same_module(module, group)
         self.module = module
         self.process_group = group
@@ -85,88 +90,35 @@ class FullyShardedDataParallel(PlainStateDict):
         self.units = split(module, wrap, self.sharding)
         self._root = self.units[0]
         self._forward_order, self._backward_order = Order(forward_prefetch), Order(backward_prefetch)
-        self._reducing: Unit | None = None  # whose gradients are on their way: one at a time, as each needs memory
+        self._reducing: Unit | None = None  # one reduce-scatter at a time, because each needs memory
         self._unsynchronized = False
         self._backwards = BackwardPasses()
         for unit in self.units:
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
             unit.module.register_forward_hook(partial(self._after_forward, unit))
         _refuse_unsynchronized_steps(self)
-        mark_spread(module)
+        mark_sharded(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
         try:
             return self.module(*args, **kwargs)
         except BaseException:
-            if not backward_runs():  # else backward raises
-                self._give_up()
+            if not backward_runs():  # a forward that is recomputed in backward makes backward raise
+                self._discard_step()
             raise
-
-    def finish_gradient_synchronization(self) -> None:
-        """Reduce what backward could not, and wait for every shard's gradient; RuntimeError where backward raised."""
-        if self._backwards:
-            raise RuntimeError(BACKWARD_RAISED)
-        self._finish_backward()
-        self._unsynchronized = False
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """torch's; what a backward has left that raised, or was not synchronized, is given up."""
-        if self._backwards or self._unsynchronized:
-            self._give_up()
-        super().zero_grad(set_to_none)
-
-    @torch.no_grad()
-    def gather_full_parameters(self) -> dict[str, Tensor]:
-        """Every parameter, whole, in its own dtype and by its own name, tied ones by each of theirs. All ranks call."""
-        full = {
-            parameter: whole
-            for unit in self.units
-            for flat in unit.flats
-            for parameter, whole in zip(flat.parameters, flat.gathered_once(), strict=True)
-        }
-        for unit in self.units:
-            unit.reshard()
-        return {name: full[p] for name, p in self.module.named_parameters(remove_duplicate=False)}
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm that they had.
-
-        The same as `torch.nn.utils.clip_grad_norm_` of the whole gradients; RuntimeError before they are synchronized.
-        All ranks call.
-        """
-        if self._unsynchronized:
-            raise RuntimeError("clip_grad_norm_() before finish_gradient_synchronization()")
-        gradients = [p.grad for p in self._trainable() if p.grad is not None]
-        # One dtype on every rank, also where one has no elements, or several dtypes, and squares that do not overflow.
-        dtype = reduce(torch.promote_types, (p.dtype for p in self._trainable()), torch.float32)
-        norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients if gradient.numel()]
-        total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=dtype)
-        total = total.to(self.sharding.device)
-        collectives_for(self.process_group).all_reduce(total, self.process_group)
-        norm = total.sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(self.sharding.home)
-        if gradients:
-            torch._foreach_mul_(gradients, scale)
-        return norm
-
-    def _trainable(self) -> Iterator[nn.Parameter]:
-        """This rank's shards of what is trainable."""
-        return (p for unit in self.units for flat in unit.flats if flat.trainable for p in flat.parameters)
 
     def _before_forward(
         self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        again = backward_runs()
-        if unit is self._root and not again:
+        recomputing = backward_runs()
+        if unit is self._root and not recomputing:
             self._begin_step()
-        self._gather(unit, self._backward_order if again else self._forward_order)
+        self._gather(unit, self._backward_order if recomputing else self._forward_order)
         args, kwargs = tree_map(self._cast, (args, kwargs))
-        if torch.is_grad_enabled() and not again:
+        if torch.is_grad_enabled() and not recomputing:
             unit.calls += 1
-            # Backward is through a unit when it has the gradients of what went in: autograd takes what was made last
-            # first, and so reaches what made the inputs after all that the unit made of them.
+            # Backward of a unit is complete when its inputs have their gradients: autograd runs the newest operators
+            # first, so it reaches the ones that made the inputs after all of the unit's own.
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.grad_fn is not None]
             if inputs:
                 register_multi_grad_hook(inputs, partial(self._after_backward, unit))
@@ -174,7 +126,7 @@ class FullyShardedDataParallel(PlainStateDict):
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if unit.in_backward:
-            return  # backward is about to read what was computed again
+            return  # this forward was recomputed, and backward is about to read the full parameters
         unit.install_shards()
         if not torch.is_grad_enabled():
             unit.reshard()
@@ -198,14 +150,14 @@ class FullyShardedDataParallel(PlainStateDict):
             self._reduce(unit)
 
     def _gather(self, unit: Unit, order: Order) -> None:
-        """Have the unit's parameters there, and those of the next on their way."""
+        """All-gather the unit, and start the all-gathers of the units to prefetch."""
         unit.begin_gather()
         for later in order.next_after(unit):
             later.begin_gather()
         unit.finish_gather()
 
     def _reduce(self, unit: Unit) -> None:
-        """Backward is done with the unit."""
+        """Reshard the unit and start to reduce its gradients, after the previous unit's are reduced."""
         unit.reshard()
         unit.in_backward = False
         if self._reducing is not None:
@@ -213,30 +165,16 @@ class FullyShardedDataParallel(PlainStateDict):
         unit.begin_reduce()
         self._reducing = unit
 
-    def _begin_step(self) -> None:
-        """What is gathered is of before the optimizer's step; what an earlier backward left is its own to reduce."""
-        arrived = [p for unit in self.units for p in unit.arrived]
-        let_go = bool(arrived) and all(p.grad is None for p in arrived)  # by an optimizer's zero_grad()
-        if self._backwards or let_go:  # one raised, or is thrown away
-            self._give_up()
-        elif self._unsynchronized:
-            self._finish_backward()
-        for unit in self.units:
-            unit.reshard()
-        self._forward_order.begin()
-        self._backward_order.begin()
-
-    def _give_up(self) -> None:
-        """Let go of what forward or backward had begun when it raised: other ranks have begun it as well, so wait."""
-        for unit in self.units:
-            unit.give_up()
-        self._reducing = None
-        self._backwards.forget()
+    def finish_gradient_synchronization(self) -> None:
+        """Reduce what the hooks did not, and wait for every shard's gradient; RuntimeError where backward raised."""
+        if self._backwards:
+            raise RuntimeError(BACKWARD_RAISED)
+        self._finish_backward()
         self._unsynchronized = False
 
     def _finish_backward(self) -> None:
-        """Reduce the units whose inputs have no gradient, such as the first one, and those not reached."""
         for unit in self.units[::-1]:
+            # No hook reduced a unit whose inputs have no gradient, such as the first, or one that backward skipped.
             if not unit.reduced or unit.has_gradients:
                 self._reduce(unit)
         if self._reducing is not None:
@@ -246,8 +184,69 @@ class FullyShardedDataParallel(PlainStateDict):
             unit.reshard()
             unit.calls, unit.reduced = 0, False
 
+    @torch.no_grad()
+    def gather_full_parameters(self) -> dict[str, Tensor]:
+        full = {
+            parameter: copy
+            for unit in self.units
+            for flat in unit.flats
+            for parameter, copy in zip(flat.parameters, flat.gather_copies(), strict=True)
+        }
+        for unit in self.units:
+            unit.reshard()
+        return {name: full[p] for name, p in self.module.named_parameters(remove_duplicate=False)}
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """As in the contract. RuntimeError before gradients are synchronized."""
+        if self._unsynchronized:
+            raise RuntimeError("clip_grad_norm_() before finish_gradient_synchronization()")
+        gradients = [p.grad for p in self._trainable() if p.grad is not None]
+        # The same dtype on every rank, also where a rank has no elements, and one in which squares do not overflow.
+        dtype = reduce(torch.promote_types, (p.dtype for p in self._trainable()), torch.float32)
+        norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients if gradient.numel()]
+        total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=dtype)
+        total = total.to(self.sharding.device)
+        collectives_for(self.process_group).all_reduce(total, self.process_group)
+        norm = total.sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(self.sharding.shard_device)
+        if gradients:
+            torch._foreach_mul_(gradients, scale)
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; and discard a backward that raised or was not synchronized."""
+        if self._backwards or self._unsynchronized:
+            self._discard_step()
+        super().zero_grad(set_to_none)
+
+    def _begin_step(self) -> None:
+        """Finish or discard an earlier backward, and free what was gathered before the optimizer's step."""
+        reduced = [p for unit in self.units for p in unit.reduced_parameters]
+        zeroed = bool(reduced) and all(p.grad is None for p in reduced)  # by an optimizer's zero_grad()
+        if self._backwards or zeroed:
+            self._discard_step()
+        elif self._unsynchronized:
+            self._finish_backward()
+        for unit in self.units:
+            unit.reshard()
+        self._forward_order.begin()
+        self._backward_order.begin()
+
+    def _discard_step(self) -> None:
+        """Free what a step had gathered or reduced in part. Other ranks started the same collectives, so wait."""
+        for unit in self.units:
+            unit.discard_step()
+        self._reducing = None
+        self._backwards.forget()
+        self._unsynchronized = False
+
+    def _trainable(self) -> Iterator[nn.Parameter]:
+        """This rank's shards of the trainable parameters."""
+        return (p for unit in self.units for flat in unit.flats if flat.trainable for p in flat.parameters)
+
     def _cast(self, x: Any) -> Any:
-        """A floating-point tensor in the compute dtype; anything else as it is."""
+        """A floating-point tensor in the compute dtype; anything else unchanged."""
         dtype = self.sharding.compute_dtype
         return x.to(dtype) if dtype and isinstance(x, Tensor) and x.is_floating_point() else x
 
@@ -260,11 +259,11 @@ def _check_options(
             raise ValueError(f"{name} is a floating-point dtype or None, got {dtype!r}")
     for name, depth in {"forward_prefetch": forward_prefetch, "backward_prefetch": backward_prefetch}.items():
         if not isinstance(depth, int) or depth < 0:
-            raise ValueError(f"{name} is how many units to gather ahead, from 0 on, got {depth!r}")
+            raise ValueError(f"{name} is how many units to prefetch, from 0 on, got {depth!r}")
 
 
 def _refuse_unsynchronized_steps(model: FullyShardedDataParallel) -> None:
-    """Have an optimizer of the model's parameters raise RuntimeError where it would miss gradients."""
+    """Raise RuntimeError in `optimizer.step()` on the model's parameters while gradients are not synchronized."""
     alive = weakref.ref(model)
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -1,9 +1,10 @@
-"""SimpleFSDP: a parameter is stored as a DTensor, and reading it computes what the module works with.
+"""SimpleFSDP: each parameter is stored as a sharded DTensor, and reading it from its module all-gathers it.
 
     mesh = init_device_mesh("cuda", (4,))
     data_parallel(model, mesh, mode="fully_shard", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
-As the gather is an operator of forward, autograd itself makes the collective of backward, and a compiler sees both.
+The all-gather is an operator of forward. So autograd makes the reduce-scatter of backward itself, and a compiler sees
+both.
 Zhang et al., "SimpleFSDP: Simpler Fully Sharded Data Parallel with torch.compile", 2024.
 """
 
@@ -29,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from impl.accounting.library.simple_fsdp import transformer_peak
 from impl.data_parallel.base import PlainStateDict, check_same_module
 from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
-from impl.fsdp.wrapping import check_plain, mark_spread
+from impl.fsdp.wrapping import check_unsharded, mark_sharded
 from shardmark.registry import Race, register
 
 PLACEMENTS: dict[str, tuple[Placement, ...]] = {
@@ -37,7 +38,7 @@ PLACEMENTS: dict[str, tuple[Placement, ...]] = {
     "fully_shard": (Shard(0),),
     "hybrid_shard": (Replicate(), Shard(0)),
 }
-"""How each mode stores a parameter over the mesh's dimensions."""
+"""How each mode places a parameter along each dimension of the mesh."""
 
 
 def data_parallel(
@@ -48,42 +49,44 @@ def data_parallel(
     *,
     reshard_after_forward: bool = True,
 ) -> nn.Module:
-    """Spread the model's parameters over the mesh, in place, and give it back.
+    """Turn the model's parameters into DTensors over the mesh, in place, and return the model.
 
-    `mode` is "replicate" (whole on every rank), "fully_shard" (rows over the ranks) or "hybrid_shard" (rows over the
-    last dimension of a two-dimensional mesh of all ranks, copies over the first). Parameters that are not on the meta
-    device become rank 0's, and buffers too. Parameters are gathered in `mp_policy.param_dtype`, gradients averaged over
-    the ranks in `mp_policy.reduce_dtype`; where these are None, and in `.grad`, in the dtype that is stored. With
-    `reshard_after_forward` what backward needs of a sharded parameter is gathered again there, else it is kept.
+    `mode` is "replicate" (a copy on every rank), "fully_shard" (rows sharded over the ranks) or "hybrid_shard" (rows
+    sharded over the last dimension of a two-dimensional mesh of all ranks, copies over the first). Parameters and
+    buffers that are not on the meta device get rank 0's values. Parameters are gathered in `mp_policy.param_dtype`, and
+    gradients averaged over the ranks in `mp_policy.reduce_dtype`; None means the dtype that is stored, which `.grad`
+    has in any case. With `reshard_after_forward` backward all-gathers sharded parameters again; otherwise what forward
+    gathered stays until then.
 
-    Names in `state_dict` and what `isinstance` says do not change; what a state holds are DTensors. Each read gathers
-    anew, so every rank must read the same parameters in the same order, and reach them in backward. A model that is
-    spread is saved by its `state_dict`: it cannot be pickled whole.
+    Names in `state_dict` and what `isinstance` says do not change; the values of a `state_dict` are DTensors. Each read
+    of a parameter all-gathers it, so every rank must read the same parameters in the same order, and reach them in
+    backward. Save such a model by its `state_dict`; the module itself cannot be pickled.
 
-    ValueError for another mode, a mesh of other dimensions, parameters that are spread already or have no rows, none to
-    train, and models that differ between ranks. RuntimeError in backward where a parameter changed after forward.
+    ValueError for another mode, a mesh of other dimensions, parameters that are sharded already or have no rows, no
+    trainable ones, and models that differ between ranks. RuntimeError in backward where a parameter changed since
+    forward.
     """
     _check(model, mesh, mode)
     mp_policy = mp_policy or MixedPrecisionPolicy()
     reading = _Reading(mp_policy, reshard_after_forward and mode != "replicate", mesh)
-    spread = WeakIdKeyDictionary()  # by what is replaced: the whole of each parameter goes as soon as its shards exist
+    sharded = WeakIdKeyDictionary()  # weak keys: each full parameter is freed as soon as its shards exist
     for module in model.modules():
         own = [name for name, parameter in module._parameters.items() if parameter is not None]
         for name in own:
-            module._parameters[name] = _spread(module._parameters[name], mesh, PLACEMENTS[mode], spread)
+            module._parameters[name] = _shard(module._parameters[name], mesh, PLACEMENTS[mode], sharded)
         vars(module)["_reading"] = reading
         module.__class__ = _class((type(module),), *own)
     for buffer in model.buffers():
         if not buffer.is_meta:
             dist.broadcast(buffer, group=_group(mesh), group_src=0)
     model.__class__ = _class((_Root, type(model)))
-    mark_spread(model)
+    mark_sharded(model)
     return model
 
 
 @contextmanager
 def as_stored() -> Iterator[None]:
-    """In this context to read a parameter is to get the DTensor that is stored: nothing is gathered."""
+    """In this context reading a parameter returns the stored DTensor, without an all-gather."""
     before, _Reading.as_stored = _Reading.as_stored, True
     try:
         yield
@@ -92,9 +95,9 @@ def as_stored() -> Iterator[None]:
 
 
 def init_weights(model: nn.Module, seed: int = 0) -> None:
-    """`model.init_weights()`, each rank for its own shards, so that none ever holds more.
+    """Call `model.init_weights()` so that each rank draws only its own shards, and never holds a full parameter.
 
-    Copies of a shard are drawn alike, and different shards from generators of their own; the rank's own is left alone.
+    Different shards get different random seeds, copies of one shard the same. The rank's random state is restored.
     """
     parameter: Any = next(model.parameters())
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -108,7 +111,7 @@ def init_weights(model: nn.Module, seed: int = 0) -> None:
 
 
 class SimpleFullyShardedDataParallel(PlainStateDict):
-    """`data_parallel` over a process group, as the family's tests call it."""
+    """`data_parallel` in mode "fully_shard" over a process group, with the family's contract."""
 
     def __init__(
         self,
@@ -130,32 +133,29 @@ class SimpleFullyShardedDataParallel(PlainStateDict):
         self.module = data_parallel(module, mesh, "fully_shard", policy, reshard_after_forward=reshard_after_forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
-        """Nothing is left to do once backward has returned."""
+        """Nothing to do: gradients are reduced when backward returns."""
 
     def gather_full_parameters(self) -> dict[str, Tensor]:
-        """Every parameter whole, on every rank, by the module's own names."""
         return gather_full_parameters(self.module)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """`impl.fsdp.dtensors.clip_grad_norm_`."""
         return clip_grad_norm_(self.module, max_norm)
 
 
 class _Gathered(NamedTuple):
-    """A view of what was gathered, as autograd keeps it: how to make it again."""
+    """What autograd saves in place of a view of a gathered parameter: how to gather it again and make the view."""
 
     parameter: DTensor
     version: int
     view: tuple[Any, Any, Any]
-    """Size, strides and offset."""
+    """Size, strides and storage offset."""
 
 
 class _Reading:
-    """How the parameters of one model are read, and read again in backward."""
+    """How one model's parameters are all-gathered when they are read, and again in backward."""
 
     as_stored = False
 
@@ -163,10 +163,9 @@ class _Reading:
         self.policy = policy
         self.reshard = reshard
         self._shards = DeviceMesh.from_group(mesh.get_group(1), mesh.device_type) if mesh.ndim == 2 else None
-        self._gathered: dict[int, tuple[StorageWeakRef, DTensor]] | None = None  # by storage, while forward runs
+        self._gathered: dict[int, tuple[StorageWeakRef, DTensor]] | None = None  # by storage address, during forward
 
     def __call__(self, parameter: DTensor) -> Tensor:
-        """The whole parameter."""
         if self.as_stored:
             return parameter
         if torch.compiler.is_compiling():
@@ -174,27 +173,27 @@ class _Reading:
                 return self._gather(parameter)
             again = partial(create_selective_checkpoint_contexts, _recompute)
             return checkpoint(self._gather, parameter, use_reentrant=False, context_fn=again)
-        whole = self._gather(parameter)
+        full = self._gather(parameter)
         if self._gathered is not None:
-            reference = StorageWeakRef(whole.untyped_storage())  # keeps its address from being another's
+            reference = StorageWeakRef(full.untyped_storage())  # while it exists, no other storage has this address
             self._gathered[reference.cdata] = reference, parameter
-        return whole
+        return full
 
     def _gather(self, parameter: DTensor) -> Tensor:
         gathered_in = self.policy.param_dtype or parameter.dtype
         reduced_in = self.policy.reduce_dtype or parameter.dtype
         shards = parameter
-        if self._shards is not None:  # or DTensor's backward would begin with an all-reduce of the whole gradient
+        if self._shards is not None:  # without this, DTensor's backward begins with an all-reduce of the full gradient
             unmoved = parameter.redistribute(placements=parameter.placements, backward_dtype=reduced_in)
             rows = unmoved.to_local(grad_placements=[Partial("avg"), Shard(0)])
             shape, stride = parameter.shape, parameter.stride()
             shards = DTensor.from_local(rows, self._shards, [Shard(0)], shape=shape, stride=stride)
-        whole = shards.redistribute(placements=[Replicate()], forward_dtype=gathered_in, backward_dtype=reduced_in)
-        return whole.to_local(grad_placements=[Partial("avg")])
+        full = shards.redistribute(placements=[Replicate()], forward_dtype=gathered_in, backward_dtype=reduced_in)
+        return full.to_local(grad_placements=[Partial("avg")])
 
     @contextmanager
     def regathering(self) -> Iterator[None]:
-        """What autograd saves of gathered parameters in this context is how to gather them again."""
+        """In this context autograd saves a `_Gathered` for each gathered parameter, in place of its values."""
         self._gathered = {}
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
@@ -223,12 +222,11 @@ class _Reading:
 
 
 class _Root(nn.Module):
-    """What the model's class is put under: casts what goes in and out, and has backward gather again."""
+    """A mixin in front of the model's class: casts inputs and outputs, and has backward all-gather again."""
 
     _reading: _Reading
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
         reading, policy = self._reading, self._reading.policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args = tuple(_cast(value, policy.param_dtype) for value in args)
@@ -246,13 +244,13 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _recompute(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Of a compiled gather nothing is kept for backward."""
+    """Compiled code saves nothing of an all-gather for backward."""
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
-@cache  # the next model gets the same classes, so that what is compiled for the one does for the other
+@cache  # models of one class share the new class, so that code compiled for one serves the next
 def _class(bases: tuple[type[nn.Module], ...], *names: str) -> type[nn.Module]:
-    """A class of the last one's name, under which those parameters are read."""
+    """A subclass of `bases`, with the last one's name, in which those parameters are properties that all-gather."""
 
     def read(name: str) -> property:
         return property(lambda module: module._reading(module._parameters[name]))
@@ -261,20 +259,20 @@ def _class(bases: tuple[type[nn.Module], ...], *names: str) -> type[nn.Module]:
     return type(kind.__name__, bases, {"__module__": kind.__module__, **{name: read(name) for name in names}})
 
 
-def _spread(
-    parameter: Any, mesh: DeviceMesh, placements: tuple[Placement, ...], spread: WeakIdKeyDictionary
+def _shard(
+    parameter: Any, mesh: DeviceMesh, placements: tuple[Placement, ...], sharded: WeakIdKeyDictionary
 ) -> nn.Parameter:
-    """The parameter's shards; those of a tied one once."""
-    if parameter not in spread:
+    """The parameter as a DTensor; `sharded` has those made before, so that a tied parameter stays tied."""
+    if parameter not in sharded:
         if not parameter.is_meta:
-            dist.broadcast(parameter.detach(), group=_group(mesh), group_src=0)  # in place, where a scatter would copy
+            dist.broadcast(parameter.detach(), group=_group(mesh), group_src=0)  # in place; a scatter would copy
         distributed = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-        spread[parameter] = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
-    return spread[parameter]
+        sharded[parameter] = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+    return sharded[parameter]
 
 
 def _group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """All ranks of the mesh."""
+    """The process group of all ranks of the mesh."""
     return mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
 
 
@@ -286,7 +284,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, mode: str) -> None:
             f"{mode} takes a mesh of {len(PLACEMENTS[mode])} dimension{'s' * (len(PLACEMENTS[mode]) > 1)}, got "
             f"{tuple(mesh.shape)}"
         )
-    check_plain(model)
+    check_unsharded(model)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0 and mode != "replicate":
             raise ValueError(f"{mode} splits rows, and {name} has none: give it the shape (1,)")

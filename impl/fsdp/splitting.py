@@ -1,4 +1,4 @@
-"""A module into units: which one each parameter belongs to; modules on the meta device are made real unit by unit."""
+"""Split a module into units: which unit each parameter belongs to. Meta modules are materialized one unit at a time."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 from torch import nn
 
 from impl.fsdp.units import Place, Sharding, Unit
-from impl.fsdp.wrapping import Policy, checked
+from impl.fsdp.wrapping import Policy, choose_units
 
 
 def split(module: nn.Module, wrap: Policy, sharding: Sharding) -> list[Unit]:
-    """The module's units, the whole first, sharded one after the other; every rank gets rank 0's values.
+    """The module's units, the root module first, sharded one after the other; every rank gets rank 0's values.
 
-    ValueError for what is on the meta device and cannot be made real.
+    ValueError for a submodule on the meta device that has no `reset_parameters()`.
     """
-    roots = checked(wrap, module)
+    roots = choose_units(wrap, module)
     owners = _owners(module, roots)
     for part in module.modules():
-        _check_can_be_made(part)
+        _check_can_be_materialized(part)
     units = []
     for root in roots:
         parts = [part for part in owners if owners[part] is root]
-        _make(parts, sharding.device)
+        _materialize(parts, sharding.device)
         for buffer in (b for part in parts for b in part.buffers(recurse=False)):
             torch.distributed.broadcast(buffer, group=sharding.process_group, group_src=0)
         places: dict[nn.Parameter, list[Place]] = {}
@@ -37,7 +37,7 @@ def split(module: nn.Module, wrap: Policy, sharding: Sharding) -> list[Unit]:
 
 
 def device_of(module: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Where to compute: as asked, or where the module is; for one on meta, the default device."""
+    """Where to compute: on `device`, else where the module is; for one on the meta device, on the default device."""
     if device is not None:
         return torch.device(device)
     own = next(module.parameters()).device
@@ -45,17 +45,17 @@ def device_of(module: nn.Module, device: torch.device | str | None) -> torch.dev
 
 
 def shared_between(module: nn.Module, roots: list[nn.Module]) -> str | None:
-    """The name of a parameter that modules of several units share."""
+    """The name of a parameter that several units share, or None."""
     owners = _innermost(module, roots)
     names = {p: name for name, p in module.named_parameters()}
     return next((names[p] for p, parts in _users(owners).items() if len({owners[part] for part in parts}) > 1), None)
 
 
 def _owners(module: nn.Module, roots: list[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """The unit of each module within: the innermost around it, or the whole, where several share its parameters."""
+    """The unit of each submodule: the innermost around it, or the root where several units share its parameters."""
     owners = _innermost(module, roots)
     moved = True
-    while moved:  # a module that moves takes its other parameters along, which others may share
+    while moved:  # a submodule that moves to the root takes all its parameters along, which others may share
         moved = False
         for parts in _users(owners).values():
             if len({owners[part] for part in parts}) > 1:
@@ -65,7 +65,7 @@ def _owners(module: nn.Module, roots: list[nn.Module]) -> dict[nn.Module, nn.Mod
 
 
 def _innermost(module: nn.Module, roots: list[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """The innermost unit around each module within."""
+    """The innermost unit around each submodule."""
     owners: dict[nn.Module, nn.Module] = {}
 
     def own(part: nn.Module, root: nn.Module) -> None:
@@ -80,7 +80,7 @@ def _innermost(module: nn.Module, roots: list[nn.Module]) -> dict[nn.Module, nn.
 
 
 def _users(parts: Iterable[nn.Module]) -> dict[nn.Parameter, list[nn.Module]]:
-    """Each parameter's own modules."""
+    """The modules that each parameter is registered in."""
     users: dict[nn.Parameter, list[nn.Module]] = {}
     for part in parts:
         for parameter in part.parameters(recurse=False):
@@ -93,24 +93,24 @@ def _on_meta(part: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in own)
 
 
-def _check_can_be_made(part: nn.Module) -> None:
+def _check_can_be_materialized(part: nn.Module) -> None:
     if _on_meta(part) and not callable(getattr(part, "reset_parameters", None)):
         raise ValueError(
-            f"a {type(part).__name__} on the meta device has no reset_parameters(), so nothing says what is in it"
+            f"a {type(part).__name__} on the meta device has no reset_parameters() to give it its initial values"
         )
 
 
-def _make(parts: list[nn.Module], device: torch.device) -> None:
-    """Give what is on the meta device memory and the values of its `reset_parameters()`; tied parameters stay so."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    unmade: list[Any] = [part for part in parts if _on_meta(part)]
-    for part in unmade:
+def _materialize(parts: list[nn.Module], device: torch.device) -> None:
+    """Allocate what is on the meta device and call its `reset_parameters()`; tied parameters stay tied."""
+    allocated: dict[nn.Parameter, nn.Parameter] = {}
+    on_meta: list[Any] = [part for part in parts if _on_meta(part)]
+    for part in on_meta:
         for name, old in part.named_parameters(recurse=False, remove_duplicate=False):
-            if old.is_meta and old not in made:
-                made[old] = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
-            part._parameters[name] = made.get(old, old)
+            if old.is_meta and old not in allocated:
+                allocated[old] = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
+            part._parameters[name] = allocated.get(old, old)
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
             part._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer
     with torch.device(device):
-        for part in unmade:
+        for part in on_meta:
             part.reset_parameters()

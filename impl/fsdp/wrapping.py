@@ -1,7 +1,7 @@
-"""Which modules become units: what is gathered at once, used, and let go again; and which are spread already.
+"""Which modules become units, whose parameters are all-gathered together; and which modules are sharded already.
 
-A policy is given the whole module and returns those of its parts that become units; the whole is one in any case, and
-holds the parameters of no other.
+A policy takes the root module and returns the submodules that become units. The root module is always a unit, too: it
+holds the parameters that are in no other.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 Policy = Callable[[nn.Module], Sequence[nn.Module]]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""They have no forward, so that nothing would say when their parameters are used."""
+"""Modules without a forward, which is what would say when to gather their parameters."""
 
 
 def by_type(*types: type[nn.Module]) -> Policy:
-    """The outermost parts of those types: of `by_type(Block, nn.Linear)`, linears outside of blocks only."""
+    """The outermost submodules of those types: `by_type(Block, nn.Linear)` takes only the linears outside of blocks."""
     if not types or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in types):
         raise ValueError(f"by_type takes nn.Module classes, got {types}")
 
@@ -33,38 +33,38 @@ def by_type(*types: type[nn.Module]) -> Policy:
 
 
 LINEARS_AND_EMBEDDINGS = by_type(nn.Linear, nn.Embedding)
-"""The smallest units that pay: nearly all parameters of a language model are in these."""
+"""The smallest units that pay off: they hold nearly all parameters of a language model."""
 
 
 def by_size(min_parameters: int) -> Policy:
-    """The innermost parts that hold at least that many parameters which are in no other unit."""
+    """The innermost submodules that hold at least that many parameters which are in no unit inside them."""
     if not (isinstance(min_parameters, int | float) and min_parameters >= 1):
         raise ValueError(f"by_size takes a number of parameters from 1 on, got {min_parameters!r}")
 
     def policy(module: nn.Module) -> list[nn.Module]:
         chosen: list[nn.Module] = []
 
-        def left(part: nn.Module) -> int:
-            """How many parameters of `part` are in no unit."""
-            count = sum(p.numel() for p in part.parameters(recurse=False)) + sum(map(left, part.children()))
+        def remaining(part: nn.Module) -> int:
+            """Choose units inside `part`; return how many of its parameters are in no unit."""
+            count = sum(p.numel() for p in part.parameters(recurse=False)) + sum(map(remaining, part.children()))
             if count < min_parameters or part is module or isinstance(part, _CONTAINERS):
                 return count
             chosen.append(part)
             return 0
 
-        left(module)
+        remaining(module)
         return chosen
 
     return policy
 
 
 def whole(module: nn.Module) -> list[nn.Module]:
-    """No parts: the whole module is the one unit."""
+    """No submodules: the root module is the only unit."""
     return []
 
 
-def checked(policy: Policy, module: nn.Module) -> list[nn.Module]:
-    """The policy's units with the whole first, each once; ValueError for what cannot be one."""
+def choose_units(policy: Policy, module: nn.Module) -> list[nn.Module]:
+    """The root module, then the policy's choice, each once; ValueError for a choice that cannot be a unit."""
     inside = set(module.modules())
     for part in (parts := list(dict.fromkeys(policy(module)))):
         if part not in inside:
@@ -74,19 +74,19 @@ def checked(policy: Policy, module: nn.Module) -> list[nn.Module]:
     return [module, *(part for part in parts if part is not module)]
 
 
-_spread: WeakSet[nn.Module] = WeakSet()
+_sharded: WeakSet[nn.Module] = WeakSet()
 
 
-def check_plain(module: nn.Module) -> None:
-    """ValueError for a module of which a part is spread over ranks already, by one of ours or by `fully_shard`."""
+def check_unsharded(module: nn.Module) -> None:
+    """ValueError for a module of which a part is sharded already, by this family's wrappers or by `fully_shard`."""
     for name, part in module.named_modules():
-        if part in _spread or any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False)):
+        if part in _sharded or any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False)):
             where = f", at {name!r}" if name else ""
             raise ValueError(
-                f"this {type(module).__name__} is spread over ranks already{where}: it takes a plain module, once"
+                f"this {type(module).__name__} is sharded over ranks already{where}: give it an unsharded module"
             )
 
 
-def mark_spread(module: nn.Module) -> None:
-    """From now on `check_plain` refuses the module, its parts, and what they are put in."""
-    _spread.update(module.modules())
+def mark_sharded(module: nn.Module) -> None:
+    """Have `check_unsharded` refuse the module, its submodules, and any module that contains one of them."""
+    _sharded.update(module.modules())

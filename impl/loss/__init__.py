@@ -1,4 +1,4 @@
-"""Loss: the cross entropy of a language model's next token, from the last hidden state on.
+"""Loss: the cross entropy of a language model's next token, with the output projection.
 
 from impl.loss import eager_loss, fused_loss_pytorch
 
@@ -12,7 +12,7 @@ from impl.interpreting import NO_TRITON, requires_triton
 from impl.loss.contract import Loss, check_inputs, product_dtype, statistics_dtype
 from shardmark.registry import register
 
-# They register in this order, simplest first, as every list and table has them.
+# Implementations register in this order, simplest first, which is the order in every list and table.
 # isort: off
 from impl.loss.eager import eager_loss
 from impl.loss.chunked import chunked_loss

@@ -21,5 +21,4 @@ class LossCase:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch has it."""
         return getattr(torch, self.dtype)

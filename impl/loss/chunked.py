@@ -1,7 +1,8 @@
-"""The loss in chunks of tokens, each chunk's logits computed again in backward: never all of them at once.
+"""The loss in chunks of tokens, of which backward recomputes the logits: one chunk of logits is in memory at a time.
 
-Activation checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016) of eager's own formula. It
-costs a fourth product where eager has three, and half precision is summed over chunks in half precision.
+Activation checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016) of eager's formula. It
+computes four matrix products where eager computes three. In half precision autograd sums the chunks' gradients in half
+precision.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def chunked_loss(
     product = product_dtype(hidden, weight)
     rows = chunk_tokens(hidden.shape[0], hidden.shape[1], product.itemsize)
     total = torch.zeros((), dtype=statistics_dtype(product), device=hidden.device)
-    for part, its_targets in zip(hidden.split(rows), targets.split(rows), strict=True):
-        arguments = part, weight, its_targets, ignore_index, label_smoothing, z_loss
+    for chunk, chunk_targets in zip(hidden.split(rows), targets.split(rows), strict=True):
+        arguments = chunk, weight, chunk_targets, ignore_index, label_smoothing, z_loss
         total = total + checkpoint(summed_loss, *arguments, use_reentrant=False, preserve_rng_state=False)
     return total / (targets != ignore_index).sum().clamp(min=1)
 

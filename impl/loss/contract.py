@@ -1,4 +1,4 @@
-"""The contract of the loss: what a user calls, the check of a target, and the family."""
+"""The contract of the loss, the check that a target meets it, and the family."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class Loss(Protocol):
 
     hidden: (tokens, dim), weight: (vocab, dim), the output projection, both of one floating dtype; targets: (tokens)
     int64. The logits are hidden weightᵀ, and the loss is their cross entropy, the mean over the targets that are not
-    `ignore_index`. `label_smoothing` as torch's cross_entropy has it (Szegedy et al., "Rethinking the Inception
+    `ignore_index`. `label_smoothing` is that of torch's cross_entropy (Szegedy et al., "Rethinking the Inception
     Architecture for Computer Vision", 2015, section 7). `z_loss` adds z_loss * the mean of logsumexp(logits)²
     (Chowdhery et al., "PaLM", 2022, section 5). The logits are rounded to the inputs' dtype, as a Linear's are; all
-    that follows is float32 or more, and so is the loss. Under autocast hidden and weight may be of any dtypes: the
-    products are in autocast's.
+    later steps, and the loss, are in float32 or more. Under autocast hidden and weight may have any dtypes: their
+    product has autocast's.
 
-    Where every target is ignored, or there is none, the loss is 0 and so are its gradients: such a micro-batch says
-    nothing. torch's cross_entropy divides zero by zero there, and one NaN of one rank spoils every parameter.
+    Where every target is ignored, or there is none, the loss and its gradients are 0. torch's cross_entropy divides
+    zero by zero there, and one NaN on one rank would make every parameter NaN.
 
     ValueError for shapes, dtypes, devices and options that do not go together, and on CPU for targets out of range. On
-    CUDA the range is checked on the device (`torch._assert_async`), as reading the answer would have the CPU wait: a
-    target out of range is then a device-side assertion, raised at the next synchronization, as in torch's own
-    cross_entropy. `shardmark.registry.Unsupported`, a ValueError, for what an implementation does not take.
+    CUDA the range is checked on the device (`torch._assert_async`), so that the host need not wait: a target out of
+    range is a device-side assertion, raised at the next synchronization, as in torch's own cross_entropy.
+    `shardmark.registry.Unsupported`, a ValueError, for inputs that an implementation does not take.
     """
 
     def __call__(
@@ -41,9 +41,7 @@ class Loss(Protocol):
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
-    ) -> Tensor:
-        """The cross entropy of hidden weightᵀ."""
-        ...
+    ) -> Tensor: ...
 
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -82,12 +80,13 @@ def check_inputs(
 
 
 def _check_range(targets: Tensor, vocab: int, ignore_index: int) -> None:
-    """On CPU a ValueError that names a target out of range, on CUDA an assertion that nothing waits for."""
-    right = ((targets >= 0) & (targets < vocab)) | (targets == ignore_index)
+    """On CPU a ValueError that names a target out of range; on CUDA an assertion on the device."""
+    in_range = ((targets >= 0) & (targets < vocab)) | (targets == ignore_index)
     if targets.device.type != "cpu":
-        torch._assert_async(right.all(), f"loss: a target is out of range: neither in [0, {vocab}) nor {ignore_index}")
-    elif not right.all():
-        at = int(right.int().argmin())
+        message = f"loss: a target is out of range: neither in [0, {vocab}) nor {ignore_index}"
+        torch._assert_async(in_range.all(), message)
+    elif not in_range.all():
+        at = int(in_range.int().argmin())
         raise ValueError(
             f"loss takes targets in [0, {vocab}), the vocabulary, or {ignore_index}, which is ignored; "
             f"targets[{at}] is {int(targets[at])}"
@@ -95,7 +94,7 @@ def _check_range(targets: Tensor, vocab: int, ignore_index: int) -> None:
 
 
 def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """What the products of hidden and weight are in: autocast's dtype where it is on, else the inputs'."""
+    """The dtype of the products of hidden and weight: autocast's where it is on, else the inputs'."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(device)
@@ -103,19 +102,19 @@ def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def statistics_dtype(product: torch.dtype) -> torch.dtype:
-    """What is summed over the vocabulary and over tokens is in: float32 or more."""
+    """The dtype of sums over the vocabulary and over tokens: float32 or more."""
     return torch.promote_types(product, torch.float32)
 
 
 def _check(target: Any, device: str) -> None:
-    """One tiny call, backward included, tells whether a target is a loss at all."""
+    """Call the target on a tiny input, and run backward: the loss must be right to 0.1, and differentiable."""
     if not callable(target):
         raise RegistryError(
             f"{target!r} is not callable; a loss is loss(hidden, weight, targets, *, ignore_index=-100)"
         )
     try:
         hidden, weight, loss, wanted = _tiny_call(target, device, torch.float32)
-    except Unsupported:  # fused kernels may be for half precision alone
+    except Unsupported:  # a fused kernel may take half precision only
         hidden, weight, loss, wanted = _tiny_call(target, device, torch.bfloat16)
     if not isinstance(loss, Tensor) or loss.ndim != 0:
         found = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -142,6 +141,6 @@ FAMILY = add_family(
         reference="eager",
         check=_check,
         memory=eager_peak,
-        time=Race("eager", budget=1.5),  # a user's own may compute the logits twice: 4/3 of the FLOPs
+        time=Race("eager", budget=1.5),  # a user's own loss may compute the logits twice: 4/3 of the FLOPs
     )
 )

@@ -1,4 +1,4 @@
-"""The loss as the formula reads: every logit exists in memory. What the other implementations are held to."""
+"""The loss by the formula, with all logits in memory: the reference."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def eager_loss(
 ) -> Tensor:
     """Cross entropy of hidden weightᵀ. Shapes, dtypes and errors: `impl.loss.Loss`."""
     check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
-    kept = (targets != ignore_index).sum().clamp(min=1)
-    return summed_loss(hidden, weight, targets, ignore_index, label_smoothing, z_loss) / kept
+    count = (targets != ignore_index).sum().clamp(min=1)
+    return summed_loss(hidden, weight, targets, ignore_index, label_smoothing, z_loss) / count
 
 
 def summed_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
 ) -> Tensor:
-    """The sum, where the loss is the mean."""
+    """The sum over targets; the loss is their mean."""
     logits = linear(hidden, weight)  # (tokens, vocab)
     logits = logits.to(statistics_dtype(logits.dtype))
     loss = cross_entropy(logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum")

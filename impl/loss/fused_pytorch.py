@@ -1,4 +1,4 @@
-"""The fused loss in plain PyTorch: one chunk's logits become its gradients in place."""
+"""The fused loss in PyTorch operators: a chunk's logits become their gradients in place."""
 
 from __future__ import annotations
 
@@ -25,41 +25,42 @@ def fused_loss_pytorch(
     return fused_loss(to_gradients, hidden, weight, targets, Terms(ignore_index, label_smoothing, z_loss))
 
 
-def to_gradients(logits: Tensor, targets: Tensor, terms: Terms, wanted: bool) -> Tensor:
+def to_gradients(logits: Tensor, targets: Tensor, terms: Terms, needs_gradients: bool) -> Tensor:
     """The sum of the rows' losses; the logits become its gradients. See `impl.loss.fused.ToGradients`.
 
     A row's loss is lse - (1 - s) x_target - s mean(x) + z lse², with x its logits, lse their logsumexp, s the label
-    smoothing and z the z-loss; so its gradient is (1 + 2 z lse) softmax(x) - (1 - s) onehot(target) - s / vocab.
+    smoothing and z the z-loss. So its gradient is (1 + 2 z lse) softmax(x) - (1 - s) onehot(target) - s / vocab.
     """
     smoothing, vocab = terms.label_smoothing, logits.shape[1]
-    kept = targets != terms.ignore_index
-    at = torch.where(kept, targets, 0)[:, None]
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # the logits themselves, or a copy
-    its_logit = wide.gather(1, at)[:, 0]
-    mean = wide.mean(1) if smoothing else None
-    torch.log_softmax(wide, 1, out=wide)
-    lse = its_logit - wide.gather(1, at)[:, 0]
-    losses = lse - (1 - smoothing) * its_logit
+    counted = targets != terms.ignore_index
+    at = torch.where(counted, targets, 0)[:, None]
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))  # the logits themselves, or a copy
+    target_logit = x.gather(1, at)[:, 0]
+    mean = x.mean(1) if smoothing else None
+    torch.log_softmax(x, 1, out=x)
+    lse = target_logit - x.gather(1, at)[:, 0]
+    losses = lse - (1 - smoothing) * target_logit
     if mean is not None:
         losses -= smoothing * mean
     if terms.z_loss:
         losses += terms.z_loss * lse.square()
-    if wanted:
-        torch.exp(wide, out=wide)
+    if needs_gradients:
+        torch.exp(x, out=x)
         if terms.z_loss:
-            wide *= (1 + 2 * terms.z_loss * lse)[:, None]
+            x *= (1 + 2 * terms.z_loss * lse)[:, None]
         if smoothing:
-            wide -= smoothing / vocab
-        wide.scatter_(1, at, wide.gather(1, at).sub_(1 - smoothing))
-        if logits.is_cuda or not kept.all():  # on CUDA asking would be waiting
-            wide.masked_fill_(~kept[:, None], 0)
-        if wide is not logits:
-            logits.copy_(wide)
-    return losses.masked_fill(~kept, 0).sum()
+            x -= smoothing / vocab
+        x.scatter_(1, at, x.gather(1, at).sub_(1 - smoothing))
+        if logits.is_cuda or not counted.all():  # on CUDA the host would wait for the answer
+            x.masked_fill_(~counted[:, None], 0)
+        if x is not logits:
+            logits.copy_(x)
+    return losses.masked_fill(~counted, 0).sum()
 
 
 MANY_LOGITS = 2**23
-"""From here on eager's matrices are fresh pages in every step (glibc keeps blocks of up to 32 MiB), which cost time."""
+"""With this many logits eager gets new memory pages from the system in every step, which costs time: glibc reuses only
+blocks of up to 32 MiB."""
 
 
 def _is_judged(case: Any, device: str) -> bool:

@@ -1,6 +1,6 @@
-"""The fused loss with one Triton kernel between cuBLAS's products: a chunk's logits become its gradients in two passes.
+"""The fused loss with one Triton kernel, which turns a chunk's logits into their gradients; products are cuBLAS's.
 
-On CPU the kernel runs in Triton's interpreter (TRITON_INTERPRET=1), for correctness alone.
+On CPU the kernel runs in Triton's interpreter (TRITON_INTERPRET=1), for correctness only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from impl.loss.fused import Terms, fused_loss
 from shardmark.registry import Race, Unsupported, register
 
 CONFIGURATIONS = ((1024, 4), (4096, 8), (8192, 16))
-"""(BLOCK, warps) of the kernel: enough bytes in flight, and 16 elements a thread at most, which no chip spills."""
+"""(BLOCK, warps) of the kernel: at most 16 elements a thread, which spills registers on no chip."""
 
 
 def fused_loss_triton(
@@ -31,20 +31,20 @@ def fused_loss_triton(
 ) -> Tensor:
     """Cross entropy of hidden weightᵀ. Shapes, dtypes and errors: `impl.loss.Loss`. No double backward.
 
-    float32, float16 and bfloat16; Unsupported for float64. Products are torch's own and follow its settings.
+    Takes float32, float16 and bfloat16; Unsupported for float64. Products are torch's own and follow its settings.
     """
     dtype = product_dtype(hidden, weight)
     if dtype == torch.float64:
         raise Unsupported(f"fused_triton takes float32, float16 and bfloat16, got {dtype}")
     if hidden.device.type != "cuda" and not (hidden.device.type == "cpu" and knobs.runtime.interpret):
         raise Unsupported(f"fused_triton takes tensors on CUDA, or on CPU with TRITON_INTERPRET=1, got {hidden.device}")
-    # The interpreter truncates to bfloat16 where the hardware rounds, so there float32 stands in for it.
+    # The interpreter truncates to bfloat16 where the hardware rounds, so the interpreter gets float32 logits.
     logits_dtype = torch.float32 if dtype == torch.bfloat16 and knobs.runtime.interpret else dtype
     terms = Terms(ignore_index, label_smoothing, z_loss)
     return fused_loss(to_gradients, hidden, weight, targets, terms, logits_dtype)
 
 
-def to_gradients(logits: Tensor, targets: Tensor, terms: Terms, wanted: bool) -> Tensor:
+def to_gradients(logits: Tensor, targets: Tensor, terms: Terms, needs_gradients: bool) -> Tensor:
     """The sum of the rows' losses; the logits become its gradients. See `impl.loss.fused.ToGradients`."""
     rows, vocab = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -60,7 +60,7 @@ def to_gradients(logits: Tensor, targets: Tensor, terms: Terms, wanted: bool) ->
             terms.label_smoothing,
             terms.z_loss,
             SMOOTHED=terms.label_smoothing > 0,
-            WANTED=wanted,
+            WANTED=needs_gradients,
             BLOCK=block,
             num_warps=warps,
         )
@@ -68,7 +68,7 @@ def to_gradients(logits: Tensor, targets: Tensor, terms: Terms, wanted: bool) ->
 
 
 def configuration(vocab: int) -> tuple[int, int]:
-    """The smallest block that holds a row, or the largest there is."""
+    """The smallest block that holds a row, or the largest block."""
     return next((choice for choice in CONFIGURATIONS if vocab <= choice[0]), CONFIGURATIONS[-1])
 
 

@@ -1,4 +1,4 @@
-"""The loss as PyTorch ships it: eager under torch.compile, and torch's own linear_cross_entropy in chunks."""
+"""PyTorch's own ways to the loss: eager under torch.compile, and torch's linear_cross_entropy in chunks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def compiled_loss(
     z_loss: float = 0.0,
 ) -> Tensor:
     """Eager's formula under torch.compile. Shapes, dtypes and errors: `impl.loss.Loss`."""
-    # Outside, as an error inside a compiled function is the compiler's.
+    # Not inside the compiled function, where the compiler would raise its own error.
     check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
-    kept = (targets != ignore_index).sum().clamp(min=1)
-    return _compiled(hidden, weight, targets, ignore_index, label_smoothing, z_loss) / kept
+    count = (targets != ignore_index).sum().clamp(min=1)
+    return _compiled(hidden, weight, targets, ignore_index, label_smoothing, z_loss) / count
 
 
 def linear_cross_entropy(
@@ -40,9 +40,9 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """`torch.nn.functional.linear_cross_entropy` in chunks of its own choice.
+    """`torch.nn.functional.linear_cross_entropy` in chunks of the size that it chooses.
 
-    Unsupported with label smoothing, which it does not take in chunks, and z-loss, which it does not take at all.
+    Unsupported with label smoothing, which it does not take in chunks, and with z-loss, which it does not have.
     """
     check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
     if label_smoothing or z_loss:
@@ -51,7 +51,7 @@ def linear_cross_entropy(
             f"got label_smoothing={label_smoothing}, z_loss={z_loss}"
         )
     dtype = product_dtype(hidden, weight)
-    with torch.autocast(hidden.device.type, enabled=False):  # which it does not follow by itself
+    with torch.autocast(hidden.device.type, enabled=False):  # it ignores autocast, so the inputs are cast here
         total = torch.nn.functional.linear_cross_entropy(
             hidden.to(dtype),
             weight.to(dtype),

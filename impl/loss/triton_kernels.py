@@ -1,11 +1,11 @@
 """The Triton kernel of the fused loss: a row's logits become its loss and, in place, its gradients.
 
-logits: (rows, vocab), rows `stride` elements apart; targets: (rows) int64; losses: (rows) float32. One program takes
-one row, BLOCK columns at a time, twice: once for the sum of exponentials, rescaled as the maximum grows (Milakov and
-Gimelshein, "Online normalizer calculation for softmax", 2018), and once for the gradients.
+logits: (rows, vocab), rows `stride` elements apart; targets: (rows) int64; losses: (rows) float32. One program
+processes one row, BLOCK columns at a time, in two passes: the first sums the exponentials, and rescales the sum as the
+maximum grows (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018); the second writes gradients.
 
-A mask whose end is not known to be aligned would cost the 16-byte accesses. So blocks end at the vocabulary's last
-multiple of ALIGNED columns, and what is left of a row is taken by itself.
+With a mask whose end is not known to be aligned the compiler would not emit 16-byte accesses. So blocks end at the last
+multiple of ALIGNED columns, and the rest of a row is processed separately.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def loss_and_gradients(
     logits, targets, losses, stride, vocab, ignore_index, smoothing, z_loss,
     SMOOTHED: tl.constexpr, WANTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row that is ignored gets zeros. What is beyond the vocabulary is neither read nor written."""
+    """The gradients of an ignored row are zeros. Columns past the vocabulary are neither read nor written."""
     row = tl.program_id(0)
     start = logits + tl.cast(row, tl.int64) * stride
     target = tl.load(targets + row)
@@ -37,7 +37,7 @@ def loss_and_gradients(
             _store_zeros(start, rest, vocab)
     else:
         its_logit = tl.load(start + target).to(tl.float32)
-        largest = LOWEST + 0.0  # finite, as -inf - -inf is NaN
+        largest = LOWEST + 0.0  # finite: -inf - -inf would be NaN
         exponentials = 0.0
         total = 0.0
         for first in tl.range(0, end, BLOCK):
@@ -50,7 +50,7 @@ def loss_and_gradients(
         tl.store(losses + row, loss)
         if WANTED:
             factor = 1 + 2 * z_loss * lse
-            # First what is left of the row: ptxas would keep what belongs to it through the loop, and spill it.
+            # The rest of the row comes first: otherwise ptxas holds its values through the loop, and spills registers.
             _to_gradients(start, rest, vocab, target, lse, factor, smoothing, vocab, SMOOTHED)
             for first in tl.range(0, end, BLOCK):
                 _to_gradients(start, first + columns, end, target, lse, factor, smoothing, vocab, SMOOTHED)
@@ -63,7 +63,7 @@ def _store_zeros(start, columns, end):
 
 @triton.jit
 def _add(start, columns, end, largest, exponentials, total, SMOOTHED: tl.constexpr):
-    """The columns' logits are added to the statistics."""
+    """Add the columns' logits to the statistics of the row."""
     inside = columns < end
     x = tl.load(start + columns, mask=inside, other=float("-inf")).to(tl.float32)
     new_largest = tl.maximum(largest, tl.max(x, 0))
@@ -75,7 +75,7 @@ def _add(start, columns, end, largest, exponentials, total, SMOOTHED: tl.constex
 
 @triton.jit
 def _to_gradients(start, columns, end, target, lse, factor, smoothing, vocab, SMOOTHED: tl.constexpr):
-    """The columns' logits become their gradients."""
+    """Replace the columns' logits by their gradients."""
     inside = columns < end
     x = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
     gradient = factor * tl.exp(x - lse)

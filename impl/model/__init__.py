@@ -1,4 +1,4 @@
-"""The language model that training steps are measured on: a decoder-only transformer.
+"""The language models that training steps are measured on: a decoder-only transformer, and a residual MLP (`mlp`).
 
 from impl.model import SIZES, Transformer
 

@@ -1,4 +1,4 @@
-"""The contract of the language model: what a user calls, the check of a target, and the family."""
+"""The contract of the language model, the check that a target meets it, and the family."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ class Model(Protocol):
 
     Called on int64 tokens (batch, context) with context up to `context_length`, it returns logits
     (batch, context, vocab) in its parameters' dtype. ValueError for a longer context and, on CPU, for token ids that
-    the vocabulary does not have; on CUDA looking would stall the device, and its own assertion ends the process. Its
-    parameters carry `Transformer`'s names and shapes, so that weights load from one implementation into another.
+    the vocabulary does not have; on CUDA a check would make the host wait, and the device's assertion ends the process.
+    Parameters have `Transformer`'s names and shapes, so that weights of one implementation load into another.
     """
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Logits of the token that follows each position."""
-        ...
+    def __call__(self, tokens: Tensor) -> Tensor: ...
 
 
 def _check(target: Any, device: str) -> None:
-    from impl.model import SIZES, Transformer  # which register in the family below
+    from impl.model import SIZES, Transformer  # not at the top: that would be circular
 
     size = SIZES["tiny"]
     model = target(size, context_length=8).to(device)

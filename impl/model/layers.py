@@ -1,4 +1,4 @@
-"""The layers of the transformer, none with biases or dropout."""
+"""The layers of the transformer, without biases and dropout."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from torch import Tensor, nn
 from impl.attention import Attention
 
 CUT = 3.0
-"""Standard deviations at which the weights' normal is cut off."""
+"""Weights are drawn from a normal distribution truncated at this many standard deviations."""
 
 
 @torch.no_grad()
 def truncated_normal_(weight: Tensor, std: float) -> None:
-    """Draw a normal of that standard deviation, cut off at CUT of them, in place: by its inverse distribution function.
+    """Fill `weight` from a normal distribution with mean 0, that standard deviation, truncated at CUT of them.
 
-    `nn.init.trunc_normal_` draws again what falls outside: five times the time, and temporaries as large as the weight.
+    Applies the inverse distribution function to uniform values. `nn.init.trunc_normal_` draws values outside again,
+    which takes five times as long and temporaries as large as the weight.
     """
-    within = math.erf(CUT / math.sqrt(2))  # the share of a normal that is not cut off
-    # In half precision uniform values are rounded down, which leaves the mean a hundredth below zero.
+    within = math.erf(CUT / math.sqrt(2))  # the probability of the interval that is left
+    # In half precision uniform values would be rounded down, and their mean would be 0.01 too low.
     drawn = torch.empty_like(weight, dtype=torch.float32) if weight.element_size() < 4 else weight
     drawn.uniform_(-within, within).erfinv_().mul_(std * math.sqrt(2)).clamp_(-CUT * std, CUT * std)
     if drawn is not weight:
@@ -28,19 +29,19 @@ def truncated_normal_(weight: Tensor, std: float) -> None:
 
 
 class Linear(nn.Linear):
-    """x (..., inputs) -> (..., outputs), no bias; weights from a normal of variance 2 / (inputs + outputs)."""
+    """(..., inputs) -> (..., outputs), no bias; weights from a truncated normal of variance 2 / (inputs + outputs)."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
-        """Glorot and Bengio, 2010, cut off."""
+        """Glorot and Bengio, 2010, truncated."""
         std = (2 / (self.in_features + self.out_features)) ** 0.5
         truncated_normal_(self.weight, std)
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim (Zhang and Sennrich, 2019). Keeps shape (..., d_model) and dtype."""
+    """x / rms(x) * weight over the last dim (Zhang and Sennrich, 2019); (..., d_model) in and out, same dtype."""
 
     def __init__(self, d_model: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -48,12 +49,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(d_model))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scale each vector to a root mean square of one, then by the weight."""
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
 class RotaryEmbedding(nn.Module):
-    """Turn each pair (x[2i], x[2i+1]) by position / theta^(2i / head_dim) (Su et al., RoFormer, 2021).
+    """Rotate each pair (x[2i], x[2i+1]) by the angle position / theta^(2i / head_dim) (Su et al., RoFormer, 2021).
 
     x: (batch, heads, context, head_dim), the same shape and dtype out.
     """
@@ -65,12 +65,11 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         angles = torch.outer(torch.arange(context_length, dtype=torch.float64), frequencies)
-        # Made from the model's sizes, so not part of its state.
+        # Not persistent: the model's sizes determine them.
         self.register_buffer("cos", angles.cos().to(torch.get_default_dtype()), persistent=False)
         self.register_buffer("sin", angles.sin().to(torch.get_default_dtype()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turn the vector at each position of the context."""
         cos, sin = (table[: x.shape[-2]].to(x.dtype) for table in (self.cos, self.sin))  # (context, head_dim / 2)
         even, odd = x[..., 0::2], x[..., 1::2]
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
@@ -87,7 +86,6 @@ class CausalSelfAttention(nn.Module):
         self.query, self.key, self.value, self.output = (Linear(d_model, d_model) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix each position with those before it."""
         q, k, v = (
             layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )  # (batch, heads, context, head_dim)
@@ -96,7 +94,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """W2 (silu(W1 x) * W3 x) (Shazeer, "GLU Variants Improve Transformer", 2020); keeps the shape (..., d_model)."""
+    """W2 (silu(W1 x) * W3 x) (Shazeer, "GLU Variants Improve Transformer", 2020); (..., d_model) in and out."""
 
     def __init__(self, d_model: int, d_ff: int) -> None:
         super().__init__()
@@ -105,12 +103,11 @@ class SwiGLU(nn.Module):
         self.w3 = Linear(d_model, d_ff)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gate one projection by the silu of the other and project back."""
         return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
 
 
 class Block(nn.Module):
-    """Pre-norm: x + attention(norm(x)), then x + feed_forward(norm(x)); keeps (batch, context, d_model)."""
+    """Pre-norm: x + attention(norm(x)), then x + feed_forward(norm(x)); (batch, context, d_model) in and out."""
 
     def __init__(self, d_model: int, d_ff: int, heads: int, rotary: RotaryEmbedding, attention: Attention) -> None:
         super().__init__()
@@ -120,6 +117,5 @@ class Block(nn.Module):
         self.feed_forward = SwiGLU(d_model, d_ff)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what attention says, then what the feed-forward says."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.feed_forward(self.feed_forward_norm(x))

@@ -1,4 +1,4 @@
-"""A residual MLP language model: no attention, so that a step is nothing but products, pointwise work and the loss.
+"""A residual MLP language model. Without attention, a step is only matrix products, pointwise operators and the loss.
 
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel
 
@@ -28,7 +28,7 @@ class MLPSize:
 
     @property
     def parameters(self) -> int:
-        """How many parameters the model has: embedding, blocks with biases, final norm, output projection."""
+        """The number of parameters: embedding, blocks with biases, final norm, output projection."""
         block = 2 * self.dim * self.hidden + self.hidden + self.dim
         return 2 * self.vocab * self.dim + self.layers * block + 2 * self.dim
 
@@ -36,7 +36,7 @@ class MLPSize:
 MLP_SIZES = {
     #                   dim  layers
     "mlp-tiny": MLPSize(32, 2, vocab=512),
-    "mlp-short": MLPSize(128, 1, vocab=4_096),  # one block, as each costs a compiler time
+    "mlp-short": MLPSize(128, 1, vocab=4_096),  # one block: each adds to compile time
     "mlp-mini": MLPSize(128, 3, vocab=4_096),
     "mlp-1024": MLPSize(1024, 3),
     "mlp-4096": MLPSize(4096, 4),
@@ -44,7 +44,7 @@ MLP_SIZES = {
 
 
 class MLPBlock(nn.Module):
-    """x + W2 gelu(W1 x + b1) + b2 (He et al., 2016; Hendrycks and Gimpel, 2016, tanh form); keeps (..., dim)."""
+    """x + W2 gelu(W1 x + b1) + b2 (He et al., 2016; Hendrycks and Gimpel, 2016, tanh form); (..., dim) in and out."""
 
     def __init__(self, size: MLPSize) -> None:
         super().__init__()
@@ -53,12 +53,11 @@ class MLPBlock(nn.Module):
         self.w2 = nn.Linear(size.hidden, size.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what the hidden layer says."""
         return x + self.w2(self.gelu(self.w1(x)))
 
 
 def square_linears(width: int, linears: int) -> nn.Sequential:
-    """(rows, width) -> (rows, width): that many linear layers with bias, a ReLU between each two, in three parts."""
+    """(rows, width) -> (rows, width): linear layers with bias, a ReLU between each two, nested in three Sequentials."""
     layers = [[nn.Linear(width, width), nn.ReLU()] for _ in range(linears)]
     layers[-1].pop()
     third = -(-linears // 3)
@@ -69,8 +68,8 @@ def square_linears(width: int, linears: int) -> nn.Sequential:
 class MLPLanguageModel(nn.Module):
     """tokens (batch, context) int64 -> logits (batch, context, vocab) in the parameters' dtype.
 
-    Each position is on its own, so it takes any context; ValueError for tokens that are not two-dimensional and, on CPU
-    and eager, for token ids that the vocabulary does not have.
+    Each position's logits depend only on its own token, so the context may have any length. ValueError for tokens that
+    are not two-dimensional and, eager on CPU, for token ids that the vocabulary does not have.
     """
 
     def __init__(self, size: MLPSize) -> None:
@@ -82,13 +81,12 @@ class MLPLanguageModel(nn.Module):
         self.output = nn.Linear(size.dim, size.vocab, bias=False)
 
     def init_weights(self) -> None:
-        """Draw every parameter anew, as the constructor did: what follows `to_empty` on a model made on meta."""
+        """Draw every parameter as the constructor does; for a model made on the meta device, after `to_empty`."""
         for module in self.modules():
             if isinstance(module, nn.Embedding | nn.Linear | nn.LayerNorm):
                 module.reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the token that follows each position, of that position's own token alone."""
         if tokens.ndim != 2:
             raise ValueError(f"tokens are (batch, context), got {tuple(tokens.shape)}")
         try:

@@ -1,6 +1,6 @@
-"""The transformer written once more from its papers, in one function and without its layers: what it is held to.
+"""The transformer in one function, written from the papers: the reference.
 
-RoPE turns complex numbers here, attention is the formula, and no code is shared with `layers`.
+It shares no code with `layers`: RoPE multiplies complex numbers, and attention is the formula.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ class PlainTransformer(nn.Module):
         super().__init__()
         self.size = size
         self.context_length = context_length
-        # For its parameters' names and shapes alone.
+        # Only for the parameters' names and shapes.
         for name, child in Transformer(size, context_length=context_length).named_children():
             self.add_module(name, child)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (batch, context, vocab) of tokens (batch, context)."""
         if tokens.ndim != 2 or tokens.shape[1] > self.context_length:
             raise ValueError(f"tokens are (batch, context up to {self.context_length}), got {tuple(tokens.shape)}")
         w = dict(self.named_parameters())
@@ -40,9 +39,9 @@ class PlainTransformer(nn.Module):
                 (normed @ w[f"blocks.{i}.attention.{name}.weight"].T).unflatten(-1, (self.size.heads, -1))
                 for name in ("query", "key", "value")
             )  # (batch, context, heads, head_dim)
-            scores = torch.einsum("bqhd,bkhd->bhqk", _turn(q), _turn(k)) / math.sqrt(self.size.head_dim)
-            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).tril()
-            probs = torch.where(seen, scores, -math.inf).softmax(-1)
+            scores = torch.einsum("bqhd,bkhd->bhqk", _rotate(q), _rotate(k)) / math.sqrt(self.size.head_dim)
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).tril()
+            probs = torch.where(mask, scores, -math.inf).softmax(-1)
             mixed = torch.einsum("bhqk,bkhd->bqhd", probs, v).flatten(-2)
             x = x + mixed @ w[f"blocks.{i}.attention.output.weight"].T
             normed = _rms_norm(x, w[f"blocks.{i}.feed_forward_norm.weight"])
@@ -56,14 +55,14 @@ def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
 
 
-def _turn(x: Tensor) -> Tensor:
+def _rotate(x: Tensor) -> Tensor:
     """RoPE as multiplication of complex numbers; x: (batch, context, heads, head_dim)."""
     context, head_dim = x.shape[1], x.shape[-1]
-    speeds = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=x.device) / head_dim)
+    frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=x.device) / head_dim)
     positions = torch.arange(context, dtype=torch.float64, device=x.device)
-    turns = torch.polar(torch.ones(()).double().to(x.device), torch.outer(positions, speeds))[None, :, None, :]
+    rotations = torch.polar(torch.ones(()).double().to(x.device), torch.outer(positions, frequencies))[None, :, None, :]
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+    return torch.view_as_real(pairs * rotations).flatten(-2).to(x.dtype)
 
 
 register("model", "plain", PlainTransformer)

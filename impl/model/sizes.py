@@ -1,4 +1,4 @@
-"""The sizes of the language model, in one table: published ones, and small ones for CPUs."""
+"""The sizes of the transformer in one table: published ones, and small ones for CPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TransformerSize:
-    """Widths and depth; head_dim is d_model / heads and must come out even, as RoPE turns pairs."""
+    """Widths and depth. head_dim is d_model / heads and must be even, because RoPE rotates pairs."""
 
     d_model: int
     d_ff: int
@@ -21,12 +21,11 @@ class TransformerSize:
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
         return self.d_model // self.heads
 
     @property
     def parameters(self) -> int:
-        """How many parameters the model has: embedding, layers, final norm, output projection."""
+        """The number of parameters: embedding, layers, final norm, output projection."""
         layer = 4 * self.d_model**2 + 3 * self.d_model * self.d_ff + 2 * self.d_model
         return 2 * self.vocab * self.d_model + self.layers * layer + self.d_model
 

@@ -13,7 +13,7 @@ from shardmark.registry import register
 class Transformer(nn.Module):
     """tokens (batch, context) int64 -> logits (batch, context, vocab). Contract and errors: `impl.model.Model`.
 
-    `attention` is any implementation of the attention family.
+    `attention` is a function with the contract `impl.attention.Attention`.
     """
 
     def __init__(self, size: TransformerSize, *, context_length: int, attention: Attention = sdpa) -> None:
@@ -30,7 +30,6 @@ class Transformer(nn.Module):
         self.output = Linear(size.d_model, size.vocab)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the token that follows each position."""
         if tokens.ndim != 2 or tokens.shape[1] > self.context_length:
             raise ValueError(f"tokens are (batch, context up to {self.context_length}), got {tuple(tokens.shape)}")
         try:

@@ -9,6 +9,6 @@ from impl.training_step.cases import TrainingStepCase
 
 @dataclass(frozen=True)
 class ShardedStepCase(TrainingStepCase):
-    """One step whose optimizer is spread over `ranks`, which its memory depends on."""
+    """One step whose optimizer is sharded over that many `ranks`."""
 
     ranks: int = 2

@@ -1,4 +1,4 @@
-"""The contract of sharded optimizers: what a user calls, the check of a target, and the family."""
+"""The contract of sharded optimizers, the check that a target meets it, and the family."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shardmark.registry import Family, Race, RegistryError, add_family
 class ShardedOptimizerContract(Protocol):
     """`ShardedOptimizer(params, optimizer_cls, *, process_group=None, **defaults)`, a real `torch.optim.Optimizer`.
 
-    Every rank gives the same parameters, with the same values, and gradients that are averaged already, as any
-    data-parallel wrapper leaves them. After `step`, parameters are those of `optimizer_cls(params, **defaults)`, on
-    every rank. Parameters without a gradient are left alone, with their state. `param_groups` are as the user gave
-    them, so that schedulers change `lr` there. Every rank must make the same calls.
+    Every rank passes the same parameters with the same values, and gradients that are averaged already, by any
+    data-parallel wrapper. After `step` the parameters on every rank are those that `optimizer_cls(params, **defaults)`
+    would give. A parameter without a gradient does not change, nor does its state. `param_groups` are the user's, so a
+    scheduler can change `lr` there. Every rank must make the same calls.
 
-    An option by name that an implementation may take: with `average_gradients=True` gradients are this rank's own, and
-    the optimizer averages them itself, in backward; nobody else does. It has `finish_gradient_synchronization`,
-    `finish_parameter_synchronization` and `no_sync` then. And `module`, whose next forward the exchange of updated
-    parameters overlaps.
+    Two options that an implementation may have. With `average_gradients=True` gradients are each rank's own, and the
+    optimizer averages them during backward, in place of a wrapper; it has `finish_gradient_synchronization`,
+    `finish_parameter_synchronization` and `no_sync` then. With `module` the all-gather of updated parameters overlaps
+    that module's next forward.
     """
 
     param_groups: list[dict[str, Any]]
@@ -32,11 +32,11 @@ class ShardedOptimizerContract(Protocol):
         ...
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, at any time between steps."""
+        """As torch's; at any time between steps."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """On every rank the whole state, as `optimizer_cls` would have it on one, whatever the number of ranks."""
+        """The full, unsharded state, as `optimizer_cls` has it on one rank; the same on every rank."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ class ShardedOptimizerContract(Protocol):
 
 
 def _check(target: Any, device: str) -> None:
-    """What can be told without ranks: the signature. The rest is the correctness tests' to find."""
+    """Check what can be checked without ranks: the signature. Correctness tests check the rest."""
     try:
         inspect.signature(target).bind([torch.ones(1)], torch.optim.SGD, process_group=None, lr=0.1)
     except TypeError as error:
@@ -62,7 +62,7 @@ FAMILY = add_family(
         ShardedOptimizerContract,
         reference="unsharded",
         check=_check,
-        memory=balanced_peak,  # a user's own is held to shards of equal size
+        memory=balanced_peak,  # for a user's own optimizer: shards of equal size
         time=Race("zero_redundancy", budget=2.0),
     )
 )

@@ -1,4 +1,4 @@
-"""The optimizer on every rank whole, and ZeRO-1 as PyTorch ships it: the peer."""
+"""The optimizer without sharding (the reference), and PyTorch's own ZeRO-1 (the peer)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def unsharded(
     process_group: dist.ProcessGroup | None = None,
     **defaults: Any,
 ) -> torch.optim.Optimizer:
-    """`optimizer_cls` itself: every rank has all of its state, and makes every update."""
+    """`optimizer_cls` itself: every rank has the full state, and updates every parameter."""
     return optimizer_cls(params, **defaults)
 
 
@@ -32,8 +32,8 @@ def zero_redundancy(
 ) -> torch.optim.Optimizer:
     """`torch.distributed.optim.ZeroRedundancyOptimizer` under the family's contract.
 
-    It gives whole parameters to ranks, largest first, and each rank broadcasts its own when they are updated: with
-    `parameters_as_bucket_view`, all of them at once. Unsupported for parameters of several dtypes.
+    It assigns each parameter as a whole to one rank, largest first. After the update each rank broadcasts its
+    parameters: as one tensor, with `parameters_as_bucket_view`. Unsupported for parameters of several dtypes.
     """
     params = list(params)
     tensors = [p for group in params for p in group["params"]] if isinstance(params[0], dict) else params
@@ -50,11 +50,11 @@ def zero_redundancy(
 
 @cache
 def _zero_redundancy_class() -> Any:
-    """Made when first asked for: what it is imported from compiles scripts for a second."""
+    # Defined on the first call, because the import compiles TorchScript for a second.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     class ZeroRedundancy(ZeroRedundancyOptimizer):
-        """torch's, with the whole state on every rank, where torch has it on one; it may be loaded again."""
+        """torch's, but `state_dict` returns the full state on every rank, where torch's does on one."""
 
         def state_dict(self) -> dict[str, Any]:
             self.consolidate_state_dict(to=0)
@@ -64,7 +64,7 @@ def _zero_redundancy_class() -> Any:
             return shared[0]
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            super().load_state_dict(state_dict | {"state": dict(state_dict["state"])})  # which it writes into
+            super().load_state_dict(state_dict | {"state": dict(state_dict["state"])})  # torch writes into it: a copy
 
     return ZeroRedundancy
 

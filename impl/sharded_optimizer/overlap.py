@@ -1,4 +1,4 @@
-"""Updated parameters arrive while forward runs: each submodule waits for its own, just before it reads them."""
+"""The all-gather of updated parameters overlaps forward: each submodule waits for its own just before it reads them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from impl.sharded_optimizer.shards import ShardedBucket
 
 
 class ForwardOverlap:
-    """Hooks on `module` and its submodules; they keep nothing alive, and do nothing once `self` is gone.
+    """Hooks on `module` and its submodules; they keep nothing alive, and do nothing once `self` is freed.
 
-    What of the parameters is still to come when the module's forward ends was not read by its own submodule;
-    `read_too_early` tells whether something else, such as its parent, has read it all the same.
+    When the module's forward ends and a bucket's all-gather has not been waited for, no submodule that owns its
+    parameters ran. Something else, such as a parent module, may have read them before they were updated:
+    `read_too_early` says so.
     """
 
     def __init__(self, module: nn.Module, bucket_of: Mapping[nn.Parameter, ShardedBucket]) -> None:
@@ -39,7 +40,7 @@ class ForwardOverlap:
         module.register_load_state_dict_pre_hook(wait_for_rest)
 
     def read_too_early(self, parameter: nn.Parameter) -> bool:
-        """Whether a forward since the step read the parameter, as its gradient shows, and had not waited for it."""
+        """Called for a parameter with a new gradient: whether forward read it without waiting for its update."""
         return self._bucket_of[parameter].late
 
     def _wait(self, submodule: nn.Module) -> None:

@@ -1,11 +1,11 @@
 """ZeRO-1 over flat shards: gradients are reduce-scattered in backward, each rank updates its own elements, and the
-updated parameters are all-gathered behind the next forward.
+updated parameters are all-gathered while the next forward runs.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5.1 (P_os).
-With Ψ parameters on N ranks a step keeps 4Ψ + 4Ψ + KΨ/N bytes in float32, K = 8 for Adam's moments (the paper's mixed
-precision: 2Ψ + 2Ψ + 12Ψ/N), and each rank sends 2Ψ (N-1)/N elements, as for an all-reduce. As in the paper, partitions
-are equal whatever the parameters' sizes are. Other than there, gradients exist from backward to the step alone, and
-nobody waits for an updated parameter before forward gets to it.
+With Ψ parameters on N ranks a rank stores 4Ψ (parameters) + 4Ψ (gradients) + KΨ/N bytes in float32, K = 8 for Adam's
+moments (in the paper's mixed precision 2Ψ + 2Ψ + 12Ψ/N), and sends 2Ψ (N-1)/N elements a step, as for an all-reduce. As
+in the paper, all ranks' partitions are equal, whatever the parameters' sizes. Unlike there, gradients exist only from
+backward to the step, and a submodule waits for updated parameters only when its forward needs them.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from shardmark.registry import Race, register
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Rank 0's parameters are what all start from. Contract and errors: `impl.sharded_optimizer`.
+    """All ranks get rank 0's parameters. Contract and errors: `impl.sharded_optimizer`.
 
-    `optimizer_cls` sees this rank's part of each parameter, flat, so it must treat each element by itself: SGD, Adam,
-    AdamW, RMSprop, Adagrad and the like do. Those that look at a whole parameter or gradient do not: Adafactor, Muon,
-    LBFGS, LAMB, LARS, and any `max_grad_norm` of their own (`clip_grad_norm_` is here).
+    `optimizer_cls` gets this rank's part of each parameter, flat, so it must update each element independently of the
+    others. SGD, Adam, AdamW, RMSprop and Adagrad do. Adafactor, Muon, LBFGS, LAMB, LARS and an optimizer's own
+    `max_grad_norm` need full parameters or gradients (to clip, call `clip_grad_norm_` here).
 
-    `average_gradients`: gradients are this rank's own, nobody else synchronizes them, and backward reduce-scatters them
-    in buckets of `bucket_mb` (2^20 bytes). A gradient that this rank does not have counts as zero, as in data-parallel
-    wrappers. What `.grad` holds between backward and `step`, which lets go of it, is the average in this rank's part
-    alone. RuntimeError for a second backward before `step`, unless all but the last are in `no_sync`. Otherwise
-    gradients are averaged already: `step` reads each twice and raises RuntimeError on every rank where the ranks differ
-    in them; a parameter without a gradient is left alone, with its state.
+    With `average_gradients` gradients are this rank's own, nothing else synchronizes them, and backward reduce-scatters
+    them in buckets of `bucket_mb` (2^20 bytes). A gradient that this rank does not have counts as zero. Between
+    backward and `step`, which frees it, `.grad` is the average only in the part that this rank owns. RuntimeError for a
+    second backward before `step`, unless all but the last are in `no_sync`. Without `average_gradients` gradients must
+    be averaged already: `step` reads each twice, and raises RuntimeError on every rank where the ranks' differ. A
+    parameter without a gradient does not change then, nor does its state.
 
-    `module`: the all-gather of updated parameters overlaps its next forward, where each submodule waits for its own.
-    Whoever reads parameters elsewhere calls `finish_parameter_synchronization` first; the module's `state_dict` does.
+    With `module` the all-gather of updated parameters overlaps the module's next forward: each submodule waits for its
+    own. Before reading parameters elsewhere call `finish_parameter_synchronization`; the module's `state_dict` does.
     """
 
     def __init__(
@@ -65,91 +65,86 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.process_group = process_group or dist.distributed_c10d._get_default_group()
         self.average_gradients = average_gradients
         self._collectives = collectives_for(self.process_group)
-        self._make, self._bucket_bytes = optimizer_cls, bucket_mb * 2**20
-        self._inner: torch.optim.Optimizer | None = None
-        self._buckets: list[ShardedBucket] = []  # in the order of their reduce-scatters, which all ranks share
+        self._optimizer_cls, self._bucket_bytes = optimizer_cls, bucket_mb * 2**20
+        self._inner: torch.optim.Optimizer | None = None  # of this rank's segments
+        self._buckets: list[ShardedBucket] = []  # in the order of their reduce-scatters, the same on all ranks
         self._bucket_of: dict[nn.Parameter, ShardedBucket] = {}
-        self._filled: list[ShardedBucket] = []  # in the order in which this backward did
-        self._order_is_learnt = False
-        self._next = 0  # the first bucket whose reduce-scatter has not begun
+        self._filled: list[ShardedBucket] = []  # in the order in which this backward filled them
+        self._order_is_known = False
+        self._next = 0  # the first bucket whose reduce-scatter has not started
         self._synchronizing = True  # False inside no_sync
         self._overlap = None if module is None else ForwardOverlap(module, self._bucket_of)
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """torch's, at any time between steps; ValueError on every rank where the ranks' groups differ."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            check_same_group(group, self.process_group)
-        except ValueError:
-            self.param_groups.pop()
-            raise
-        trainable = [p for p in group["params"] if p.requires_grad and p.numel()]
-        # backward comes to the last parameters first
-        runs = partition(trainable[::-1], self._bucket_bytes, least_bytes=self._bucket_bytes)
-        new = [ShardedBucket(run, self.process_group, self._collectives) for run in runs]
-        for bucket in new:
-            dist.broadcast(bucket.flat, group=self.process_group, group_src=0)
-            self._bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
-        if self.average_gradients or self._overlap is not None:
-            for p in trainable:
-                call_on_gradient(p, self._on_gradient)
-        self._buckets += new
-        self._order_is_learnt = False
-        self._shard_group(group, [segment.shard for bucket in new for segment in bucket.segments])
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if self._overlap is not None and self._overlap.read_too_early(parameter):
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} was used outside of its own module's forward, before "
+                "it was gathered: make the optimizer without `module`, or call finish_parameter_synchronization() first"
+            )
+        if not self.average_gradients:
+            return
+        bucket = self._bucket_of[parameter]
+        if parameter not in bucket.missing:  # autograd has just added to a gradient that is being communicated
+            raise backward_twice("step()")
+        if not self._synchronizing:
+            return
+        check_dense(parameter)
+        bucket.collect(parameter)
+        if not bucket.missing:
+            self._filled.append(bucket)
+        full = takewhile(lambda b: not b.missing, self._buckets[self._next :])
+        self._launch(self._next + len(list(full)))
 
-    def _shard_group(self, group: dict[str, Any], shards: list[nn.Parameter]) -> None:
-        """Give the wrapped optimizer this rank's part of the group, and the group the arguments it did not name."""
-        inner = {**_arguments(group), "params": shards}
-        if self._inner is None:
-            self._inner = self._make([inner], **self.defaults)
-            self.defaults, self.state = self._inner.defaults, self._inner.state
-        else:
-            self._inner.add_param_group(inner)
-        group.update(_arguments(self._inner.param_groups[-1]))
+    def _launch(self, end: int) -> None:
+        """Start the reduce-scatters up to bucket `end` (exclusive) that have not started."""
+        for i in range(self._next, end):
+            if i >= IN_FLIGHT:
+                self._buckets[i - IN_FLIGHT].finish_reduction()  # frees its buffers
+            self._buckets[i].reduce()
+        self._next = max(self._next, end)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's elements and begin to gather all; returns what `closure` does. Every rank must call it."""
+        """Update this rank's elements and start the all-gather. Returns `closure`'s result. All ranks call."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         assert self._inner is not None
-        self.finish_parameter_synchronization()  # no forward came since
+        self.finish_parameter_synchronization()  # in case no forward ran since the last step
         self._check_parameters()
         self.finish_gradient_synchronization()
         if not self.average_gradients:
             check_averaged(self._bucket_of, self.process_group, self._collectives)
         for segment in self._segments():
-            segment.take_gradient()
+            segment.view_gradient()
         for inner, group in zip(self._inner.param_groups, self.param_groups, strict=True):
             inner.update(_arguments(group))
         self._inner.step()
         for inner, group in zip(self._inner.param_groups, self.param_groups, strict=True):
             group.update(_arguments(inner))
-        self._inner.zero_grad()  # or segments would keep gradients alive
+        self._inner.zero_grad()  # the segments' views would keep gradients alive
         if self.average_gradients:
-            self._let_go_of_gradients()
-        for bucket in reversed(self._buckets):  # forward wants first what backward made last
+            self._free_gradients()
+        for bucket in reversed(self._buckets):  # forward reads first what backward reached last
             bucket.gather()
         if self._overlap is None:
             self.finish_parameter_synchronization()
         return loss
 
     def finish_gradient_synchronization(self) -> None:
-        """With `average_gradients`: begin what backward did not fill, then wait for every bucket. `step` does it."""
+        """With `average_gradients`: reduce the buckets that backward did not fill, and wait for all; `step` does."""
         if not self.average_gradients:
             return
         self._launch(len(self._buckets))
         for bucket in self._buckets:
             bucket.finish_reduction()
-        if not self._order_is_learnt:
+        if not self._order_is_known:
             self._learn_order()
 
     def finish_parameter_synchronization(self) -> None:
-        """Return when every parameter is the updated one."""
+        """Return when every parameter is updated on this rank."""
         for bucket in self._buckets:
             bucket.finish_gathering()
 
@@ -163,31 +158,64 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._synchronizing = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """torch's; what is under way is given up."""
+        """As torch's; a backward that was not followed by `step` is discarded."""
         if self.average_gradients:
-            self._let_go_of_gradients()
+            self._free_gradients()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """torch's `clip_grad_norm_` (2-norm), before `step`; returns the norm of all ranks' average gradients."""
+        """As `torch.nn.utils.clip_grad_norm_` (2-norm) of the averaged gradients; before `step`. All ranks call."""
         if not self.average_gradients:
             return nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], max_norm)
         self.finish_gradient_synchronization()
         for segment in self._segments():
-            segment.take_gradient()
+            segment.view_gradient()
         grads = [segment.shard.grad for segment in self._segments() if segment.shard.grad is not None]
         square = torch.zeros(1, dtype=torch.float64, device=self.param_groups[0]["params"][0].device)
         if grads:
             square += total_norm(grads).square()
         self._collectives.all_reduce(square, self.process_group)
         norm = square.sqrt().squeeze()
-        if grads:  # a rank may own nothing of a few elements
+        if grads:  # with few elements a rank may own none
             torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).item())
         return norm
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; at any time between steps. ValueError on every rank where the ranks' groups differ."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_same_group(group, self.process_group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        trainable = [p for p in group["params"] if p.requires_grad and p.numel()]
+        # Reversed, because backward reaches the last parameters first.
+        runs = partition(trainable[::-1], self._bucket_bytes, least_bytes=self._bucket_bytes)
+        new = [ShardedBucket(run, self.process_group, self._collectives) for run in runs]
+        for bucket in new:
+            dist.broadcast(bucket.flat, group=self.process_group, group_src=0)
+            self._bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
+        if self.average_gradients or self._overlap is not None:
+            for p in trainable:
+                call_on_gradient(p, self._on_gradient)
+        self._buckets += new
+        self._order_is_known = False
+        self._add_inner_group(group, [segment.shard for bucket in new for segment in bucket.segments])
+
+    def _add_inner_group(self, group: dict[str, Any], shards: list[nn.Parameter]) -> None:
+        """Add a group of these shards to the inner optimizer; `group` gets the defaults of `optimizer_cls` from it."""
+        inner = {**_arguments(group), "params": shards}
+        if self._inner is None:
+            self._inner = self._optimizer_cls([inner], **self.defaults)
+            self.defaults, self.state = self._inner.defaults, self._inner.state
+        else:
+            self._inner.add_param_group(inner)
+        group.update(_arguments(self._inner.param_groups[-1]))
+
     def state_dict(self) -> dict[str, Any]:
-        """The state that `optimizer_cls` would have without sharding, whole, on every rank. Every rank must call it."""
+        """The full state that `optimizer_cls` would have without sharding, on every rank. All ranks call."""
         assert self._inner is not None
         self.state = gather_state(self._buckets, self._inner.state, self.process_group, self._collectives)  # type: ignore[assignment]
         try:
@@ -196,12 +224,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.state = self._inner.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned on any number of ranks, or `optimizer_cls` without sharding.
+        """Load a `state_dict` saved on any number of ranks, or by `optimizer_cls` without sharding.
 
         ValueError, with nothing loaded, where it is of another model.
         """
         assert self._inner is not None
-        hook = self.register_load_state_dict_pre_hook(self._load_shards)  # after the user's own
+        hook = self.register_load_state_dict_pre_hook(self._load_shards)  # runs after the user's own hooks
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -209,7 +237,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.state = self._inner.state
 
     def _load_shards(self, _: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        """Load this rank's part, and leave the arguments to torch."""
+        """Load this rank's part of the state into the inner optimizer; torch loads the groups' arguments."""
         assert self._inner is not None
         check_state(loaded, self.param_groups)
         ids = [i for group in loaded["param_groups"] for i in group["params"]]
@@ -219,59 +247,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner = self._inner.state_dict()
         shards = [shard for group in self._inner.param_groups for shard in group["params"]]
         parts = [split_state(loaded["state"], segment_of[s], index_of[segment_of[s].parameter]) for s in shards]
-        for group, theirs in zip(inner["param_groups"], loaded["param_groups"], strict=True):
-            group.update(_arguments(theirs))
+        for group, saved in zip(inner["param_groups"], loaded["param_groups"], strict=True):
+            group.update(_arguments(saved))
         self._inner.load_state_dict(inner | {"state": {i: part for i, part in enumerate(parts) if part}})
         return {**loaded, "state": {}}
 
-    def _segments(self) -> Iterator[Segment]:
-        for bucket in self._buckets:
-            yield from bucket.segments
-
-    def _on_gradient(self, parameter: nn.Parameter) -> None:
-        if self._overlap is not None and self._overlap.read_too_early(parameter):
-            raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} was used outside of its own module's forward, before "
-                "it was gathered: make the optimizer without `module`, or call finish_parameter_synchronization() first"
-            )
-        if not self.average_gradients:
-            return
-        bucket = self._bucket_of[parameter]
-        if parameter not in bucket.missing:  # or, even in no_sync, it was added to what is being communicated
-            raise backward_twice("step()")
-        if not self._synchronizing:
-            return
-        check_dense(parameter)
-        bucket.take(parameter)
-        if not bucket.missing:
-            self._filled.append(bucket)
-        full = takewhile(lambda b: not b.missing, self._buckets[self._next :])
-        self._launch(self._next + len(list(full)))
-
-    def _launch(self, end: int) -> None:
-        """Begin the reduce-scatters before `end` that have not begun."""
-        for i in range(self._next, end):
-            if i >= IN_FLIGHT:
-                self._buckets[i - IN_FLIGHT].finish_reduction()  # each has buffers of its own
-            self._buckets[i].reduce()
-        self._next = max(self._next, end)
-
     def _learn_order(self) -> None:
-        """From the first backward on, buckets are communicated in the order in which it filled them on rank 0."""
+        """Once, after the first backward: reorder the buckets as rank 0's backward filled them, on every rank."""
         shared = [[self._buckets.index(bucket) for bucket in self._filled]]
         dist.broadcast_object_list(shared, group=self.process_group, group_src=0)
         order = shared[0]
         self._buckets = [self._buckets[i] for i in [*order, *sorted(set(range(len(self._buckets))) - set(order))]]
-        self._order_is_learnt = bool(order)  # a step without a backward tells nothing
+        self._order_is_known = bool(order)  # not after a step without a backward
 
-    def _let_go_of_gradients(self) -> None:
+    def _free_gradients(self) -> None:
         for bucket in self._buckets:
-            bucket.let_go_of_gradients()
+            bucket.free_gradients()
         self._next = 0
         self._filled.clear()
 
     def _check_parameters(self) -> None:
-        """RuntimeError for parameters whose update would not reach the model, or that would get none."""
+        """RuntimeError for a parameter whose update would not reach the model, and for one that would get none."""
         if moved := [p for bucket in self._buckets for p in bucket.moved()]:
             raise RuntimeError(
                 f"a parameter of shape {tuple(moved[0].shape)} is no longer where the optimizer keeps it: make the "
@@ -285,9 +281,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
             check_dense(p)
 
+    def _segments(self) -> Iterator[Segment]:
+        for bucket in self._buckets:
+            yield from bucket.segments
+
 
 def _arguments(group: dict[str, Any]) -> dict[str, Any]:
-    """A param group without its parameters."""
+    """A param group's arguments, such as `lr`: all but its parameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state between this rank's segments and whole parameters, so that it fits any number of ranks, and torch."""
+"""Convert optimizer state between this rank's segments and full parameters, which any number of ranks can load."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from impl.data_parallel.base import of_every_rank
 from impl.sharded_optimizer.shards import Segment, ShardedBucket
 
 State = dict[str, Any]
-"""One parameter's: tensors of its shape, and values that all of its elements share, such as a step count."""
+"""One parameter's state: tensors of its shape, and values that all its elements share, such as the step count."""
 
 
 def gather_state(
     buckets: Sequence[ShardedBucket], state: Mapping[Tensor, State], group: dist.ProcessGroup, collectives: Collectives
 ) -> dict[nn.Parameter, State]:
-    """Every rank's part of the state put together, on every rank; parameters without state are left out.
+    """All-gather the state of full parameters, on every rank; parameters without state are left out.
 
-    ValueError for state that is neither of a segment's shape nor a single value, without dimensions.
+    ValueError for state that has neither its segment's shape nor no dimensions.
     """
-    everyone = of_every_rank([_shared(bucket, state) for bucket in buckets], group)
+    every_rank = of_every_rank([_described(bucket, state) for bucket in buckets], group)
     gathered: dict[nn.Parameter, State] = {}
     for i, bucket in enumerate(buckets):
         shared: dict[int, State] = {}  # by the parameter's place in the bucket
-        for rank in everyone:
+        for rank in every_rank:
             shared |= rank[i]
         dtypes = {name: dtype for values in shared.values() for name, dtype in values.items() if _is_dtype(dtype)}
-        whole = {name: _whole(bucket, name, dtypes[name], state, group, collectives) for name in sorted(dtypes)}
+        full = {name: _gather(bucket, name, dtypes[name], state, group, collectives) for name in sorted(dtypes)}
         for place, values in sorted(shared.items()):
             p = bucket.parameters[place]
-            gathered[p] = {k: whole[k][p].clone() if _is_dtype(value) else value for k, value in values.items()}
+            gathered[p] = {k: full[k][p].clone() if _is_dtype(value) else value for k, value in values.items()}
     return gathered
 
 
 def split_state(loaded: Mapping[int, State], segment: Segment, index: int) -> State:
-    """Of the whole state, what belongs to that segment of the parameter at `index`; tensors are copied."""
+    """The segment's part of the full state of the parameter at `index`; tensors are copied."""
     parts = {}
     for name, value in loaded.get(index, {}).items():
         if is_elementwise(name, value, segment.parameter):
@@ -49,7 +49,7 @@ def split_state(loaded: Mapping[int, State], segment: Segment, index: int) -> St
 
 
 def check_state(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """ValueError, in one line, where the state is not of these param groups."""
+    """ValueError, in one line, where the state does not fit these param groups."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(f"this is no optimizer's state: it has no {key!r}, but {sorted(map(str, state_dict))}")
@@ -66,7 +66,7 @@ def check_state(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any
     ]
     elementwise = {name for _, p, name, value in tensors if value.dim() and value.shape == p.shape}
     for i, p, name, value in tensors:
-        # What all elements share has no dimensions; nor has what a parameter without any keeps, which fits no other.
+        # A value that all elements share has no dimensions. A scalar parameter's state has none, either: hence `name`.
         if value.shape != p.shape and (value.dim() or name in elementwise):
             raise ValueError(
                 f"the state is of another model: {name!r} of parameter {i} has shape {tuple(value.shape)}, "
@@ -75,12 +75,12 @@ def check_state(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any
 
 
 def is_elementwise(name: str, value: Any, parameter: Tensor) -> bool:
-    """Whether that state of a whole parameter has a value for each of its elements."""
+    """Whether that state of a full parameter has a value for each of its elements."""
     return isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"
 
 
-def _shared(bucket: ShardedBucket, state: Mapping[Tensor, State]) -> dict[int, State]:
-    """State of this rank's segments by place: values that all elements share, and for tensors their dtype alone."""
+def _described(bucket: ShardedBucket, state: Mapping[Tensor, State]) -> dict[int, State]:
+    """State of this rank's segments by place in the bucket: dtypes in place of tensors; other values as they are."""
     places = {p: place for place, p in enumerate(bucket.parameters)}
     described: dict[int, State] = {}
     for segment in bucket.segments:
@@ -98,7 +98,7 @@ def _shared(bucket: ShardedBucket, state: Mapping[Tensor, State]) -> dict[int, S
     return described
 
 
-def _whole(
+def _gather(
     bucket: ShardedBucket,
     name: str,
     dtype: torch.dtype,
@@ -106,7 +106,7 @@ def _whole(
     group: dist.ProcessGroup,
     collectives: Collectives,
 ) -> dict[nn.Parameter, Tensor]:
-    """One kind of state of a whole bucket, by parameter."""
+    """All-gather one kind of state of the bucket, by parameter."""
     own = torch.zeros(bucket.size, dtype=dtype, device=bucket.flat.device)
     begin = 0
     for segment in bucket.segments:
@@ -114,9 +114,9 @@ def _whole(
         if name in state.get(segment.shard, {}):
             part.copy_(state[segment.shard][name])
         begin += segment.shard.numel()
-    whole = torch.empty(bucket.flat.shape, dtype=dtype, device=own.device)
-    collectives.all_gather(whole, own, group)
-    return bucket.slots(whole)
+    full = torch.empty(bucket.flat.shape, dtype=dtype, device=own.device)
+    collectives.all_gather(full, own, group)
+    return bucket.slots(full)
 
 
 def _is_dtype(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Cases of a training step, alone and on more and more ranks: what varies, and its id."""
+"""Cases of a training step, on one device and over several world sizes: what varies, and the id."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ STEP_MODES = ("forward", "forward_backward", "step")
 class TrainingStepCase:
     """One AdamW step of the language model of that size; `batch` sequences of `context` tokens on each rank.
 
-    `dtype` is what it computes in: "bfloat16" and "float16" are autocast over float32 parameters. `mode` is the part
-    that is measured: "forward", "forward_backward" or the whole "step". `attention` names one of that family.
-    `bucket_mb`, where given, is the size of the buckets that gradients are communicated in.
+    `dtype` is that of computation: "bfloat16" and "float16" are autocast over float32 parameters. `mode` is the part
+    that is measured: "forward", "forward_backward" or the full "step". `attention` names an implementation of
+    attention. `bucket_mb` is the size of the buckets that gradients are communicated in; None is the wrapper's default.
     """
 
     model: str
@@ -39,9 +39,9 @@ class TrainingStepCase:
 
 @dataclass(frozen=True)
 class ScalingCase:
-    """A training step on more and more ranks: "strong" scaling shares one rank's batch out, "weak" gives each as much.
+    """A training step on a growing number of ranks.
 
-    `batch` is one rank's where it is alone.
+    `kind` is "strong", where the ranks share a batch of `batch` sequences, or "weak", where each rank has that many.
     """
 
     kind: str
@@ -54,12 +54,12 @@ class ScalingCase:
         return f"{self.kind}-{self.model}-b{self.batch}-s{self.context}-{self.dtype}"
 
     def on(self, ranks: int) -> TrainingStepCase:
-        """One rank's step on that many ranks; Unsupported where they cannot share the batch equally."""
+        """Each rank's step on that many ranks; Unsupported where they cannot share the batch equally."""
         if self.kind == "strong" and self.batch % ranks:
             raise Unsupported(f"{ranks} ranks cannot share a batch of {self.batch} equally")
         batch = self.batch // ranks if self.kind == "strong" else self.batch
         return TrainingStepCase(self.model, batch, self.context, self.dtype)
 
     def efficiency(self, ranks: int, ratio: float) -> float:
-        """Of `ranks` whose step takes `ratio` times that of one: one is what ranks that cost nothing would reach."""
+        """Scaling efficiency where the step on `ranks` ranks takes `ratio` times the step of one rank; 1 is ideal."""
         return 1 / (ranks * ratio) if self.kind == "strong" else 1 / ratio

@@ -1,4 +1,4 @@
-"""The eager step of a model whose blocks keep only their inputs and run forward again in backward."""
+"""The eager step with full activation checkpointing: each block saves only its input, and backward recomputes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardmark.registry import Race, register
 
 
 class CheckpointedStep(EagerStep):
-    """Contract and errors: `impl.training_step.TrainingStep`; the model has `blocks`, as `impl.checkpointing` says."""
+    """Contract and errors: `impl.training_step.TrainingStep`. The model has `blocks`, see `impl.checkpointing`."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, precision: Precision = FLOAT32) -> None:
         super().__init__(full(model), optimizer, precision=precision)

@@ -1,10 +1,10 @@
-"""The training step under torch.compile: how much of it is handed to the compiler, and with which options.
+"""The training step under torch.compile: which part of it is compiled, and with which options.
 
-What each placement hands over, in one call from Python to compiled code:
+What each implementation compiles into one call from Python:
 
-    compile_model               the model's forward; its backward is compiled with it, and called by autograd
-    compile_forward_backward    forward with the loss; backward as compiled autograd captures it
-    compile_step                forward, loss, backward and the sum into `.grad` as one graph, then the update
+    compile_model               the model's forward; its backward is compiled, too, and called by autograd
+    compile_forward_backward    forward with the loss; and backward, as compiled autograd captures it
+    compile_step                forward, loss, backward and the sum into `.grad` as one graph; then the update
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from shardmark.machine import requires_compiler
 from shardmark.registry import Race, Unsupported, register, requires_cuda
 
 OPTIONS = ("epilogue_fusion", "shape_padding", "max_autotune", "triton.cudagraphs")
-"""Inductor's options that the ladder turns on, alone and together.
+"""Inductor's options that the ladder turns on, one at a time and all together.
 
-Epilogue fusion puts pointwise work into the matrix products that the compiler writes itself, which it does under max
-autotune alone; shape padding widens products to multiples that tensor cores like. PyTorch has these two on by default.
-A CUDA graph's memory belongs to the graph: the allocator's statistics, and so the meter, miss it once it is replayed.
+Epilogue fusion puts pointwise operators into the matrix product kernels that the compiler generates, which it does only
+under max autotune. Shape padding pads matrix products to the multiples that tensor cores need. Both are on by default
+in PyTorch. A CUDA graph owns its memory: once it is replayed, the allocator's statistics, and so the meter, miss it.
 """
 
 
 def options(*on: str) -> dict[str, Any]:
-    """All of OPTIONS, those named on and the others off, so that what PyTorch's default is does not matter."""
+    """All of OPTIONS, those named on and the others off, whatever PyTorch's defaults are."""
     return {name: name in on for name in OPTIONS}
 
 
 def _compiling(**config: Any) -> AbstractContextManager[None]:
-    """Dynamo's configuration at each call: as many shapes and models as a process has, else it turns silently eager."""
+    """Dynamo's configuration at each call, with raised recompile limits: above them it silently runs eager."""
     return torch._dynamo.config.patch(recompile_limit=MANY, accumulated_recompile_limit=MANY, **config)
 
 
 class CompileModel(EagerStep):
-    """`module.compile()`: loss, backward's start and the update stay eager. Contract: `impl.training_step`."""
+    """`module.compile()`: the loss and the update stay eager. Contract: `impl.training_step`."""
 
     options: ClassVar[dict[str, Any] | None] = None
     """Inductor's options; None for PyTorch's defaults."""
@@ -54,9 +54,8 @@ class CompileModel(EagerStep):
         model.compile(dynamic=False, options=self.options)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross entropy."""
         if self.options and self.options["triton.cudagraphs"]:
-            torch.compiler.cudagraph_mark_step_begin()  # what the last step's graphs gave out may be overwritten
+            torch.compiler.cudagraph_mark_step_begin()  # outputs of the last step's graphs may be overwritten
         with _compiling():
             return super().forward(tokens, targets)
 
@@ -64,8 +63,8 @@ class CompileModel(EagerStep):
 class CompileForwardBackward(EagerStep):
     """Forward and loss in one compiled call; backward captured by compiled autograd and compiled in another.
 
-    Compiled autograd is entered directly, with one compiler for the life of the step: under
-    `torch._dynamo.config.compiled_autograd` each step makes a compiler anew.
+    Compiled autograd is entered directly, with one compiler for all steps. With
+    `torch._dynamo.config.compiled_autograd` each step would make a new compiler.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, precision: Precision = FLOAT32) -> None:
@@ -74,14 +73,13 @@ class CompileForwardBackward(EagerStep):
         self._compile_backward = torch.compile(fullgraph=True, dynamic=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross entropy."""
         with _compiling():
             return self._forward(tokens, targets)
 
     def backward(self, loss: Tensor) -> None:
         """Every node of autograd's graph, the sums into `.grad` included, in one compiled call."""
         from torch._dynamo import (
-            compiled_autograd,  # with it comes the compiler, which takes as long as torch to import
+            compiled_autograd,  # imported here: it imports the compiler, which takes as long as importing torch
         )
 
         with _compiling(), compiled_autograd._enable(self._compile_backward, dynamic=False):
@@ -89,12 +87,12 @@ class CompileForwardBackward(EagerStep):
 
 
 class CompileStep(EagerStep):
-    """One compiled call for all of it. `forward`, `backward` and `update`, called apart, are eager.
+    """One compiled call for the full step. `forward`, `backward` and `update`, called separately, are eager.
 
-    The compiler is told to trace backward, so that forward, loss, backward and the sums into `.grad` are one graph and
-    nothing is saved between two. PyTorch's optimizers ask for a graph break around their step. A fused optimizer then
-    runs its own kernel, which the compiler leaves alone; the update of any other is compiled into a second graph.
-    Float16 is Unsupported: whether its step is skipped is decided on the host.
+    The compiler traces backward (`trace_autograd_ops`), so forward, loss, backward and the sums into `.grad` are one
+    graph, and nothing is saved between two. PyTorch's optimizers cause a graph break around their step: a fused
+    optimizer runs its own kernel, which is not compiled; the update of any other is compiled into a second graph.
+    Unsupported for float16, where the host decides whether to skip a step.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, precision: Precision = FLOAT32) -> None:
@@ -104,7 +102,6 @@ class CompileStep(EagerStep):
         self._compiled = torch.compile(self._step, dynamic=False)
 
     def __call__(self, tokens: Tensor, targets: Tensor, mark: Callable[[str], None] = lambda part: None) -> Tensor:
-        """Forward, backward, update."""
         with _compiling(trace_autograd_ops=True):
             loss = self._compiled(tokens, targets)
         mark("step")
@@ -112,8 +109,8 @@ class CompileStep(EagerStep):
 
     def _step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         loss = self.forward(tokens, targets)
-        loss.backward()  # not by way of the scaler, which the compiler does not trace
-        loss = loss.detach()  # before the break: were the graph to give out a loss to differentiate, it would end there
+        loss.backward()  # without the scaler, which the compiler does not trace
+        loss = loss.detach()  # before the graph break: a graph that returned a differentiable loss would end here
         self.optimizer.step()
         return loss
 
@@ -125,31 +122,31 @@ class CompileNoOptions(CompileModel):
 
 
 class CompileEpilogueFusion(CompileModel):
-    """Pointwise work fused into what comes before it."""
+    """Pointwise operators fused into the matrix products before them."""
 
     options = options("epilogue_fusion")
 
 
 class CompileShapePadding(CompileModel):
-    """Matrix products padded to sizes that the hardware likes."""
+    """Matrix products padded to multiples that tensor cores need."""
 
     options = options("shape_padding")
 
 
 class CompileMaxAutotune(CompileModel):
-    """Matrix products by whichever kernel, library or Triton, is fastest here."""
+    """Matrix products by the fastest kernel on this machine, the library's or one generated in Triton."""
 
     options = options("max_autotune")
 
 
 class CompileCudagraphs(CompileModel):
-    """Forward and backward each replayed as a CUDA graph; gradients are to be let go of before the next forward."""
+    """Forward and backward each replayed as a CUDA graph; free the gradients before the next forward."""
 
     options = options("triton.cudagraphs")
 
 
 class CompileAllOptions(CompileModel):
-    """All of OPTIONS."""
+    """All of OPTIONS on."""
 
     options = options(*OPTIONS)
 

@@ -1,4 +1,4 @@
-"""The contract of the training step: what a user calls, the check of a target, and the family."""
+"""The contract of the training step, the check that a target meets it, and the family."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from shardmark.registry import Family, Race, RegistryError, add_family
 
 
 class TrainingStep(Protocol):
-    """`Step(model, optimizer, *, precision=Precision())`: forward, backward and update, apart or in one call.
+    """`Step(model, optimizer, *, precision=Precision())`: forward, backward and update, separately or in one call.
 
-    `model` maps tokens (batch, context) to logits (batch, context, vocab) and holds parameters of the precision's
-    dtype; `optimizer` is over those parameters. Tokens and targets are int64 (batch, context). Gradients accumulate in
-    `.grad` until the caller lets go of them. Targets of -100 are ignored; where all are, the loss is NaN, as PyTorch's
-    mean over nothing is, and the gradients are zero. Under float16 a step whose gradients overflow is skipped, with a
-    RuntimeWarning, and the loss is scaled less from then on.
+    `model` maps tokens (batch, context) to logits (batch, context, vocab), and its parameters have the precision's
+    dtype; `optimizer` updates those parameters. Tokens and targets are int64 (batch, context). Gradients accumulate in
+    `.grad` until the caller sets them to None. Targets of -100 are ignored; where all are, the loss is NaN, as
+    PyTorch's mean over nothing is, and the gradients are zero. In float16 a step whose gradients overflow is skipped
+    with a RuntimeWarning, and the loss scale is reduced.
 
-    ValueError for a model, an optimizer and a precision that do not go together, and, on CPU and eager, for tokens and
-    targets that the vocabulary does not have; compiled code and CUDA end in assertions of their own.
+    ValueError for a model, an optimizer and a precision that do not go together, and, eager on CPU, for tokens and
+    targets that the vocabulary does not have; compiled code and CUDA raise assertions of their own.
     """
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class TrainingStep(Protocol):
         ...
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of the loss, added to each parameter's `.grad`."""
+        """Add the loss's gradients to each parameter's `.grad`."""
         ...
 
     def update(self) -> None:
@@ -40,15 +40,15 @@ class TrainingStep(Protocol):
         ...
 
     def __call__(self, tokens: Tensor, targets: Tensor, mark: Callable[[str], None] = ...) -> Tensor:
-        """All three; `mark` hears "forward", "backward" and "optimizer" as each ends, or "step" where they are one.
+        """All three. Returns the loss, detached.
 
-        Returns the loss, detached.
+        `mark` is called with "forward", "backward" and "optimizer" as each ends, or with "step" where they are one.
         """
         ...
 
 
 def _check(target: Any, device: str) -> None:
-    """A step of a model of one block lowers its loss."""
+    """The second step of a tiny model must have a lower loss than its first."""
     model = MLPLanguageModel(MLPSize(dim=8, layers=1, vocab=5)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = torch.arange(4, device=device).reshape(1, 4)
@@ -68,6 +68,6 @@ FAMILY = add_family(
         reference="eager",
         check=_check,
         memory=eager_peak,
-        time=Race("eager", budget=1.25),  # a user's own may do without what the others do, not be slower
+        time=Race("eager", budget=1.25),  # a user's own may use less memory than eager, but not much more time
     )
 )

@@ -1,4 +1,4 @@
-"""The training step as it reads, operator by operator: the reference."""
+"""The eager training step, operator by operator: the reference."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ class EagerStep:
         self.scaler = precision.scaler(self.device)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross entropy."""
         with self.precision.autocast(self.device):
-            logits = self.model(tokens).flatten(0, 1).float()  # (tokens, vocab); those in half precision are gone
+            logits = self.model(tokens).flatten(0, 1).float()  # (tokens, vocab); half-precision logits are freed here
             try:
                 return cross_entropy(logits, targets.flatten())
             except IndexError:
@@ -50,11 +49,10 @@ class EagerStep:
                 ) from None
 
     def backward(self, loss: Tensor) -> None:
-        """Scaled under float16."""
         self.scaler.scale(loss).backward()
 
     def update(self) -> None:
-        """The optimizer's step, skipped where float16 gradients overflowed."""
+        """The optimizer's step, which is skipped where float16 gradients overflowed."""
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -67,7 +65,6 @@ class EagerStep:
             )
 
     def __call__(self, tokens: Tensor, targets: Tensor, mark: Callable[[str], None] = lambda part: None) -> Tensor:
-        """Forward, backward, update."""
         loss = self.forward(tokens, targets)
         mark("forward")
         self.backward(loss)
