@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 
 from shardmark import budget, registry
-from shardmark.budget import MEMORY_SLACK, MIB, AbsoluteBudget, Limits, MemoryBudget
+from shardmark.budget import (
+    MEMORY_SLACK,
+    MIB,
+    SHOWN_CONFIDENCE,
+    Limits,
+    MemoryBudget,
+    fewest_rounds,
+)
 from shardmark.excess import excess_lines
 from shardmark.grid import Work
 from shardmark.memory import available_bytes, is_out_of_memory
@@ -77,6 +84,7 @@ class Measure:
         race = time or implementation.time
         if race is not None and not race.applies(case, session.device):
             race = Race(race.peer)
+        least = fewest_rounds(SHOWN_CONFIDENCE) if race is not None and race.goal is not None else 1
         memory = memory_budget(implementation, case, slack)
         plan = Plan(
             workload,
@@ -85,7 +93,7 @@ class Measure:
             case,
             session.device,
             world_size,
-            self._rounds(rounds, max([1, *(observer.min_rounds for observer in observe)])),
+            self._rounds(rounds, max([least, *(observer.min_rounds for observer in observe)])),
             memory=memory,
             limits=self._limits(race),
             observers=tuple(type(observer) for observer in observe),
@@ -113,13 +121,12 @@ class Measure:
         work: Work | None = None,
         time: Race | None = None,
         memory: MemoryBudget | None = None,
-        absolute: Sequence[AbsoluteBudget] = (),
         rates: Rates = lambda seconds: {},
         observe: Sequence[Observer] = (),
     ) -> Row:
         """Judge and save what each rank measured, and return the row.
 
-        `time` is the race that the ranks' laps hold, and `absolute` are budgets beside those of `--budgets`.
+        `time` is the race that the ranks' laps hold.
         """
         __tracebackhide__ = True
         session = self._session
@@ -134,7 +141,7 @@ class Measure:
         row["time"], ratio = time_entry(ranks, time, session.confidence)
         for observer in observe:
             observer.fill(row, ranks)
-        absolute = [*absolute, *session.budgets_for(self._item.nodeid)]
+        absolute = session.budgets_for(self._item.nodeid)
         tensors, peaks = (row["memory"].get(f"{name}_by_rank", []) for name in ("tensors", "peak"))
         verdicts = list(budget.verdicts(tensors, peaks, seconds, ratio, time, memory, absolute, session.confidence))
         row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
