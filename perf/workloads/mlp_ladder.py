@@ -1,4 +1,4 @@
-"""The rungs of the MLP ladder on ranks, and the cases that all rungs start from."""
+"""The MLP ladder on ranks, and the cases that all rungs of the ladder start from."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ MLP_LADDER = Grid(
     laptop=_cases("mlp-mini", 4, 128),
     paper=[case for model, context in (("mlp-1024", 1024), ("mlp-4096", 4096)) for case in _cases(model, 8, context)],
 )
-"""Eager: in float32 the rung without anything, in bfloat16 the one with autocast alone."""
+"""Eager training steps: in float32 the first rung, in bfloat16 the rung with autocast only."""
 
 
-def spread(case: RankRung, mesh: DeviceMesh, tell: Callable[[str], None] = lambda name: None) -> nn.Module:
-    """The case's model over the ranks; `tell` hears of each stage as it ends."""
+def spread(case: RankRung, mesh: DeviceMesh, stage: Callable[[str], None] = lambda name: None) -> nn.Module:
+    """The case's model, sharded over the ranks of the mesh; `stage` is called with each stage's name at its end."""
     device = mesh.device_type
     with torch.device("meta" if case.meta else device):
         model = language_model(case)
-    tell("model")
+    stage("model")
     dtypes = {name: getattr(torch, dtype) for name, dtype in (("param", case.dtype), ("reduce", case.reduce_dtype))}
     policy = MixedPrecisionPolicy(param_dtype=dtypes["param"], reduce_dtype=dtypes["reduce"])
     data_parallel(model, mesh, mp_policy=policy)
-    tell("data_parallel")
+    stage("data_parallel")
     if case.meta:
         model.to_empty(device=device)
-        tell("to_empty")
+        stage("to_empty")
         init_weights(model)
-        tell("init_weights")
+        stage("init_weights")
     return model
 
 
 class RankLadderStep(RankStep):
-    """One AdamW step of the MLP language model, its parameters spread, as that implementation does it."""
+    """One AdamW step of the MLP language model with sharded parameters, by an implementation of training_step."""
 
     cold = True
 
-    def spread(self, implementation: Implementation, case: Any) -> tuple[Any, Optimizer]:
-        """AdamW is fused, so that the optimizer itself needs no temporaries."""
+    def build(self, implementation: Implementation, case: Any) -> tuple[Any, Optimizer]:
+        # AdamW is fused, so that the optimizer itself needs no temporaries.
         model = spread(case, init_device_mesh(torch.get_default_device().type, (case.ranks,)))
         if case.checkpointed:
             full(model)
@@ -66,5 +66,5 @@ class RankLadderStep(RankStep):
         return model, optimizer
 
     def step(self, mark: Mark) -> None:
-        """All communication is within forward and backward."""
+        # All communication is in forward and backward, so there is nothing to synchronize.
         self.training_step(self.tokens, self.targets, mark)
