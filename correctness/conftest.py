@@ -16,7 +16,7 @@ from correctness.support.interpreting import interpret_without_detours
 from correctness.support.workers import share_the_cores
 from shardmark.rank import threads_of_a_rank
 from shardmark.registry import family
-from shardmark.report.tables import layout
+from shardmark.report.layout import layout
 from shardmark.world import World, available_ranks
 
 FOLDER = Path(__file__).parent

@@ -13,6 +13,7 @@ from shardmark import registry
 from shardmark.budget import MEMORY_SLACK
 from shardmark.grid import Grid
 from shardmark.measure import Measure
+from shardmark.observers import PeakByLength
 from shardmark.registry import Implementation, Race
 from shardmark.rows import Row
 
@@ -71,6 +72,7 @@ def _measure(measure: Measure, implementation: Implementation, case: AttentionCa
         slack=SLACK.get(implementation.name, MEMORY_SLACK),
         rates=lambda seconds: {"flops_per_second": amount.flops / seconds},
         time=time,
+        observe=[PeakByLength()],
     )
 
 
@@ -80,13 +82,19 @@ def test_memory_by_length(implementation: Implementation, case: AttentionCase, m
     _measure(measure, implementation, case)
 
 
-@pytest.mark.question("What does causal attention cost, forward, backward and both?")
+@pytest.mark.question(
+    "What does causal attention cost, forward, backward and both?",
+    columns=["case", "implementation", "time ms", "TFLOP/s", "ratio to peer", "goal", "verdict"],
+)
 @pytest.mark.cases(LENGTHS)
 def test_time_by_length(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:
     _measure(measure, implementation, case)
 
 
-@pytest.mark.question("How near to the hardware's limit is attention with heads?")
+@pytest.mark.question(
+    "How near to the hardware's limit is attention with heads?",
+    columns=["case", "implementation", "time ms", "TFLOP/s", "of roofline", "ratio to peer", "verdict"],
+)
 @pytest.mark.cases(HEADS)
 def test_throughput(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:
     _measure(measure, implementation, case)
@@ -122,11 +130,14 @@ GOALS = Grid(
 )
 
 
-@pytest.mark.question("Does attention reach its goals?")
+@pytest.mark.question(
+    "Does attention reach its goals?",
+    columns=["case", "implementation", "time ms", "TFLOP/s", "ratio to peer", "goal", "verdict"],
+)
 @pytest.mark.cases(GOALS)
 def test_goals(case: Goal, device: str, measure: Measure) -> None:
     implementation = registry.resolve("attention", case.implementation)
-    if reason := implementation.missing(device, to_measure=True):
+    if reason := implementation.unavailable_reason(device, to_measure=True):
         pytest.skip(f"{implementation}: {reason}")
     row = _measure(measure, implementation, case.case, Race(case.peer, goal=case.ratio))
     if row["time"]["ratio"] is None:

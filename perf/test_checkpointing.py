@@ -11,6 +11,12 @@ from perf.workloads.training_step import CheckpointedStep
 from shardmark.grid import Grid
 from shardmark.measure import Measure
 from shardmark.registry import Implementation
+from shardmark.report.columns import Column
+
+RECOMPUTED = Column(
+    "recomputed", lambda entry, row: f"{row['work']['recomputed']:.0%}" if "recomputed" in row["work"] else None
+)
+"""FLOPs that the policy computes again, as a share of the step's."""
 
 CASES = Grid(
     smoke=[TrainingStepCase("tiny", batch=2, context=64)],
@@ -24,7 +30,10 @@ CASES = Grid(
 
 
 @pytest.mark.family("checkpointing")
-@pytest.mark.question("What does activation checkpointing save, and what does it cost?")
+@pytest.mark.question(
+    "What does activation checkpointing save, and what does it cost?",
+    columns=["case", "implementation", "time ms", RECOMPUTED, "ratio to peer", "tensors MiB", "verdict"],
+)
 @pytest.mark.cases(CASES)
 def test_training_step(implementation: Implementation, case: TrainingStepCase, device: str, measure: Measure) -> None:
     once = work(case)

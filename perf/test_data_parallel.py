@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import median
-from typing import Any
 
 import pytest
 
-from impl.data_parallel.accounting import best_bucket_bytes, exposed_seconds, work
+from impl.data_parallel.accounting import work
 from impl.data_parallel.cases import ReductionCase
-from impl.model import SIZES
 from impl.training_step.cases import TrainingStepCase
+from perf.observers.overhead_model import OverheadModel
 from perf.workloads.data_parallel import AllReduces, DataParallelStep, OverheadCase
 from shardmark.grid import MB, Grid
-from shardmark.measure import CASE_DEADLINE, Measure
+from shardmark.measure import CASE_DEADLINE, Measure, memory_budget
+from shardmark.observers import ExposedCommunication
 from shardmark.passes import measure as measure_on_rank
-from shardmark.plan import IMPLEMENTATION, Measured, Plan, Rounds
+from shardmark.plan import Plan, Rounds
 from shardmark.registry import Implementation, Race
-from shardmark.report.fits import fit_line
 from shardmark.world import World
 
 CASES = Grid(
@@ -54,8 +52,13 @@ REDUCTIONS = Grid(
 )
 
 
+EXPOSED = ["case", "implementation", "time ms", "exposed comm.", "ratio to peer", "tensors MiB", "verdict"]
+
+BUCKET_SIZE = pytest.mark.question("Which bucket size is best?", columns=EXPOSED)
+
+
 @pytest.mark.family("data_parallel")
-@pytest.mark.question("What does a data-parallel training step cost?")
+@pytest.mark.question("What does a data-parallel training step cost?", columns=EXPOSED)
 @pytest.mark.cases(CASES)
 @pytest.mark.benchmark(min_rounds=9)
 def test_training_step(implementation: Implementation, case: TrainingStepCase, world: World, measure: Measure) -> None:
@@ -63,7 +66,7 @@ def test_training_step(implementation: Implementation, case: TrainingStepCase, w
 
 
 @pytest.mark.family("data_parallel", option="bucket_mb")
-@pytest.mark.question("Which bucket size is best?")
+@BUCKET_SIZE
 @pytest.mark.cases(BUCKETS)
 @pytest.mark.benchmark(min_rounds=9)
 def test_bucket_size(implementation: Implementation, case: TrainingStepCase, world: World, measure: Measure) -> None:
@@ -72,7 +75,10 @@ def test_bucket_size(implementation: Implementation, case: TrainingStepCase, wor
 
 
 @pytest.mark.family("data_parallel", option="reduce_dtype")
-@pytest.mark.question("What does it cost to communicate gradients in half precision?")
+@pytest.mark.question(
+    "What does it cost to communicate gradients in half precision?",
+    columns=["case", "implementation", "time ms", "exposed comm.", "ratio to peer", "to send MiB", "verdict"],
+)
 @pytest.mark.cases(REDUCTIONS)
 @pytest.mark.benchmark(min_rounds=9)
 def test_reduction_dtype(implementation: Implementation, case: ReductionCase, world: World, measure: Measure) -> None:
@@ -88,41 +94,20 @@ def _measure(
     time: Race | None = None,
 ) -> None:
     ranks = world.size
-    measure(DataParallelStep, implementation, case, world_size=ranks, work=work(case, ranks), slack=1.02, time=time)
-
-
-def overhead_model(ranks: list[Measured], case: OverheadCase) -> dict[str, Any] | None:
-    """Overhead and bandwidth of an all-reduce, each size's time the median of the slowest rank's, and what they say.
-
-    None where noise makes more bytes take no longer.
-    """
-    rounds = list(zip(*(rank.laps[IMPLEMENTATION] for rank in ranks), strict=True))
-    seconds = {
-        size * 1024: median(max(laps.parts[f"{size} KB"] for laps in round_) for round_ in rounds)
-        for size in case.kilobytes
-    }
-    overhead, per_byte, miss = fit_line(seconds)
-    if per_byte <= 0:
-        return None
-    gradients = 4 * SIZES[case.model].parameters
-    fitted = max(overhead, 0.0), 1 / per_byte
-    best = best_bucket_bytes(gradients, *fitted)
-    return {
-        "seconds": {str(nbytes): each for nbytes, each in seconds.items()},
-        "gradient_bytes": gradients,
-        "overhead": fitted[0],
-        "bandwidth": fitted[1],
-        "miss": miss,
-        "best_bytes": best,
-        "best_seconds": exposed_seconds(gradients, best, *fitted) if best else 0.0,
-        "exposed": {
-            str(size): exposed_seconds(gradients, min(size * MB, gradients), *fitted) for size in case.bucket_sizes
-        },
-    }
+    measure(
+        DataParallelStep,
+        implementation,
+        case,
+        world_size=ranks,
+        work=work(case, ranks),
+        slack=1.02,
+        time=time,
+        observe=[ExposedCommunication()],
+    )
 
 
 @pytest.mark.family("collectives")
-@pytest.mark.question("Which bucket size is best?")
+@BUCKET_SIZE
 @pytest.mark.cases(BUCKET_MODEL)
 def test_model_of_overhead(
     implementation: Implementation, case: OverheadCase, world: World, device: str, measure: Measure
@@ -131,8 +116,11 @@ def test_model_of_overhead(
         pytest.skip("one rank has nothing to reduce")
     case = replace(case, ranks=world.size)
     plan = Plan(AllReduces, implementation, None, case, device, world.size, Rounds(minimum=20, max_seconds=0.5))
-    ranks = measure.attempt(plan, lambda plan: world.run(measure_on_rank, plan, deadline=CASE_DEADLINE))
-    model = overhead_model(ranks, case)
-    measure.record(plan, ranks, times={"model": model} if model else {})
-    if model is None:
-        pytest.skip("undecided: more bytes took no longer, so there is no bandwidth to tell")
+    ranks = measure.attempt(
+        plan.identity,
+        memory_budget(implementation, case),
+        lambda: world.run(measure_on_rank, plan, deadline=CASE_DEADLINE),
+    )
+    row = measure.record(plan.identity, ranks, observe=[OverheadModel(case)])
+    if "model" not in row["time"]:
+        pytest.skip("undecided: more bytes took no longer, so there is no bandwidth to report")

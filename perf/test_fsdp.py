@@ -27,8 +27,14 @@ LOW_PRECISION = Grid(
 )
 
 
+SHARDING = pytest.mark.question(
+    "What does sharding everything save, and what does it cost?",
+    columns=["case", "implementation", "time ms", "to send MiB", "ratio to peer", "tensors MiB", "verdict"],
+)
+
+
 @pytest.mark.family("fsdp")
-@pytest.mark.question("What does sharding everything save, and what does it cost?")
+@SHARDING
 @pytest.mark.cases(CASES)
 @pytest.mark.benchmark(min_rounds=9)
 def test_training_step(implementation: Implementation, case: FSDPCase, world: World, measure: Measure) -> None:
@@ -36,7 +42,7 @@ def test_training_step(implementation: Implementation, case: FSDPCase, world: Wo
 
 
 @pytest.mark.family("fsdp", only=("sharded", "fsdp2"))
-@pytest.mark.question("What does sharding everything save, and what does it cost?")
+@SHARDING
 @pytest.mark.cases(LOW_PRECISION)
 @pytest.mark.benchmark(min_rounds=9)
 def test_low_precision_step(implementation: Implementation, case: FSDPCase, world: World, measure: Measure) -> None:

@@ -29,8 +29,9 @@ from perf.workloads.sharded_optimizer import ShardedStep
 from shardmark import registry
 from shardmark.grid import Grid
 from shardmark.measure import Measure
+from shardmark.observers import ExposedCommunication, HiddenCommunication, Timeline
 from shardmark.passes import timed_steps
-from shardmark.plan import Mark, Plan, Rounds
+from shardmark.plan import Mark, Plan
 from shardmark.registry import Implementation, Race
 from shardmark.world import World
 
@@ -55,7 +56,14 @@ pytestmark = [
     pytest.mark.benchmark(min_rounds=12),
 ]
 
-WHAT_HIDES = pytest.mark.question("What hides behind backward on a limited link?")
+WHAT_HIDES = pytest.mark.question(
+    "What hides behind backward on a limited link?",
+    columns=["case", "implementation", "time ms", "hidden", "ratio to peer", "goal", "verdict"],
+)
+SHARDING = pytest.mark.question(
+    "What does sharding cost on a limited link?",
+    columns=["case", "implementation", "time ms", "exposed comm.", "ratio to peer", "goal", "verdict"],
+)
 
 
 class StepOnLink(DataParallelStep):
@@ -112,7 +120,7 @@ def test_what_is_hidden_need_not_be_waited_for(
 
 
 @pytest.mark.family("sharded_optimizer")
-@pytest.mark.question("What does sharding cost on a limited link?")
+@SHARDING
 @pytest.mark.cases(CASES)
 def test_sharded_optimizer(
     implementation: Implementation, case: TrainingStepCase, world: World, device: str, measure: Measure
@@ -120,11 +128,20 @@ def test_sharded_optimizer(
     case = ShardedStepCase(**asdict(_balanced(case, world, device)), ranks=world.size)
     theory = zero_redundancy_work if implementation.name == "zero_redundancy" else sharded_work
     time = Race("zero_redundancy", budget=2.0, goal=0.85) if implementation.name == "sharded" else None
-    measure(ShardedStep, implementation, case, world_size=world.size, work=theory(case), slack=1.02, time=time)
+    measure(
+        ShardedStep,
+        implementation,
+        case,
+        world_size=world.size,
+        work=theory(case),
+        slack=1.02,
+        time=time,
+        observe=[ExposedCommunication(), Timeline()],
+    )
 
 
 @pytest.mark.family("fsdp", only=("sharded", "fsdp2"))
-@pytest.mark.question("What does sharding cost on a limited link?")
+@SHARDING
 @pytest.mark.cases(CASES)
 def test_fsdp(
     implementation: Implementation, case: TrainingStepCase, world: World, device: str, measure: Measure
@@ -136,7 +153,15 @@ def test_fsdp(
 def _measure(
     measure: Measure, implementation: Implementation, case: TrainingStepCase, world: World, time: Race
 ) -> None:
-    measure(StepOnLink, implementation, case, world_size=world.size, work=work(case, world.size), time=time)
+    measure(
+        StepOnLink,
+        implementation,
+        case,
+        world_size=world.size,
+        work=work(case, world.size),
+        time=time,
+        observe=[HiddenCommunication()],
+    )
 
 
 def _balanced(case: TrainingStepCase, world: World, device: str) -> TrainingStepCase:
@@ -161,6 +186,6 @@ def _balanced_batch(case: TrainingStepCase, world: World, device: str) -> int:
 
 def _seconds(world: World, workload: Any, implementation: Implementation, case: TrainingStepCase, device: str) -> float:
     """The median step of the slowest rank, after two that warm up."""
-    plan = Plan(workload, implementation, None, case, device, world.size, Rounds())
+    plan = Plan(workload, implementation, None, case, device, world.size)
     ranks = world.run(timed_steps, plan, 8)
     return median(max(lap.seconds for lap in laps) for laps in list(zip(*ranks, strict=True))[2:])

@@ -70,11 +70,14 @@ GOALS = Grid(
 )
 
 
-@pytest.mark.question("Does the loss reach its goals?")
+@pytest.mark.question(
+    "Does the loss reach its goals?",
+    columns=["case", "implementation", "time ms", "ratio to peer", "goal", "tensors MiB", "verdict"],
+)
 @pytest.mark.cases(GOALS)
 def test_goals(case: Goal, device: str, measure: Measure) -> None:
     implementation = registry.resolve("loss", case.implementation)
-    if reason := implementation.missing(device, to_measure=True):
+    if reason := implementation.unavailable_reason(device, to_measure=True):
         pytest.skip(f"{implementation}: {reason}")
     eager = metered_peak(registry.resolve("loss", "eager"), case.case, device)
     row = _measure(measure, implementation, case.case, Race("eager", goal=case.time))

@@ -9,10 +9,11 @@ import pytest
 from impl.training_step.accounting import work
 from impl.training_step.cases import TrainingStepCase
 from perf.workloads.mlp_ladder import MLP_LADDER
-from perf.workloads.training_step import LadderStep
+from perf.workloads.training_step import LanguageModelStep
 from shardmark import registry
 from shardmark.grid import Grid
 from shardmark.measure import Measure
+from shardmark.observers import Compile
 from shardmark.registry import Implementation
 
 OPTIONS = (
@@ -51,16 +52,20 @@ MLP_RUNGS = Grid(
 """The rungs above those."""
 
 
-pytestmark = pytest.mark.question("What does each rung of the ladder change?")
+pytestmark = pytest.mark.question(
+    "What does each rung of the ladder change?",
+    columns=["case", "implementation", "time ms", "compile s", "ratio to peer", "tensors MiB", "verdict"],
+)
 
 
 def _measure(measure: Measure, implementation: Implementation, case: TrainingStepCase) -> None:
     measure(
-        LadderStep,
+        LanguageModelStep,
         implementation,
         case,
         work=work(case),
         rates=lambda seconds: {"tokens_per_second": case.tokens / seconds},
+        observe=[Compile()],
     )
 
 
@@ -73,6 +78,6 @@ def test_first_rungs(implementation: Implementation, case: TrainingStepCase, mea
 @pytest.mark.cases(MLP_RUNGS)
 def test_rungs_above(case: Rung, device: str, measure: Measure) -> None:
     implementation = registry.resolve("training_step", case.implementation)
-    if reason := implementation.missing(device, to_measure=True):
+    if reason := implementation.unavailable_reason(device, to_measure=True):
         pytest.skip(f"{implementation}: {reason}")
     _measure(measure, implementation, case.case)

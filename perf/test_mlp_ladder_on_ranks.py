@@ -13,14 +13,14 @@ from impl.accounting.library.simple_fsdp import peak, peak_of_stages, stages, wo
 from impl.fsdp.cases import RankRung
 from impl.training_step.cases import TrainingStepCase
 from perf.workloads.mlp_ladder import MLP_LADDER, RankLadderStep, spread
-from perf.workloads.ranks import told_by_stages
+from perf.workloads.ranks import measured_once
 from shardmark import registry
-from shardmark.budget import MemoryBudget
 from shardmark.clock import Stopwatch
 from shardmark.grid import Grid
-from shardmark.measure import Measure
+from shardmark.measure import Measure, memory_budget
 from shardmark.memory import meter, release, stage
-from shardmark.plan import Measured, Plan, Rounds
+from shardmark.observers import Compile, Stages
+from shardmark.plan import Identity, Measured
 from shardmark.registry import Implementation
 from shardmark.world import World
 
@@ -79,12 +79,15 @@ def on_ranks(
 ) -> tuple[Implementation, RankRung]:
     """The training step that the case names, held to that formula, and the case on as many ranks as there are."""
     implementation = registry.resolve("training_step", case.step)
-    if reason := implementation.missing(device, to_measure=True):
+    if reason := implementation.unavailable_reason(device, to_measure=True):
         pytest.skip(f"{implementation}: {reason}")
     return replace(implementation, memory=memory), replace(case, ranks=world.size)
 
 
-@pytest.mark.question("What does each rung of the ladder change on ranks?")
+@pytest.mark.question(
+    "What does each rung of the ladder change on ranks?",
+    columns=["case", "implementation", "time ms", "compile s", "tokens/s", "tensors MiB", "verdict"],
+)
 @pytest.mark.cases(RANK_RUNGS)
 def test_rungs_on_ranks(case: RankRung, world: World, device: str, measure: Measure) -> None:
     implementation, case = on_ranks(case, world, device, peak)
@@ -96,27 +99,28 @@ def test_rungs_on_ranks(case: RankRung, world: World, device: str, measure: Meas
         world_size=world.size,
         slack=SLACK,
         rates=lambda seconds: {"tokens_per_second": case.ranks * case.tokens / seconds},
+        observe=[Compile()],
     )
 
 
-def made(plan: Plan) -> Measured:
+def made(case: RankRung, device: str) -> Measured:
     """One rank's bytes after each stage of making the model, and its times."""
-    release(plan.device)
-    mesh, watch = init_device_mesh(plan.device, (plan.world_size,)), Stopwatch(plan.device)
-    with meter(plan.device) as memory:
+    release(device)
+    mesh, watch = init_device_mesh(device, (case.ranks,)), Stopwatch(device)
+    with meter(device) as memory:
         watch.start()
-        spread(plan.case, mesh, stage)
+        spread(case, mesh, stage)
         laps = watch.stop()
-    return told_by_stages(memory, [laps])
+    return measured_once(memory, [laps])
 
 
 @pytest.mark.question("What does a rank hold while the model is made?")
 @pytest.mark.cases(RANK_STAGES)
 def test_stages(case: RankRung, world: World, device: str, measure: Measure) -> None:
     implementation, case = on_ranks(case, world, device, peak_of_stages)
-    plan = Plan(RankLadderStep, implementation, None, case, device, world.size, Rounds())
-    ranks = measure.attempt(plan, lambda plan: world.run(made, plan), SLACK)
-    expected = stages(case)
-    row = measure.record(plan, ranks, memory_budget=MemoryBudget(peak_of_stages(case), SLACK), stages=expected)
+    identity = Identity(implementation.family, implementation.name, case, device, world.size)
+    memory, expected = memory_budget(implementation, case, SLACK), stages(case)
+    ranks = measure.attempt(identity, memory, lambda: world.run(made, case, device))
+    row = measure.record(identity, ranks, memory=memory, observe=[Stages(expected)])
     for name, held in row["memory"]["stages"].items():
         assert held["live"] <= SLACK * expected[name], name

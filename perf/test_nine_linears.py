@@ -16,6 +16,7 @@ from impl.fsdp.cases import WRAPS, NineLinearsCase
 from perf.workloads.nine_linears import SHARDED, NineLinearsStep
 from shardmark.grid import SCALES, Grid
 from shardmark.measure import Measure
+from shardmark.observers import Stages
 from shardmark.registry import Implementation
 from shardmark.world import World
 
@@ -37,7 +38,10 @@ OFFLOADED = _changed(lambda case: [replace(case, offload=True)])
 
 
 pytestmark = [
-    pytest.mark.question("What does FSDP save beside DDP?"),
+    pytest.mark.question(
+        "What does FSDP save beside DDP?",
+        columns=["case", "implementation", "time ms", "to send MiB", "tensors MiB", "budget MiB", "verdict"],
+    ),
     pytest.mark.benchmark(min_rounds=7, max_time=0.2),
 ]
 
@@ -97,5 +101,5 @@ def _measure(
         world_size=world.size,
         work=work(case, gathered_again=again),
         slack=1.02,
-        stages=stages(case, spread),
+        observe=[Stages(stages(case, spread))],
     )

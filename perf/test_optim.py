@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +13,7 @@ from perf.workloads.optim import OptimizerStep
 from shardmark import registry
 from shardmark.grid import Grid
 from shardmark.measure import Measure
+from shardmark.observers import Goals, Observer
 from shardmark.registry import Implementation, Race
 from shardmark.rows import Row
 
@@ -40,13 +41,15 @@ CLIPPED_STEP = Grid(
 
 pytestmark = pytest.mark.family("optimizer")
 
+COLUMNS = ["case", "implementation", "time ms", "GB/s", "ratio to peer", "tensors MiB", "verdict"]
+
 
 def _measure(
     measure: Measure,
     implementation: Implementation,
     case: OptimizerCase,
     time: Race | None = None,
-    goals: Mapping[str, float] | None = None,
+    observe: Sequence[Observer] = (),
 ) -> Row:
     amount = work(case)
     return measure(
@@ -56,17 +59,17 @@ def _measure(
         work=amount,
         rates=lambda seconds: {"bytes_per_second": amount.bytes_moved / seconds},
         time=time,
-        goals=goals,
+        observe=observe,
     )
 
 
-@pytest.mark.question("What does an optimizer step cost?")
+@pytest.mark.question("What does an optimizer step cost?", columns=COLUMNS)
 @pytest.mark.cases(OPTIMIZER_STEP)
 def test_step(implementation: Implementation, case: OptimizerCase, measure: Measure) -> None:
     _measure(measure, implementation, case)
 
 
-@pytest.mark.question("What does clipping gradients add to a step?")
+@pytest.mark.question("What does clipping gradients add to a step?", columns=COLUMNS)
 @pytest.mark.cases(CLIPPED_STEP)
 def test_clipping(implementation: Implementation, case: OptimizerCase, measure: Measure) -> None:
     if case.clipping == "in_step" and not implementation.accepts("max_grad_norm"):
@@ -109,14 +112,17 @@ GOALS = Grid(
 )
 
 
-@pytest.mark.question("Does the fused optimizer reach its goals?")
+@pytest.mark.question(
+    "Does the fused optimizer reach its goals?",
+    columns=["case", "implementation", "time ms", "GB/s", "ratio to peer", "goal", "verdict"],
+)
 @pytest.mark.cases(GOALS)
 def test_goals(case: Goal, device: str, measure: Measure) -> None:
     implementation = registry.resolve("optimizer", case.implementation)
-    if reason := implementation.missing(device, to_measure=True):
+    if reason := implementation.unavailable_reason(device, to_measure=True):
         pytest.skip(f"{implementation}: {reason}")
     race = Race(case.peer, goal=case.ratio) if case.peer else None
-    goals = {"fraction": case.limit} if case.limit is not None else None
-    row = _measure(measure, implementation, case.case, race, goals)
+    observe = [Goals(fraction=case.limit)] if case.limit is not None else []
+    row = _measure(measure, implementation, case.case, race, observe)
     if case.peer and row["time"]["ratio"] is None:
         pytest.skip(f"not judged: {case.peer} does not run here, or there is no room for both")

@@ -18,14 +18,14 @@ from impl.accounting.library.optimizer_order import VARIANTS, stage_bytes
 from impl.fsdp.optimizer_order import rewire
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel
 from impl.training_step.cases import TrainingStepCase
-from perf.workloads.ranks import told_by_stages
+from perf.workloads.ranks import measured_once
 from shardmark.clock import Stopwatch
 from shardmark.grid import Grid
 from shardmark.measure import Measure
 from shardmark.memory import meter, stage
+from shardmark.observers import Losses, Stages
 from shardmark.passes import MOST_PASSES, NEAR
-from shardmark.plan import Measured, Plan, Rounds
-from shardmark.registry import Implementation
+from shardmark.plan import Identity, Measured
 from shardmark.world import World
 
 CASES = Grid(
@@ -118,10 +118,13 @@ def train(variant: str, case: TrainingStepCase, device: str) -> tuple[Measured, 
             stage(f"step_{step}")
         for loss in losses:
             dist.all_reduce(loss)
-    return told_by_stages(memory, laps), [loss.item() / dist.get_world_size() for loss in losses]
+    return measured_once(memory, laps), [loss.item() / dist.get_world_size() for loss in losses]
 
 
-@pytest.mark.question("What if the optimizer is made before the model is sharded?")
+@pytest.mark.question(
+    "What if the optimizer is made before the model is sharded?",
+    columns=["case", "implementation", "time ms", "losses"],
+)
 @pytest.mark.cases(CASES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_optimizer_order(variant: str, case: TrainingStepCase, world: World, measure: Measure) -> None:
@@ -130,9 +133,8 @@ def test_optimizer_order(variant: str, case: TrainingStepCase, world: World, mea
         measured, losses = zip(*world.run(train, variant, case, world.device), strict=True)
         if all(rank.memory.stages[name].live <= NEAR * held for rank in measured for name, held in expected.items()):
             break
-    implementation = Implementation("fsdp", variant, fully_shard)
-    plan = Plan(MLPLanguageModel, implementation, None, case, world.device, world.size, Rounds())
-    row = measure.record(plan, list(measured), stages=expected, losses=losses[0])
+    identity = Identity("fsdp", variant, case, world.device, world.size)
+    row = measure.record(identity, list(measured), observe=[Stages(expected), Losses(losses[0])])
     live = {name: held["live"] for name, held in row["memory"]["stages"].items()}
 
     if world.device == "cpu":  # on CUDA the workspaces that libraries keep are live, too

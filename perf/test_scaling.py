@@ -28,11 +28,13 @@ from shardmark.grid import Grid, Work
 from shardmark.measure import Measure
 from shardmark.memory import Memory
 from shardmark.passes import alternate, timed_steps
-from shardmark.plan import IMPLEMENTATION, PEER, Measured, Plan, Rounds
+from shardmark.plan import IMPLEMENTATION, PEER, Identity, Measured, Plan
 from shardmark.plugin import WorldsBySize
 from shardmark.rank import available_cores
 from shardmark.registry import Implementation, Race
-from shardmark.rows import step_seconds
+from shardmark.report.columns import Column
+from shardmark.report.layout import ms
+from shardmark.rows import Row, step_seconds
 from shardmark.wire import tcp_bytes_sent
 from shardmark.world import World
 
@@ -45,8 +47,19 @@ CASES = Grid(
 )
 
 
+def _efficiency(entry: Row, row: Row) -> str | None:
+    work = row["work"]
+    return f"{work['efficiency']:.0%} of {work['efficiency_ceiling']:.0%}" if "efficiency" in work else None
+
+
+ONE_RANK = Column("one rank ms", lambda entry, row: ms(s) if (s := row["work"].get("one_rank_seconds")) else None)
+EFFICIENCY = Column("efficiency", _efficiency)
+
 pytestmark = [
-    pytest.mark.question("How well does a training step scale over the ranks?"),
+    pytest.mark.question(
+        "How well does a training step scale over the ranks?",
+        columns=["case", "implementation", "ranks", "time ms", ONE_RANK, EFFICIENCY, "sent / least MiB"],
+    ),
     pytest.mark.cases(CASES),
 ]
 
@@ -106,7 +119,7 @@ def _scale(
     ranks = world.size
     if ranks == 1:
         pytest.skip("one rank is what the others are held to")
-    plans = {n: Plan(workload, implementation, None, on(n), world.device, n, Rounds()) for n in (1, ranks)}
+    plans = {n: Plan(workload, implementation, None, on(n), world.device, n) for n in (1, ranks)}
     threads = max(1, available_cores() // ranks)
     laps: dict[int, list[list[Laps]]] = {n: [[] for _ in range(n)] for n in plans}
     for n in alternate(list(plans), ROUNDS):
@@ -122,5 +135,5 @@ def _scale(
         "efficiency_ceiling": min(1.0, available_cores() / ranks) if world.device == "cpu" else 1.0,
         **({"bytes_sent": max(sent)} if world.device == "cpu" else {}),
     }
-    plan = Plan(workload, implementation, None, case, world.device, ranks, Rounds())
-    measure.record(plan, measured, Race("one rank"), work=work, rates=lambda seconds: figures)
+    identity = Identity(implementation.family, implementation.name, case, world.device, ranks)
+    measure.record(identity, measured, time=Race("one rank"), work=work, rates=lambda seconds: figures)

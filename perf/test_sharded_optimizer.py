@@ -15,6 +15,7 @@ from impl.sharded_optimizer.cases import ShardedStepCase
 from perf.workloads.sharded_optimizer import ShardedStep
 from shardmark.grid import Grid
 from shardmark.measure import Measure
+from shardmark.observers import ExposedCommunication, Timeline
 from shardmark.registry import Implementation
 from shardmark.world import World
 
@@ -26,7 +27,10 @@ CASES = Grid(
 
 
 @pytest.mark.family("sharded_optimizer")
-@pytest.mark.question("What does sharding the optimizer save, and cost?")
+@pytest.mark.question(
+    "What does sharding the optimizer save, and cost?",
+    columns=["case", "implementation", "time ms", "exposed comm.", "ratio to peer", "tensors MiB", "verdict"],
+)
 @pytest.mark.cases(CASES)
 @pytest.mark.benchmark(min_rounds=9)
 def test_sharded_optimizer(
@@ -34,4 +38,12 @@ def test_sharded_optimizer(
 ) -> None:
     case = replace(case, ranks=world.size)
     theory = zero_redundancy_work if implementation.name == "zero_redundancy" else work
-    measure(ShardedStep, implementation, case, world_size=world.size, work=theory(case), slack=1.02)
+    measure(
+        ShardedStep,
+        implementation,
+        case,
+        world_size=world.size,
+        work=theory(case),
+        slack=1.02,
+        observe=[ExposedCommunication(), Timeline()],
+    )

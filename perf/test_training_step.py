@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from statistics import fmean, stdev
+from collections.abc import Sequence
 
 import pytest
 
 from impl.training_step.accounting import work
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
+from perf.observers.after_warmups import AfterWarmups, after_warmups
 from perf.workloads.training_step import CONTEXTS, DTYPES, MODELS, LanguageModelStep
 from shardmark import registry
 from shardmark.clock import Laps
 from shardmark.grid import Grid
-from shardmark.measure import CASE_DEADLINE, Measure
+from shardmark.measure import CASE_DEADLINE, Measure, memory_budget
 from shardmark.memory import Memory
+from shardmark.observers import Goals, Observer
 from shardmark.passes import timed_steps
 from shardmark.plan import IMPLEMENTATION, Measured, Plan, Rounds
 from shardmark.registry import Implementation
@@ -65,7 +66,7 @@ def _measure(
     measure: Measure,
     implementation: Implementation,
     case: TrainingStepCase,
-    goals: Mapping[str, float] | None = None,
+    observe: Sequence[Observer] = (),
 ) -> Row:
     return measure(
         LanguageModelStep,
@@ -74,11 +75,14 @@ def _measure(
         work=work(case),
         rates=lambda seconds: {"tokens_per_second": case.tokens / seconds},
         rounds=STEADY,
-        goals=goals,
+        observe=observe,
     )
 
 
-HOW_LONG = pytest.mark.question("How long does a training step take, and what memory does it need?")
+HOW_LONG = pytest.mark.question(
+    "How long does a training step take, and what memory does it need?",
+    columns=["case", "implementation", "time ms", "tokens/s", "MFU", "tensors MiB", "verdict"],
+)
 
 
 @pytest.mark.family("training_step", only=("eager",))
@@ -96,30 +100,34 @@ def test_compiled(implementation: Implementation, case: TrainingStepCase, measur
 
 
 @pytest.mark.family("training_step", only=("eager",))
-@pytest.mark.question("What do warm-ups hide?")
+@pytest.mark.question(
+    "What do warm-ups hide?", columns=["case", "implementation", *(after_warmups(count) for count in WARMUPS)]
+)
 @pytest.mark.cases(STEP_WARMUPS)
 def test_warmups(implementation: Implementation, case: TrainingStepCase, device: str, measure: Measure) -> None:
     """Ten rounds after 0, 1, 2 and 5 warm-ups, of one sequence of steps in a process that has run nothing before."""
-    plan = Plan(LanguageModelStep, implementation, None, case, device, 1, STEADY)
+    plan = Plan(LanguageModelStep, implementation, None, case, device, 1)
     count = max(WARMUPS) + STEADY.minimum
 
-    def in_a_fresh_process(plan: Plan) -> list[list[Laps]]:
+    def in_a_fresh_process() -> list[list[Laps]]:
         with World(1, device) as fresh:
             return fresh.run(timed_steps, plan, count, deadline=CASE_DEADLINE)
 
-    [laps] = measure.attempt(plan, in_a_fresh_process)
+    [laps] = measure.attempt(plan.identity, memory_budget(implementation, case), in_a_fresh_process)
     seconds = {n: [lap.seconds for lap in laps[n : n + STEADY.minimum]] for n in WARMUPS}
     steady = Measured(implementation.name, Memory(), {IMPLEMENTATION: laps[-STEADY.minimum :]})
-    after = {str(n): {"mean": fmean(values), "stddev": stdev(values)} for n, values in seconds.items()}
-    measure.record(plan, [steady], times={"after_warmups": after})
+    measure.record(plan.identity, [steady], observe=[AfterWarmups(seconds)])
 
 
-@pytest.mark.question("Does the training step reach its goal?")
+@pytest.mark.question(
+    "Does the training step reach its goal?",
+    columns=["case", "implementation", "time ms", "tokens/s", "MFU", "goal", "verdict"],
+)
 @pytest.mark.cases(STEP_GOALS)
 @pytest.mark.parametrize("name", [COMPILED, "compile_all_options"])
 def test_goals(case: TrainingStepCase, name: str, device: str, measure: Measure) -> None:
     """Half of the chip's published FLOP/s; PyTorch's own best settings stand beside it and are not judged."""
     implementation = registry.resolve("training_step", name)
-    if reason := implementation.missing(device, to_measure=True):
+    if reason := implementation.unavailable_reason(device, to_measure=True):
         pytest.skip(f"{implementation}: {reason}")
-    _measure(measure, implementation, case, goals={"mfu": 0.5} if name == COMPILED else None)
+    _measure(measure, implementation, case, [Goals(mfu=0.5)] if name == COMPILED else [])

@@ -6,15 +6,13 @@ slows the host, so their shares are what counts. On CPU a kernel is an operator,
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from impl.training_step.accounting import attention_flops, work
+from impl.training_step.accounting import work
 from impl.training_step.cases import TrainingStepCase
+from perf.observers.attention_parts import AttentionProfile
 from perf.workloads.training_step import CONTEXTS, MODELS, LanguageModelStep
 from shardmark.grid import Grid
-from shardmark.kernels import StepProfile, attention_parts
 from shardmark.measure import Measure
 from shardmark.registry import Implementation
 
@@ -31,18 +29,11 @@ STEP_KERNELS = Grid(
 """Eager attention shows its parts one by one."""
 
 
-def inside_attention(profile: StepProfile, case: TrainingStepCase) -> dict[str, dict[str, float]]:
-    """Seconds and FLOPs of attention's parts in all layers' forward, where they are seen: not in a fused kernel."""
-    flops = attention_flops(case)
-    parts = attention_parts(profile.inside(".attention", "forward"))
-    return {name: {"seconds": seconds, "flops": flops[name]} for name, seconds in parts.items()}
-
-
 @pytest.mark.family("training_step", only=("eager",))
-@pytest.mark.question("Where does the time of a training step go?")
+@pytest.mark.question(
+    "Where does the time of a training step go?",
+    columns=["case", "implementation", "time ms", "forward", "backward", "optimizer", "verdict"],
+)
 @pytest.mark.cases(STEP_KERNELS)
 def test_where_time_goes(implementation: Implementation, case: TrainingStepCase, measure: Measure) -> None:
-    def kernels(profile: StepProfile) -> dict[str, Any]:
-        return {"phases": profile.as_row(), "attention": inside_attention(profile, case)}
-
-    measure(LanguageModelStep, implementation, case, work=work(case), profiled=kernels)
+    measure(LanguageModelStep, implementation, case, work=work(case), observe=[AttentionProfile(case)])

@@ -16,8 +16,8 @@ from shardmark.clock import Laps
 from shardmark.measure import Measure
 from shardmark.memory import Memory
 from shardmark.passes import alternate
-from shardmark.plan import IMPLEMENTATION, PEER, Measured, Plan, Rounds
-from shardmark.registry import Implementation, Race
+from shardmark.plan import IMPLEMENTATION, PEER, Identity, Measured
+from shardmark.registry import Race
 from shardmark.world import World
 
 pytestmark = pytest.mark.question("What does a test on two real ranks cost?")
@@ -99,6 +99,6 @@ def test_world(
     times: dict[str, dict[str, list[Laps]]],
     measure: Measure,
 ) -> None:
-    plan = Plan(World, Implementation("world", way, World), None, OneCollective(), "cpu", RANKS, Rounds())
     absolute = [AbsoluteBudget("perf/test_world.py", seconds=seconds)] if seconds else []
-    measure.record(plan, [Measured("gloo", Memory(), times[way])], race, absolute=absolute)
+    identity = Identity("world", way, OneCollective(), "cpu", RANKS)
+    measure.record(identity, [Measured("gloo", Memory(), times[way])], time=race, absolute=absolute)

@@ -14,7 +14,7 @@ import torch
 
 
 class DeviceClock:
-    """A timer in seconds that moves only when told to. `benchmark(timer=clock)` is how pytest-benchmark takes it."""
+    """A timer in seconds that moves only when a test advances it; pytest-benchmark takes it as `timer=clock`."""
 
     __name__ = "device_clock"  # pytest-benchmark writes the timer's name into its JSON
 

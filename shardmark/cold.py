@@ -1,4 +1,4 @@
-"""The compiler as a new machine has it, so that what a compile costs can be told.
+"""The compiler as a new machine has it, so that what compiling costs can be measured.
 
 with cold_compiler():
     step()  # compiles, whatever was compiled before

@@ -64,7 +64,7 @@ def published_peak(name: str, dtype: torch.dtype) -> float | None:
 
 
 ENOUGH = 1.0
-"""Seconds of repetitions after which another one would tell nothing new."""
+"""Seconds of repetitions after which another one would show nothing new."""
 
 
 def measure_roofline(device: str, dtype: torch.dtype) -> Roofline:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ REST = "rest"
 CATEGORIES = (MATRIX_PRODUCT, ATTENTION, SOFTMAX, ELSE)
 
 _KINDS = (
-    # Fused attention first: its kernels' names tell of their matrix instructions too.
+    # Fused attention first: its kernels' names contain their matrix instructions too.
     (ATTENTION, r"attention|flash|fmha|sdpa"),
     (SOFTMAX, r"softmax"),
     (MATRIX_PRODUCT, r"gemm|gemv|cutlass|nvjet|wgmma|cublas|(^|::|_)(add|b|addb|baddb)?mm(_|$)|::(addmv|mv|dot)$"),
@@ -110,26 +110,6 @@ class StepProfile:
             }
             for phase, elapsed in self.elapsed.items()
         }
-
-
-def attention_parts(modules: Mapping[str, Iterable[Call]]) -> dict[str, float]:
-    """Seconds of attention's "scores" (q kᵀ), "softmax" and "values" (probabilities times v) in forward.
-
-    Unfused attention runs two products, the scores' first. Empty unless each module ran just these.
-    """
-    parts = dict.fromkeys(("scores", "softmax", "values"), 0.0)
-    for calls in modules.values():
-        products: dict[float, float] = defaultdict(float)  # by their operator's start: one may launch several kernels
-        for call in calls:
-            if category(call.operator or call.name) == MATRIX_PRODUCT:
-                products[call.start] += call.seconds
-            elif call.category == SOFTMAX:
-                parts["softmax"] += call.seconds
-        if len(products) != 2:
-            return {}
-        for name, start in zip(("scores", "values"), sorted(products), strict=True):
-            parts[name] += products[start]
-    return parts if modules else {}
 
 
 def _share(part: float, whole: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,31 +11,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 
 from shardmark import budget, registry
-from shardmark.budget import MEMORY_SLACK, MIB, SHOWN_CONFIDENCE, AbsoluteBudget, Limits, MemoryBudget, fewest_rounds
+from shardmark.budget import MEMORY_SLACK, MIB, AbsoluteBudget, Limits, MemoryBudget
+from shardmark.excess import excess_lines
 from shardmark.grid import Work
-from shardmark.kernels import StepProfile
 from shardmark.memory import available_bytes, is_out_of_memory
+from shardmark.observers import Observer, Profile
 from shardmark.passes import measure
-from shardmark.plan import Measured, Plan, Rounds, Workload
+from shardmark.plan import Identity, Measured, Plan, Rounds, Workload
 from shardmark.registry import Implementation, Race
-from shardmark.rows import (
-    Row,
-    limit_entry,
-    limit_goals,
-    memory_entry,
-    new_row,
-    profile_entry,
-    stages_entry,
-    step_seconds,
-    time_entry,
-    timeline_entry,
-)
+from shardmark.rows import Row, limit_entry, memory_entry, new_row, step_seconds, time_entry
 from shardmark.world import RankError
 
 if TYPE_CHECKING:
     from shardmark.session import Session
 
 T = TypeVar("T")
+Rates = Callable[[float], dict[str, float]]
 
 CASE_DEADLINE = 1800.0
 """Seconds for all rounds of one case: long, as paper-scale cases are, and short of a night."""
@@ -49,13 +40,11 @@ class Measure:
     `workload` is a module-level class (`shardmark.plan.Workload`); `work` is what one step does on all ranks; `rates`
     turns the mean step time into further figures of the row's work. The memory budget is the implementation's own
     formula times `slack`, the race `time`, or else its own against its peer, the rounds `rounds`, or else
-    pytest-benchmark's, and more while a verdict is undecided. The row is saved whatever the verdict. Over budget, the
-    test fails; where the rounds leave a time budget undecided, or the case would not fit, it is skipped with the
-    reason. Goals, the race's and those of figures of the row's limit in `goals` ("mfu", "fraction"), are reported.
+    pytest-benchmark's, and more while a verdict is undecided. `observe` is what else is to be seen
+    (`shardmark.observers`). The row is saved whatever the verdict. Over budget, the test fails; where the rounds leave
+    a time budget undecided, or the case would not fit, it is skipped with the reason.
 
-    With `profiled` one more step runs under the profiler, and what that makes of the first rank's profile is the row's
-    "kernels". `activations`, bytes by module and operator, stand beside those metered of a workload that tells the
-    kinds of its tensors, `stages`, bytes live, beside those of one that tells stages.
+    A test that measures by its own means saves its row with `record`.
     """
 
     def __init__(self, session: Session, item: pytest.Item, benchmark: Any) -> None:
@@ -72,124 +61,104 @@ class Measure:
         work: Work,
         world_size: int = 1,
         slack: float = MEMORY_SLACK,
-        rates: Callable[[float], dict[str, float]] = lambda seconds: {},
         time: Race | None = None,
-        goals: Mapping[str, float] | None = None,
         rounds: Rounds | None = None,
-        profiled: Callable[[StepProfile], Row] | None = None,
-        activations: Mapping[tuple[str, str], int] | None = None,
-        stages: Mapping[str, int] | None = None,
+        rates: Rates = lambda seconds: {},
+        observe: Sequence[Observer] = (),
     ) -> Row:
-        """Returns the row."""
+        """Returns the row. Raises TypeError where the workload lacks what an observer needs."""
         __tracebackhide__ = True
         session = self._session
+        for observer in observe:
+            observer.check(workload)
+        trace = session.trace.stem(self._item.nodeid, f"{case}-{implementation}") if session.trace else None
+        if trace is not None and not any(isinstance(observer, Profile) for observer in observe):
+            observe = [*observe, Profile()]
         race = time or implementation.time
         if race is not None and not race.applies(case, session.device):
             race = Race(race.peer)
-        peer = self._peer(implementation, race)
-        least = fewest_rounds(SHOWN_CONFIDENCE) if goals else 1
-        plan = Plan(workload, implementation, peer, case, session.device, world_size, self._rounds(rounds, least))
-        trace = session.trace.stem(self._item.nodeid, f"{case}-{implementation}") if session.trace else None
-        memory_budget = MemoryBudget(_formula(implementation, case), slack)
-        plan = replace(plan, limits=self._limits(race), formula=memory_budget.formula)
-        plan = replace(plan, profiled=profiled is not None, trace=trace)
-        ranks = self.attempt(
-            plan, lambda plan: session.worlds.get(world_size).run(measure, plan, deadline=CASE_DEADLINE), slack
-        )
-        return self.record(
-            plan,
-            ranks,
-            race,
-            memory_budget,
-            work,
-            rates,
-            goals=goals,
-            profiled=profiled,
-            activations=activations,
-            stages=stages,
+        memory = memory_budget(implementation, case, slack)
+        plan = Plan(
+            workload,
+            implementation,
+            self._peer(implementation, race),
+            case,
+            session.device,
+            world_size,
+            self._rounds(rounds, max([1, *(observer.min_rounds for observer in observe)])),
+            memory=memory,
+            limits=self._limits(race),
+            observers=tuple(type(observer) for observer in observe),
+            trace=trace,
         )
 
-    def attempt(self, plan: Plan, run: Callable[[Plan], list[T]], slack: float = MEMORY_SLACK) -> list[T]:
+        identity = plan.identity
+        plan = self._with_room_for_peer(plan, self._admit(identity, memory))
+        ranks = self._unless_out_of_memory(
+            identity, memory, lambda: session.worlds.get(world_size).run(measure, plan, deadline=CASE_DEADLINE)
+        )
+        return self.record(identity, ranks, work=work, time=race, memory=memory, rates=rates, observe=observe)
+
+    def attempt(self, identity: Identity, memory: MemoryBudget, run: Callable[[], list[T]]) -> list[T]:
         """What `run` returns, if the case fits and memory does not run out; else its row says so, and the test ends."""
         __tracebackhide__ = True
-        memory_budget = MemoryBudget(_formula(plan.implementation, plan.case), slack)
-        plan = self._admit(plan, memory_budget)
-        try:
-            return run(plan)
-        except Exception as error:
-            cause = error.exception if isinstance(error, RankError) else error
-            if not is_out_of_memory(cause):
-                raise
-            self._unmeasured(plan, memory_budget, budget.OUT_OF_MEMORY)
-            pytest.fail(f"out of memory: {cause}", pytrace=False)
+        self._admit(identity, memory)
+        return self._unless_out_of_memory(identity, memory, run)
 
     def record(
         self,
-        plan: Plan,
+        identity: Identity,
         ranks: list[Measured],
-        race: Race | None = None,
-        memory_budget: MemoryBudget | None = None,
+        *,
         work: Work | None = None,
-        rates: Callable[[float], dict[str, float]] = lambda seconds: {},
-        goals: Mapping[str, float] | None = None,
+        time: Race | None = None,
+        memory: MemoryBudget | None = None,
         absolute: Sequence[AbsoluteBudget] = (),
-        times: Row | None = None,
-        profiled: Callable[[StepProfile], Row] | None = None,
-        activations: Mapping[tuple[str, str], int] | None = None,
-        stages: Mapping[str, int] | None = None,
-        losses: Sequence[float] = (),
+        rates: Rates = lambda seconds: {},
+        observe: Sequence[Observer] = (),
     ) -> Row:
         """Judge and save what each rank measured, and return the row.
 
-        `absolute` budgets are held to beside those of `--budgets`; `times` are further entries of the row's time;
-        `stages` are the formulas, in bytes, of what is live after each stage that the meter was told of; `losses` those
-        of each step.
+        `time` is the race that the ranks' laps hold, and `absolute` are budgets beside those of `--budgets`.
         """
         __tracebackhide__ = True
         session = self._session
-        row = new_row(plan, session.scale, session.link_rate)
+        row = new_row(replace(identity, backend=ranks[0].backend), session.scale, session.link_rate)
         seconds = step_seconds(ranks)
         self._replay(seconds)
-        row["backend"] = ranks[0].backend
-        if memory_budget is not None:
-            row["memory"] = memory_entry(ranks, memory_budget)
-        if ranks[0].timeline is not None:
-            row["memory"] |= timeline_entry(ranks[0].timeline, activations or {})
-        if ranks[0].memory.stages:
-            row["memory"]["stages"] = stages_entry(ranks, stages or {})
-        if losses:
-            row["losses"] = list(losses)
+        if memory is not None:
+            row["memory"] = memory_entry(ranks, memory)
         if work is not None:
             row["work"] = asdict(work) | rates(fmean(seconds))
-            row["limit"] = self._limit(plan, work, fmean(seconds))
-        if goals:
-            row["limit"]["goals"] = limit_goals(row["limit"], goals, seconds)
-        row["time"], ratio = time_entry(ranks, race, session.confidence)
-        row["time"] |= times or {}
-        row |= profile_entry(ranks, profiled)
+            row["limit"] = self._limit(identity, work, fmean(seconds))
+        row["time"], ratio = time_entry(ranks, time, session.confidence)
+        for observer in observe:
+            observer.fill(row, ranks)
         absolute = [*absolute, *session.budgets_for(self._item.nodeid)]
         tensors, peaks = (row["memory"].get(f"{name}_by_rank", []) for name in ("tensors", "peak"))
-        held = budget.verdicts(tensors, peaks, seconds, ratio, race, memory_budget, absolute, session.confidence)
-        verdicts = list(held)
+        verdicts = list(budget.verdicts(tensors, peaks, seconds, ratio, time, memory, absolute, session.confidence))
         row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
         if self._benchmark.disabled:
             verdicts = [(verdict, why) for verdict, why in verdicts if verdict != budget.UNDECIDED]
         else:
+            session.questions.observe(self._benchmark.group, observe)
             self._save(row, {"mean": fmean(seconds), "stddev": stdev(seconds) if len(seconds) > 1 else 0.0})
         complaints = {
             outcome: "; ".join(why for verdict, why in verdicts if verdict == outcome)
             for outcome in (budget.FAIL, budget.UNDECIDED)
         }
         if complaints[budget.FAIL]:
-            pytest.fail(complaints[budget.FAIL], pytrace=False)
+            most = max(ranks, key=lambda rank: rank.memory.tensors)
+            lines = excess_lines(memory.formula, most.at_peak) if memory is not None and most.at_peak else ()
+            pytest.fail("\n".join([complaints[budget.FAIL], "", *lines]).rstrip(), pytrace=False)
         if complaints[budget.UNDECIDED]:
             pytest.skip(f"undecided: {complaints[budget.UNDECIDED]}")
         return row
 
-    def _limit(self, plan: Plan, work: Work, seconds: float) -> Row:
+    def _limit(self, identity: Identity, work: Work, seconds: float) -> Row:
         """The row's limit where a step takes so long."""
-        devices = plan.world_size if plan.device == "cuda" else 1
-        return limit_entry(work, self._session.roofline(plan.case.dtype), devices, seconds)
+        devices = identity.world_size if identity.device == "cuda" else 1
+        return limit_entry(work, self._session.roofline(identity.case.dtype), devices, seconds)
 
     def _limits(self, race: Race | None) -> Limits | None:
         """What the rounds are to decide; None where pytest-benchmark is disabled."""
@@ -206,7 +175,7 @@ class Measure:
         peer = registry.family(implementation.family).implementations[race.peer]
         return (
             None
-            if peer.target is implementation.target or peer.missing(self._session.device, to_measure=True)
+            if peer.target is implementation.target or peer.unavailable_reason(self._session.device, to_measure=True)
             else peer
         )
 
@@ -232,20 +201,21 @@ class Measure:
             disable_gc=option("disable_gc"),
         )
 
-    def _admit(self, plan: Plan, memory_budget: MemoryBudget) -> Plan:
-        """The plan, without its peer where there is no room for both.
-
-        Skips a case that would not fit by its own formula, with a row that says what it needs and what there is.
-        """
-        copies = 1 if plan.device == "cuda" else plan.world_size  # ranks on CPU share the RAM
-        needed = memory_budget.formula * copies
-        available = min(self._session.worlds.get(plan.world_size).run(available_bytes, plan.device))
+    def _admit(self, identity: Identity, memory: MemoryBudget) -> int:
+        """Bytes available for the case; one that would not fit is skipped, with a row that says what it needs."""
+        needed = memory.formula * _copies(identity)
+        available = min(self._session.worlds.get(identity.world_size).run(available_bytes, identity.device))
         if needed > available:
-            self._unmeasured(plan, memory_budget, budget.NOT_STARTED, needed=needed, available=available)
+            self._unmeasured(identity, memory, budget.NOT_STARTED, needed=needed, available=available)
             pytest.skip(f"not started: needs {needed / MIB:,.0f} MiB of {available / MIB:,.0f} MiB available")
+        return available
+
+    def _with_room_for_peer(self, plan: Plan, available: int) -> Plan:
+        """The plan, without its peer where there is no room for both."""
         if plan.peer is None:
             return plan
-        both = needed + _formula(plan.peer, plan.case) * copies
+        formulas = [memory_budget(each, plan.case).formula for each in (plan.implementation, plan.peer)]
+        both = sum(formulas) * _copies(plan.identity)
         if both <= available:
             return plan
         self._item.warn(
@@ -255,17 +225,28 @@ class Measure:
         )
         return replace(plan, peer=None)
 
+    def _unless_out_of_memory(self, identity: Identity, memory: MemoryBudget, run: Callable[[], list[T]]) -> list[T]:
+        __tracebackhide__ = True
+        try:
+            return run()
+        except Exception as error:
+            cause = error.exception if isinstance(error, RankError) else error
+            if not is_out_of_memory(cause):
+                raise
+            self._unmeasured(identity, memory, budget.OUT_OF_MEMORY)
+            pytest.fail(f"out of memory: {cause}", pytrace=False)
+
     def _replay(self, seconds: list[float]) -> None:
         """Hand the measured times to pytest-benchmark, round by round, through the clock it reads."""
         clock, remaining = self._session.clock, iter(seconds)
         # Past the last round there is only what pytest-benchmark's own profiler asks for, and that takes no time.
         self._benchmark.pedantic(lambda: clock.advance(next(remaining, 0.0)), setup=clock.reset, rounds=len(seconds))
 
-    def _unmeasured(self, plan: Plan, memory_budget: MemoryBudget, verdict: str, **memory: int) -> None:
+    def _unmeasured(self, identity: Identity, memory: MemoryBudget, verdict: str, **found: int) -> None:
         """Save a row without times."""
         self._benchmark.skipped = True  # or pytest-benchmark warns of a fixture that was not used
-        row = new_row(plan, self._session.scale, self._session.link_rate)
-        row["memory"] = {**asdict(memory_budget), "budget": memory_budget.bytes, **memory}
+        row = new_row(identity, self._session.scale, self._session.link_rate)
+        row["memory"] = {**asdict(memory), "budget": memory.bytes, **found}
         row["verdict"] = verdict
         self._save(row, None)
 
@@ -283,8 +264,13 @@ class Measure:
         )
 
 
-def _formula(implementation: Implementation, case: Any) -> int:
-    """The implementation's peak in bytes, by its formula."""
+def memory_budget(implementation: Implementation, case: Any, slack: float = MEMORY_SLACK) -> MemoryBudget:
+    """The implementation's peak by its own formula, and the slack that it is given."""
     if implementation.memory is None:
         raise ValueError(f"{implementation.family} {implementation.name} is registered without a memory formula")
-    return implementation.memory(case)
+    return MemoryBudget(implementation.memory(case), slack)
+
+
+def _copies(identity: Identity) -> int:
+    """How many ranks share the memory that is available: on CPU, all."""
+    return 1 if identity.device == "cuda" else identity.world_size

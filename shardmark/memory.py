@@ -29,8 +29,9 @@ from pathlib import Path
 
 import torch
 
-from shardmark.blocks import Allocated, Marked, Recording, Released, mark
+from shardmark.blocks import Recording, mark
 from shardmark.handles import workers_free_first
+from shardmark.replay import Allocated, Marked, Released
 
 _PHASE, _PEAK, _STAGE, _RESET = "phase ", "peak of ", "stage ", "reset"
 """What the meter's marks of a phase, of a step's peak, of a stage, and of a new beginning of the peak begin with."""
@@ -68,7 +69,7 @@ class Memory:
     peaks: dict[str, int] = field(default_factory=dict)
     """Of tensors, in the steps that were kept apart."""
     stages: dict[str, Stage] = field(default_factory=dict)
-    """Of making the workload and warming it up, as it tells them."""
+    """Of making the workload and warming it up, as it reports them."""
 
 
 class Meter(Memory):
@@ -151,7 +152,7 @@ _running: list[Meter] = []
 
 
 def stage(name: str) -> None:
-    """Tell the meter, if one runs, that a stage of making a workload ends here."""
+    """A stage of making a workload ends here: report it to the meter, if one runs."""
     for running in _running:
         running.stage(name)
 

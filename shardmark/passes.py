@@ -1,5 +1,5 @@
-"""The passes over a case: one under the memory meter, alternating timed rounds of it and its peer, and where they are
-asked for one under the profiler and one that tells what each byte is.
+"""The passes over a case: one under the memory meter, alternating timed rounds of it and its peer, and those of the
+observers that the test asks for.
 
 Everything here runs on the ranks of a world, in the process that holds the device; a single-device case is a world of
 one. What comes back are plain numbers.
@@ -10,22 +10,21 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from shardmark.blocks import mark, recording
 from shardmark.budget import LOOKS, RANKS_ALIKE, fewest_rounds
 from shardmark.clock import Laps, Stopwatch
-from shardmark.cold import cold_compiler, has_compiled
-from shardmark.kernels import StepProfile
+from shardmark.excess import STEP, Held, held_at_peak
+from shardmark.handles import workers_free_first
 from shardmark.memory import Memory, meter, release
-from shardmark.plan import COMMUNICATION, COMPUTE, IMPLEMENTATION, PEER, Mark, Measured, Plan, Workload
+from shardmark.plan import IMPLEMENTATION, PEER, Mark, Measured, Plan, Workload
 from shardmark.registry import Unsupported
-from shardmark.timeline import BEFORE, Timeline, timeline
-from shardmark.trace import memory_snapshot, module_ranges, modules_of, profile_step
+from shardmark.trace import modules_of
 
 T = TypeVar("T")
 
@@ -33,59 +32,61 @@ WARMUPS = 2
 """Optimizer state comes with the first step, torch DDP's final buckets with the second."""
 
 FIRST, SECOND, MEDIAN = "first", "second", "median"
-"""Steps whose peaks are told apart. The third, which is the one that budgets judge, is what all later ones repeat, and
-so the median of a run."""
+"""Steps whose peaks are metered one by one. Budgets judge the third, the steady-state step that all later ones
+repeat."""
 
 MOST_PASSES = 5
-"""Of the meter, among ranks."""
+"""Multi-rank metering repeats at most this often; the smallest peak counts."""
 
 UNDECIDED_SECONDS = 10.0
 """Rounds of a case double while its verdicts are undecided, but not to take longer than this."""
 
 NEAR = 1.001
-"""What a peak may be of its formula: those leave single values out, as an optimizer's counters."""
+"""A peak may be this many times its formula, as formulas leave out single values such as an optimizer's counters."""
 
 
 def measure(plan: Plan) -> Measured:
-    """Meter, time, and where it is asked for profile, on this rank. Every rank of the world must be in here together.
+    """Meter, time and observe on this rank. Every rank of the world must be in here together.
 
     A pass of the meter can overstate: on CUDA libraries take workspaces in the first, among ranks a backend's thread
     may release a tensor unseen. So there are two on CUDA, and among ranks up to five; the smallest counts.
     """
-    cold = getattr(plan.workload, "cold", False)
-    with cold_compiler(plan.device) if cold else nullcontext():
-        return _measure(plan, cold)
+    with ExitStack() as observing:
+        for observer in plan.observers:
+            observing.enter_context(observer.around(plan))
+        try:
+            measured = _meter_and_time(plan)
+            for observer in plan.observers:
+                measured.observed[observer] = observer.on_rank(plan, measured)
+            return measured
+        finally:
+            release(plan.device)
 
 
-def _measure(plan: Plan, cold: bool) -> Measured:
-    try:
-        workload, memory, first_step = meter_pass(plan)
-        first_peak = memory.peaks[FIRST]
-        for passes in range(1, MOST_PASSES):
-            if not (plan.device == "cuda" and passes == 1) and not _overstated(plan, memory.tensors):
-                break
-            del workload
-            workload, again, _ = meter_pass(plan)
-            memory = min(memory, again, key=lambda memory: memory.tensors)
-        memory.peaks = memory.peaks | {FIRST: first_peak} if cold else {}
-        measured = _time(plan, memory, workload)
+def _meter_and_time(plan: Plan) -> Measured:
+    workload, memory, first_step = meter_pass(plan)
+    first_peak = memory.peaks[FIRST]
+    for passes in range(1, MOST_PASSES):
+        if not (plan.device == "cuda" and passes == 1) and not _overstated(plan, memory.tensors):
+            break
         del workload
-        measured.first_step = first_step if cold and has_compiled() else None
-        if hasattr(plan.workload, "kinds"):
-            measured.timeline = _timeline_of_the_first(plan)
-        if plan.profiled or plan.trace is not None:
-            measured.profile, measured.files = _profile(plan)
-        return measured
-    finally:
-        release(plan.device)
+        workload, again, _ = meter_pass(plan)
+        memory = min(memory, again, key=lambda memory: memory.tensors)
+    memory.peaks[FIRST] = first_peak
+    measured = _time(plan, memory, workload)
+    measured.first_step = first_step
+    del workload
+    if plan.memory is not None and _largest(plan, memory.tensors) > plan.memory.bytes:
+        measured.at_peak = blocks_at_peak(plan)
+    return measured
 
 
 def _overstated(plan: Plan, peak: int) -> bool:
     """Whether, among ranks, one's peak is over the formula, or over another's by more than they may differ."""
-    if plan.world_size == 1 or plan.formula is None:
+    if plan.world_size == 1 or plan.memory is None:
         return False
     least, most = -_largest(plan, -peak), _largest(plan, peak)
-    return most > NEAR * plan.formula or most > RANKS_ALIKE * least
+    return most > NEAR * plan.memory.formula or most > RANKS_ALIKE * least
 
 
 def meter_pass(plan: Plan) -> tuple[Workload, Memory, float]:
@@ -95,8 +96,8 @@ def meter_pass(plan: Plan) -> tuple[Workload, Memory, float]:
         workload = plan.workload(plan.implementation, plan.case, plan.device)
         memory.mark("after_init")
         workload.prepare()
-        if getattr(workload, "cold", False):
-            memory.mark("before_first_step")
+        for observer in plan.observers:
+            observer.before_first_step(memory)
         memory.reset_peak()
         watch = Stopwatch(plan.device)
         watch.start()
@@ -115,7 +116,7 @@ def meter_pass(plan: Plan) -> tuple[Workload, Memory, float]:
         workload.step(lambda part: memory.mark(f"after_{part}"))
         memory.mark("after_step")
         memory.keep_peak(MEDIAN)
-    stages = memory.stages if len(memory.stages) > 1 else {}  # where the workload tells its own, this one follows
+    stages = memory.stages if len(memory.stages) > 1 else {}  # "warm-up" alone where the workload reports none
     figures = Memory(memory.phases, memory.peak, memory.tensors, memory.workspace, memory.peaks, stages)
     return workload, figures, first_step
 
@@ -126,9 +127,8 @@ def _time(plan: Plan, memory: Memory, mine: Workload) -> Measured:
     They are enough for a verdict, where one is asked for, and double while it is undecided.
     """
     steps: dict[str, tuple[Workload, Callable[[Mark], None]]] = {IMPLEMENTATION: (mine, mine.step)}
-    for name, alone in ((COMPUTE, "compute_step"), (COMMUNICATION, "communication_step")):
-        if hasattr(mine, alone):
-            steps[name] = (mine, getattr(mine, alone))
+    for observer in plan.observers:
+        steps |= {name: (mine, getattr(mine, method)) for name, method in observer.timed.items()}
     if plan.peer is not None:
         theirs = plan.workload(plan.peer, plan.case, plan.device)
         steps[PEER] = (theirs, theirs.step)
@@ -181,46 +181,30 @@ def timed_steps(plan: Plan, count: int) -> list[Laps]:
     return [_timed(plan, workload, workload.step) for _ in range(count)]
 
 
-def _profile(plan: Plan) -> tuple[StepProfile, list[Path]]:
-    """One step under the profiler, from nothing and when all else is done, so that it touches no other figure."""
-    release(plan.device)
-    if plan.trace is None:
-        return profile_step(_steps(plan, WARMUPS), plan.device), []
-    rank = f".rank{dist.get_rank()}" if plan.world_size > 1 else ""
-    chrome, snapshot = (plan.trace.with_name(f"{plan.trace.name}{rank}.{end}") for end in ("json", "pickle"))
-    with memory_snapshot(snapshot, plan.device) as snapshots:
-        workload = _steps(plan, WARMUPS)
-    return profile_step(workload, plan.device, trace=chrome), [chrome, *snapshots]
-
-
-def _timeline_of_the_first(plan: Plan) -> Timeline | None:
-    """The first rank's timeline; the others go along."""
-    if plan.world_size == 1 or dist.get_rank() == 0:
-        return timeline_pass(plan)
-    release(plan.device)
-    _steps(plan, WARMUPS + 1)
-    return None
-
-
-def timeline_pass(plan: Plan) -> Timeline:
-    """What each byte of one step is, and who allocated it."""
-    release(plan.device)
-    with timeline(plan.device) as recording:
-        workload = _steps(plan, WARMUPS)
-        workload.prepare()
-        with module_ranges(modules_of(workload)):
-            recording.mark(BEFORE, workload.kinds())
-            workload.step(lambda part: recording.mark(f"after_{part}", workload.kinds()))
-    return recording.read()
-
-
-def _steps(plan: Plan, count: int) -> Any:
+def warmed_up(plan: Plan, count: int = WARMUPS) -> Any:
     """A new workload that has done so many steps."""
     workload = plan.workload(plan.implementation, plan.case, plan.device)
     for _ in range(count):
         workload.prepare()
         workload.step(lambda part: None)
     return workload
+
+
+def blocks_at_peak(plan: Plan) -> list[Held]:
+    """The tensors live at the peak of a steady-state step on this rank, largest first. Every rank runs it together.
+
+    A pass of its own for when a budget has failed, as following Python's frames takes long.
+    """
+    release(plan.device)
+    patient = workers_free_first() if plan.device == "cpu" else nullcontext()
+    with patient, recording(plan.device, lines=True) as recorded:
+        workload = warmed_up(plan)
+        workload.prepare()
+        modules = modules_of(workload).named_modules()
+        recorded.modules = {id(module): name or type(module).__name__ for name, module in modules}
+        mark(STEP)
+        workload.step(lambda part: None)
+    return held_at_peak(recorded.replay())
 
 
 def alternate(names: Sequence[str], rounds: int, done: int = 0) -> Iterator[str]:

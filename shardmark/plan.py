@@ -6,14 +6,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from shardmark.budget import Limits
+from shardmark.budget import Limits, MemoryBudget
 from shardmark.clock import Laps
-from shardmark.kernels import StepProfile
+from shardmark.excess import Held
 from shardmark.memory import Memory
 from shardmark.registry import Implementation
-from shardmark.timeline import Timeline
+
+if TYPE_CHECKING:
+    from shardmark.observers import Observer
 
 Mark = Callable[[str], None]
 
@@ -23,13 +25,8 @@ IMPLEMENTATION, PEER, COMPUTE, COMMUNICATION = "implementation", "peer", "comput
 class Workload(Protocol):
     """One case made ready to run on one rank: `Workload(implementation, case, device)` makes its tensors and modules.
 
-    `backend` names what runs underneath (a process-group backend, an attention kernel). A workload may also have
-    `compute_step(mark)`: the same step without its communication, timed in the same rounds, so that what communication
-    adds to the parts that it marks and the "communication" part together can be told, and `communication_step(mark)`:
-    communication without the rest, of which the share that the step hid is told then; and `kinds()`: its live tensors
-    by kind ("parameters", "gradients", "optimizer state"), so that every byte of the step can be told by kind. Where it
-    says `cold = True`, its first steps are told apart: compiled from nothing, with the first one's time and each one's
-    peak.
+    `backend` names what runs underneath (a process-group backend, an attention kernel). What an observer needs beyond
+    this, such as the kinds of the tensors, it says itself (`shardmark.observers`).
     """
 
     backend: str
@@ -41,7 +38,7 @@ class Workload(Protocol):
         ...
 
     def step(self, mark: Mark) -> None:
-        """The work. `mark(part)` ends a part of it: the stopwatch and the memory meter both listen."""
+        """The work. `mark(part)` ends a part of it, for the stopwatch and for the memory meter."""
         ...
 
 
@@ -65,8 +62,21 @@ class Rounds:
 
 
 @dataclass(frozen=True)
+class Identity:
+    """What a row is of: the part of it that is known before anything is measured."""
+
+    family: str
+    implementation: str
+    case: Any
+    device: str
+    world_size: int = 1
+    backend: str | None = None
+    """Known once a rank has made its workload."""
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What a rank needs to know to measure a case."""
+    """The request to a rank: what to run there, how often, and what else to observe."""
 
     workload: type[Any]  # a Workload
     implementation: Implementation
@@ -74,15 +84,21 @@ class Plan:
     case: Any
     device: str
     world_size: int
-    rounds: Rounds
-    formula: int | None = None
-    """What the peak in bytes should be."""
+    rounds: Rounds = Rounds()
+    memory: MemoryBudget | None = None
+    """What tensors at the peak are held to."""
     limits: Limits | None = None
     """What the rounds are to decide."""
-    profiled: bool = False
-    """Whether one more step runs under the profiler."""
+    observers: tuple[type[Observer], ...] = ()
+    """Their classes alone travel: what an observer was made with is for the row, which is filled where pytest runs."""
     trace: Path | None = None
-    """Where its Chrome trace and memory snapshot go, but for the rank and the ending."""
+    """Where the Chrome trace and the memory snapshot go, but for the rank and the ending."""
+
+    @property
+    def identity(self) -> Identity:
+        """What its row is of."""
+        implementation = self.implementation
+        return Identity(implementation.family, implementation.name, self.case, self.device, self.world_size)
 
 
 @dataclass
@@ -92,9 +108,9 @@ class Measured:
     backend: str
     memory: Memory
     laps: dict[str, list[Laps]] = field(default_factory=dict)
-    profile: StepProfile | None = None
-    timeline: Timeline | None = None
     first_step: float | None = None
-    """Seconds of the first step where it compiles, from nothing; the memory meter that runs by then adds little."""
-    files: list[Path] = field(default_factory=list)
-    """The Chrome trace and the memory snapshot, where they were asked for."""
+    """Seconds of the first step, under the memory meter, which adds little where that step compiles."""
+    at_peak: list[Held] = field(default_factory=list)
+    """Where the memory budget failed: what was live at the peak."""
+    observed: dict[type[Observer], Any] = field(default_factory=dict)
+    """What each observer's own pass found on this rank."""

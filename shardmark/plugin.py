@@ -1,9 +1,9 @@
 """The pytest plugin: options and fixtures, each a few lines over the modules beside it.
 
-    @pytest.mark.family("attention")                       # `implementation` runs over the family's implementations
-    @pytest.mark.cases(cases.ATTENTION)                    # `case` runs over the grid at --scale
-    @pytest.mark.question("What does attention cost?")     # rows of one question share a table
-    def test_forward(implementation, case, measure): ...
+    @pytest.mark.family("naps")                            # `implementation` runs over the family's implementations
+    @pytest.mark.cases(Grid(smoke=[...], ...))             # `case` runs over the grid at --scale
+    @pytest.mark.question("What does a nap cost?", columns=["case", "time ms", "verdict"])  # of one table
+    def test_nap(implementation, case, measure): ...
 
 `world` is a warm world of each size in --ranks, `worlds(n)` one of a given size, and `link` what --link put between the
 ranks.
@@ -26,7 +26,7 @@ from shardmark.machine import keep_compiled_code_apart, requires_compiler
 from shardmark.measure import Measure
 from shardmark.rank import WorldError
 from shardmark.registry import Implementation, RegistryError, Unsupported
-from shardmark.report import tables
+from shardmark.report import screen
 from shardmark.report.progress import Progress
 from shardmark.rows import describe_machine
 from shardmark.session import SESSION, start_session
@@ -103,7 +103,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "family(name, option=None, only=None): run over the family's implementations (those whose target takes "
         "`option`; those named in `only`, and with the reference among them whatever --impl names)",
         "cases(grid): run over the grid's cases at --scale",
-        "question(text): the question that the rows of these tests answer; rows of one question share a table",
+        "question(text, columns=None): the question that the rows of these tests answer; rows of one question share a "
+        "table, of those columns",
     ):
         config.addinivalue_line("markers", marker)
     keep_compiled_code_apart()
@@ -157,7 +158,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--impl`, keep the tests that run over an implementation of those families; give benchmarks our clock."""
+    """With `--impl`, keep the tests that run over an implementation of those families; give benchmarks our clock.
+
+    Raises pytest.UsageError, in one line, for a question's columns that there are not.
+    """
     session = config.stash[SESSION]
     kept: list[pytest.Item] = []
     dropped: list[pytest.Item] = []
@@ -167,6 +171,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (kept if chosen or not session.selected else dropped).append(item)
         if "measure" in getattr(item, "fixturenames", ()):
             _use_device_clock(item, session.clock)
+        if question := item.get_closest_marker("question"):
+            session.questions.state(question)
     items[:] = kept
     if dropped:
         config.hook.pytest_deselected(items=dropped)
@@ -198,7 +204,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     implementation = _implementation(item)
     if implementation is not None:
         device, to_measure = item.config.stash[SESSION].device, "measure" in getattr(item, "fixturenames", ())
-        if reason := implementation.missing(device, to_measure):
+        if reason := implementation.unavailable_reason(device, to_measure):
             item.add_marker(pytest.mark.skip(reason=f"{implementation.name}: {reason}"))
 
 
@@ -269,11 +275,8 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
-    """Add the attention backend that ran and the rows without times; write our tests' parameters as their ids."""
+    """Add the rows without times, and write our tests' parameters as their ids."""
     rows = config.stash[SESSION].rows
-    attention = [entry["extra_info"] for entry in rows.rows if entry["extra_info"]["family"] == "attention"]
-    backends = sorted({row["backend"] for row in attention if row["backend"]})
-    output_json["machine_info"]["attention_backend"] = ", ".join(backends) or None
     output_json["unmeasured"] = rows.unmeasured
     ours = {entry["fullname"] for entry in rows.rows}
     for entry in output_json["benchmarks"]:
@@ -282,20 +285,5 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """A table per question, where the rows are, and the budgets that no test matched."""
-    session = config.stash[SESSION]
-    for title, lines in tables.render(session.rows.rows):
-        terminalreporter.section(title, sep="-")
-        for line in lines:
-            terminalreporter.write_line(line)
-    if goals := tables.goals_line(session.rows.rows):
-        terminalreporter.write_line(f"\n{goals}")
-    if session.rows.rows and session.rows.path is not None:
-        terminalreporter.write_line(f"\n{_count(session.rows.rows, 'row')} in {session.rows.path}")
-    for budget in session.budgets:
-        if budget.pattern not in session.matched_budgets:
-            terminalreporter.write_line(f'--budgets: no measured test matches "{budget.pattern}"', yellow=True)
-
-
-def _count(things: list[Any], name: str) -> str:
-    return f"{len(things)} {name}{'s' * (len(things) != 1)}"
+    """The tables, and what a reader of them has to know."""
+    screen.write_summary(terminalreporter, config.stash[SESSION], every_column=config.option.verbose > 0)

@@ -58,7 +58,7 @@ def perform(work: bytes) -> bytes:
         function, args = pickle.loads(work)
         return pickle.dumps((True, function(*args)))
     except BaseException as error:
-        # BaseException: a function that exits (argparse, pytest.skip) is to be told of, not to end the rank.
+        # BaseException: a function that exits (argparse, pytest.skip) is reported, and does not end the rank.
         own = error.__traceback__.tb_next if error.__traceback__ else None  # without this frame
         report = traceback.TracebackException(type(error), error, own)
         text = f"raised {''.join(report.format_exception_only()).strip()}\n{''.join(report.format())}"

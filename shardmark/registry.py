@@ -1,6 +1,6 @@
 """Families of techniques, the implementations of each, and what each one requires.
 
-A family is a contract (a `typing.Protocol`), a reference that defines what is right, and a check that tells in one line
+A family is a contract (a `typing.Protocol`), a reference that defines what is right, and a check that says in one line
 why a target does not meet the contract. `impl` fills the registry; `--impl` adds a user's own target to it.
 """
 
@@ -81,8 +81,8 @@ class Implementation:
         """The target as its family's tests call it."""
         return FAMILIES[self.family].adapt(self.target)
 
-    def missing(self, device: str, to_measure: bool = False) -> str | None:
-        """Why it does not run, or is not measured, on `device`, or None where it does."""
+    def unavailable_reason(self, device: str, to_measure: bool = False) -> str | None:
+        """Why it does not run, or is not measured, on `device`; None where it does."""
         requirements = (*self.requires, *(self.requires_to_measure if to_measure else ()))
         return next((reason for requirement in requirements if (reason := requirement(device))), None)
 
@@ -196,9 +196,9 @@ def listing(device: str) -> str:
     for owner in FAMILIES.values():
         lines += ["", f"{owner.name} (reference: {owner.reference})"]
         for entry in owner.implementations.values():
-            if reason := entry.missing(device):
+            if reason := entry.unavailable_reason(device):
                 says = f"does not run here: {reason}"
-            elif reason := entry.missing(device, to_measure=True):
+            elif reason := entry.unavailable_reason(device, to_measure=True):
                 says = f"runs here, and is not measured: {reason}"
             else:
                 says = "runs here"

@@ -10,38 +10,35 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 
 from shardmark.budget import SHOWN_CONFIDENCE, Interval, MemoryBudget, median_interval, paired_ratios, tolerated
-from shardmark.clock import Laps
 from shardmark.grid import Work
 from shardmark.hardware import Roofline
-from shardmark.kernels import StepProfile
-from shardmark.plan import COMMUNICATION, COMPUTE, IMPLEMENTATION, PEER, Measured, Plan
+from shardmark.memory import Memory
+from shardmark.plan import IMPLEMENTATION, PEER, Identity, Measured
 from shardmark.registry import Race
-from shardmark.timeline import Timeline, by_layer_and_operator
 
 Row = dict[str, Any]
 
 
-def new_row(plan: Plan, scale: str, link: str | None) -> Row:
-    """The part of a row that is known before anything is measured; `link` is the rate of the one between the ranks."""
-    case = asdict(plan.case) if is_dataclass(plan.case) and not isinstance(plan.case, type) else {}
+def new_row(identity: Identity, scale: str, link: str | None) -> Row:
+    """A row of which nothing is measured yet; `link` is the rate of the one between the ranks."""
+    case = asdict(identity.case) if is_dataclass(identity.case) and not isinstance(identity.case, type) else {}
     return {
-        "family": plan.implementation.family,
-        "implementation": plan.implementation.name,
-        "case": {"id": str(plan.case), **case},
-        "device": plan.device,
-        "backend": None,
-        "world_size": plan.world_size,
+        "family": identity.family,
+        "implementation": identity.implementation,
+        "case": {"id": str(identity.case), **case},
+        "device": identity.device,
+        "backend": identity.backend,
+        "world_size": identity.world_size,
         "link": link,
         "dtype": case.get("dtype"),
         "scale": scale,
@@ -59,9 +56,14 @@ def step_seconds(ranks: list[Measured], name: str = IMPLEMENTATION) -> list[floa
     return [max(laps.seconds for laps in round_) for round_ in zip(*(rank.laps[name] for rank in ranks), strict=True)]
 
 
+def largest_memory(ranks: list[Measured]) -> Memory:
+    """That of the rank that held most."""
+    return max((rank.memory for rank in ranks), key=lambda memory: (memory.tensors, memory.peak))
+
+
 def memory_entry(ranks: list[Measured], budget: MemoryBudget) -> Row:
     """Bytes by phase and at the peak, on the rank that held most, beside the budget of its tensors."""
-    most = max((rank.memory for rank in ranks), key=lambda memory: (memory.tensors, memory.peak))
+    most = largest_memory(ranks)
     return {
         "phases": most.phases,
         "peak": most.peak,
@@ -70,34 +72,8 @@ def memory_entry(ranks: list[Measured], budget: MemoryBudget) -> Row:
         "workspace_operator": most.workspace.operator or None,
         "peak_by_rank": [rank.memory.peak for rank in ranks],
         "tensors_by_rank": [rank.memory.tensors for rank in ranks],
-        **({"peaks": most.peaks} if most.peaks else {}),
         **asdict(budget),
         "budget": budget.bytes,
-    }
-
-
-def stages_entry(ranks: list[Measured], formulas: Mapping[str, int]) -> Row:
-    """Bytes held after each stage, on the rank that holds most then, beside the formula of those that are live."""
-    return {
-        name: asdict(max((rank.memory.stages[name] for rank in ranks), key=lambda stage: stage.live))
-        | {"formula": formulas.get(name)}
-        for name in ranks[0].memory.stages
-    }
-
-
-def timeline_entry(timeline: Timeline, expected: Mapping[tuple[str, str], int]) -> Row:
-    """Bytes by kind at each phase and along the step; what is kept for backward by module and operator, beside what
-    the formula `expected` of each; and the largest blocks at the peak."""
-    kept = by_layer_and_operator(timeline.activations)
-    return {
-        "kinds": timeline.phases,
-        "curve": timeline.curve,
-        "activations": [
-            {"module": module, "operator": operator, "bytes": kept.get(where, 0), "formula": expected.get(where)}
-            for where in {**kept, **expected}
-            for module, operator in [where]
-        ],
-        "largest": [asdict(block) for block in timeline.largest],
     }
 
 
@@ -108,7 +84,7 @@ def time_entry(
     beside the row the interval for a budget, with that confidence.
     """
     entry: Row = {
-        "parts": _parts(ranks),
+        "parts": mean_parts(ranks, IMPLEMENTATION),
         "mean_by_rank": [fmean(laps.seconds for laps in rank.laps[IMPLEMENTATION]) for rank in ranks],
         "peer": None,
         "ratio": None,
@@ -117,12 +93,6 @@ def time_entry(
         "goal": None,
         "outcome": None,
     }
-    if {COMPUTE, COMMUNICATION} <= set(ranks[0].laps):
-        entry |= _hidden(*(median(step_seconds(ranks, name)) for name in (IMPLEMENTATION, COMPUTE, COMMUNICATION)))
-    first_steps = [rank.first_step for rank in ranks if rank.first_step is not None]
-    if first_steps:
-        entry["first_step"] = max(first_steps)
-        entry["compile"] = max(first_steps) - median(step_seconds(ranks))
     if race is None or PEER not in ranks[0].laps:  # no peer, or no room or device for it
         return entry, None
     peer_seconds = step_seconds(ranks, PEER)
@@ -143,16 +113,6 @@ def time_entry(
     return entry, judged
 
 
-def profile_entry(ranks: list[Measured], profiled: Callable[[StepProfile], Row] | None) -> Row:
-    """Where time went on the first rank, as `profiled` tells it, and the names of all ranks' files of `--trace-dir`."""
-    entry: Row = {}
-    if profiled is not None and ranks[0].profile is not None:
-        entry["kernels"] = profiled(ranks[0].profile)
-    if files := [file.name for rank in ranks for file in rank.files]:
-        entry["trace"] = files
-    return entry
-
-
 def limit_entry(work: Work, roofline: Roofline, devices: int, seconds: float) -> Row:
     """The roofline's time for this work on `devices` of them, the fraction of it that was reached, and MFU."""
     limit = roofline.seconds(work) / devices
@@ -162,40 +122,9 @@ def limit_entry(work: Work, roofline: Roofline, devices: int, seconds: float) ->
     return entry
 
 
-def limit_goals(limit: Row, goals: Mapping[str, float], seconds: list[float]) -> Row:
-    """Goals of the limit's figures, "fraction" or "mfu", at least so much of each, and whether they are reached.
-
-    A figure is so many FLOPs or bytes over the step time, so the 95% interval of the step time decides.
-    """
-    step = median_interval(seconds)
-    longest = {name: tolerated(limit[name] * fmean(seconds) / goal) for name, goal in goals.items()}
-    return {name: {"goal": goal, "outcome": step.outcome(longest[name])} for name, goal in goals.items()}
-
-
-def _parts(ranks: list[Measured]) -> dict[str, float]:
-    """Mean seconds of each part over rounds and ranks.
-
-    With compute alone in the same rounds, its parts, "forward" and "backward", are compute's, and "communication" what
-    the ranks spent in them and in it beyond that: the communication that computation did not hide.
-    """
-    parts = _mean_parts([laps for rank in ranks for laps in rank.laps[IMPLEMENTATION]])
-    if COMPUTE in ranks[0].laps:
-        compute = _mean_parts([laps for rank in ranks for laps in rank.laps[COMPUTE]])
-        together = sum(parts[part] for part in {*compute, "communication"})
-        parts |= compute | {"communication": together - sum(compute.values())}
-    return parts
-
-
-def _hidden(step: float, compute: float, communication: float) -> Row:
-    """The share of communication that the step hid: all of it where the step takes no longer than compute alone."""
-    return {
-        "compute_alone": compute,
-        "communication_alone": communication,
-        "hidden": 1 - (step - compute) / communication,
-    }
-
-
-def _mean_parts(laps: list[Laps]) -> dict[str, float]:
+def mean_parts(ranks: list[Measured], name: str) -> dict[str, float]:
+    """Mean seconds of each part of those steps, over rounds and ranks."""
+    laps = [lap for rank in ranks for lap in rank.laps[name]]
     return {part: fmean(lap.parts[part] for lap in laps) for part in laps[0].parts}
 
 
@@ -213,6 +142,11 @@ class RowFile:
         self.rows.append(entry)
         if self.path is not None:
             self._save(self.path)
+
+    def backends(self, family: str) -> list[str]:
+        """What ran underneath that family's workloads in this run, by name."""
+        rows = [entry["extra_info"] for entry in self.rows]
+        return sorted({row["backend"] for row in rows if row["family"] == family and row["backend"]})
 
     @property
     def unmeasured(self) -> list[Row]:

@@ -15,6 +15,7 @@ from shardmark.hardware import Roofline, measure_roofline
 from shardmark.link import Link, LinkError
 from shardmark.rank import WorldError, available_cores
 from shardmark.registry import Implementation
+from shardmark.report.questions import Questions
 from shardmark.rows import RowFile
 from shardmark.trace import TraceFolder
 from shardmark.world import Worlds, check_size
@@ -43,6 +44,7 @@ class Session:
         self.judgements = 1
         self.trace = TraceFolder(Path(option("trace_dir"))) if option("trace_dir") else None
         self.rows = RowFile(config)
+        self.questions = Questions()
         if self.rows.path is not None and not self.rows.path.absolute().parent.is_dir():
             raise ValueError(f"--benchmark-json {self.rows.path}: there is no folder {self.rows.path.parent}")
         self.clock = DeviceClock()
@@ -146,7 +148,7 @@ def _selected(options: list[str], device: str) -> dict[str, list[Implementation]
         if not (family and equals and spec):
             raise ValueError(f"--impl takes FAMILY=TARGET, not {option!r}")
         implementation = registry.resolve(family, spec)
-        if implementation.missing(device) is None:
+        if implementation.unavailable_reason(device) is None:
             registry.check_contract(implementation, device)
         selected.setdefault(family, []).append(implementation)
     return selected

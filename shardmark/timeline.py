@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from shardmark.blocks import Allocated, Block, Event, Marked, Recording, Released, mark
+from shardmark.blocks import Recording, mark
+from shardmark.replay import Allocated, Block, Event, Marked, Released
 
 ACTIVATIONS, TEMPORARIES, INPUTS, WORKSPACE = "activations", "temporaries", "inputs and buffers", "workspace"
 KINDS = ("parameters", "gradients", "optimizer state", INPUTS, ACTIVATIONS, TEMPORARIES, WORKSPACE)

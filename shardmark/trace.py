@@ -100,7 +100,7 @@ def _name(path: str, module: nn.Module) -> str:
 
 
 def profile_step(workload: Workload, device: str, *, trace: Path | None = None) -> StepProfile:
-    """Profile one step, after one that is not: it tells the parts, which become ranges from mark to mark.
+    """Profile one step, after one that is not: that one names the parts, which become ranges from mark to mark.
 
     On CUDA each mark waits for the device, so that a phase's kernels lie within its range. What follows the last mark
     is the phase "rest". `trace` is where to write the Chrome trace. Raises ValueError where the two steps differ in

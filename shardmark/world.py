@@ -60,7 +60,7 @@ class RankError(RuntimeError):
 
 
 def rank_error(size: int, failures: dict[int, tuple[str, BaseException | None]], silent: dict[int, str]) -> RankError:
-    """Tell what each rank of `size` did: those that failed, the first one first; those without an answer; the rest."""
+    """What each rank of `size` did: those that failed, the first one first; those without an answer; the rest."""
     report = [f"rank {rank} of {size} {text}" for rank, (text, _) in failures.items()]
     report += [f"rank {rank} of {size} {text}" for rank, text in silent.items()]
     report += [f"rank {rank} of {size} finished" for rank in range(size) if rank not in failures and rank not in silent]
@@ -127,7 +127,7 @@ class World:
         """Call `function(*args)` on every rank and return the results in rank order.
 
         `function` is module-level and, like `args` and the results, goes by pickle: tensors are copied. The world is
-        closed when a rank raises, dies, or has not answered after `deadline` seconds; RankError tells what happened.
+        closed when a rank raises, dies, or has not answered after `deadline` seconds; RankError reports what happened.
         """
         __tracebackhide__ = True  # pytest shows the test's line, and what the ranks say
         if not self._processes:

@@ -8,13 +8,12 @@ from correctness.support.metering import assert_metered, metered
 from impl.data_parallel.accounting import best_bucket_bytes, bucketed_peak, exposed_seconds, work
 from impl.data_parallel.cases import ReductionCase
 from impl.training_step.cases import TrainingStepCase
+from perf.observers.overhead_model import bucket_lines
 from perf.workloads.data_parallel import DataParallelStep
 from shardmark.memory import meter
 from shardmark.plugin import WorldsBySize
 from shardmark.registry import Implementation, family
-from shardmark.report.buckets import bucket_lines
 from shardmark.report.fits import fit_line
-from shardmark.report.tables import layout
 
 
 def peak(implementation: Implementation, case: TrainingStepCase) -> dict[str, int]:
@@ -95,11 +94,11 @@ def test_the_table_sets_the_model_beside_what_was_measured() -> None:
             for size in (1, 25)
         ),
     ]
-    lines = list(bucket_lines([{"extra_info": row} for row in rows], layout))
+    lines = list(bucket_lines([{"extra_info": row} for row in rows]))
     assert lines[1] == "an all-reduce with backend: 0.200 ms + bytes / 4.00 GB/s (misses by 1% at most)"
     assert [line.split() for line in lines[5:7]] == [["1", "40", "8.300", "1.000"], ["25", "2", "7.000", "25.000"]]
     assert lines[7:] == [
         "least by the model, backend: 3.000 ms in buckets of 4.00 MB",
         "least as measured, ddp: 1.000 ms in buckets of at most 1 MB",
     ]
-    assert list(bucket_lines([{"extra_info": row} for row in rows[1:]], layout)) == []
+    assert list(bucket_lines([{"extra_info": row} for row in rows[1:]])) == []

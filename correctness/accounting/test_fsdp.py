@@ -87,7 +87,7 @@ def test_peaks_are_within_a_fiftieth_of_their_formulas_on_every_rank(
     names: Sequence[str], case: FSDPCase, worlds: Any
 ) -> None:
     for name in names:
-        if reason := family("fsdp").implementations[name].missing("cpu", to_measure=True):
+        if reason := family("fsdp").implementations[name].unavailable_reason("cpu", to_measure=True):
             pytest.skip(f"{name}: {reason}")
         expected = case.ranks * [{name: formula(name, case)}]
         assert_metered(worlds(case.ranks), expected, peak, name, case, below=0.02)

@@ -49,7 +49,7 @@ def test_peak_is_exact(name: str, case: LossCase) -> None:
 @pytest.mark.parametrize("case", [LossCase(50, 24, 1003), LossCase(64, 16, 400)], ids=str)
 def test_fused_triton_peak_is_exact(case: LossCase) -> None:
     """In the interpreter, which keeps each chunk's losses: so of one chunk; it takes eight bytes of its own."""
-    if reason := family("loss").implementations["fused_triton"].missing("cpu"):
+    if reason := family("loss").implementations["fused_triton"].unavailable_reason("cpu"):
         pytest.skip(reason)
     assert 0 <= _peak("fused_triton", case) - accounting.fused_triton_peak(case) <= 8
 
@@ -57,7 +57,7 @@ def test_fused_triton_peak_is_exact(case: LossCase) -> None:
 @pytest.mark.parametrize("case", METERED[:3])
 def test_torchs_linear_cross_entropy_peak_is_exact(case: LossCase) -> None:
     entry = family("loss").implementations["linear_cross_entropy"]
-    if reason := entry.missing("cpu"):
+    if reason := entry.unavailable_reason("cpu"):
         pytest.skip(reason)
     assert _peak(entry.name, case) == accounting.linear_cross_entropy_peak(case)
 

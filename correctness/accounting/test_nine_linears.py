@@ -27,7 +27,7 @@ def held(name: str, case: NineLinearsCase) -> dict[str, int]:
 
 def assert_formula(worlds: Any, name: str, case: NineLinearsCase) -> None:
     """On every rank; or where rows are uneven, but for scalars, on the first, which has the most."""
-    if reason := resolve("data_parallel" if name == "ddp" else "fsdp", name).missing("cpu", to_measure=True):
+    if reason := resolve("data_parallel" if name == "ddp" else "fsdp", name).unavailable_reason("cpu", to_measure=True):
         pytest.skip(f"{name}: {reason}")
     expected = stages(case, SPREADS[name]) | {"peak": peak(case, SPREADS[name])}
     if name in ("fsdp2", "fsdp2_kept", "accelerate"):  # the mesh's number of each rank, from when it is wrapped

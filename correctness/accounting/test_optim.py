@@ -40,7 +40,7 @@ def _peaks() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "dtype", "clipping"), list(_peaks()))
 def test_step_peak_is_exact_to_the_byte(name: str, dtype: str, clipping: str) -> None:
     implementation = family("optimizer").implementations[name]
-    if reason := implementation.missing("cpu"):
+    if reason := implementation.unavailable_reason("cpu"):
         pytest.skip(reason)
     case = OptimizerCase("tiny", dtype, master_weights=dtype == "bfloat16", clipping=clipping)
     with meter("cpu") as memory:

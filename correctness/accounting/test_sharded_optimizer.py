@@ -13,7 +13,8 @@ from impl.model import SIZES
 from impl.sharded_optimizer.accounting import sharded_bytes, work, zero_redundancy_work
 from impl.sharded_optimizer.cases import ShardedStepCase
 from perf.workloads.sharded_optimizer import ShardedStep
-from shardmark.passes import meter_pass, timeline_pass
+from shardmark.observers import timeline_pass
+from shardmark.passes import meter_pass
 from shardmark.registry import family
 from shardmark.world import World
 

@@ -66,7 +66,7 @@ EACH_TILE_AND_COLUMNS = _cases(lambda most: tuple(columns for columns in COLUMNS
 @pytest.fixture
 def flash(device: str) -> Iterator[Any]:
     """`flash_triton` where it runs, its kernels tuned anew before and after."""
-    if reason := family("attention").implementations["flash_triton"].missing(device):
+    if reason := family("attention").implementations["flash_triton"].unavailable_reason(device):
         pytest.skip(reason)
     flash_triton._tuned.cache_clear()
     yield as_attention(FlashAttentionTriton)

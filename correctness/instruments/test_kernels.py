@@ -12,6 +12,7 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from correctness.support.training_step import TINY, TrainingStep
 from impl.attention import FlashAttentionPyTorch, as_attention, sdpa
+from perf.observers.attention_parts import attention_parts
 from shardmark.kernels import (
     ATTENTION,
     ELSE,
@@ -19,7 +20,6 @@ from shardmark.kernels import (
     SOFTMAX,
     Call,
     StepProfile,
-    attention_parts,
     category,
     read_profile,
 )

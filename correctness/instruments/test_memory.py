@@ -13,8 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from shardmark import blocks
-from shardmark.blocks import Allocated, Block, recording
+from shardmark.blocks import recording
 from shardmark.memory import Memory, Workspace, _Live, available_bytes, is_out_of_memory, meter, stage
+from shardmark.replay import Allocated, Block
 from shardmark.world import World
 
 N = 100_000

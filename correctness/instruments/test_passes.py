@@ -16,14 +16,16 @@ import torch
 import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from shardmark import cold, passes, registry
+from shardmark import cold, observers, registry
+from shardmark.budget import MemoryBudget
 from shardmark.clock import Laps
 from shardmark.memory import Memory
+from shardmark.observers import Compile, ExposedCommunication, HiddenCommunication, Observer
 from shardmark.passes import measure
 from shardmark.plan import COMMUNICATION, COMPUTE, IMPLEMENTATION, PEER, Mark, Measured, Plan, Rounds
 from shardmark.plugin import WorldsBySize
 from shardmark.registry import Implementation
-from shardmark.rows import step_seconds, time_entry
+from shardmark.rows import Row, step_seconds, time_entry
 from shardmark.world import World
 
 MINE, THEIRS = (Implementation("order", name, target=name) for name in ("mine", "theirs"))
@@ -68,7 +70,8 @@ def empty_log() -> Iterator[None]:
     LOG.clear()
 
 
-PLAN = Plan(Logged, MINE, THEIRS, None, "cpu", 1, Rounds(minimum=3, maximum=3, warmups=1))
+ROUNDS = Rounds(minimum=3, maximum=3, warmups=1)
+PLAN = Plan(Logged, MINE, THEIRS, None, "cpu", 1, ROUNDS, observers=(HiddenCommunication,))
 
 
 def test_rounds_alternate_and_turn_around() -> None:
@@ -95,10 +98,8 @@ def test_memory_is_metered_apart_after_a_warm_up() -> None:
     assert LOG[:7] == ["init mine", *["prepare mine", "step mine"] * 3]  # none of the timed pass among them
 
 
-class Cold(Logged):
+class Warms(Logged):
     """Makes 4000 bytes for a moment in its first step and 2000 in its second, which take 0.05 s longer."""
-
-    cold = True
 
     def __init__(self, implementation: Implementation, case: object, device: str) -> None:
         super().__init__(implementation, case, device)
@@ -129,29 +130,33 @@ def passes_and_peak(plan: Plan) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("formula", "made"),
-    [(2400, 2), (6400, 2), (1000, 5), (None, 1)],
+    [(2400, 2), (6400, 2), (1000, 6), (None, 1)],
     ids=["over_the_formula", "unlike_the_others", "never_within_the_formula", "no_formula"],
 )
 def test_ranks_meter_again_what_is_overstated(formula: int | None, made: int, worlds: WorldsBySize) -> None:
     known = registry.resolve("training_step", "eager")  # to a rank an implementation goes by its name
-    plan = Plan(Overstated, known, None, None, "cpu", 2, Rounds(minimum=1, maximum=1), formula=formula)
+    memory = None if formula is None else MemoryBudget(formula)
+    plan = Plan(Overstated, known, None, None, "cpu", 2, Rounds(minimum=1, maximum=1), memory=memory)
     last = 6400 if formula is None else 2400
     assert worlds(2).run(passes_and_peak, plan) == [(made, 2400), (made, last)]
 
 
-def test_the_first_steps_are_told_apart_where_a_workload_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_steps_are_observed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold, "_load_compiler", lambda device: None)  # nothing is compiled here
-    assert measure(replace(PLAN, workload=Cold)).first_step is None
-    monkeypatch.setattr(passes, "has_compiled", lambda: True)
+    plan = replace(PLAN, workload=Warms, observers=(Compile,))
+    assert measure(plan).observed[Compile] is None
+    monkeypatch.setattr(observers, "has_compiled", lambda: True)
     LOG.clear()
-    measured = measure(replace(PLAN, workload=Cold))
+    measured = measure(plan)
     assert LOG.count("init mine") == 1  # what was metered is timed, as a new one might be compiled again
     assert measured.memory.peaks == {"first": 4400, "second": 3200, "median": 2400}
     assert measured.memory.peak == 2400 and measured.memory.phases["before_first_step"] == 400
     assert measured.first_step is not None and 0.05 <= measured.first_step < 0.5
-    entry, _ = time_entry([measured], None)
-    assert entry["compile"] == entry["first_step"] - median(step_seconds([measured]))
-    assert not measure(PLAN).memory.peaks and measure(PLAN).first_step is None
+    row = _row([measured], Compile())
+    assert row["memory"]["peaks"] == measured.memory.peaks
+    assert row["time"]["first_step"] == measured.first_step
+    assert row["time"]["compile"] == measured.first_step - median(step_seconds([measured]))
+    assert "before_first_step" not in measure(PLAN).memory.phases
 
 
 def _compiled_files() -> int:
@@ -236,6 +241,13 @@ def _measured(**seconds: list[tuple[float, float]]) -> Measured:
     return Measured("gloo", Memory(), laps)
 
 
+def _row(ranks: list[Measured], observer: Observer) -> Row:
+    """A row with the observer's part."""
+    row: Row = {"memory": {}, "time": time_entry(ranks, None)[0]}
+    observer.fill(row, ranks)
+    return row
+
+
 def test_a_rounds_time_is_its_slowest_ranks() -> None:
     ranks = [_measured(implementation=[(1, 0), (2, 0)]), _measured(implementation=[(3, 0), (1, 0)])]
     assert step_seconds(ranks) == [3, 2]
@@ -243,7 +255,7 @@ def test_a_rounds_time_is_its_slowest_ranks() -> None:
 
 def test_exposed_communication_is_what_compute_alone_does_not_take() -> None:
     """Backward took 5 of which 3 are computation, and 1 was left to wait for afterwards."""
-    time, _ = time_entry([_measured(implementation=[(5, 1)], compute=[(3, 0)])], None)
+    time = _row([_measured(implementation=[(5, 1)], compute=[(3, 0)])], ExposedCommunication())["time"]
     assert time["parts"] == {"backward": 3, "communication": 3}
     time, _ = time_entry([_measured(implementation=[(5, 1)])], None)
     assert time["parts"] == {"backward": 5, "communication": 1} and "hidden" not in time
@@ -251,6 +263,6 @@ def test_exposed_communication_is_what_compute_alone_does_not_take() -> None:
 
 def test_hidden_is_the_share_of_communication_alone_that_a_step_does_not_take_beyond_compute_alone() -> None:
     alone = {"compute": [(4, 0), (3, 0)], "communication": [(0, 7), (0, 9)]}
-    time, _ = time_entry([_measured(implementation=[(4, 1), (5, 1)], **alone)], None)
+    time = _row([_measured(implementation=[(4, 1), (5, 1)], **alone)], HiddenCommunication())["time"]
     assert (time["compute_alone"], time["communication_alone"]) == (3.5, 8)
     assert time["hidden"] == 1 - (5.5 - 3.5) / 8

@@ -114,7 +114,7 @@ def test_the_listing_is_printed_and_nothing_runs(project: pytest.Pytester) -> No
     result, output = run_project(project, "--implementations")
     assert result.ret == 0 and not output
     kernel = family("attention").implementations["flash_triton"]
-    reason = kernel.missing("cpu")
+    reason = kernel.unavailable_reason("cpu")
     runs = "runs here, and is not measured: on CPU it runs in Triton's interpreter, "
     result.stdout.fnmatch_lines(
         [
@@ -173,7 +173,10 @@ def test_rows_and_tables_tell_of_the_link_between_the_ranks(project: pytest.Pyte
     result.assert_outcomes(passed=2)
     assert row_of(output, "plain")["link"] == "1gbit"
     result.stdout.fnmatch_lines(
-        ["link: the ranks live on two hosts, joined at 1gbit", "*other measurements (two hosts, joined at 1gbit)*"]
+        [
+            "link: the ranks live on two hosts, joined at 1gbit",
+            "*nap? (two hosts, joined at 1gbit)*",
+        ]
     )
     result, output = run_project(project, "--scale=smoke", "-k", "first_steps and plain or two", "-rs")
     result.assert_outcomes(passed=1, skipped=1)

@@ -48,7 +48,7 @@ def test_every_implementation_meets_its_contract(name: str, device: str) -> None
     owner = family(name)
     assert owner.reference in owner.implementations
     for entry in owner.implementations.values():
-        if entry.missing(device) is None:
+        if entry.unavailable_reason(device) is None:
             check_contract(entry, device)
         assert entry.time is None or entry.time.peer in owner.implementations
         assert pickle.loads(pickle.dumps(entry)) is entry

@@ -7,15 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from impl.accounting.model import activations, training_bytes
+from impl.accounting.ledger import Bytes
+from impl.accounting.model import activations
+from impl.accounting.model import phases as phases_of
 from impl.model import SIZES
 from impl.training_step.accounting import eager_peak
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
 from perf.workloads.training_step import LabelledStep, LanguageModelStep
+from shardmark.observers import Observer, Timeline, timeline_entry
 from shardmark.passes import measure
 from shardmark.plan import Measured, Plan, Rounds
 from shardmark.registry import family
-from shardmark.rows import timeline_entry
 from shardmark.timeline import KINDS, by_layer_and_operator, timeline
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -27,9 +29,10 @@ CASES = [
 ]
 
 
-def _measured(workload: type, case: TrainingStepCase) -> Measured:
+def _measured(workload: type, case: TrainingStepCase, *observers: type[Observer]) -> Measured:
     eager = family("training_step").implementations["eager"]
-    return measure(Plan(workload, eager, None, case, "cpu", 1, Rounds(minimum=1, maximum=1, warmups=1)))
+    rounds = Rounds(minimum=1, maximum=1, warmups=1)
+    return measure(Plan(workload, eager, None, case, "cpu", 1, rounds, observers=observers))
 
 
 HALVES = [pytest.param(dtype, marks=pytest.mark.sweep) for dtype in DTYPES[1:]]
@@ -59,8 +62,7 @@ def test_the_peak_with_eager_attention_is_the_formulas(batch: int, context: int)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_forward_keeps_is_the_formulas_operator_by_operator(dtype: str) -> None:
     case = TrainingStepCase("tiny", 3, 61, dtype=dtype)
-    found = _measured(LabelledStep, case).timeline
-    assert found is not None
+    found = _measured(LabelledStep, case, Timeline).observed[Timeline]
     expected = activations(SIZES["tiny"], 3, 61, dtype)
     assert by_layer_and_operator(found.activations) == expected
     row = timeline_entry(found, expected | {("nowhere", "aten::nothing"): 7})
@@ -72,37 +74,36 @@ def test_the_peak_where_the_feed_forward_is_widest_is_the_formulas(monkeypatch: 
     """Few tokens of a small vocabulary: the last layer's gate, and no longer the loss, is the largest moment."""
     monkeypatch.setitem(SIZES, "wide", replace(SIZES["tiny"], d_ff=640, vocab=200))
     case = TrainingStepCase("wide", 4, 100)
-    step = training_bytes(case)
-    assert _measured(LanguageModelStep, case).memory.tensors == step.peak_at_feed_forward > step.peak_at_loss
+    peak = eager_peak(case)
+    assert isinstance(peak, Bytes) and "gradient of silu" in peak.entries
+    assert _measured(LanguageModelStep, case).memory.tensors == peak
 
 
 def test_kinds_are_those_of_the_formulas_at_every_phase_and_sum_to_the_meters() -> None:
     case = TrainingStepCase("tiny", 2, 32)
-    measured, expected = _measured(LabelledStep, case), training_bytes(case)
-    assert measured.timeline is not None
-    phases = measured.timeline.phases
+    measured, expected = _measured(LabelledStep, case, Timeline), phases_of(case)
+    parameters = expected["before_step"].entries["parameters"]
+    state = expected["before_step"] - expected["after_init"]
+    found = measured.observed[Timeline]
+    phases = found.phases
     assert list(phases) == ["before_step", "after_forward", "after_backward", "after_optimizer", "peak"]
     for phase, kinds in phases.items():
         assert set(kinds) <= set(KINDS)
         assert sum(kinds.values()) == (measured.memory.peak if phase == "peak" else measured.memory.phases[phase])
-        assert kinds["parameters"] == expected.parameters
-        assert kinds["optimizer state"] == expected.optimizer_state
-        assert kinds["inputs and buffers"] == expected.after_init - expected.parameters
-        assert kinds.get("gradients", 0) == (
-            expected.parameters if phase in ("after_backward", "after_optimizer") else 0
-        )
+        assert kinds["parameters"] == parameters
+        assert kinds["optimizer state"] == state
+        assert kinds["inputs and buffers"] == expected["after_init"] - parameters
+        assert kinds.get("gradients", 0) == (parameters if phase in ("after_backward", "after_optimizer") else 0)
     assert phases["after_forward"]["activations"] == sum(activations(SIZES["tiny"], 2, 32).values())
     assert phases["after_forward"]["temporaries"] == 0
-    assert (
-        phases["peak"]["temporaries"] == expected.peak_at_loss - expected.after_forward + 4
-    )  # the loss's own gradient
-    assert max(sum(moment.values()) for moment in measured.timeline.curve) == measured.memory.peak
-    assert len(measured.timeline.curve) <= 200
+    # The number of targets, which forward left, is freed by then.
+    assert phases["peak"]["temporaries"] == eager_peak(case) - expected["after_forward"] + 4
+    assert max(sum(moment.values()) for moment in found.curve) == measured.memory.peak
+    assert len(found.curve) <= 200
 
 
 def test_the_largest_blocks_say_where_they_come_from() -> None:
-    found = _measured(LabelledStep, TrainingStepCase("tiny", 2, 32)).timeline
-    assert found is not None
+    found = _measured(LabelledStep, TrainingStepCase("tiny", 2, 32), Timeline).observed[Timeline]
     logits = 4 * 64 * 1000
     largest = [(block.nbytes, block.kind, block.operator) for block in found.largest[:3]]
     assert sorted(largest) == [

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import pytest
 from torch import nn, ones, optim
 from shardmark.grid import Grid, Work
+from shardmark.observers import Profile
 from shardmark.registry import Family, add_family, register
 
 
@@ -72,7 +73,7 @@ def test_layer(implementation, case, measure):
 def test_kernels(implementation, case, world, measure):
     measure(
         Step, implementation, case, work=Work(flops=1), world_size=world.size,
-        profiled=lambda profile: {"phases": profile.as_row()},
+        observe=[Profile(lambda profile: {"phases": profile.as_row()})],
     )
 """
 

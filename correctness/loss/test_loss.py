@@ -51,7 +51,7 @@ def test_several_small_chunks_are_as_accurate(
 ) -> None:
     """Of seven tokens, the last of two: Triton's interpreter takes long for chunks of their real size."""
     implementation = family("loss").implementations[name]
-    if reason := implementation.missing(device):
+    if reason := implementation.unavailable_reason(device):
         pytest.skip(reason)
     monkeypatch.setattr(fused, "chunk_tokens", lambda *sizes: 7)
     assert_as_accurate_as_eager(implementation.adapted, random_inputs(30, 24, 41, device, dtype))
@@ -246,7 +246,7 @@ SCALES = {  # dtypes of the inputs and of autocast, and what the gradients of th
 def test_the_scale_of_gradients_is_not_rounded_to_half_precision(name: str, how: str, device: str) -> None:
     """Else all were too large or too small by up to half of what bfloat16 resolves, or infinite in float16."""
     implementation = family("loss").implementations[name]
-    if reason := implementation.missing(device):
+    if reason := implementation.unavailable_reason(device):
         pytest.skip(reason)
     dtype, product, scale = SCALES[how]
     inputs = random_inputs(16, 1024, 40, device, ignored=None)

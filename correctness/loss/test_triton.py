@@ -32,7 +32,7 @@ TERMS = {
 
 @pytest.fixture
 def _runs(device: str) -> None:
-    if reason := family("loss").implementations["fused_triton"].missing(device):
+    if reason := family("loss").implementations["fused_triton"].unavailable_reason(device):
         pytest.skip(reason)
 
 

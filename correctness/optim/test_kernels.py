@@ -39,7 +39,7 @@ SMALL = Configuration(block=16, chunk=32, warps=4)
 @pytest.fixture
 def fused(device: str, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> Callable[[Configuration], Any]:
     """The fused optimizer, where it runs, with a configuration."""
-    if reason := family("optimizer").implementations["fused_triton"].missing(device):
+    if reason := family("optimizer").implementations["fused_triton"].unavailable_reason(device):
         pytest.skip(reason)
 
     def configured(configuration: Configuration) -> Any:

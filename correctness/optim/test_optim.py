@@ -196,7 +196,7 @@ def test_gradient_scaler_unscales_and_skips(implementation: Implementation, devi
 
 def test_a_scaled_gradient_is_clipped_by_its_own_norm(device: str) -> None:
     fused = family("optimizer").implementations["fused_triton"]
-    if reason := fused.missing(device):
+    if reason := fused.unavailable_reason(device):
         pytest.skip(reason)
     start = tensors(device, torch.float32)
     grads = gradients(start, 1)

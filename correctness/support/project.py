@@ -23,10 +23,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from shardmark.grid import Grid, Work
+from shardmark.measure import memory_budget
 from shardmark.memory import Memory
+from shardmark.observers import Goals, Observer
 from shardmark.passes import timed_steps
 from shardmark.plan import IMPLEMENTATION, Measured, Plan, Rounds
 from shardmark.registry import Family, Race, Unsupported, add_family, register
+from shardmark.report.columns import Column
 
 
 class Contract: ...
@@ -106,7 +109,7 @@ def test_strict(implementation, case, measure):
 def test_goal(implementation, case, measure):
     race = Race("slow", goal=0.1 if implementation.name == "with_giant" else 0.5)
     amount = Work(flops=10, model_flops=10)
-    measure(Sleep, implementation, case, work=amount, time=race, goals={"mfu": 0.5, "fraction": 1e-12})
+    measure(Sleep, implementation, case, work=amount, time=race, observe=[Goals(mfu=0.5, fraction=1e-12)])
 
 
 @pytest.mark.family("sleep")
@@ -133,17 +136,27 @@ def test_rounds(implementation, case, measure):
 @pytest.mark.cases(GRID)
 def test_half_of_the_peak(implementation, case, measure):
     own, amount = Rounds(minimum=3, maximum=3, warmups=1), Work(flops=10, model_flops=5)
-    measure(Sleep, implementation, case, work=amount, rounds=own, time=Race("plain"), goals={"mfu": 0.5})
+    measure(Sleep, implementation, case, work=amount, rounds=own, time=Race("plain"), observe=[Goals(mfu=0.5)])
+
+
+class FirstStep(Observer):
+    def fill(self, row, ranks):
+        row["time"]["first"] = ranks[0].laps[IMPLEMENTATION][0].seconds
+
+    def lines(self, entries):
+        yield f"{len(entries)} rows of first steps"
+
+
+FIRST = Column("first s", lambda entry, row: f"{row['time']['first']:.2f}" if "first" in row["time"] else None)
 
 
 @pytest.mark.family("sleep", only=("plain", "giant"))
+@pytest.mark.question("How long is the first nap?", columns=["case", FIRST, "verdict"])
 @pytest.mark.cases(GRID)
 def test_first_steps(implementation, case, device, measure):
-    plan = Plan(Sleep, implementation, None, case, device, 1, Rounds())
-    laps = measure.attempt(plan, lambda plan: timed_steps(plan, 4))
-    after = {"0": {"mean": 0.5, "stddev": 0.25}, "1": {"mean": laps[1].seconds, "stddev": 0.0}}
-    measured = Measured("none", Memory(), {IMPLEMENTATION: laps})
-    measure.record(plan, [measured], times={"after_warmups": after})
+    plan = Plan(Sleep, implementation, None, case, device, 1)
+    laps = measure.attempt(plan.identity, memory_budget(implementation, case), lambda: timed_steps(plan, 4))
+    measure.record(plan.identity, [Measured("none", Memory(), {IMPLEMENTATION: laps})], observe=[FirstStep()])
 """
 
 

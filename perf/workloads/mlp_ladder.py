@@ -33,28 +33,26 @@ MLP_LADDER = Grid(
 """Eager training steps: in float32 the first rung, in bfloat16 the rung with autocast only."""
 
 
-def spread(case: RankRung, mesh: DeviceMesh, stage: Callable[[str], None] = lambda name: None) -> nn.Module:
-    """The case's model, sharded over the ranks of the mesh; `stage` is called with each stage's name at its end."""
+def spread(case: RankRung, mesh: DeviceMesh, report: Callable[[str], None] = lambda name: None) -> nn.Module:
+    """The case's model, sharded over the ranks of the mesh; `report` is called with each stage's name at its end."""
     device = mesh.device_type
     with torch.device("meta" if case.meta else device):
         model = language_model(case)
-    stage("model")
+    report("model")
     dtypes = {name: getattr(torch, dtype) for name, dtype in (("param", case.dtype), ("reduce", case.reduce_dtype))}
     policy = MixedPrecisionPolicy(param_dtype=dtypes["param"], reduce_dtype=dtypes["reduce"])
     data_parallel(model, mesh, mp_policy=policy)
-    stage("data_parallel")
+    report("data_parallel")
     if case.meta:
         model.to_empty(device=device)
-        stage("to_empty")
+        report("to_empty")
         init_weights(model)
-        stage("init_weights")
+        report("init_weights")
     return model
 
 
 class RankLadderStep(RankStep):
     """One AdamW step of the MLP language model with sharded parameters, by an implementation of training_step."""
-
-    cold = True
 
     def build(self, implementation: Implementation, case: Any) -> tuple[Any, Optimizer]:
         # AdamW is fused, so that the optimizer itself needs no temporaries.

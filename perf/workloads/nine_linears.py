@@ -36,7 +36,7 @@ class NineLinearsStep:
         self.optimizer.zero_grad()
 
     def step(self, mark: Mark) -> None:
-        # `output` and `loss` live until the step's end, as in the published script.
+        # `output` and `loss` stay in memory until the step ends.
         output = self.model(self.inputs)
         loss = mse_loss(output, self.targets)
         mark("forward")

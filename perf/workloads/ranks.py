@@ -67,7 +67,7 @@ def language_model(case: TrainingStepCase) -> Transformer | MLPLanguageModel:
     return Transformer(SIZES[case.model], context_length=case.context)
 
 
-def told_by_stages(memory: Memory, laps: list[Laps]) -> Measured:
+def measured_once(memory: Memory, laps: list[Laps]) -> Measured:
     """What a rank reports of something that it does once: the bytes after each stage and at the peak, and the times."""
     reported = Memory(peak=memory.peak, tensors=memory.tensors, workspace=memory.workspace, stages=memory.stages)
     return Measured(dist.get_backend(), reported, {IMPLEMENTATION: laps})

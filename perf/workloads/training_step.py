@@ -82,9 +82,3 @@ class CheckpointedStep(LanguageModelStep):
         super().__init__(registry.resolve("training_step", "eager"), case, device)
         implementation.adapted(self.model)
         self.backend = implementation.name
-
-
-class LadderStep(LanguageModelStep):
-    """One AdamW step of the MLP language model, measured cold: the first calls, with compilation, count."""
-
-    cold = True

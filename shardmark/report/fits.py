@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ def fit_line(values: dict[int, float]) -> tuple[float, float, float]:
     return float(constant), float(slope), float(np.abs(terms @ [constant, slope] - 1).max())
 
 
-def peaks_by_length(entries: list[dict[str, Any]]) -> Iterator[str]:
+def peaks_by_length(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
     """A line for each implementation and kind of case that was metered at enough lengths."""
     groups: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
     for entry in entries:

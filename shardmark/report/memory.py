@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from shardmark.report.layout import layout, mib
 from shardmark.timeline import KINDS
 
 TOP = 5
 """Blocks that are printed; the row has more."""
 
 
-def memory_lines(entries: list[dict[str, Any]], layout: Any) -> Iterator[str]:
-    """For each row that tells its bytes by kind: three tables, in MiB."""
+def memory_lines(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """For each row with its bytes by kind: three tables, in MiB."""
     for entry in entries:
         row = entry["extra_info"]
         if kinds := row["memory"].get("kinds"):
@@ -27,8 +28,8 @@ def memory_lines(entries: list[dict[str, Any]], layout: Any) -> Iterator[str]:
                 yield from layout([_block(block) for block in largest[:TOP]], ("kind", "module", "operator"))
 
 
-def stage_lines(entries: list[dict[str, Any]], layout: Any) -> Iterator[str]:
-    """For rows that tell what is held after each stage of a life: one table, the stages its columns."""
+def stage_lines(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """For rows with what is held after each stage: one table, the stages its columns."""
     rows = [entry["extra_info"] for entry in entries if entry["extra_info"]["memory"].get("stages")]
     if rows:
         stages = [row["memory"]["stages"] for row in rows]
@@ -76,8 +77,3 @@ def _block(block: dict[str, Any]) -> dict[str, str | None]:
         "module": block["module"] or None,
         "operator": block["operator"] or None,
     }
-
-
-def mib(nbytes: float) -> str:
-    """Bytes as people read them."""
-    return f"{nbytes / 2**20:,.2f}"

@@ -57,7 +57,7 @@ def in_words(seconds: float) -> str:
 
 
 class Progress:
-    """Tells of the measured tests of a session how many there are and how long they take, and remembers it."""
+    """Reports how many measured tests a session has and how long they take, and remembers it."""
 
     def __init__(self, config: pytest.Config) -> None:
         session = config.stash[SESSION]

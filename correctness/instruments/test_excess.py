@@ -1,0 +1,94 @@
+"""What a failed memory budget shows: what the formula has at the peak, and whose blocks were there."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from correctness.support.project import row_of, run_project
+from shardmark.excess import Held, excess_lines
+from shardmark.passes import blocks_at_peak
+from shardmark.plan import Mark, Plan
+from shardmark.registry import Implementation, resolve
+
+pytest_plugins = ["pytester", "correctness.support.project"]
+
+FILE = "correctness/instruments/test_excess.py"
+
+
+class Doubled(nn.Module):
+    """Of 400 bytes; keeps nothing for backward, but makes 800 bytes more in forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.cat([x, x])
+        return both[:100] + both[100:]
+
+
+class Step:
+    """Forward and backward of 100 values; its peak is in backward, where each half of the gradient is padded."""
+
+    backend = "torch"
+
+    def __init__(self, implementation: Implementation, case: object, device: str) -> None:
+        self.model, self.x = Doubled(), torch.ones(100, device=device, requires_grad=True)
+
+    def prepare(self) -> None:
+        self.x.grad = None
+
+    def step(self, mark: Mark) -> None:
+        out = self.model(self.x)
+        mark("forward")
+        out.sum().backward()
+        mark("backward")
+
+
+def line_of(function: object, text: str) -> str:
+    lines, first = inspect.getsourcelines(function)  # type: ignore[arg-type]
+    return f"{FILE}:{first + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+def test_blocks_have_operator_module_and_line(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.chdir(request.config.rootpath)
+    plan = Plan(Step, resolve("training_step", "eager"), None, None, "cpu", 1)
+    found = blocks_at_peak(plan)
+    assert sum(held.nbytes for held in found) >= 400 + 400 + 2 * 800  # x, out, and both halves of the gradient
+    input_, *_ = (held for held in found if held.operator == "aten::ones")
+    assert (input_.nbytes, input_.blocks, input_.module) == (400, 1, "")
+    assert input_.line == line_of(Step.__init__, "torch.ones")
+    padded = next(held for held in found if held.operator == "SliceBackward0")
+    assert (padded.nbytes, padded.blocks, padded.module) == (1600, 2, "Doubled")
+    assert padded.line == f"backward of {line_of(Doubled.forward, 'def forward')}"
+    assert found == sorted(found, key=lambda held: held.nbytes, reverse=True)
+
+
+class Named(int):
+    """As a formula may give it."""
+
+    entries = {"parameters": 2**20, "gradients": 2**19}  # noqa: RUF012
+
+
+def test_both_lists_are_shown_and_what_is_small_in_one_line() -> None:
+    found = [Held((20 - i) * 2**20, 1, f"aten::op{i}", "blocks.0", "mine.py:7") for i in range(15)]
+    lines = list(excess_lines(Named(2**20 + 2**19), found))
+    assert lines[0].split() == ["what", "the", "formula", "has", "at", "the", "peak", "MiB"]
+    assert lines[2].split() == ["parameters", "1.00"] and lines[3].split() == ["gradients", "0.50"]
+    assert "aten::op0                  1  20.00  blocks.0, mine.py:7" in lines
+    assert lines[-1].split() == ["3", "smaller", "3", "21.00", "-"]
+    assert "everything (the formula has no named terms)" in list(excess_lines(5, found))[2]
+
+
+def test_a_failed_memory_budget_shows_them(project: pytest.Pytester) -> None:
+    result, output = run_project(project, "--scale=smoke", "-k", "greedy and nap")
+    result.assert_outcomes(failed=1)
+    assert row_of(output, "greedy")["verdict"] == "fail"
+    result.stdout.fnmatch_lines(
+        [
+            "* of tensors at the peak, over the budget of *",
+            "what the formula has at the peak *",
+            "what was found there *",
+            "aten::empty * 1 * 0.00 *test_sleeps.py:*",
+        ]
+    )

@@ -1,0 +1,93 @@
+"""Why a memory budget failed: what the formula has at the peak, beside the blocks that the meter found there.
+
+what the formula has at the peak         MiB
+--------------------------------------------
+parameters                              0.56
+...
+
+what was found there  blocks     MiB  where
+--------------------------------------------------------
+aten::bmm                  3   12.00  in mine.py:31
+...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardmark.replay import Allocated, Block, Event, Marked, Released
+from shardmark.report.layout import layout, mib
+
+SHOWN = 12
+"""Lines of each list; the smaller rest is one line more."""
+
+STEP = "the metered step"
+"""The mark from which on the peak counts."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Blocks that were live at the peak and have the same origin."""
+
+    nbytes: int
+    blocks: int
+    operator: str
+    module: str
+    line: str
+    """Of the innermost file that is neither PyTorch's nor this plugin's: where it calls the operator, or else where the
+    function begins that does."""
+
+
+def held_at_peak(events: Sequence[Event]) -> list[Held]:
+    """By operator, module and line; the peak is that of tensors, after the mark of the step."""
+    live: dict[Block, None] = {}
+    total = most = 0
+    at_peak: list[Block] = []
+    begun = False
+    for event in events:
+        match event:
+            case Allocated(block) if not block.workspace:
+                live[block] = None
+                total += block.nbytes
+            case Released(block) if not block.workspace:
+                if begun and total > most:  # the peak ends here
+                    most, at_peak = total, list(live)
+                live.pop(block)
+                total -= block.nbytes
+            case Marked(name) if name == STEP:
+                begun = True
+    if total > most:
+        at_peak = list(live)
+    origins: dict[tuple[str, str, str], list[int]] = {}
+    for block in at_peak:
+        origins.setdefault((block.operator, block.module, block.line), []).append(block.nbytes)
+    held = [Held(sum(sizes), len(sizes), *origin) for origin, sizes in origins.items()]
+    return sorted(held, key=lambda each: each.nbytes, reverse=True)
+
+
+def excess_lines(formula: int, found: Sequence[Held]) -> Iterator[str]:
+    """Both lists, in MiB. A formula that is a plain number has one line."""
+    entries: Mapping[str, int] = getattr(formula, "entries", {"everything (the formula has no named terms)": formula})
+    name = "what the formula has at the peak"
+    shown = [*list(entries.items())[:SHOWN], *_rest(list(entries.values())[SHOWN:])]
+    yield from layout([{name: entry, "MiB": mib(nbytes)} for entry, nbytes in shown], left=(name,))
+    yield ""
+    rows: list[dict[str, Any]] = [
+        {
+            "what was found there": each.operator or "by no operator",
+            "blocks": f"{each.blocks}",
+            "MiB": mib(each.nbytes),
+            "where": ", ".join(filter(None, [each.module, each.line])),
+        }
+        for each in found[:SHOWN]
+    ]
+    for entry, nbytes in _rest([each.nbytes for each in found[SHOWN:]]):
+        blocks = sum(each.blocks for each in found[SHOWN:])
+        rows.append({"what was found there": entry, "blocks": f"{blocks}", "MiB": mib(nbytes), "where": None})
+    yield from layout(rows, left=("what was found there", "where"))
+
+
+def _rest(sizes: Sequence[int]) -> list[tuple[str, int]]:
+    return [(f"{len(sizes)} smaller", sum(sizes))] if sizes else []

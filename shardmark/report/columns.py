@@ -1,0 +1,181 @@
+"""The columns that a question's table may have. MiB and ms here; bytes and seconds in the rows.
+
+    @pytest.mark.question("What does a nap cost?", columns=["case", "implementation", "time ms", "verdict"])
+
+A question's own column is a `Column` in place of a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardmark.report.layout import mib, ms
+
+OPERATOR_WIDTH = 24
+"""Characters of an operator's name; the row has all of it."""
+
+Entry = dict[str, Any]
+Row = dict[str, Any]
+Cell = Callable[[Entry, Row], str | None]
+
+
+@dataclass(frozen=True)
+class Column:
+    """What stands under a name for an entry of pytest-benchmark and its row; None where there is nothing to say."""
+
+    name: str
+    cell: Cell
+    brief: Cell | None = None
+    """The same in fewer characters, for a table that is too wide."""
+    left: bool = False
+    """Whether it is aligned to the left."""
+    trivial: str | None = None
+    """A cell that, like an empty one, does not make the column appear."""
+
+
+def _step(entry: Entry, row: Row) -> str | None:
+    stats = entry["stats"]
+    return None if stats is None else f"{ms(stats['mean'])} ± {ms(stats['stddev'])}"
+
+
+def _mean_step(entry: Entry, row: Row) -> str | None:
+    return None if entry["stats"] is None else ms(entry["stats"]["mean"])
+
+
+def _part(part: str) -> Cell:
+    def cell(entry: Entry, row: Row) -> str | None:
+        parts = row["time"].get("parts", {})
+        return ms(parts[part]) if part in parts and len(parts) > 1 else None
+
+    return cell
+
+
+def _ratio(entry: Entry, row: Row) -> str | None:
+    time = row["time"]
+    if time.get("ratio") is None:
+        return None
+    low, high = time["interval"]
+    return f"{time['ratio']:.3g} [{low:.3g}, {high:.3g}] {time['peer']}"
+
+
+def _brief_ratio(entry: Entry, row: Row) -> str | None:
+    time = row["time"]
+    return None if time.get("ratio") is None else f"{time['ratio']:.3g} {time['peer']}"
+
+
+def goal_outcomes(row: Row) -> Iterator[tuple[str, str]]:
+    """Each goal of the row as people write it, and whether it was reached."""
+    time = row["time"]
+    if time.get("goal") is not None:
+        yield f"{time['goal']:.3g}", time["outcome"]
+    for name, goal in row["limit"].get("goals", {}).items():
+        yield f"{name} {goal['goal']:.0%}", goal["outcome"]
+
+
+def _goal(entry: Entry, row: Row) -> str | None:
+    return ", ".join(f"{goal} {outcome}" for goal, outcome in goal_outcomes(row)) or None
+
+
+def _fastest_and_slowest(entry: Entry, row: Row) -> str | None:
+    ranks = row["time"].get("mean_by_rank", [])
+    return f"{ms(min(ranks))} / {ms(max(ranks))}" if len(ranks) > 1 else None
+
+
+def _alone(name: str) -> Cell:
+    return lambda entry, row: ms(row["time"][name]) if name in row["time"] else None
+
+
+def _rate(name: str, unit: float) -> Cell:
+    return lambda entry, row: f"{row['work'][name] / unit:.3f}" if name in row["work"] else None
+
+
+def _to_send(entry: Entry, row: Row) -> str | None:
+    return mib(nbytes) if (nbytes := row["work"].get("bytes_communicated")) else None
+
+
+def _sent(entry: Entry, row: Row) -> str | None:
+    work = row["work"]
+    return f"{mib(work['bytes_sent'])} / {mib(work['bytes_communicated'])}" if "bytes_sent" in work else None
+
+
+def _before_backward(entry: Entry, row: Row) -> str | None:
+    phases = row["memory"].get("phases", {})
+    return mib(phases["after_forward"]) if {"after_forward", "after_backward"} <= set(phases) else None
+
+
+def _before_steady_state(section: str, name: str) -> Cell:
+    """Of steps before the one that budgets judge, where they are observed one by one."""
+
+    def cell(entry: Entry, row: Row) -> str | None:
+        memory = row["memory"]
+        observed = {"peaks", "kinds"} & set(memory) and name in memory.get(section, {})
+        return mib(memory[section][name]) if observed else None
+
+    return cell
+
+
+def _tensors(entry: Entry, row: Row) -> str | None:
+    memory = row["memory"]
+    if "needed" in memory:
+        return f"needs {mib(memory['needed'])} of {mib(memory['available'])}"
+    return mib(memory["tensors"]) if "tensors" in memory else None
+
+
+def _workspace(entry: Entry, row: Row) -> str | None:
+    """With the operator that took it; less than shows, such as a converted number, is none."""
+    memory = row["memory"]
+    if mib(memory.get("workspace", 0)) == mib(0):
+        return None
+    operator = memory["workspace_operator"].rpartition("::")[2]
+    shown = operator if len(operator) <= OPERATOR_WIDTH else operator[: OPERATOR_WIDTH - 3] + "..."
+    return f"{mib(memory['workspace'])} {shown}"
+
+
+def _bytes(name: str) -> Cell:
+    return lambda entry, row: mib(row["memory"][name]) if name in row["memory"] else None
+
+
+_ALL = [
+    Column("case", lambda entry, row: row["case"]["id"], left=True),
+    Column("implementation", lambda entry, row: row["implementation"], left=True),
+    Column("ranks", lambda entry, row: str(row["world_size"]), trivial="1"),
+    Column("time ms", _step, _mean_step),
+    Column("forward", _part("forward")),
+    Column("backward", _part("backward")),
+    Column("exposed comm.", _part("communication")),
+    Column("optimizer", _part("optimizer")),
+    Column("compute alone", _alone("compute_alone")),
+    Column("comm. alone", _alone("communication_alone")),
+    Column("hidden", lambda entry, row: f"{row['time']['hidden']:.0%}" if "hidden" in row["time"] else None),
+    Column("rank min / max", _fastest_and_slowest),
+    Column("to send MiB", _to_send),
+    Column("algbw GB/s", _rate("algorithm_bandwidth", 1e9)),
+    Column("busbw GB/s", _rate("bus_bandwidth", 1e9)),
+    Column("sent / least MiB", _sent),
+    Column("TFLOP/s", _rate("flops_per_second", 1e12)),
+    Column("GB/s", _rate("bytes_per_second", 1e9)),
+    Column("tokens/s", lambda entry, row: f"{r:,.0f}" if (r := row["work"].get("tokens_per_second")) else None),
+    Column("MFU", lambda entry, row: f"{row['limit']['mfu']:.1%}" if "mfu" in row["limit"] else None),
+    Column("compile s", lambda entry, row: f"{row['time']['compile']:.1f}" if "compile" in row["time"] else None),
+    Column("losses", lambda entry, row: " → ".join(f"{loss:.3f}" for loss in row.get("losses", ())) or None),
+    Column("ratio to peer", _ratio, _brief_ratio, left=True),
+    Column("goal", _goal, left=True),
+    Column("of roofline", lambda entry, row: f"{f:.0%}" if (f := row["limit"].get("fraction")) else None),
+    Column("before backward MiB", _before_backward),
+    Column("after init MiB", _before_steady_state("phases", "after_init")),
+    Column("before first step MiB", _before_steady_state("phases", "before_first_step")),
+    Column("first peak MiB", _before_steady_state("peaks", "first")),
+    Column("second peak MiB", _before_steady_state("peaks", "second")),
+    Column("tensors MiB", _tensors),
+    Column("workspace MiB", _workspace, left=True),
+    Column("peak MiB", _bytes("peak")),
+    Column("budget MiB", _bytes("budget")),
+    Column("verdict", lambda entry, row: row["verdict"], left=True),
+]
+
+COLUMNS = {column.name: column for column in _ALL}
+"""By name, in the order in which `-v` shows them; a column appears where some row of the question fills it."""
+
+DEFAULT = ("case", "implementation", "time ms", "ratio to peer", "tensors MiB", "budget MiB", "verdict")

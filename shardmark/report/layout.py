@@ -1,0 +1,26 @@
+"""Text in columns, and bytes and seconds as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+def layout(rows: Sequence[Mapping[str, str | None]], left: Sequence[str] = ()) -> list[str]:
+    """Lines of a table whose columns are the rows' keys, those in `left` to the left; None is a dash."""
+    columns = []
+    for name in rows[0]:
+        texts = [name, *(row[name] or "-" for row in rows)]
+        width = max(map(len, texts))
+        columns.append([text.ljust(width) if name in left else text.rjust(width) for text in texts])
+    lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
+def mib(nbytes: float) -> str:
+    """Bytes in MiB."""
+    return f"{nbytes / 2**20:,.2f}"
+
+
+def ms(seconds: float) -> str:
+    """Seconds in milliseconds."""
+    return f"{seconds * 1e3:,.3f}" if seconds < 0.1 else f"{seconds * 1e3:,.1f}"

@@ -1,0 +1,79 @@
+"""What a run's tests say of their questions: the columns of each one's table, and the observers of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shardmark.report.columns import COLUMNS, DEFAULT, Column, Entry
+
+if TYPE_CHECKING:
+    from shardmark.observers import Observer
+
+MOST_COLUMNS = 7
+"""More are read by nobody at once; `-v` shows them all."""
+
+
+@dataclass
+class Question:
+    """One question: what its table shows, and who has lines under it."""
+
+    columns: tuple[Column, ...] = tuple(COLUMNS[name] for name in DEFAULT)
+    observers: dict[type[Observer], Observer] = field(default_factory=dict)
+    stated: bool = False
+    """Whether a test has said which columns."""
+
+    def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
+        """What the observers have to say of its rows."""
+        for observer in self.observers.values():
+            yield from observer.lines(entries)
+
+    def all_columns(self) -> list[Column]:
+        """Every column there is; the question's own ones each stand behind the one that its test names before it."""
+        columns = list(COLUMNS.values())
+        for before, column in zip((None, *self.columns), self.columns, strict=False):
+            if column not in columns:
+                columns.insert(0 if before is None else columns.index(before) + 1, column)
+        return columns
+
+
+class Questions:
+    """The questions of a run, by their text."""
+
+    def __init__(self) -> None:
+        self._questions: dict[str | None, Question] = {}
+
+    def __getitem__(self, text: str | None) -> Question:
+        return self._questions.setdefault(text, Question())
+
+    def state(self, marker: pytest.Mark) -> None:
+        """Take the columns of a test's `question(text, columns=...)`. Raises pytest.UsageError, in one line."""
+        text, wanted = marker.args[0], marker.kwargs.get("columns")
+        if wanted is None:
+            return
+        columns = tuple(_column(text, each) for each in wanted)
+        question = self[text]
+        if len(columns) > MOST_COLUMNS:
+            raise pytest.UsageError(
+                f"question {text!r} has {len(columns)} columns, and a table shows {MOST_COLUMNS} at most; -v shows all"
+            )
+        if question.stated and columns != question.columns:
+            names = " and ".join(", ".join(column.name for column in each) for each in (question.columns, columns))
+            raise pytest.UsageError(f"question {text!r} has two lists of columns, where its tests share one: {names}")
+        question.columns, question.stated = columns, True
+
+    def observe(self, text: str | None, observers: Sequence[Observer]) -> None:
+        """Rows of that question have parts of these observers."""
+        for observer in observers:
+            self[text].observers.setdefault(type(observer), observer)
+
+
+def _column(question: str, wanted: Any) -> Column:
+    if isinstance(wanted, Column):
+        return wanted
+    if wanted not in COLUMNS:
+        raise pytest.UsageError(f"question {question!r} has no column {wanted!r}; the columns are {', '.join(COLUMNS)}")
+    return COLUMNS[wanted]
