@@ -48,4 +48,4 @@ def _failure(device: str) -> str | None:
 
 def requires_no_interpreter(device: str) -> str | None:
     """Reason unless the run is on CUDA: in the interpreter times and bytes are not the kernel's."""
-    return None if device == "cuda" else "on CPU it runs in Triton's interpreter, for correctness alone"
+    return None if device == "cuda" else "on CPU it runs in Triton's interpreter, for correctness only"

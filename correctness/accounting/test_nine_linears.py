@@ -71,7 +71,7 @@ def offloaded(name: str) -> None:
 def test_offloading_from_a_cpu_costs_nothing_or_is_refused(worlds: Any) -> None:
     for name in ("sharded", "fsdp2"):
         assert_formula(worlds, name, replace(FEW, offload=True))
-    with pytest.raises(RankError, match="Unsupported: FSDP1 offloads to the CPU from an accelerator alone"):
+    with pytest.raises(RankError, match="Unsupported: FSDP1 offloads to the CPU only from an accelerator"):
         worlds(2).run(offloaded, "fsdp1")
 
 

@@ -37,7 +37,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not _shapes_go_together(q.shape, k.shape, v.shape):
         raise ValueError(
             "attention takes q (..., q_len, head_dim) and k, v (..., k_len, head_dim) with the same leading dims "
-            "(the last of them, heads, may be fewer in k and v by a whole factor), "
+            "(the last of them, heads, may be fewer in k and v by an integer factor), "
             f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
     if 0 in q.shape or 0 in k.shape:

@@ -94,4 +94,4 @@ def _parts(name: str, large: Tensor, small_name: str, small: Tensor, ranks: int)
 
 def requires_gloo(device: str) -> str | None:
     """Reason unless the backend is Gloo, which lets one thread send while another runs collectives."""
-    return None if device == "cpu" else "its messages are Gloo's; NCCL's must come from the thread of its collectives"
+    return None if device == "cpu" else "it sends messages from a second thread, which Gloo allows and NCCL does not"

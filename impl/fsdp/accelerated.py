@@ -61,7 +61,7 @@ class AcceleratedFSDP2(TorchFSDP2):
 
 
 def singled_out(module: nn.Module, units: list[nn.Module]) -> tuple[type[nn.Module], ...]:
-    """The units' classes that accelerate can choose by name: each module of that name, or subclass, is a unit."""
+    """The units' classes that accelerate can choose by name: all instances, and all modules of that name, are units."""
     parts = [part for part in module.modules() if part is not module]
     return tuple(
         kind

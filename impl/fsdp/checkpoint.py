@@ -291,10 +291,10 @@ def _check_same(directory: Path, metadata: Metadata, state: dict[str, Any]) -> N
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata) and not name.startswith((_SHARDED, _SHARED))
     }
-    mine = {name: f"{tuple(entry.shape)} of {entry.dtype}" for name, entry in state.items()}
-    for name in mine | stored:
-        if mine.get(name) != stored.get(name):
+    own = {name: f"{tuple(entry.shape)} of {entry.dtype}" for name, entry in state.items()}
+    for name in own | stored:
+        if own.get(name) != stored.get(name):
             raise ValueError(
                 f"{directory} is of another model: {name!r} is {stored.get(name, 'missing')} there and "
-                f"{mine.get(name, 'missing')} here"
+                f"{own.get(name, 'missing')} here"
             )

@@ -105,7 +105,7 @@ class TorchFSDP1(PlainStateDict):
         if backward_prefetch not in prefetch:
             raise ValueError(f'backward_prefetch is "pre", "post" or None, got {backward_prefetch!r}')
         if cpu_offload and all(parameter.device.type == "cpu" for parameter in module.parameters()):
-            raise Unsupported("FSDP1 offloads to the CPU from an accelerator alone")
+            raise Unsupported("FSDP1 offloads to the CPU only from an accelerator")
         units = synchronized_units(module, wrap, process_group)
         device = next(module.parameters()).device
         self.module = FSDP1(

@@ -51,10 +51,10 @@ class FullyShardedDataParallel(PlainStateDict):
     A module on the meta device is materialized on `device` one unit at a time, by the `reset_parameters()` of each
     module that owns parameters or buffers there. No rank ever holds the full model.
 
-    Where forward raises on every rank, all gathered parameters and all pending collectives are freed at once. Where
-    backward raises, `zero_grad()` here or the next forward frees them, and none of its unfinished gradients enters
-    another step. Shards that were reduced before the error have a `.grad` already, as without sharding: the
-    optimizer's `zero_grad()` is for those.
+    Where forward raises (on every rank, or the others hang), full parameters and unfinished collectives are freed at
+    once. Where backward raises, `zero_grad()` here or the next forward frees them, and none of the unfinished gradients
+    enters another step. Shards whose gradient was reduced before the error have it in `.grad`, as without sharding, and
+    the optimizer's `zero_grad()` clears those.
 
     `zero_grad()` here discards a backward that is not synchronized yet. An optimizer's `zero_grad()` is noticed at the
     next forward, if it sets gradients to None and some shard had one (with three units or more, one has).

@@ -19,7 +19,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def by_type(*types: type[nn.Module]) -> Policy:
-    """The outermost submodules of those types: `by_type(Block, nn.Linear)` takes only the linears outside of blocks."""
+    """The outermost submodules of those types: with `by_type(Block, nn.Linear)` blocks, and linears outside of them."""
     if not types or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in types):
         raise ValueError(f"by_type takes nn.Module classes, got {types}")
 

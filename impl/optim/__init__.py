@@ -12,7 +12,7 @@ from impl.interpreting import NO_TRITON, requires_triton
 from impl.optim.contract import Optimizer
 from shardmark.registry import register
 
-# They register in this order, the reference first, as every list and table has them.
+# Implementations register in this order, the reference first, which is the order in every list and table.
 # isort: off
 from impl.optim.adamw import AdamW
 # isort: on

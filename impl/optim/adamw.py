@@ -1,7 +1,7 @@
-"""AdamW as the paper has it, one parameter after another: the reference of its family.
+"""AdamW as in the paper, one parameter after another: the reference.
 
 Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2, with the operations in the order of
-torch's own for-loop, so that the two are equal to the bit.
+torch's own for-loop implementation, so that the two are bitwise equal.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from shardmark.registry import Race, register
 class AdamW(AdamWBase):
     """`AdamW(params, lr, betas, eps, weight_decay, max_grad_norm=None, master_weights=False)`.
 
-    Contract and errors: `impl.optim.Optimizer`. A step takes one temporary as large as a parameter at a time.
+    Contract and errors: `impl.optim.Optimizer`. A step has one temporary as large as a parameter at a time.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns what `closure` does."""
         loss = self.evaluate(closure)
         clip = None if self.max_grad_norm is None else self._clip_coefficient(self.max_grad_norm)
         if self.grad_norm is not None and not self.grad_norm.isfinite():
@@ -56,7 +55,7 @@ class AdamW(AdamWBase):
             p.copy_(weight)
 
     def _clip_coefficient(self, max_norm: float) -> Tensor | None:
-        """What `clip_grad_norm_` would multiply gradients by; None where there are none."""
+        """The factor by which `clip_grad_norm_` would scale gradients; None where there are none."""
         grads = [dense_gradient(p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not grads:
             self.grad_norm = None

@@ -1,7 +1,7 @@
-"""What every AdamW here has in common: its arguments and their errors, and state that is kept in float32 where it must.
+"""What every AdamW here shares: arguments and their errors, and optimizer state in float32 for master weights.
 
-torch's `load_state_dict` casts all state to its parameter's dtype; master weights and their moments would lose half
-their bits.
+torch's `load_state_dict` casts all state to the parameter's dtype, in which master weights and their moments would lose
+half their bits.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ MASTER = "master_weight"
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """Float32 state for half-precision parameters, on top of an optimizer that takes `master_weights`.
+    """Float32 state for half-precision parameters, in an optimizer that has the option `master_weights`.
 
-    The attribute `master_weights` is to be set before `torch.optim.Optimizer.__init__`.
+    Set the attribute `master_weights` before `torch.optim.Optimizer.__init__`.
     """
 
     master_weights: bool
     steps_on_device: bool
-    """Whether a step count lies beside its parameter, or on CPU."""
+    """Whether step counts are on the parameters' device; otherwise they are on CPU."""
 
     def has_master(self, p: Tensor) -> bool:
-        """Whether `p` is one that a float32 copy is kept of."""
+        """Whether `p` has a float32 master weight."""
         return self.master_weights and p.dtype in HALF
 
     def state_of(self, p: Tensor) -> dict[str, Any]:
-        """The state of `p`: made where there is none, completed where another optimizer's was loaded."""
+        """The state of `p`; what is missing is allocated, also where another optimizer's state was loaded."""
         state = self.state[p]
         if "exp_avg" not in state:
             dtype = self._state_dtype(p)
@@ -45,11 +45,11 @@ class MasterWeights(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch's, but for the dtype of what is loaded: float32 with master weights, else the parameter's."""
+        """As torch's, except for dtypes: with master weights float32, otherwise the parameter's."""
         final: dict[str, Any] = {}
         hooks = (
             self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded)),  # after all other hooks
-            self.register_load_state_dict_post_hook(lambda _: self._take_again(final), prepend=True),
+            self.register_load_state_dict_post_hook(lambda _: self._load_uncast(final), prepend=True),
         )
         try:
             super().load_state_dict(state_dict)
@@ -57,8 +57,8 @@ class MasterWeights(torch.optim.Optimizer):
             for hook in hooks:
                 hook.remove()
 
-    def _take_again(self, loaded: dict[str, Any]) -> None:
-        """State as it stands in the loaded dict, each tensor in its own dtype."""
+    def _load_uncast(self, loaded: dict[str, Any]) -> None:
+        """Replace the state that torch has cast to the parameters' dtype by the loaded one, in the right dtypes."""
         params = [p for group in self.param_groups for p in group["params"]]
         ids = [i for group in loaded["param_groups"] for i in group["params"]]
         for p, i in zip(params, ids, strict=True):
@@ -82,7 +82,7 @@ class MasterWeights(torch.optim.Optimizer):
 
 
 class AdamWBase(MasterWeights):
-    """AdamW's arguments, checked; what is missing is `step`. Contract: `impl.optim.Optimizer`."""
+    """Checks AdamW's arguments and parameters; subclasses add `step`. Contract: `impl.optim.Optimizer`."""
 
     steps_on_device = False
 
@@ -105,7 +105,7 @@ class AdamWBase(MasterWeights):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """torch's; ValueError, in one line and with nothing added, for arguments or parameters that cannot be."""
+        """As torch's; ValueError, in one line and with nothing added, for wrong arguments or parameters."""
         super().add_param_group(param_group)
         try:
             self._check(self.param_groups[-1])
@@ -128,7 +128,7 @@ class AdamWBase(MasterWeights):
                 raise ValueError(f"AdamW takes parameters on one device, got {first.device} and {p.device}")
 
     def evaluate(self, closure: Callable[[], Any] | None) -> Any:
-        """What the closure returns, gradients on."""
+        """Call the closure with gradients enabled, and return its result."""
         if closure is None:
             return None
         with torch.enable_grad():
@@ -138,7 +138,7 @@ class AdamWBase(MasterWeights):
         return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "grad_norm": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:  # torch's AdamW has arguments that ours has not
+        for group in state["param_groups"]:  # arguments of torch's AdamW that ours does not have
             if group.get("amsgrad") or group.get("maximize"):
                 raise ValueError("the state is of AdamW with amsgrad or maximize, which are not supported here")
         super().__setstate__(state)

@@ -1,8 +1,8 @@
-"""AdamW in one pass over parameters, gradients and both moments, all parameters in one launch of a Triton kernel.
+"""AdamW in one pass over parameters, gradients and both moments: one launch of a Triton kernel for all parameters.
 
-28 bytes for each float32 parameter: parameter, gradient and moments read, parameter and moments written. The kernels
-are in `triton_kernels`, and their launches in `multi_tensor`. On CPU they run in Triton's
-interpreter (TRITON_INTERPRET=1), for correctness alone.
+It moves 28 bytes for each float32 parameter: it reads parameter, gradient and moments, and writes parameter and
+moments. The addresses of all tensors are in a table on the device (`multi_tensor`), which the kernels read
+(`triton_kernels`). On CPU they run in Triton's interpreter (TRITON_INTERPRET=1), for correctness only.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class FusedAdamW(AdamWBase):
     """`FusedAdamW(params, lr, betas, eps, weight_decay, max_grad_norm=None, master_weights=False)`.
 
     Contract and errors: `impl.optim.Optimizer`; Unsupported on a device that Triton does not run on. Arithmetic is in
-    float32, of float64 parameters in float64; moments are in the parameter's dtype, with `master_weights` in float32.
-    Bytes moved for each parameter: 28 in float32; 14 in bfloat16, and 28 with master weights (gradient 2, master weight
-    and moments read 12 and written 12, parameter written 2).
+    float32, for float64 parameters in float64. Moments have the parameter's dtype, with `master_weights` float32. Bytes
+    moved for each parameter: 28 in float32; 14 in bfloat16, and 28 with master weights (gradient 2, master weight and
+    moments 12 read and 12 written, parameter 2 written).
 
-    Clipping writes nothing: a kernel of its own reads each gradient once for the norm (4 bytes more in float32, where
-    `clip_grad_norm_` and a step move 12 more), and the update scales them as it reads them again. Nothing waits for the
-    device: step counts lie there, and so does the decision to skip a step whose norm is not finite; what is sent, be it
-    for a first step or for other gradients than the last one's, is sent from pinned memory.
+    Clipping writes no gradients: a kernel reads each once for the norm (4 more bytes in float32, where
+    `clip_grad_norm_` before a step moves 12 more), and the update scales them when it reads them again. The host never
+    waits for the device: step counts are there, a kernel decides there to skip a step whose norm is not finite, and
+    addresses and hyperparameters are copied from pinned memory.
 
-    A step is Unsupported under CUDA graph capture, which would keep the addresses and hyperparameters of that one step.
+    Unsupported under CUDA graph capture: a graph would always use the addresses and hyperparameters of that one step.
 
-    `torch.amp.GradScaler` leaves unscaling and skipping to it (`grad_scale` and `found_inf`, which it sets). Parameters
-    and gradients that are not dense, or not laid out alike, are copied for the step.
+    `torch.amp.GradScaler` sets `grad_scale` and `found_inf`, and the kernels unscale and skip. Parameters and gradients
+    that are not dense, or have different strides, are copied for the step.
     """
 
     steps_on_device = True
@@ -47,27 +47,26 @@ class FusedAdamW(AdamWBase):
 
     configuration: ClassVar[Configuration] = CONFIGURATIONS[0]
     _table: Table | None = None
-    _seen: _Seen | None = None
-    """What the table holds, where it holds addresses of no copies."""
+    _in_table: _Snapshot | None = None
+    """What the table's addresses are of; None where some are of copies."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns what `closure` does."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise Unsupported(
                 "fused_triton is not captured in a CUDA graph: it would keep this step's lr and addresses"
             )
         loss = self.evaluate(closure)
         copied: list[tuple[Tensor, Tensor]] = []
-        if self._table is None or not self._is_in(self._table):
+        if self._table is None or not self._is_current(self._table):
             operands, copied = self._operands()
             if not operands.rows:
                 self.grad_norm = None
                 return loss
             if self._table is None or not self._table.fits(operands, self.configuration):
-                self._table = Table(operands, operands.keep[0].device, self.configuration)
+                self._table = Table(operands, operands.gradients[0].device, self.configuration)
             self._table.fill(operands)
-            self._seen = None if copied else self._look()
+            self._in_table = None if copied else self._snapshot()
         self._table.set(self._hyperparameters())
         scaler = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
         self.grad_norm = self._table.run(self.max_grad_norm is not None, *scaler)
@@ -76,7 +75,7 @@ class FusedAdamW(AdamWBase):
         return loss
 
     def _operands(self) -> tuple[Operands, list[tuple[Tensor, Tensor]]]:
-        """What the kernels work on, and of it what is a copy: (original, copy)."""
+        """The tensors that the kernels read and write; and of those written, (original, copy) where it is a copy."""
         operands, copied = Operands([], [], []), []
         for index, group in enumerate(self.param_groups):
             for p in group["params"]:
@@ -86,27 +85,27 @@ class FusedAdamW(AdamWBase):
                 has_master = self.has_master(p)
                 written = [p, state["exp_avg"], state["exp_avg_sq"], *([state[MASTER]] if has_master else [])]
                 if not (grad.is_contiguous() and all(x.is_contiguous() for x in written)):
-                    grad, written, copies = _laid_out_alike(grad, written)
+                    grad, written, copies = _with_equal_strides(grad, written)
                     copied += copies
                 operands.add(grad, written, state["step"], has_master, index)
         return operands, copied
 
-    def _is_in(self, table: Table) -> bool:
-        """Whether all is where the table says; where gradients alone have moved, it is told so."""
-        before, now = self._seen, self._look()
-        if before is None or now is None or now.kept != before.kept:
+    def _is_current(self, table: Table) -> bool:
+        """Whether the table's addresses are right. New addresses of gradients alone are written into the table."""
+        before, now = self._in_table, self._snapshot()
+        if before is None or now is None or now.others != before.others:
             return False
         if now.gradients != before.gradients:
             if _misaligned(now.gradients) != _misaligned(before.gradients):
-                return False  # of another kind
-            table.move_gradients(now.gradients)
-            self._seen = now
+                return False  # other kernels are launched for them
+            table.set_gradients(now.gradients)
+            self._in_table = now
         return True
 
-    def _look(self) -> _Seen | None:
-        """What there is, as lists that are made and compared in one go: a step on a fast device waits for this."""
+    def _snapshot(self) -> _Snapshot | None:
+        """Addresses and identities of all tensors, in lists that compare fast; None where the table needs copies."""
         params = [p for group in self.param_groups for p in group["params"]]
-        kept = [*params, *chain.from_iterable(map(dict.values, self.state.values()))]
+        tensors = [*params, *chain.from_iterable(map(dict.values, self.state.values()))]
         grads = [p.grad for p in params]
         has_grad = [grad is not None for grad in grads]
         if not all(has_grad):
@@ -114,24 +113,24 @@ class FusedAdamW(AdamWBase):
         try:
             if not (all(map(Tensor.is_contiguous, params)) and all(map(Tensor.is_contiguous, grads))):
                 return None
-            gradients, addresses = list(map(Tensor.data_ptr, grads)), list(map(Tensor.data_ptr, kept))
-        except (RuntimeError, TypeError):  # a sparse gradient, or state that is no tensor: said, or passed over, later
+            gradients, addresses = list(map(Tensor.data_ptr, grads)), list(map(Tensor.data_ptr, tensors))
+        except (RuntimeError, TypeError):  # a sparse gradient, an error later; or state that is no tensor: ignored
             return None
-        identities = [*map(id, kept), *map(id, self.state)]
+        identities = [*map(id, tensors), *map(id, self.state)]
         groups = [len(group["params"]) for group in self.param_groups]
         dtypes = [grad.dtype for grad in grads]
-        return _Seen(
+        return _Snapshot(
             (addresses, identities, has_grad, dtypes, groups, self.master_weights, self.configuration), gradients
         )
 
     def _hyperparameters(self) -> list[float]:
-        """As `prepare` reads them."""
+        """In the order in which the kernel `prepare` reads them."""
         rows = [x for g in self.param_groups for x in (g["lr"], *g["betas"], g["eps"], g["weight_decay"])]
         return [self.max_grad_norm or 0.0, *rows]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._seen = None
+        self._in_table = None
 
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)
@@ -142,15 +141,15 @@ class FusedAdamW(AdamWBase):
                 )
 
 
-class _Seen(NamedTuple):
-    """Contiguous parameters and gradients, and all state, as they are at a step.
+class _Snapshot(NamedTuple):
+    """Addresses of the gradients; and of all else, addresses, identities, dtypes and settings.
 
-    State is known by address and identity together, and is not kept by it: who takes it away frees it. Only a tensor of
-    another layout that took a freed one's place, in memory and as an object, would be taken for that; loading state,
-    after which that might be, forgets what was seen.
+    It holds no tensors, so state that a user removes is freed. A tensor with other strides that got both the address
+    and the `id` of a freed one would be mistaken for it. That could happen after loading state, which therefore
+    discards the snapshot.
     """
 
-    kept: tuple[Any, ...]
+    others: tuple[Any, ...]
     gradients: list[int]
 
 
@@ -158,8 +157,10 @@ def _misaligned(addresses: list[int]) -> list[int]:
     return [i for i, address in enumerate(addresses) if address % ACCESS]
 
 
-def _laid_out_alike(grad: Tensor, written: list[Tensor]) -> tuple[Tensor, list[Tensor], list[tuple[Tensor, Tensor]]]:
-    """All as they are where they are dense and of the same strides, else contiguous; what of the written is a copy."""
+def _with_equal_strides(
+    grad: Tensor, written: list[Tensor]
+) -> tuple[Tensor, list[Tensor], list[tuple[Tensor, Tensor]]]:
+    """The tensors, contiguous unless they are dense and have equal strides; and (original, copy) of those written."""
     if len({x.stride() for x in (grad, *written)}) == 1 and _is_dense(grad):
         return grad, written, []
     dense = [x.contiguous() for x in written]
@@ -167,7 +168,7 @@ def _laid_out_alike(grad: Tensor, written: list[Tensor]) -> tuple[Tensor, list[T
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether the elements of `x` are all there is from its first to its last, each once."""
+    """Whether the elements of `x`, in some order of its dimensions, fill a block of memory without gaps or overlap."""
     step = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride != step:

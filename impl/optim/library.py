@@ -1,4 +1,4 @@
-"""AdamW as torch ships it: its for-loop, its foreach and its fused implementation, each pinned."""
+"""torch's own AdamW: its for-loop, its foreach and its fused implementation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardmark.registry import Race, register
 
 
 class _TorchAdamW(MasterWeights, torch.optim.AdamW):
-    """`torch.optim.AdamW`; with `master_weights` it runs on float32 copies, which torch's own has no option for.
+    """`torch.optim.AdamW`, with an option `master_weights` that torch does not have.
 
-    That option is put together here, of what torch has: each gradient is first made float32, then torch steps on the
-    copies, then another pass writes the parameters. It is right, and no measure of how fast torch could be: to be
-    faster than it tells something for parameters without master weights alone.
+    The option is made of torch's operators: gradients are cast to float32, torch's step runs on the master weights, and
+    one more pass writes the parameters. It is right, but does not show how fast torch could be. So only without master
+    weights does a comparison of times with it mean something.
     """
 
     kind: ClassVar[dict[str, bool]]
@@ -38,12 +38,11 @@ class _TorchAdamW(MasterWeights, torch.optim.AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # loaded state says how it was made, and that may be another way
+        for group in self.param_groups:  # loaded state may be of another implementation
             group.update(self.kind)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """torch's step, and where there are master weights, parameters made of them."""
         loss = super().step(closure)
         updated = [
             (p, self.state[p][MASTER])
@@ -56,7 +55,7 @@ class _TorchAdamW(MasterWeights, torch.optim.AdamW):
         return loss
 
     def _init_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *state: Any) -> bool:
-        """torch's list of what to update, with master weights in the place of their parameters."""
+        """As torch's, which lists what to update, but with master weights in place of their parameters."""
         for p in group["params"]:
             if p.grad is not None and self.has_master(p):
                 self.state_of(p)
@@ -68,14 +67,14 @@ class _TorchAdamW(MasterWeights, torch.optim.AdamW):
 
 
 class TorchForLoop(_TorchAdamW):
-    """`torch.optim.AdamW(..., foreach=False)`: one parameter after another."""
+    """`torch.optim.AdamW(..., foreach=False, fused=False)`: one parameter after another."""
 
     kind: ClassVar = {"foreach": False, "fused": False}
     steps_on_device = False
 
 
 class TorchForeach(_TorchAdamW):
-    """`torch.optim.AdamW(..., foreach=True)`: each operation over all parameters at once."""
+    """`torch.optim.AdamW(..., foreach=True)`: each operation for all parameters at once."""
 
     kind: ClassVar = {"foreach": True, "fused": False}
     steps_on_device = False

@@ -1,7 +1,7 @@
-"""The table of what the fused AdamW's kernels work on, in device memory, and the launches over it.
+"""The table of tensors on the device that the fused AdamW's kernels read, and the launches of the kernels.
 
-One launch covers all tensors of one kind, however many there are, and of whatever sizes: each program finds its tensor
-and its chunk of it in a map. Nothing is sent to the device that has not changed since the last step.
+One launch covers all tensors of one kind, whatever their number and sizes: each program looks up its tensor, and which
+chunk of it, in a map. Only what changed since the last step is copied to the device.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from triton import knobs
 from impl.optim import triton_kernels
 
 CHUNK = 8192
-"""Elements of one program."""
+"""Elements that one program updates."""
 
 
 class Configuration(NamedTuple):
-    """Elements of a block, and of a program's chunk, which is whole blocks; warps of a program."""
+    """Elements of a block; elements of a program's chunk, a multiple of the block; and a program's warps."""
 
     block: int
     chunk: int
@@ -36,11 +36,11 @@ CONFIGURATIONS = (
     Configuration(block=2048, chunk=CHUNK, warps=8),
     Configuration(block=2048, chunk=CHUNK, warps=4),
 )
-"""The first is what runs: 8 elements a thread, in registers enough for 7 blocks on an SM of Hopper, whose reads under
-way are several times what its memory needs. float64 would spill in the last."""
+"""The first one runs: 8 elements a thread, and so few registers that 7 blocks fit on an SM of Hopper. Their reads in
+flight are several times what its memory needs. float64 would spill registers in the last."""
 
 ACCESS = 16
-"""Bytes of the widest access, which addresses must be multiples of."""
+"""Bytes of the widest memory access; it needs addresses that are multiples of this."""
 
 TRITON_DTYPES = {
     torch.float64: tl.float64,
@@ -51,7 +51,7 @@ TRITON_DTYPES = {
 
 
 Kind = tuple[torch.dtype, torch.dtype, torch.dtype, bool, bool]
-"""What tells launches of a kernel apart: dtypes of parameter, gradient and state; master weight? aligned?"""
+"""Tensors of one kind share a launch: dtypes of parameter, gradient and state; has a master weight; is aligned."""
 
 
 @dataclass
@@ -61,11 +61,11 @@ class Operands:
     rows: list[int]
     kinds: list[Kind]
     counts: list[int]
-    keep: list[Tensor] = field(default_factory=list)
-    """What must live until the launch."""
+    gradients: list[Tensor] = field(default_factory=list)
+    """References to the gradients, some of them copies, which must live until the launch."""
 
     def add(self, grad: Tensor, written: list[Tensor], step: Tensor, has_master: bool, group: int) -> None:
-        """One more parameter."""
+        """Add a parameter: `written` is the parameter, its two moments and its master weight, if it has one."""
         p, m, v = written[:3]
         param_at, grad_at, m_at, v_at = p.data_ptr(), grad.data_ptr(), m.data_ptr(), v.data_ptr()
         master_at = written[3].data_ptr() if has_master else 0
@@ -74,7 +74,7 @@ class Operands:
         aligned = (param_at | grad_at | m_at | v_at | master_at) % ACCESS == 0
         self.kinds.append((p.dtype, grad.dtype, m.dtype, has_master, aligned))
         self.counts.append(count)
-        self.keep.append(grad)
+        self.gradients.append(grad)
 
 
 class Table:
@@ -87,7 +87,7 @@ class Table:
         chunks = [triton.cdiv(count, configuration.chunk) for count in self.counts]
         order = sorted(range(self.tensors), key=lambda i: str(self.kinds[i]))
         self.launches: list[tuple[Kind, int, int]] = []
-        """Kind, first program, programs."""
+        """Kind, first program, number of programs."""
         self.programs = 0
         for kind, members in groupby(order, key=lambda i: self.kinds[i]):
             programs = sum(chunks[i] for i in members)
@@ -98,7 +98,7 @@ class Table:
         starts = repeats.cumsum(0) - repeats
         chunk_of = torch.arange(self.programs) - starts.repeat_interleave(repeats)
         tensor_of = torch.tensor(order).repeat_interleave(repeats)
-        self.tensor_of, self.chunk_of = (_send(x.to(torch.int32), device) for x in (tensor_of, chunk_of))
+        self.tensor_of, self.chunk_of = (_to_device(x.to(torch.int32), device) for x in (tensor_of, chunk_of))
         self.table = torch.empty(self.tensors, triton_kernels.COLUMNS.value, dtype=torch.int64, device=device)
         self.hyperparameters: Tensor | None = None
         self.scalars = torch.empty(self.tensors, triton_kernels.SCALARS.value, dtype=torch.float64, device=device)
@@ -110,23 +110,23 @@ class Table:
         self._on_several_streams = False
 
     def fits(self, operands: Operands, configuration: Configuration) -> bool:
-        """Whether the map is right for these tensors."""
+        """Whether the map from programs to tensors is right for these tensors."""
         return (self.kinds, self.counts, self.configuration) == (operands.kinds, operands.counts, configuration)
 
     def fill(self, operands: Operands) -> None:
-        """Send the addresses, if they have changed since the last step."""
+        """Copy the addresses to the device, if they changed since the last step."""
         rows = array("q", operands.rows)
         if rows != self._rows:
             self._rows = rows
             self._send_rows()
 
-    def move_gradients(self, addresses: list[int]) -> None:
-        """Send the addresses with those of the gradients replaced."""
+    def set_gradients(self, addresses: list[int]) -> None:
+        """Replace the gradients' addresses."""
         self._rows[triton_kernels.GRAD.value :: triton_kernels.COLUMNS.value] = array("q", addresses)
         self._send_rows()
 
     def set(self, hyperparameters: list[float]) -> None:
-        """Send the hyperparameters, if they have changed since the last step."""
+        """Copy the hyperparameters to the device, if they changed since the last step."""
         if hyperparameters != self._hyperparameters:
             if len(hyperparameters) != len(self._hyperparameters):
                 self.hyperparameters = torch.empty(len(hyperparameters), dtype=torch.float64, device=self.device)
@@ -136,12 +136,12 @@ class Table:
             self.hyperparameters.copy_(_pinned(values, self.device), non_blocking=True)
 
     def _send_rows(self) -> None:
-        """Into the table that is there: in its stream's order, after the kernels that still read it."""
+        # Into the same table: in stream order, so after the kernels that still read it.
         rows = torch.frombuffer(self._rows, dtype=torch.int64)
         self.table.view(-1).copy_(_pinned(rows, self.device), non_blocking=True)
 
     def _use_on_this_stream(self) -> None:
-        """Keep what is freed from being taken again before the last kernel on another stream has read it."""
+        """Have the allocator reuse the table's memory only after kernels on other streams have read it."""
         if self._stream is None:
             return
         stream = torch.cuda.current_stream(self.device)
@@ -153,14 +153,14 @@ class Table:
                     x.record_stream(stream)
 
     def run(self, clips: bool, grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor | None:
-        """Launch the kernels; the norm of the gradients, where they are clipped."""
+        """Launch the kernels. Returns the norm of the gradients if they are clipped, else None."""
         block, chunk, warps = self.configuration
         with torch.cuda.device_of(self.decision):  # Triton launches on the current device
             partials = grad_norm = None
             if clips:
                 partials = self._norms()
-                wide = any(kind[0] == torch.float64 for kind in self.kinds)
-                grad_norm = torch.empty((), dtype=torch.float64 if wide else torch.float32, device=self.device)
+                has_float64 = any(kind[0] == torch.float64 for kind in self.kinds)
+                grad_norm = torch.empty((), dtype=torch.float64 if has_float64 else torch.float32, device=self.device)
             triton_kernels.prepare[(1,)](
                 self.table,
                 self.hyperparameters,
@@ -168,8 +168,8 @@ class Table:
                 self.decision,
                 partials,
                 grad_norm,
-                _beside(grad_scale, self.device),
-                _beside(found_inf, self.device),
+                _scalar_to(grad_scale, self.device),
+                _scalar_to(found_inf, self.device),
                 self.tensors,
                 self.programs,
                 TENSORS=256,
@@ -199,7 +199,7 @@ class Table:
         return grad_norm
 
     def _norms(self) -> Tensor:
-        """Each program's sum of squares."""
+        """Launch the kernel that computes each program's sum of squared gradients."""
         if self.partials is None:
             self.partials = torch.empty(self.programs, dtype=torch.float64, device=self.device)
         block, chunk, warps = self.configuration
@@ -224,15 +224,15 @@ def _compute(param: torch.dtype) -> Any:
     return tl.float64 if param == torch.float64 else tl.float32
 
 
-def _send(values: Tensor, device: torch.device) -> Tensor:
-    """To the device, waiting for nothing."""
+def _to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device; the host does not wait for it."""
     return _pinned(values, device).to(device, non_blocking=True)
 
 
 def _pinned(values: Tensor, device: torch.device) -> Tensor:
-    """In pinned memory, which its allocator keeps until it is read; as it is for CPU."""
+    """The values in pinned memory, which torch does not reuse before the copy from it is done; unchanged for CPU."""
     return values.pin_memory() if device.type == "cuda" else values
 
 
-def _beside(scalar: Tensor | None, device: torch.device) -> Tensor | None:
+def _scalar_to(scalar: Tensor | None, device: torch.device) -> Tensor | None:
     return None if scalar is None else scalar.to(device, non_blocking=True)

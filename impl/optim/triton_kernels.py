@@ -1,8 +1,9 @@
-"""The kernels of `fused_adamw`: over all parameters at once, each program on one chunk of one tensor.
+"""The kernels of `fused_adamw`: one launch for all parameters, in which each program works on one chunk of one tensor.
 
-A table in device memory has a row per tensor, of addresses and sizes (`Column`), and a map from programs to tensors and
-chunks of them. Three kernels: `squared_norms` sums the squares of each chunk of gradients; `prepare`, one program,
-decides of the step and makes each tensor's scalars in float64; `update` reads each element once and writes it once.
+A table in device memory has one row of addresses and sizes for each tensor (the columns are below), and a map says
+which tensor and chunk each program has. Three kernels: `squared_norms` sums the squares of each chunk of gradients;
+`prepare`, one program, decides whether there is a step and computes each tensor's scalars in float64; `update` reads
+each element once and writes it once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton.language as tl
 PARAM, GRAD, FIRST, SECOND, MASTER, STEP, COUNT, GROUP = (tl.constexpr(i) for i in range(8))
 COLUMNS: tl.constexpr = tl.constexpr(8)
 """A tensor's row of the table, in int64: addresses of the parameter, its gradient, both moments, its master weight and
-its step count; how many elements it has, and which row of the hyperparameters is its own."""
+its step count; its number of elements, and the index of its param group."""
 
 DECAY, WEIGHT1, BETA2, WEIGHT2, EPS, STEP_SIZE, CORRECTION = (tl.constexpr(i) for i in range(7))
 SCALARS: tl.constexpr = tl.constexpr(8)
@@ -21,19 +22,19 @@ SCALARS: tl.constexpr = tl.constexpr(8)
 1 / sqrt(1 - beta2^t)."""
 
 HYPERPARAMETERS: tl.constexpr = tl.constexpr(5)
-"""A param group's row: lr, beta1, beta2, eps, weight_decay; before the first row stands max_grad_norm."""
+"""A param group's row of hyperparameters: lr, beta1, beta2, eps, weight_decay. Before the first row: max_grad_norm."""
 
 
 @triton.jit
 def _pointer(row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr):
-    """A pointer from its address in the table, known to be a multiple of `WIDTH` elements: of what one access takes."""
+    """A pointer from the table, which the compiler may assume to be aligned to `WIDTH` elements, the widest access."""
     ALIGNMENT: tl.constexpr = WIDTH * DTYPE.primitive_bitwidth // 8
     return tl.multiple_of(tl.load(row + COLUMN).to(tl.pointer_type(DTYPE)), ALIGNMENT)
 
 
 @triton.jit
 def _span(table, tensor_of, chunk_of, program, CHUNK: tl.constexpr):
-    """This program's row of the table, and its chunk: first element, and the one after the last."""
+    """This program's row of the table, and its chunk: first element, and end (exclusive)."""
     row = table + tl.load(tensor_of + program) * COLUMNS
     begin = tl.load(chunk_of + program).to(tl.int64) * CHUNK
     return row, begin, tl.minimum(begin + CHUNK, tl.load(row + COUNT))
@@ -41,7 +42,7 @@ def _span(table, tensor_of, chunk_of, program, CHUNK: tl.constexpr):
 
 @triton.jit
 def _to_bfloat16(x):
-    """Rounded to nearest, ties to even, by hand: the interpreter's own conversion cuts off."""
+    """Round to nearest, ties to even, by integer arithmetic: the interpreter's own conversion truncates."""
     bits = x.to(tl.uint32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
@@ -74,7 +75,7 @@ def squared_norms(
     total = tl.zeros((BLOCK,), COMPUTE)
     for start in range(begin, end, BLOCK):
         offsets = tl.multiple_of(start, BLOCK) + tl.arange(0, BLOCK)
-        # A mask whose end is not known to be aligned would cost the 16-byte accesses: only a last block has one.
+        # Only the last block has a mask: with one whose end is not known to be aligned there are no 16-byte accesses.
         if start + BLOCK <= end:
             g = tl.load(grad + offsets).to(COMPUTE)
         else:
@@ -88,17 +89,17 @@ def prepare(
     table,
     hyperparameters,
     scalars,  # (tensors, SCALARS), float64
-    decision,  # (2,), float64: what gradients are multiplied by, and whether there is a step at all
+    decision,  # (2,), float64: the factor for gradients, and 1 where there is a step, 0 where it is skipped
     partials,  # None where gradients are not clipped
     grad_norm,  # (), float32, or float64 for float64 parameters; None where gradients are not clipped
-    grad_scale,  # what GradScaler multiplied the loss by, or None
-    found_inf,  # 0 where GradScaler saw finite gradients only, or None
+    grad_scale,  # the factor by which GradScaler multiplied the loss, or None
+    found_inf,  # 0 where GradScaler found only finite gradients, or None
     tensors,
     programs,
-    TENSORS: tl.constexpr,  # taken at once
-    PARTIALS: tl.constexpr,  # taken at once
+    TENSORS: tl.constexpr,  # tensors in one iteration
+    PARTIALS: tl.constexpr,  # partial sums in one iteration
 ):
-    """Decide whether there is a step and how gradients are scaled, count it, and make each tensor's scalars."""
+    """Decide whether there is a step and how gradients are scaled; count it, and compute each tensor's scalars."""
     factor = tl.full((), 1.0, tl.float64)
     proceed = factor == factor
     if grad_scale is not None:
@@ -112,7 +113,7 @@ def prepare(
             sums += tl.load(partials + offsets, mask=offsets < programs, other=0)
         norm = tl.sqrt(tl.sum(sums)) * factor
         tl.store(grad_norm, norm.to(grad_norm.dtype.element_ty))
-        proceed = proceed & (norm < float("inf"))  # not of NaN either
+        proceed = proceed & (norm < float("inf"))  # false for NaN, too
         factor *= tl.minimum(tl.load(hyperparameters) / (norm + 1e-6), 1.0)
     tl.store(decision, factor)
     tl.store(decision + 1, tl.where(proceed, 1.0, 0.0).to(tl.float64))
@@ -194,15 +195,15 @@ def _update_block(
     factor, decay, weight1, beta2, weight2, eps, step_size, correction,
     HAS_MASTER: tl.constexpr, COMPUTE: tl.constexpr, BY_HAND: tl.constexpr,
 ):  # fmt: skip
-    """Of one block of elements; the operations are in the order of `AdamW`."""
+    """Update one block of elements; the operations are in the order of `AdamW`."""
     g = tl.load(grad, mask=mask).to(COMPUTE) * factor
     m = tl.load(first_moment, mask=mask).to(COMPUTE)
     v = tl.load(second_moment, mask=mask).to(COMPUTE)
     w = tl.load(weight, mask=mask).to(COMPUTE) * decay
-    # From the nearer end, as torch's lerp has it: with beta1 = 0 the first moment is the gradient.
+    # Interpolate from the nearer end, as torch's lerp does: with beta1 = 0 the first moment is exactly the gradient.
     m = tl.where(weight1 < 0.5, m + weight1 * (g - m), g - (g - m) * (1 - weight1))
     v = v * beta2 + weight2 * g * g
-    if tl.float64 == COMPUTE:  # whose root and quotient are rounded to nearest anyway
+    if tl.float64 == COMPUTE:  # in float64, sqrt and division round to nearest without the _rn variants
         w -= step_size * m / (tl.sqrt(v) * correction + eps)
     else:
         w -= tl.div_rn(step_size * m, tl.sqrt_rn(v) * correction + eps)

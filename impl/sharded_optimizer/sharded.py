@@ -277,7 +277,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if p.grad is not None and p.numel() and p not in self._bucket_of:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(p.shape)} has a gradient, and was frozen when the optimizer was "
-                    "made: make it anew"
+                    "made: make a new optimizer"
                 )
             check_dense(p)
 

@@ -53,9 +53,9 @@ def check_state(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(f"this is no optimizer's state: it has no {key!r}, but {sorted(map(str, state_dict))}")
-    theirs, ours = ([len(group["params"]) for group in g] for g in (state_dict["param_groups"], groups))
-    if theirs != ours:
-        raise ValueError(f"the state is of another model: its groups have {theirs} parameters, the optimizer's {ours}")
+    saved, own = ([len(group["params"]) for group in g] for g in (state_dict["param_groups"], groups))
+    if saved != own:
+        raise ValueError(f"the state is of another model: its groups have {saved} parameters, the optimizer's {own}")
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     params = [p for group in groups for p in group["params"]]
     tensors = [

@@ -1,4 +1,4 @@
-"""One pass of attention over random q, k, v."""
+"""Attention on random q, k, v: forward, backward, or both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardmark.registry import Implementation
 
 
 class AttentionPass:
-    """Attention over fresh random q, k, v: the pass that the case names."""
+    """The pass that the case names, on random q, k, v."""
 
     def __init__(self, implementation: Implementation, case: AttentionCase, device: str) -> None:
         self.attention = implementation.adapted
@@ -24,7 +24,7 @@ class AttentionPass:
         self.out: torch.Tensor | None = None
 
     def prepare(self) -> None:
-        """Let go of the last step's results; run forward where only backward is measured."""
+        """Free the last step's results; run forward where only backward is measured."""
         self.out = None
         for x in (self.q, self.k, self.v):
             x.grad = None
@@ -32,7 +32,6 @@ class AttentionPass:
             self.out = self.attention(self.q, self.k, self.v, is_causal=self.case.is_causal)
 
     def step(self, mark: Mark) -> None:
-        """The pass."""
         if self.case.mode != "backward":
             self.out = self.attention(self.q, self.k, self.v, is_causal=self.case.is_causal)
             mark("forward")
@@ -42,7 +41,7 @@ class AttentionPass:
             mark("backward")
 
     def _backend(self, implementation: Implementation) -> str:
-        """The kernel that runs: SDPA's choice, else what the implementation is called."""
+        """The kernel that SDPA chooses; for other implementations, their name."""
         if implementation.target is sdpa:
             return sdpa_backend(self.q, self.k, self.v, self.case.is_causal)
         return implementation.name

@@ -1,4 +1,4 @@
-"""The data-parallel training step, and its all-reduces alone."""
+"""The data-parallel training step, and its all-reduces without the step."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from shardmark.registry import Implementation
 
 @dataclass(frozen=True)
 class OverheadCase(CollectiveCase):
-    """All-reduces of float32 tensors of several sizes up to that many `megabytes`, which tell overhead and bandwidth,
-    and so what each of `bucket_sizes`, in MB, should cost the training step of `model`."""
+    """All-reduces of float32 tensors of `kilobytes` each, up to `megabytes`.
+
+    From their times follow overhead and bandwidth, and so what buckets of each of `bucket_sizes`, in MB, should cost
+    the training step of `model`.
+    """
 
     model: str = "tiny"
     bucket_sizes: tuple[int, ...] = ()
@@ -32,18 +35,18 @@ class OverheadCase(CollectiveCase):
 
 
 class DataParallelStep(RankStep):
-    """The whole model and the whole optimizer on every rank."""
+    """A copy of the model and of the optimizer on every rank."""
 
-    def spread(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
-        """The wrapped model, and AdamW: fused, so that the optimizer itself needs no temporaries."""
+    def build(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
+        # AdamW is fused, so that the optimizer itself needs no temporaries.
         reduce_dtype = getattr(torch, case.reduce_dtype) if isinstance(case, ReductionCase) else None
         asked = {"bucket_mb": case.bucket_mb, "reduce_dtype": reduce_dtype}
-        options = {k: v for k, v in asked.items() if v is not None and implementation.accepts(k)}  # its peer may not
+        options = {k: v for k, v in asked.items() if v is not None and implementation.accepts(k)}  # the peer may not
         model = implementation.adapted(language_model(case), **options)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(self, mark: Mark) -> None:
-        """Where the wrapper takes the optimizer, it updates each bucket while others are on their way."""
+        """A wrapper that takes the optimizer updates one bucket's parameters while the next are being reduced."""
         if "optimizer" not in inspect.signature(self.model.finish_gradient_synchronization).parameters:
             super().step(mark)
             return
@@ -55,13 +58,13 @@ class DataParallelStep(RankStep):
         after.remove()
 
     def compute_step(self, mark: Mark) -> None:
-        """The same without communication. The gradients are thrown away, so that the ranks stay alike."""
+        """Forward and backward without communication, and without a step, so that the ranks' parameters stay equal."""
         with self.model.no_sync():
             self.forward_and_backward(mark)
 
 
 class AllReduces:
-    """A sum over the ranks of a tensor of each size, the smallest first."""
+    """One all-reduce of each size, the smallest first."""
 
     def __init__(self, implementation: Implementation, case: OverheadCase, device: str) -> None:
         self.collectives = implementation.adapted
@@ -69,10 +72,9 @@ class AllReduces:
         self.tensors = {size: torch.zeros(size * 1024 // 4, device=device) for size in sorted(case.kilobytes)}
 
     def prepare(self) -> None:
-        """Zeros stay zeros."""
+        """Nothing: sums of zeros are zeros."""
 
     def step(self, mark: Mark) -> None:
-        """One all-reduce of each size, as the buckets' are: begun, then waited for."""
         for size, tensor in self.tensors.items():
             self.collectives.all_reduce(tensor, async_op=True).wait()
             mark(f"{size} KB")

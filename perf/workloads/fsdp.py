@@ -1,4 +1,4 @@
-"""A training step with everything sharded over the ranks."""
+"""A training step with parameters, gradients and optimizer state sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from perf.workloads.ranks import RankStep, language_model
 from shardmark.registry import Implementation
 
 UNITS = by_type(Block, MLPBlock, nn.Embedding, nn.Linear)
-"""A unit for each block, the embedding and the output projection; the final norm is the whole's own."""
+"""A unit for each block, the embedding and the output projection; the final norm is in the root module's unit."""
 
 
 class FSDPStep(RankStep):
-    """Every rank has its part of parameters, gradients and moments."""
+    """Every rank has shards of parameters, gradients and moments."""
 
-    def spread(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
-        """The sharded model, and AdamW: fused, so that the optimizer itself needs no temporaries."""
+    def build(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
+        # AdamW is fused, so that the optimizer itself needs no temporaries.
         compute = getattr(torch, case.dtype) if case.dtype != "float32" else None
         units = {"wrap": UNITS} if implementation.accepts("wrap") else {}
         model = implementation.adapted(language_model(case), compute_dtype=compute, **units)

@@ -1,4 +1,4 @@
-"""The halves of a data-parallel training step: computation alone, and communication alone."""
+"""The two halves of a data-parallel training step: only computation, and only communication."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ DEFAULT_BUCKET_MB = 25
 
 
 class Compute(RankStep):
-    """A training step of this rank alone: nothing is communicated."""
+    """Each rank's training step without communication; the optimizer is that of `DataParallelStep`."""
 
-    def spread(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
-        """The model itself, and the optimizer that it has in DataParallelStep."""
+    def build(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
         model = language_model(case)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Nothing to do."""
 
 
 class Communication:
-    """All-reduce as many bytes as the model has gradients, in buckets of the case's size, and compute nothing."""
+    """All-reduces of as many bytes as the model has gradients, in buckets of the case's size."""
 
     def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
         self.backend = dist.get_backend()
@@ -39,9 +38,9 @@ class Communication:
         self.buckets = torch.zeros(size, device=device).split(bucket)
 
     def prepare(self) -> None:
-        """Zeros stay zeros."""
+        """Nothing: sums of zeros are zeros."""
 
     def step(self, mark: Mark) -> None:
-        """All buckets at once, as none has to wait for its gradients."""
+        # All buckets start at once: none waits for gradients.
         for handle in [dist.all_reduce(bucket, async_op=True) for bucket in self.buckets]:
             handle.wait()

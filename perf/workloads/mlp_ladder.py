@@ -1,4 +1,4 @@
-"""The rungs of the MLP ladder on ranks, and the cases that all rungs start from."""
+"""The MLP ladder on ranks, and the cases that all rungs of the ladder start from."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ MLP_LADDER = Grid(
     laptop=_cases("mlp-mini", 4, 128),
     paper=[case for model, context in (("mlp-1024", 1024), ("mlp-4096", 4096)) for case in _cases(model, 8, context)],
 )
-"""Eager: in float32 the rung without anything, in bfloat16 the one with autocast alone."""
+"""Eager training steps: in float32 the first rung, in bfloat16 the rung with autocast only."""
 
 
 def spread(case: RankRung, mesh: DeviceMesh, report: Callable[[str], None] = lambda name: None) -> nn.Module:
-    """The case's model over the ranks; `report` is called with each stage as it ends."""
+    """The case's model, sharded over the ranks of the mesh; `report` is called with each stage's name at its end."""
     device = mesh.device_type
     with torch.device("meta" if case.meta else device):
         model = language_model(case)
@@ -52,10 +52,10 @@ def spread(case: RankRung, mesh: DeviceMesh, report: Callable[[str], None] = lam
 
 
 class RankLadderStep(RankStep):
-    """One AdamW step of the MLP language model, its parameters spread, as that implementation does it."""
+    """One AdamW step of the MLP language model with sharded parameters, by an implementation of training_step."""
 
-    def spread(self, implementation: Implementation, case: Any) -> tuple[Any, Optimizer]:
-        """AdamW is fused, so that the optimizer itself needs no temporaries."""
+    def build(self, implementation: Implementation, case: Any) -> tuple[Any, Optimizer]:
+        # AdamW is fused, so that the optimizer itself needs no temporaries.
         model = spread(case, init_device_mesh(torch.get_default_device().type, (case.ranks,)))
         if case.checkpointed:
             full(model)
@@ -64,5 +64,5 @@ class RankLadderStep(RankStep):
         return model, optimizer
 
     def step(self, mark: Mark) -> None:
-        """All communication is within forward and backward."""
+        # All communication is in forward and backward, so there is nothing to synchronize.
         self.training_step(self.tokens, self.targets, mark)

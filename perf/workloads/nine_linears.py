@@ -17,7 +17,7 @@ from shardmark.registry import Implementation
 
 
 class NineLinearsStep:
-    """One step on this rank's rows, wrapped; each stage of making it is reported to the meter."""
+    """One SGD step of the wrapped model on this rank's rows; memory is recorded after each stage of building it."""
 
     def __init__(self, implementation: Implementation, case: NineLinearsCase, device: str) -> None:
         self.backend = dist.get_backend()
@@ -32,11 +32,11 @@ class NineLinearsStep:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
 
     def prepare(self) -> None:
-        """Let go of the last step's gradients."""
+        """Free the last step's gradients."""
         self.optimizer.zero_grad()
 
     def step(self, mark: Mark) -> None:
-        """Forward, backward, what is left of communication, optimizer; until then output and loss are there."""
+        # `output` and `loss` stay in memory until the step ends.
         output = self.model(self.inputs)
         loss = mse_loss(output, self.targets)
         mark("forward")
@@ -49,11 +49,11 @@ class NineLinearsStep:
 
 
 def _options(case: NineLinearsCase) -> dict[str, Any]:
-    """What the case asks for beside a unit for each linear, which is how each implementation comes."""
+    """The case's options; without any, each linear is a unit."""
     third = case.linears // 3 * (case.width**2 + case.width)
     wrap = {"linears": {}, "thirds": {"wrap": by_size(third)}, "whole": {"wrap": whole}}[case.wrap]
     return wrap | ({"cpu_offload": True} if case.offload else {})
 
 
 SHARDED = ("sharded", "fsdp1", "fsdp2")
-"""Those whose options have rows of their own."""
+"""Implementations that are also measured with other options."""

@@ -16,7 +16,7 @@ MAX_NORM = 1.0
 
 
 class OptimizerStep:
-    """A step over the parameters of a language model, each with a random gradient, that clipping has to scale."""
+    """A step over a language model's parameters, with random gradients so large that clipping scales them."""
 
     def __init__(self, implementation: Implementation, case: OptimizerCase, device: str) -> None:
         options: dict[str, Any] = {}
@@ -38,10 +38,9 @@ class OptimizerStep:
         self.backend = "clip_grad_norm_" if self.clips_before else "in step" if in_step else "no clipping"
 
     def prepare(self) -> None:
-        """Nothing: a step reads the gradients that are there."""
+        """Nothing: each step uses the same gradients."""
 
     def step(self, mark: Mark) -> None:
-        """Clip, where the optimizer does not, and step."""
         if self.clips_before:
             torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
         self.optimizer.step()

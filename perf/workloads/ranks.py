@@ -1,4 +1,4 @@
-"""One training step of the language model on every rank of a world: what the questions about ranks have in common."""
+"""One training step of the language model on every rank of a world, which all questions about ranks measure."""
 
 from __future__ import annotations
 
@@ -21,31 +21,30 @@ from shardmark.registry import Implementation
 
 
 class RankStep(ABC):
-    """One AdamW step, its batch this rank's own. Subclasses spread the model and the optimizer over the ranks."""
+    """One AdamW step on this rank's own batch. Subclasses build the model and the optimizer."""
 
     def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
         self.backend = dist.get_backend()
         with torch.device(device):
-            self.model, self.optimizer = self.spread(implementation, case)
+            self.model, self.optimizer = self.build(implementation, case)
             vocab = (MLP_SIZES if case.model in MLP_SIZES else SIZES)[case.model].vocab
             self.tokens, self.targets = (torch.randint(vocab, (case.batch, case.context)) for _ in range(2))
         self.loss: Tensor | None = None
 
     @abstractmethod
-    def spread(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
-        """The model and the optimizer, as the implementation spreads them; new tensors are on the device already."""
+    def build(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
+        """The model and the optimizer, wrapped or sharded by the implementation. The default device is set already."""
 
     def synchronize(self) -> None:
-        """What is left of the gradients' communication after backward."""
+        """Finish the communication of gradients that backward started."""
         self.model.finish_gradient_synchronization()
 
     def prepare(self) -> None:
-        """Let go of the last step's gradients."""
+        """Free the last step's gradients."""
         self.optimizer.zero_grad()
         self.loss = None
 
     def step(self, mark: Mark) -> None:
-        """Forward, backward, what is left of communication, optimizer."""
         self.forward_and_backward(mark)
         self.synchronize()
         mark("communication")
@@ -53,23 +52,22 @@ class RankStep(ABC):
         mark("optimizer")
 
     def forward_and_backward(self, mark: Mark) -> None:
-        """Gradients of the mean cross entropy."""
         logits = self.model(self.tokens)  # (batch, context, vocab)
         self.loss = cross_entropy(logits.flatten(0, 1), self.targets.flatten())
-        del logits  # the loss keeps what it needs
+        del logits  # autograd saves what backward needs
         mark("forward")
         self.loss.backward()
         mark("backward")
 
 
 def language_model(case: TrainingStepCase) -> Transformer | MLPLanguageModel:
-    """The case's model, new, on the current default device."""
+    """A new model of the case's size, on the default device."""
     if case.model in MLP_SIZES:
         return MLPLanguageModel(MLP_SIZES[case.model])
     return Transformer(SIZES[case.model], context_length=case.context)
 
 
 def measured_once(memory: Memory, laps: list[Laps]) -> Measured:
-    """What a rank measured of what it does once: bytes after each stage, their peak, and how long it took."""
-    held = Memory(peak=memory.peak, tensors=memory.tensors, workspace=memory.workspace, stages=memory.stages)
-    return Measured(dist.get_backend(), held, {IMPLEMENTATION: laps})
+    """What a rank reports of something that it does once: the bytes after each stage and at the peak, and the times."""
+    reported = Memory(peak=memory.peak, tensors=memory.tensors, workspace=memory.workspace, stages=memory.stages)
+    return Measured(dist.get_backend(), reported, {IMPLEMENTATION: laps})

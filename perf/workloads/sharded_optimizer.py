@@ -14,14 +14,18 @@ from shardmark.plan import Mark
 from shardmark.registry import Implementation, family
 
 WRAPPERS = {"zero_redundancy": "ddp"}
-"""Who averages the gradients of an optimizer that does not do it itself; `bucketed` of all others."""
+"""The data-parallel wrapper for an optimizer that does not average gradients itself; for others it is `bucketed`."""
 
 
 class ShardedStep(RankStep):
-    """The whole model on every rank, and the optimizer spread over them."""
+    """A copy of the model on every rank, and the optimizer sharded over them.
 
-    def spread(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
-        """An optimizer that averages gradients itself and the model alone, or one with the model in its wrapper."""
+    A step begins with the optimizer and ends with the gradients, so that the all-gather of updated parameters overlaps
+    forward within one step.
+    """
+
+    def build(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
+        """The optimizer and the model; the model is wrapped where the optimizer does not average gradients itself."""
         self.averages = implementation.accepts("average_gradients")
         model: Any = language_model(case)
         options: dict[str, Any] = {"average_gradients": True, "module": model} if self.averages else {}
@@ -32,50 +36,48 @@ class ShardedStep(RankStep):
 
     @property
     def synchronizes(self) -> Any:
-        """What averages the gradients."""
+        """The optimizer or the wrapper, whichever averages the gradients."""
         return self.optimizer if self.averages else self.model
 
     def synchronize(self) -> None:
-        """What is left of the gradients' communication after backward."""
         self.synchronizes.finish_gradient_synchronization()
 
     def prepare(self) -> None:
-        """Gradients for the step to begin with, where the last one has not left them."""
+        """Before the first step, compute gradients for it."""
         if self.loss is None:
             self.forward_and_backward(lambda part: None)
             self.synchronize()
 
     def step(self, mark: Mark) -> None:
-        """Optimizer, forward, backward, what is left of communication."""
         self.optimizer.step()
-        self._let_go()
+        self._free_gradients()
         mark("optimizer")
         self.forward_and_backward(mark)
         self.synchronize()
         mark("communication")
 
     def compute_step(self, mark: Mark) -> None:
-        """Forward and backward without communication. The gradients are thrown away, so that the ranks stay alike."""
-        self._let_go()
+        """Forward and backward without communication. Gradients are freed, so that the ranks' parameters stay equal."""
+        self._free_gradients()
         with self.synchronizes.no_sync():
             self.forward_and_backward(mark)
-        self._let_go()
+        self._free_gradients()
 
     def kinds(self) -> dict[str, list[Tensor]]:
         """The live tensors by kind."""
         parameters = list(self.model.parameters())
-        state = [value for entry in _own(self.optimizer).state.values() for value in entry.values()]
+        state = [value for entry in _local_optimizer(self.optimizer).state.values() for value in entry.values()]
         return {
             "parameters": parameters,
             "gradients": [p.grad for p in parameters if p.grad is not None],
             "optimizer state": [value for value in state if isinstance(value, Tensor)],
         }
 
-    def _let_go(self) -> None:
+    def _free_gradients(self) -> None:
         self.optimizer.zero_grad()
         self.loss = None
 
 
-def _own(optimizer: Any) -> Optimizer:
-    """The optimizer that has this rank's state: torch's is inside of `ZeroRedundancyOptimizer`."""
+def _local_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer that has this rank's state: `ZeroRedundancyOptimizer` has it inside, as `optim`."""
     return getattr(optimizer, "optim", optimizer)

@@ -1,4 +1,4 @@
-"""One training step of a language model on one device, plain and as the questions about it need it."""
+"""One training step of a language model on one device, and the variants that questions about it measure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class LanguageModelStep:
-    """One AdamW step of a language model, or the part of it that the case names, over random tokens."""
+    """One AdamW step of a language model on random tokens, or the part of it that the case names."""
 
     def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
         self.backend = implementation.name
@@ -39,12 +39,11 @@ class LanguageModelStep:
         self.loss: torch.Tensor | None = None
 
     def prepare(self) -> None:
-        """Let go of the last step's gradients."""
+        """Free the last step's gradients."""
         self.optimizer.zero_grad()
         self.loss = None
 
     def step(self, mark: Mark) -> None:
-        """The part that the case names."""
         if self.case.mode == "step":
             self.training_step(self.tokens, self.targets, mark)
             return
@@ -63,7 +62,7 @@ def _language_model(case: TrainingStepCase) -> Transformer | MLPLanguageModel:
 
 
 class LabelledStep(LanguageModelStep):
-    """The step with the kinds of its tensors."""
+    """The step, which also reports what its tensors are."""
 
     def kinds(self) -> dict[str, list[Tensor]]:
         """The live tensors by kind."""
@@ -77,7 +76,7 @@ class LabelledStep(LanguageModelStep):
 
 
 class CheckpointedStep(LanguageModelStep):
-    """The eager step under a policy."""
+    """The eager step of a model under a checkpointing policy."""
 
     def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
         super().__init__(registry.resolve("training_step", "eager"), case, device)
