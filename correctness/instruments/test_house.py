@@ -56,7 +56,9 @@ def copy(tmp_path: Path) -> Path:
 def run(copy: Path, *arguments: str) -> str:
     """What pytest prints in the copy, where all is well."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--device=cpu", "-n0", *arguments]
-    done = subprocess.run(command, cwd=copy, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": ""}
+    environment.pop("PYTEST_XDIST_WORKER", None)  # or pytest-benchmark disables itself in there
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

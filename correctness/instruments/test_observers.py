@@ -287,8 +287,11 @@ def test_a_row_is_saved_without_an_implementation_or_a_plan(
     result.stdout.fnmatch_lines(["*How do we do it ourselves?*", "2 rows, 2 losses"])
 
 
-def test_the_attention_backends_of_a_run_are_in_its_machine_info(pytester: pytest.Pytester) -> None:
+def test_the_attention_backends_of_a_run_are_in_its_machine_info(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the suite's own conftest: shardmark records what ran for any family, and names none."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # or pytest-benchmark disables itself in there
     test, out = ROOT / "perf" / "test_attention.py", pytester.path / "out.json"
     chosen = f"{test}::test_memory_by_length[eager-b2-s128-d32-full-float32-both]"
     result = pytester.runpytest_subprocess(
