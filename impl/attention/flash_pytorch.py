@@ -15,7 +15,7 @@ from torch import Tensor
 
 from impl.attention.accounting import flash_pytorch_peak
 from impl.attention.contract import check_inputs, kv_group, per_query_head
-from impl.attention.first_derivative import FirstDerivative
+from impl.autograd import FirstDerivative
 from shardmark.registry import Race, register
 
 TILE = 256

@@ -20,8 +20,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from impl.attention import triton_kernels
 from impl.attention.accounting import flash_triton_peak
 from impl.attention.contract import check_inputs, kv_group
-from impl.attention.first_derivative import FirstDerivative
 from impl.attention.triton_configurations import CHIPS, HALF, configuration, nearest_arithmetic, prune, tiles
+from impl.autograd import FirstDerivative
 from impl.interpreting import requires_no_interpreter, requires_triton
 from shardmark.registry import Race, Unsupported, register
 

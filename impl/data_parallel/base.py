@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,24 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-T = TypeVar("T")
-
-
-def backward_twice(before: str = "finish_gradient_synchronization()") -> RuntimeError:
-    """The error for a second gradient of a parameter whose first may be being communicated."""
-    return RuntimeError(f"backward ran twice before {before}; run all but the last in no_sync()")
-
-
-class PlainStateDict(nn.Module):
-    """A wrapper whose state is its module's, under the module's own names."""
-
-    module: nn.Module
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.load_state_dict(*args, **kwargs)
+from impl.distributed import (
+    PlainStateDict,
+    broadcast_state,
+    call_on_gradient,
+    check_same_module,
+)
 
 
 class DataParallel(PlainStateDict):
@@ -83,79 +71,11 @@ class DataParallel(PlainStateDict):
             self.synchronizing = before
 
 
-def check_same_module(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
-    """Raise ValueError, the same on every rank, where nothing is trainable or the ranks' modules differ.
-
-    Names, shapes, dtypes and `requires_grad` must be the same: a collective between ranks that disagree on them would
-    hang or mix up parameters.
-    """
-    own = [(name, described(tensor)) for name, tensor in chain(module.named_parameters(), module.named_buffers())]
-    every_rank = of_every_rank(own, process_group)
-    for rank, other in enumerate(every_rank):
-        if other != every_rank[0]:
-            name, here, there = _first_difference(every_rank[0], other)
-            raise ValueError(f"the ranks' modules differ at {name!r}: {here} on rank 0, {there} on rank {rank}")
-    if not any(p.requires_grad for p in module.parameters()):
-        raise ValueError(f"{type(module).__name__} has no trainable parameters, so there is no gradient to average")
-
-
-def described(tensor: Tensor) -> str:
-    """What the ranks must agree on: the tensor's shape, dtype and `requires_grad`."""
-    return f"{tuple(tensor.shape)} of {tensor.dtype}, {'trainable' if tensor.requires_grad else 'frozen'}"
-
-
-def of_every_rank(own: T, process_group: dist.ProcessGroup | None) -> list[T]:
-    """All-gather a picklable object: every rank's `own`, in rank order."""
-    every_rank: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(every_rank, own, group=process_group)
-    return every_rank
-
-
-@torch.no_grad()
-def broadcast_state(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
-    """Give every rank rank 0's parameters and buffers."""
-    for tensor in chain(module.parameters(), module.buffers()):
-        dist.broadcast(tensor, group=process_group, group_src=0)
-
-
-def _first_difference(own: list[tuple[str, str]], other: list[tuple[str, str]]) -> tuple[str, str, str]:
-    """The first name at which two descriptions differ, and what each has there."""
-    here, there = dict(own), dict(other)
-    for name in here | there:
-        if here.get(name) != there.get(name):
-            return name, here.get(name, "missing"), there.get(name, "missing")
-    return own[0][0], "in another order", "in another order"  # the same entries in both
-
-
 def gradient(parameter: nn.Parameter) -> Tensor:
     """The parameter's gradient; where this rank's loss did not reach the parameter, `.grad` becomes zeros."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
-
-
-def check_dense(parameter: nn.Parameter) -> None:
-    """ValueError for a sparse gradient."""
-    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-        raise ValueError(
-            f"gradients must be dense, and that of a parameter of shape {tuple(parameter.shape)} is "
-            f"{parameter.grad.layout}: make its embedding without sparse=True"
-        )
-
-
-def call_on_gradient(parameter: nn.Parameter, method: Callable[[nn.Parameter], None]) -> None:
-    """Call a wrapper's method each time backward has produced the parameter's gradient.
-
-    The hook holds the wrapper weakly. A strong reference would be a cycle (parameter, hook, wrapper, parameter) that
-    leads through C++, where the garbage collector cannot find it.
-    """
-    weak = weakref.WeakMethod(method)
-
-    def hook(parameter: nn.Parameter) -> None:
-        if (alive := weak()) is not None:
-            alive(parameter)
-
-    parameter.register_post_accumulate_grad_hook(hook)
 
 
 _wrappers: weakref.WeakSet[DataParallel] = weakref.WeakSet()

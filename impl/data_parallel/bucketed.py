@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from impl.collectives import collectives_for
 from impl.data_parallel.accounting import bucketed_peak
-from impl.data_parallel.base import DataParallel, backward_twice, check_dense
+from impl.data_parallel.base import DataParallel
 from impl.data_parallel.buckets import Bucket, partition
+from impl.distributed import backward_twice, check_dense
 from shardmark.registry import Race, register
 
 CommHook = Callable[[Any, Any], torch.futures.Future[Tensor]]

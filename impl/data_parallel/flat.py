@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from impl.data_parallel.accounting import flat_peak
-from impl.data_parallel.base import DataParallel, check_dense, gradient
+from impl.data_parallel.base import DataParallel, gradient
+from impl.distributed import check_dense
 from shardmark.registry import Race, register
 
 

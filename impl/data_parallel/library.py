@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from impl.data_parallel.accounting import ddp_peak
-from impl.data_parallel.base import PlainStateDict, check_same_module
+from impl.distributed import PlainStateDict, check_same_module
 from shardmark.registry import Race, register
 
 

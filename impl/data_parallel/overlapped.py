@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from impl.data_parallel.accounting import overlapped_peak
-from impl.data_parallel.base import DataParallel, backward_twice, gradient
+from impl.data_parallel.base import DataParallel, gradient
+from impl.distributed import backward_twice
 from shardmark.registry import Race, register
 
 

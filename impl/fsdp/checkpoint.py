@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from impl.data_parallel.base import of_every_rank
+from impl.distributed import of_every_rank
 from impl.fsdp.pieces import LoadPlanner, Pieces, SavePlanner, pieces
 from impl.fsdp.sharded import FullyShardedDataParallel
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from impl.accounting.library.fsdp import fsdp1_peak, fsdp2_peak
-from impl.data_parallel.base import PlainStateDict, broadcast_state, check_same_module
+from impl.distributed import PlainStateDict, broadcast_state, check_same_module
 from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
 from impl.fsdp.splitting import shared_between
 from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, check_unsharded, choose_units, mark_sharded

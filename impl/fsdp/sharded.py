@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from impl.collectives import collectives_for
-from impl.data_parallel.base import PlainStateDict, check_same_module
+from impl.distributed import PlainStateDict, check_same_module
 from impl.fsdp.accounting import kept_peak, plain_peak, sharded_peak
 from impl.fsdp.backward import BackwardPasses, backward_runs
 from impl.fsdp.order import Order

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.weak import WeakIdKeyDictionary
 
 from impl.accounting.library.simple_fsdp import transformer_peak
-from impl.data_parallel.base import PlainStateDict, check_same_module
+from impl.distributed import PlainStateDict, check_same_module
 from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
 from impl.fsdp.wrapping import check_unsharded, mark_sharded
 from shardmark.registry import Race, register

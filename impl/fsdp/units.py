@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from impl.collectives import Handle, collectives_for
-from impl.data_parallel.base import call_on_gradient
+from impl.distributed import call_on_gradient
 
 Place = tuple[nn.Module, str]
 """A module and the name of a parameter in it."""

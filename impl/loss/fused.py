@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impl.attention.first_derivative import FirstDerivative
+from impl.autograd import FirstDerivative
 from impl.loss.chunks import chunk_tokens, row_stride
 from impl.loss.contract import check_inputs, product_dtype, statistics_dtype
 

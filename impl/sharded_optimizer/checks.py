@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from impl.collectives import Collectives
-from impl.data_parallel.base import described, of_every_rank
+from impl.distributed import described, of_every_rank
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """torch's optimizers in which the update of one element depends on the parameter's other elements."""

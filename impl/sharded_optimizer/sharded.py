@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from impl.collectives import collectives_for
-from impl.data_parallel.base import backward_twice, call_on_gradient, check_dense
 from impl.data_parallel.buckets import partition
+from impl.distributed import backward_twice, call_on_gradient, check_dense
 from impl.sharded_optimizer.accounting import sharded_peak
 from impl.sharded_optimizer.checks import check_averaged, check_elementwise, check_same_group, total_norm
 from impl.sharded_optimizer.overlap import ForwardOverlap

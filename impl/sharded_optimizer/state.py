@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from impl.collectives import Collectives
-from impl.data_parallel.base import of_every_rank
+from impl.distributed import of_every_rank
 from impl.sharded_optimizer.shards import Segment, ShardedBucket
 
 State = dict[str, Any]
