@@ -12,7 +12,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from correctness.support.metering import assert_metered, metered
-from impl.accounting.model import training_bytes, training_work
+from impl.accounting.model import phases as phases_of
+from impl.accounting.model import training_work
 from impl.attention import accounting as attention
 from impl.attention import eager_attention
 from impl.attention.cases import MODES, AttentionCase
@@ -131,7 +132,7 @@ def test_training_step_peak_is_the_formulas(name: str, case: TrainingStepCase, w
     implementation = family("data_parallel").implementations[name]
     assert implementation.memory is not None
     phases = ("after_init", "before_step", "after_forward", "after_backward") if name in ("naive", "overlapped") else ()
-    expected = {"peak": implementation.memory(case)} | {phase: getattr(training_bytes(case), phase) for phase in phases}
+    expected = {"peak": implementation.memory(case)} | {phase: phases_of(case)[phase] for phase in phases}
     assert_metered(worlds(2), [expected] * 2, training_memory, implementation, case, phases)
 
 

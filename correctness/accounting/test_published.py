@@ -11,9 +11,9 @@ import csv
 import pytest
 
 from correctness.support.paths import ROOT
-from impl.accounting import mlp
 from impl.accounting.library import simple_fsdp as simple
 from impl.accounting.library.nine_linears import SPREADS, peak, stages
+from impl.accounting.programs import mlp
 from impl.fsdp.cases import NineLinearsCase, RankRung
 from impl.training_step.cases import TrainingStepCase
 

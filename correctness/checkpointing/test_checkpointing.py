@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from impl.accounting.programs.transformer import TransformerStep
+from impl.accounting.strategies.checkpointing import Recursive
 from impl.attention import FlashAttentionPyTorch, as_attention, eager_attention, sdpa
 from impl.checkpointing import every, full, none, recursive, selective
 from impl.checkpointing.accounting import POLICIES, segment_length
@@ -343,12 +345,25 @@ def test_recursive_lowers_the_peak_where_a_block_has_a_larger_input_than_gradien
         assert (POLICIES["recursive"].peak(case) < POLICIES["full"].peak(case)) == saves
 
 
+class CountingInputs(Recursive):
+    """Counts the most inputs of blocks that are there as a block goes backward."""
+
+    most = 0
+
+    def enter_backward(self, unit: int) -> None:
+        super().enter_backward(unit)
+        live = self.ledger.live.entries
+        inputs = (live.get("residual stream", 0) + live.get("embedding output", 0)) // self.step.residual_bytes
+        self.most = max(self.most, inputs - 1)  # one lies between attention and the feed-forward
+
+
 @pytest.mark.parametrize("layers", [*range(1, 40), 1000])
 def test_recursive_keeps_no_more_than_two_roots_of_the_inputs(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with sized(monkeypatch, layers=layers) as model:
         case = TrainingStepCase(model, 1, 1)
-        inputs = 4 * SIZE.d_model
-        most = max(POLICIES["recursive"].before(case, i) for i in range(layers)) // inputs
+        strategy = CountingInputs(segment_length(layers))
+        TransformerStep(case, strategy).run()
+        most = strategy.most - 1  # beside the block's own
         segments = -(-layers // segment_length(layers))
         assert most == segments + min(segment_length(layers), layers) - 2 or layers % segment_length(layers)
         assert most + 1 <= 2 * layers**0.5

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from impl.accounting.model import activations, training_bytes
+from impl.accounting.ledger import Bytes
+from impl.accounting.model import activations
+from impl.accounting.model import phases as phases_of
 from impl.model import SIZES
 from impl.training_step.accounting import eager_peak
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
@@ -72,30 +74,30 @@ def test_the_peak_where_the_feed_forward_is_widest_is_the_formulas(monkeypatch: 
     """Few tokens of a small vocabulary: the last layer's gate, and no longer the loss, is the largest moment."""
     monkeypatch.setitem(SIZES, "wide", replace(SIZES["tiny"], d_ff=640, vocab=200))
     case = TrainingStepCase("wide", 4, 100)
-    step = training_bytes(case)
-    assert _measured(LanguageModelStep, case).memory.tensors == step.peak_at_feed_forward > step.peak_at_loss
+    peak = eager_peak(case)
+    assert isinstance(peak, Bytes) and "gradient of silu" in peak.entries
+    assert _measured(LanguageModelStep, case).memory.tensors == peak
 
 
 def test_kinds_are_those_of_the_formulas_at_every_phase_and_sum_to_the_meters() -> None:
     case = TrainingStepCase("tiny", 2, 32)
-    measured, expected = _measured(LabelledStep, case, Timeline), training_bytes(case)
+    measured, expected = _measured(LabelledStep, case, Timeline), phases_of(case)
+    parameters = expected["before_step"].entries["parameters"]
+    state = expected["before_step"] - expected["after_init"]
     found = measured.observed[Timeline]
     phases = found.phases
     assert list(phases) == ["before_step", "after_forward", "after_backward", "after_optimizer", "peak"]
     for phase, kinds in phases.items():
         assert set(kinds) <= set(KINDS)
         assert sum(kinds.values()) == (measured.memory.peak if phase == "peak" else measured.memory.phases[phase])
-        assert kinds["parameters"] == expected.parameters
-        assert kinds["optimizer state"] == expected.optimizer_state
-        assert kinds["inputs and buffers"] == expected.after_init - expected.parameters
-        assert kinds.get("gradients", 0) == (
-            expected.parameters if phase in ("after_backward", "after_optimizer") else 0
-        )
+        assert kinds["parameters"] == parameters
+        assert kinds["optimizer state"] == state
+        assert kinds["inputs and buffers"] == expected["after_init"] - parameters
+        assert kinds.get("gradients", 0) == (parameters if phase in ("after_backward", "after_optimizer") else 0)
     assert phases["after_forward"]["activations"] == sum(activations(SIZES["tiny"], 2, 32).values())
     assert phases["after_forward"]["temporaries"] == 0
-    assert (
-        phases["peak"]["temporaries"] == expected.peak_at_loss - expected.after_forward + 4
-    )  # the loss's own gradient
+    # The number of targets, which forward left, is freed by then.
+    assert phases["peak"]["temporaries"] == eager_peak(case) - expected["after_forward"] + 4
     assert max(sum(moment.values()) for moment in found.curve) == measured.memory.peak
     assert len(found.curve) <= 200
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from correctness.support.mlp import plain
-from impl.accounting import mlp
+from impl.accounting.programs import mlp
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel, MLPSize
 from impl.precision import PRECISIONS
 from impl.training_step import CheckpointedStep, EagerStep

@@ -1,25 +1,26 @@
-"""Data parallelism in closed form: bytes at the peak of one rank's training step, and bytes it must send.
-
-Each peak is the largest of a few moments: when backward begins, with every activation and the logits' gradients; when
-it leaves the output projection; and when the gradients are all there, with the copies of them that are communicated.
-"""
+"""Data parallelism: bytes at the peak of one rank's training step, and bytes it must send."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-from impl.accounting.model import training_bytes, training_work
+from impl.accounting.ledger import Bytes
+from impl.accounting.model import training_work
+from impl.accounting.programs.transformer import TransformerStep
+from impl.accounting.strategies import Strategy
+from impl.accounting.strategies.data_parallel import Bucketed, DistributedDataParallel, Flat
 from impl.collectives.accounting import all_reduce_bytes_sent
 from impl.data_parallel.cases import ReductionCase
+from impl.model.sizes import SIZES
 from impl.training_step.cases import TrainingStepCase
-from shardmark.grid import MB, Work
+from shardmark.grid import Work
 
 
 def work(case: TrainingStepCase, ranks: int) -> Work:
     """All ranks' FLOPs and bytes moved, and what each must send to average its gradients."""
     one = training_work(case)
-    gradients = training_bytes(case).parameters
+    gradients = 4 * SIZES[case.model].parameters
     if isinstance(case, ReductionCase):
         gradients = gradients * case.reduce_bytes // 4
     return replace(
@@ -31,45 +32,31 @@ def work(case: TrainingStepCase, ranks: int) -> Work:
     )
 
 
-def naive_peak(case: TrainingStepCase) -> int:
+def naive_peak(case: TrainingStepCase) -> Bytes:
     """Peak in bytes when gradients are reduced in place."""
-    step = training_bytes(case)
-    return max(step.peak_at_loss, step.peak_at_output, step.peak_at_feed_forward, step.peak_at_embedding)
+    return _peak(case, Strategy())
 
 
 overlapped_peak = naive_peak
 
 
-def flat_peak(case: TrainingStepCase) -> int:
+def flat_peak(case: TrainingStepCase) -> Bytes:
     """Peak in bytes when all gradients are copied into one tensor after backward."""
-    step = training_bytes(case)
-    divisor = 8  # the number of ranks, an int64
-    return max(naive_peak(case), step.after_backward + step.parameters + divisor)
+    return _peak(case, Flat())
 
 
-def bucketed_peak(case: TrainingStepCase) -> int:
-    """Peak in bytes when gradients live in buckets that exist from the start; the last to come is the embedding's.
-
-    A narrower reduction adds a copy of what is on its way, from its launch until the step has all of it: everything
-    once backward is done; before that nothing where one bucket has room for all, else at most what has come.
-    """
-    step = training_bytes(case)
-    feed_forward = step.peak_at_feed_forward - step.before_feed_forward
-    before_embedding = step.peak_at_embedding - step.parameters + step.embedding
-    copy = case.reduce_bytes / 4 if isinstance(case, ReductionCase) else 0  # of a gradient's bytes
-    early = copy if step.parameters > MB else 0
-    return step.parameters + max(
-        step.peak_at_loss,
-        step.peak_at_output,
-        feed_forward + int(early * step.before_feed_forward),
-        before_embedding + int(early * (step.parameters - step.embedding)),
-        step.after_backward - step.parameters + int(copy * step.parameters),
-    )
+def bucketed_peak(case: TrainingStepCase) -> Bytes:
+    """Peak in bytes when gradients live in buckets that exist from the start, and are reduced in the case's dtype."""
+    return _peak(case, Bucketed(case.reduce_bytes) if isinstance(case, ReductionCase) else Bucketed())
 
 
-def ddp_peak(case: TrainingStepCase) -> int:
-    """Peak in bytes of torch DDP, whose buckets exist from the start."""
-    return naive_peak(case) + training_bytes(case).parameters
+def ddp_peak(case: TrainingStepCase) -> Bytes:
+    """Peak in bytes of torch DDP, whose buckets exist from the start, beside the gradients."""
+    return _peak(case, DistributedDataParallel())
+
+
+def _peak(case: TrainingStepCase, strategy: Strategy) -> Bytes:
+    return TransformerStep(case, strategy, autocast=True).run().peak
 
 
 def exposed_seconds(gradient_bytes: int, bucket_bytes: float, overhead: float, bandwidth: float) -> float:

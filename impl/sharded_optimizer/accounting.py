@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from impl.accounting.model import training_bytes
-from impl.collectives.accounting import reduce_scatter_buffers
+from impl.accounting.ledger import Bytes
+from impl.accounting.programs.transformer import TransformerStep
+from impl.accounting.strategies import COUNTS, STATE
+from impl.accounting.strategies.sharded import ShardedOptimizer
 from impl.data_parallel import accounting as data_parallel
 from impl.data_parallel.accounting import bucketed_peak, ddp_peak
 from impl.model.sizes import SIZES
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
 
 
 _FLOAT = 4
-_FACTOR = 8
-"""Bytes of the number that gradients are multiplied by on their way, a float64."""
 
 
 @dataclass(frozen=True)
@@ -75,67 +75,38 @@ def zero_redundancy_work(case: ShardedStepCase) -> Work:
 
 def sharded_bytes(case: ShardedStepCase, rank: int) -> ShardedBytes:
     """Of `sharded`, which averages gradients itself, on that rank."""
-    step = training_bytes(case)
-    flat = _flat_bytes(case, _buckets(case))
+    size = SIZES[case.model]
+    flat = _FLOAT * case.ranks * sum(bucket.slice for bucket in _buckets(case))
     elements, segments = _own(case, rank)
     return ShardedBytes(
         parameters=flat,
         gradients=flat,
         optimizer_state=_FLOAT * (2 * elements + segments),
-        inputs_and_buffers=step.after_init - step.parameters,
+        inputs_and_buffers=_FLOAT * case.context * size.head_dim + 16 * case.tokens,  # RoPE's tables, int64 tokens
     )
 
 
-def sharded_peak(case: ShardedStepCase) -> int:
-    """Peak in bytes of `sharded`, on the rank that has most.
-
-    Gradients move into flat buckets, each of which exists from the first of its gradients to the end of the step.
-    """
-    step = training_bytes(case)
-    buckets = _buckets(case)
-    head = [bucket for bucket in buckets if bucket.last >= len(_counts(case)) - 2]  # output projection, final norm
-    filled = [bucket for bucket in head if bucket.first >= len(_counts(case)) - 2]
-    begun = buckets if buckets[-1].last > 0 else buckets[:-1]  # before the embedding's gradient comes
-    logits = _FLOAT * case.tokens * SIZES[case.model].vocab
-    feed_forward = step.peak_at_feed_forward - step.before_feed_forward
-    flat = _flat_bytes(case, buckets)
-    after_backward, before_embedding = step.after_backward + _FLOAT, step.peak_at_embedding + step.embedding
-    moments = (
-        step.peak_at_loss,
-        step.peak_at_output,
-        step.after_forward - logits + _flat_bytes(case, head[:1]) + _copied(case, buckets[0]) + _FACTOR,
-        feed_forward + _flat_bytes(case, head) + _reducing(case, filled),
-        before_embedding - step.parameters + _flat_bytes(case, begun) + _reducing(case, buckets[:-1]),
-        after_backward - step.parameters + flat + _copied(case, buckets[-1]) + _FACTOR + _reducing(case, buckets[:-1]),
-        after_backward - step.parameters + flat + _reducing(case, buckets),
-    )
-    ours = max((sharded_bytes(case, rank) for rank in range(case.ranks)), key=lambda rank: rank.optimizer_state)
-    return max(moments) - step.parameters + ours.parameters - step.optimizer_state + ours.optimizer_state
+def sharded_peak(case: ShardedStepCase) -> Bytes:
+    """Peak in bytes of `sharded`, on the rank that has most."""
+    most = max((_own(case, rank) for rank in range(case.ranks)), key=lambda own: 2 * own[0] + own[1])
+    places = [[*range(bucket.last, bucket.first - 1, -1)] for bucket in _buckets(case)]
+    strategy = ShardedOptimizer(case.ranks, places, IN_FLIGHT, 2 * _FLOAT * most[0], _FLOAT * most[1])
+    return TransformerStep(case, strategy, autocast=True).run().peak
 
 
-def _copied(case: ShardedStepCase, bucket: _Bucket) -> int:
-    """Bytes of a gradient as large as the embedding's while it is copied; one that fills its bucket is not."""
-    return 0 if bucket.counts == [case.ranks * bucket.slice] else training_bytes(case).embedding
-
-
-def _reducing(case: ShardedStepCase, buckets: list[_Bucket]) -> int:
-    """Bytes of the buffers of the reduce-scatters under way once those of `buckets` have begun."""
-    under_way = buckets[-IN_FLIGHT:]
-    return sum(reduce_scatter_buffers(_flat_bytes(case, [bucket]), case.ranks) for bucket in under_way)
-
-
-def balanced_peak(case: ShardedStepCase) -> int:
+def balanced_peak(case: ShardedStepCase) -> Bytes:
     """Peak in bytes where gradients are averaged by `bucketed`, and ranks have equal parts of the state."""
-    state = training_bytes(case).optimizer_state
-    return bucketed_peak(case) - state + -(-state // case.ranks)
+    peak = bucketed_peak(case)
+    state = peak.entries[STATE] + peak.entries[COUNTS]
+    return peak.without(STATE, COUNTS).add({"shard of the optimizer's state": -(-state // case.ranks)})
 
 
-def unsharded_peak(case: ShardedStepCase) -> int:
+def unsharded_peak(case: ShardedStepCase) -> Bytes:
     """Peak in bytes of the whole optimizer on every rank, gradients averaged by `bucketed`."""
     return bucketed_peak(case)
 
 
-def zero_redundancy_peak(case: ShardedStepCase) -> int:
+def zero_redundancy_peak(case: ShardedStepCase) -> Bytes:
     """Peak in bytes of `zero_redundancy` behind torch DDP, on the rank that has most.
 
     Whole parameters go, largest first, each to the rank that has least so far.
@@ -144,8 +115,9 @@ def zero_redundancy_peak(case: ShardedStepCase) -> int:
     for count in sorted(_counts(case), reverse=True):
         least = min(range(case.ranks), key=lambda rank: ranks[rank][0])
         ranks[least] = (ranks[least][0] + count, ranks[least][1] + 1)
-    most = max(_FLOAT * (2 * elements + tensors) for elements, tensors in ranks)
-    return ddp_peak(case) - training_bytes(case).optimizer_state + most
+    elements, tensors = max(ranks, key=lambda rank: 2 * rank[0] + rank[1])
+    own = {"shard of exp_avg and exp_avg_sq": 2 * _FLOAT * elements, COUNTS: _FLOAT * tensors}
+    return ddp_peak(case).without(STATE, COUNTS).add(own)
 
 
 def _counts(case: ShardedStepCase) -> list[int]:
@@ -168,11 +140,6 @@ def _buckets(case: ShardedStepCase) -> list[_Bucket]:
         _Bucket(run[-1], run[0], [counts[i] for i in run], -(-sum(counts[i] for i in run) // case.ranks))
         for run in runs
     ]
-
-
-def _flat_bytes(case: ShardedStepCase, buckets: list[_Bucket]) -> int:
-    """Of the flat tensors, with what fills them up to a multiple of the ranks."""
-    return _FLOAT * case.ranks * sum(bucket.slice for bucket in buckets)
 
 
 def _own(case: ShardedStepCase, rank: int) -> tuple[int, int]:

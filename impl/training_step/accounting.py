@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from impl.accounting import mlp
-from impl.accounting.model import training_bytes, training_work
+from impl.accounting.ledger import Bytes
+from impl.accounting.model import training_work
+from impl.accounting.programs import mlp
+from impl.accounting.programs.transformer import TransformerStep
+from impl.accounting.strategies import Strategy, peak_of_part
 from impl.checkpointing import accounting as checkpointing
 from impl.model.mlp import MLP_SIZES
 from impl.model.sizes import SIZES
@@ -33,47 +36,22 @@ SCALER = 12
 """Bytes that float16's loss scaling holds in backward: the scale, how long it has held, and the scaled loss."""
 
 
-def eager_peak(case: TrainingStepCase) -> int:
+def eager_peak(case: TrainingStepCase) -> Bytes:
     """Bytes at the peak, of everything live: parameters, inputs, gradients, moments, activations, temporaries."""
     if case.model in MLP_SIZES:
         return mlp.eager_peak(case)
-    if case.attention == "eager":
-        return _eager_attention_peak(case)
-    step = training_bytes(case)
-    moments = 0 if case.mode == "step" else step.optimizer_state  # they come with the first update
-    if case.mode == "forward":
-        return step.peak_at_logits - moments
-    peak = max(step.peak_at_loss, step.peak_at_output, step.peak_at_feed_forward, step.peak_at_embedding)
-    return peak - moments + (SCALER if case.dtype == "float16" else 0)
+    peak = peak_of_part(TransformerStep(case, Strategy(), autocast=True).run(), case.mode)
+    if case.mode != "forward" and case.dtype == "float16":
+        peak = peak.add({"loss scaler": SCALER})
+    return peak
 
 
-def checkpointed_peak(case: TrainingStepCase) -> int:
-    """The same where each block keeps its input alone; of the transformer in half precision a bound: eager's."""
+def checkpointed_peak(case: TrainingStepCase) -> Bytes:
+    """Where each block keeps its input alone; of the transformer in half precision a bound: eager's."""
     if case.model in MLP_SIZES:
         return mlp.eager_peak(case, checkpointed=True)
     whole = case.dtype == "float32" and case.mode == "step"
     return checkpointing.FULL.peak(case) if whole else eager_peak(case)
-
-
-def _eager_attention_peak(case: TrainingStepCase) -> int:
-    """Of a whole step in float32 with eager attention.
-
-    It leaves more for backward in each layer: the probabilities and a mask, and not its output and log-sum-exp. Its own
-    largest moment is softmax's backward in the last layer.
-    """
-    size, step = SIZES[case.model], training_bytes(case)
-    hidden = case.tokens * size.d_model
-    scores = case.batch * size.heads * case.context**2
-    root = 8  # sqrt(head_dim), which the division saves as a float64
-    kept = size.layers * (4 * (scores - hidden - case.tokens * size.heads) + case.context**2 + root)
-
-    # By then the loss, the final norm, the feed-forward and attention's output projection have gone backward.
-    gone = case.tokens * size.vocab + 6 * hidden + 2 * case.tokens + 4 * case.tokens * size.d_ff + 2 * hidden
-    gradients = size.vocab * size.d_model + 3 * size.d_model * size.d_ff + size.d_model**2 + 2 * size.d_model
-    flowing = 2 * hidden  # past attention, and into v
-    at_softmax = step.after_forward + kept + 4 * (gradients + flowing + 2 * scores - gone)
-    in_layers = max(step.peak_at_loss, step.peak_at_output, step.peak_at_feed_forward) + kept
-    return max(in_layers, at_softmax, step.peak_at_embedding)
 
 
 SOFTMAX_FLOPS = 5

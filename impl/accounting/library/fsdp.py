@@ -9,36 +9,53 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from impl.accounting.transformer import EMBEDDING, FLOAT, ROOT, by_rows
-from impl.fsdp.accounting import Units
+from impl.accounting.ledger import Bytes
+from impl.accounting.library.unnamed import Unnamed, by_rows
+from impl.accounting.programs.parameters import EMBEDDING, FLOAT, ROOT, Parameter
+from impl.accounting.programs.transformer import TransformerStep
+from impl.accounting.strategies import GRADIENTS
+from impl.accounting.strategies.sharded import UnitSharded
 
 if TYPE_CHECKING:
     from impl.fsdp.cases import FSDPCase
 
 
-class _Library(Units):
+class _Library(UnitSharded):
     """What both have in common: copies, of what is gathered and of what is reduced."""
+
+    def begin(self, step: TransformerStep) -> None:
+        super().begin(step)
+        self.own = Unnamed(step.ledger)
+        self.c, self.output, self.final_norm = step.c, step.output, step.final_norm
+
+    def gradient(self, parameter: Parameter) -> None:
+        self.ledger.rename(GRADIENTS, self.own.name, self.c * parameter.values)
+
+    def borrow(self, *sizes: int) -> None:
+        """Bytes that are needed for a moment."""
+        self.own.take(*sizes)
+        self.own.give(*sizes)
 
     def gather(self, unit: int) -> None:
         """Its whole, made of all ranks' shards in the dtype of computation, which stays."""
-        cast = self.whole(unit) // self.ranks if self.c != FLOAT else 0
-        self.ledger.take(cast, self.whole(unit))
-        self.borrow(self.whole(unit))
-        self.ledger.give(cast)
+        cast = self.full(unit) // self.ranks if self.c != FLOAT else 0
+        self.own.take(cast, self.full(unit))
+        self.borrow(self.full(unit))
+        self.own.give(cast)
 
     def scatter(self, unit: int) -> None:
         """From a copy of all of its gradients the reduced shard of them, which stays, in float32."""
-        shard = self.whole(unit) // self.ranks
-        self.ledger.take(shard)
+        shard = self.full(unit) // self.ranks
+        self.own.take(shard)
         if self.ranks > 1:
-            self.borrow(self.whole(unit))
+            self.borrow(self.full(unit))
         self.widen(shard)
 
     def widen(self, shard: int) -> None:
         """A reduced shard in float32, where it is not."""
         if self.c != FLOAT:
-            self.ledger.take(shard * FLOAT // self.c)
-            self.ledger.give(shard)
+            self.own.take(shard * FLOAT // self.c)
+            self.own.give(shard)
 
 
 class _Fsdp2(_Library):
@@ -48,13 +65,13 @@ class _Fsdp2(_Library):
     the next one's gradients are there, when the next unit but one has been gathered already.
     """
 
-    def __init__(self, case: FSDPCase, kept: bool = False, norm_alone: bool = False) -> None:
-        super().__init__(case, norm_alone)
+    def __init__(self, ranks: int, kept: bool = False) -> None:
+        super().__init__(ranks)
         self.kept = kept
         self.gathered = self.reduced = 0
 
     def padded(self, unit: int) -> int:
-        return sum(by_rows(parameter, self.ranks) for parameter in self.units[unit])
+        return sum(by_rows(parameter.shape, self.ranks) for parameter in self.units[unit])
 
     def gather(self, unit: int) -> None:
         """On one rank there is nothing to gather."""
@@ -63,8 +80,8 @@ class _Fsdp2(_Library):
 
     def _copy_out(self, unit: int) -> int:
         """The bytes of what it was copied from, which is still there: on one rank only a cast was, for a moment."""
-        whole = self.whole(unit)
-        self.ledger.take(whole)
+        whole = self.full(unit)
+        self.own.take(whole)
         if self.ranks > 1:
             return whole
         self.borrow(whole if self.c != FLOAT else 0)
@@ -75,39 +92,39 @@ class _Fsdp2(_Library):
             return
         self.gather(unit)
         before, self.gathered = self.gathered, self._copy_out(unit)
-        self.ledger.give(before)
+        self.own.give(before)
 
     def leave(self, unit: int) -> None:
         if unit == ROOT:
-            self.ledger.give(self.gathered)
-        elif not self.kept and unit != self.last_norm:
-            self.ledger.give(self.whole(unit))
+            self.own.give(self.gathered)
+        elif not self.kept and unit != self.final_norm:
+            self.own.give(self.full(unit))
 
     def enter_backward(self, unit: int) -> None:
         if self.kept:
             return
         if unit == self.output:
             self.gather(unit)
-        if unit == self.last_norm:
+        if unit == self.final_norm:
             unit = self.output  # it is there; what comes next is what comes after the output projection
         else:
-            self.ledger.give(self._copy_out(unit))
-            if unit == self.output and self.last_norm != ROOT:
+            self.own.give(self._copy_out(unit))
+            if unit == self.output and self.final_norm != ROOT:
                 return
         if unit > EMBEDDING:
             self.gather(unit - 1)
 
     def leave_backward(self, unit: int) -> None:
-        take, give = self.ledger.take, self.ledger.give
+        take, give = self.own.take, self.own.give
         if not self.units[unit]:
             give(self.reduced)
             return
-        last = self.c * self.values(self.units[unit][-1]) if self.ranks > 1 else 0  # a name still holds it
-        give(self.whole(unit), self.reduced)
-        self.reduced = self.whole(unit)
+        last = self.c * self.units[unit][-1].values if self.ranks > 1 else 0  # a name still holds it
+        give(self.full(unit), self.reduced)
+        self.reduced = self.full(unit)
         take(self.reduced)
-        uneven = [parameter for parameter in self.units[unit] if parameter[0] % self.ranks]
-        self.borrow(self.c * sum(by_rows(parameter, self.ranks) for parameter in uneven))  # padded, then copied
+        uneven = [parameter for parameter in self.units[unit] if parameter.shape[0] % self.ranks]
+        self.borrow(self.c * sum(by_rows(parameter.shape, self.ranks) for parameter in uneven))  # padded, then copied
         give(self.gradients(unit) - last)
         self.scatter(unit)
         give(last)
@@ -123,8 +140,8 @@ class _Fsdp1(_Library):
     is sharded: the flat gradient is the one that stays, and what is gathered is a cast.
     """
 
-    def __init__(self, case: FSDPCase, backward_prefetch: str | None = "pre", forward_prefetch: bool = False) -> None:
-        super().__init__(case)
+    def __init__(self, ranks: int, backward_prefetch: str | None = "pre", forward_prefetch: bool = False) -> None:
+        super().__init__(ranks)
         self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self.late: list[int] = []
 
@@ -132,11 +149,11 @@ class _Fsdp1(_Library):
         if self.ranks > 1:
             super().gather(unit)
         else:
-            self.ledger.take(self.whole(unit) if self.c != FLOAT else 0)
+            self.own.take(self.full(unit) if self.c != FLOAT else 0)
 
     def _free(self, unit: int) -> None:
         if self.ranks > 1 or self.c != FLOAT:
-            self.ledger.give(self.whole(unit))
+            self.own.give(self.full(unit))
 
     def enter(self, unit: int) -> None:
         if not self.forward_prefetch or unit == ROOT:
@@ -161,9 +178,9 @@ class _Fsdp1(_Library):
             self._reduce(self.late.pop(0))
 
     def _reduce(self, unit: int) -> None:
-        flat = self.whole(unit)
-        self.ledger.take(flat)
-        self.ledger.give(self.gradients(unit))
+        flat = self.full(unit)
+        self.own.take(flat)
+        self.own.give(self.gradients(unit))
         self._free(unit)
         if unit > EMBEDDING and self.backward_prefetch == "post":
             self.gather(unit - 1)
@@ -171,19 +188,19 @@ class _Fsdp1(_Library):
             self.widen(flat)
         else:
             self.scatter(unit)
-            self.ledger.give(flat)
+            self.own.give(flat)
 
 
-def fsdp2_peak(case: FSDPCase, reshard_after_forward: bool = True) -> int:
+def fsdp2_peak(case: FSDPCase, reshard_after_forward: bool = True) -> Bytes:
     """Bytes at the peak of FSDP2's step, on a rank that has the most rows."""
-    return _Fsdp2(case, kept=not reshard_after_forward).peak()
+    return TransformerStep(case, _Fsdp2(case.ranks, kept=not reshard_after_forward)).run().peak
 
 
-def accelerate_peak(case: FSDPCase, reshard_after_forward: bool = True) -> int:
+def accelerate_peak(case: FSDPCase, reshard_after_forward: bool = True) -> Bytes:
     """The same where the final norm is a unit, which stays gathered: in backward, blocks are gathered only after it."""
-    return _Fsdp2(case, kept=not reshard_after_forward, norm_alone=True).peak()
+    return TransformerStep(case, _Fsdp2(case.ranks, kept=not reshard_after_forward), norm_alone=True).run().peak
 
 
-def fsdp1_peak(case: FSDPCase, backward_prefetch: str | None = "pre", forward_prefetch: bool = False) -> int:
+def fsdp1_peak(case: FSDPCase, backward_prefetch: str | None = "pre", forward_prefetch: bool = False) -> Bytes:
     """Bytes at the peak of FSDP1's step."""
-    return _Fsdp1(case, backward_prefetch, forward_prefetch).peak()
+    return TransformerStep(case, _Fsdp1(case.ranks, backward_prefetch, forward_prefetch)).run().peak

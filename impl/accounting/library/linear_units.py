@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from impl.accounting.library.simple_fsdp import Shards
-from impl.accounting.mlp import Ledger
-from impl.accounting.transformer import FLOAT, by_rows
+from impl.accounting.library.unnamed import Unnamed, by_rows
+from impl.accounting.programs.parameters import FLOAT
 from impl.collectives.accounting import reduce_scatter_buffers
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Spread:
 
     def __init__(self, case: NineLinearsCase, device: str = "cpu") -> None:
         self.case = case
-        self.ledger = Ledger()
+        self.ledger = Unnamed()
         self.take, self.give = self.ledger.take, self.ledger.give
         self.weight, self.bias = FLOAT * case.width**2, FLOAT * case.width
         self.units = case.linears // case.linears_a_unit

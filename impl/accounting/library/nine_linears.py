@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from impl.accounting.library.linear_units import FSDP1, FSDP2, Replicated, Sharded, Simple, Spread
-from impl.accounting.transformer import FLOAT
+from impl.accounting.programs.parameters import FLOAT
 from impl.collectives.accounting import all_reduce_bytes_sent
 from shardmark.grid import Work
 

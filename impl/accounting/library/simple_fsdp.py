@@ -3,7 +3,8 @@
 Parameters, gradients and moments are float32 shards, n / R values of n on R ranks; what is gathered, and with it every
 activation, is in the case's dtype, c bytes a value; the MLP's loss is float32. Exact to the byte on CPU and Gloo in
 float32 where the ranks divide the model's widths; Gloo's gather holds what it gathers twice for a moment, and its
-reduce-scatter copies what it reduces. In half precision the library takes scratch space, as `impl.accounting.mlp` says.
+reduce-scatter copies what it reduces. In half precision the library takes scratch space, as
+`impl.accounting.programs.mlp` says.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from impl.accounting.mlp import Ledger, StepBytes
-from impl.accounting.transformer import BYTES, FLOAT, Shape, Step, by_rows
+from impl.accounting.ledger import Bytes
+from impl.accounting.library.unnamed import Unnamed, by_rows
+from impl.accounting.programs.mlp import StepBytes
+from impl.accounting.programs.parameters import BYTES, FLOAT, Parameter
+from impl.accounting.programs.transformer import TransformerStep
+from impl.accounting.strategies import COUNTS, GRADIENTS, Strategy
 from impl.model.mlp import MLP_SIZES
 from impl.training_step import accounting as training_step
 from shardmark.grid import Work
@@ -49,7 +54,7 @@ def step_bytes(case: RankRung, reshard: bool = True) -> StepBytes:
     steps = FLOAT * (4 + 4 * size.layers)  # AdamW's counters
     after_init = shards + 16 * case.tokens  # int64 tokens and targets
     before_step = after_init + 2 * shards + steps
-    ledger = Ledger()
+    ledger = Unnamed()
     rank = _Rank(ledger, case, reshard)
     rank.forward()
     after_forward, peak_of_forward = ledger.live, ledger.peak
@@ -89,43 +94,50 @@ def work(case: RankRung) -> Work:
     )
 
 
-class _Simple(Step):
-    """The transformer's step, in which every read gathers a parameter, rows over the ranks, and backward again."""
+class _Simple(Strategy):
+    """Every read gathers a parameter, rows over the ranks, and backward again."""
 
-    def __init__(self, case: FSDPCase) -> None:
-        super().__init__(case)
-        self.shards = Shards(self.ledger, case.ranks, self.c, FLOAT)
-        self.ledger.take(3 * sum(self.shards.stored(parameter) for unit in self.units for parameter in unit))
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
 
-    def read(self, parameter: Shape) -> None:
-        self.shards.gather(parameter)
+    def take_parameters(self) -> None:
+        self.own = Unnamed(self.ledger)
+        self.shards = Shards(self.own, self.ranks, self.step.c, FLOAT)
+        shards = sum(self.shards.stored(parameter.shape) for unit in self.units for parameter in unit)
+        self.ledger.take("shard of parameters", shards)
+        self.ledger.take("shard of exp_avg and exp_avg_sq", 2 * shards)
+        self.ledger.take(COUNTS, FLOAT * sum(map(len, self.units)))
 
-    def drop(self, parameter: Shape) -> None:
-        self.shards.drop(parameter)
+    def read(self, parameter: Parameter) -> None:
+        self.shards.gather(parameter.shape)
 
-    def reduce(self, parameter: Shape) -> None:
-        self.shards.reduce(parameter)
+    def drop(self, parameter: Parameter) -> None:
+        self.shards.drop(parameter.shape)
+
+    def gradient(self, parameter: Parameter) -> None:
+        self.ledger.rename(GRADIENTS, self.own.name, self.step.c * parameter.values)
+        self.shards.reduce(parameter.shape)
 
 
-def transformer_peak(case: FSDPCase) -> int:
+def transformer_peak(case: FSDPCase) -> Bytes:
     """Bytes at the peak of an eager step of the transformer, on a rank that has the most rows."""
-    return _Simple(case).peak()
+    return TransformerStep(case, _Simple(case.ranks)).run().peak
 
 
 @dataclass(frozen=True)
 class Shards:
     """What collectives of one parameter, rows over the ranks, take and give: gathered in c bytes, reduced in q."""
 
-    ledger: Ledger
+    ledger: Unnamed
     ranks: int
     c: int
     q: int
 
-    def stored(self, parameter: Shape) -> int:
+    def stored(self, parameter: tuple[int, ...]) -> int:
         """Bytes of one rank's shard."""
         return FLOAT * by_rows(parameter, self.ranks) // self.ranks
 
-    def gather(self, *parameters: Shape) -> None:
+    def gather(self, *parameters: tuple[int, ...]) -> None:
         """The whole of each, one after the other; all of them stay."""
         take, give = self.ledger.take, self.ledger.give
         for parameter in parameters:
@@ -140,12 +152,12 @@ class Shards:
                 take(whole)
                 give(whole, cast)
 
-    def drop(self, *parameters: Shape) -> None:
+    def drop(self, *parameters: tuple[int, ...]) -> None:
         """What was gathered; on one rank in float32 it is what is stored."""
         if self.ranks > 1 or self.c != FLOAT:
             self.ledger.give(*(self.c * by_rows(parameter, self.ranks) for parameter in parameters))
 
-    def reduce(self, parameter: Shape) -> None:
+    def reduce(self, parameter: tuple[int, ...]) -> None:
         """A gradient, which goes; its shard stays. Where rows are uneven, all of it is padded first."""
         take, give, c, q = self.ledger.take, self.ledger.give, self.c, self.q
         gradient, whole = math.prod(parameter), q * by_rows(parameter, self.ranks)
@@ -170,7 +182,7 @@ class Shards:
 class _Rank:
     """One rank's step of the MLP, operator by operator as eager PyTorch does it."""
 
-    ledger: Ledger
+    ledger: Unnamed
     case: RankRung
     reshard: bool
 

@@ -1,0 +1,113 @@
+"""Bytes with names: what is live, what was live at the peak, and how much of each.
+
+    ledger = Ledger()
+    ledger.take("logits", 4_000)
+    ledger.take("gradient of the logits", 4_000)
+    ledger.free("logits")
+    ledger.peak            # 8000
+    ledger.peak.entries    # {"gradient of the logits": 4000, "logits": 4000}
+
+A memory formula returns `Bytes`: an int that knows what it is the sum of. `explain` prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from shardmark.registry import Implementation
+
+
+class Bytes(int):
+    """The sum of named entries. Compares and adds as an int; the largest of several keeps its own entries."""
+
+    entries: dict[str, int]
+    """Bytes by name, largest first, none of them zero."""
+
+    def __new__(cls, entries: Mapping[str, int]) -> Self:
+        negative = [name for name, nbytes in entries.items() if nbytes < 0]
+        assert not negative, f"fewer than no bytes of {negative[0]}"
+        nbytes = super().__new__(cls, sum(entries.values()))
+        nbytes.entries = dict(sorted(((k, n) for k, n in entries.items() if n), key=lambda entry: -entry[1]))
+        return nbytes
+
+    def __reduce__(self) -> tuple[type[Bytes], tuple[dict[str, int]]]:
+        return Bytes, (self.entries,)  # ranks send it to one another
+
+    def add(self, entries: Mapping[str, int]) -> Bytes:
+        """With more bytes, or fewer, of these names."""
+        return Bytes({name: self.entries.get(name, 0) + entries.get(name, 0) for name in {**self.entries, **entries}})
+
+    def without(self, *names: str) -> Bytes:
+        return Bytes({name: nbytes for name, nbytes in self.entries.items() if name not in names})
+
+
+class Ledger:
+    """What is live, by name. `marks` and `peaks` hold what was live, and the peak so far, at each marked moment."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, int] = {}
+        self._at_peak: dict[str, int] = {}
+        self.total = self._peak = 0
+        self.marks: dict[str, Bytes] = {}
+        self.peaks: dict[str, Bytes] = {}
+
+    def take(self, name: str, nbytes: int) -> None:
+        """Allocate so many bytes, beside what is live under that name already."""
+        self._live[name] = self._live.get(name, 0) + nbytes
+        self.total += nbytes
+        if self.total > self._peak:
+            self._peak, self._at_peak = self.total, dict(self._live)
+
+    def free(self, name: str, nbytes: int | None = None) -> None:
+        """Free so many of the bytes under that name, or all of them; an AssertionError where there are fewer."""
+        live = self._live.get(name, 0)
+        nbytes = live if nbytes is None else nbytes
+        assert nbytes <= live, f"{name}: {nbytes:,} bytes are freed, {live:,} are live"
+        self._live[name] = live - nbytes
+        self.total -= nbytes
+
+    def borrow(self, name: str, nbytes: int) -> None:
+        """Allocate and free again: what exists within one operator."""
+        self.take(name, nbytes)
+        self.free(name, nbytes)
+
+    def rename(self, old: str, new: str, nbytes: int) -> None:
+        """The same bytes under another name, as where one tensor takes another's place."""
+        self.free(old, nbytes)
+        self.take(new, nbytes)
+
+    def mark(self, moment: str) -> None:
+        self.marks[moment], self.peaks[moment] = self.live, self.peak
+
+    @property
+    def live(self) -> Bytes:
+        return Bytes(self._live)
+
+    @property
+    def peak(self) -> Bytes:
+        return Bytes(self._at_peak)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a formula has live at the peak, largest first; prints as a table in MiB."""
+
+    title: str
+    entries: dict[str, int]
+
+    def __str__(self) -> str:
+        rows = [*self.entries.items(), ("total", sum(self.entries.values()))]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join([self.title, *(f"  {name:<{width}}  {nbytes / 2**20:>12,.3f} MiB" for name, nbytes in rows)])
+
+
+def explain(implementation: Implementation, case: Any) -> Explanation:
+    """What is live at the peak of the case by the implementation's memory formula; ValueError where it has none."""
+    if implementation.memory is None:
+        raise ValueError(f"{implementation.family}/{implementation} has no memory formula to explain")
+    nbytes = implementation.memory(case)
+    title = f"{implementation.family}/{implementation} at the peak of {case}:"
+    return Explanation(title, getattr(nbytes, "entries", {"everything (the formula has no named terms)": nbytes}))

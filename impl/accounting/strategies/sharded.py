@@ -1,0 +1,159 @@
+"""What a rank holds where AdamW's state is sharded (ZeRO-1), or parameters, gradients and state are (FSDP)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from impl.accounting.programs.parameters import EMBEDDING, FLOAT, ROOT, Parameter, in_model_order, padded, values
+from impl.accounting.strategies import COUNTS, GRADIENTS, Strategy
+from impl.collectives.accounting import reduce_scatter_buffers
+
+if TYPE_CHECKING:
+    from impl.accounting.programs.transformer import TransformerStep
+
+
+class ShardedOptimizer(Strategy):
+    """ZeRO-1: parameters are views into flat buckets, padded to a multiple of the ranks; each rank has a slice's state.
+
+    A gradient moves into its bucket's flat tensor, which exists from the first of its gradients on. A full bucket is
+    reduce-scattered while backward goes on, `in_flight` of them at once, each with buffers of its own. `state_bytes`
+    and `counts_bytes` are those of the rank that has most.
+    """
+
+    FACTOR = 8  # bytes of what gradients are multiplied by on their way, a float64
+
+    def __init__(
+        self, ranks: int, buckets: list[list[int]], in_flight: int, state_bytes: int, counts_bytes: int
+    ) -> None:
+        self.ranks, self.in_flight = ranks, in_flight
+        self.state_bytes, self.counts_bytes = state_bytes, counts_bytes
+        self.buckets = buckets
+        """Of each bucket the places of its parameters in the model's order, the last one first."""
+
+    def take_parameters(self) -> None:
+        ordered = in_model_order(self.units)
+        self.missing = [{ordered[place] for place in bucket} for bucket in self.buckets]
+        self.flat = [FLOAT * padded(sum(p.values for p in bucket), self.ranks) for bucket in self.missing]
+        self.of = {parameter: i for i, bucket in enumerate(self.missing) for parameter in bucket}
+        self.begun: set[int] = set()
+        self.launched = 0
+        self.ledger.take("parameters in flat buckets", sum(self.flat))
+        self.ledger.take("shard of exp_avg and exp_avg_sq", self.state_bytes)
+        self.ledger.take(COUNTS, self.counts_bytes)
+
+    def gradient(self, parameter: Parameter) -> None:
+        i, nbytes = self.of[parameter], FLOAT * parameter.values
+        name = "flat gradients of buckets"
+        if self.flat[i] == nbytes:  # it has the bucket for itself, and needs no copy
+            self.ledger.rename(GRADIENTS, name, nbytes)
+            self.ledger.borrow("1 / number of ranks", self.FACTOR)
+        else:
+            if i not in self.begun:
+                self.begun.add(i)
+                self.ledger.take(name, self.flat[i])
+            self.ledger.borrow("1 / number of ranks", self.FACTOR)
+            self.ledger.free(GRADIENTS, nbytes)
+        self.missing[i].discard(parameter)
+        while self.launched < len(self.buckets) and not self.missing[self.launched]:
+            self.launch()
+
+    def launch(self) -> None:
+        i, name = self.launched, "buffers of reduce-scatters under way"
+        if i >= self.in_flight:
+            self.ledger.free(name, reduce_scatter_buffers(self.flat[i - self.in_flight], self.ranks))
+        self.ledger.take(name, reduce_scatter_buffers(self.flat[i], self.ranks))
+        self.launched += 1
+
+
+class UnitSharded(Strategy):
+    """A rank has a shard of every unit's parameters, gradients and AdamW's state."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def take_parameters(self) -> None:
+        shards = sum(FLOAT * self.padded(unit) // self.ranks for unit in range(len(self.units)))
+        self.ledger.take("shard of parameters", shards)
+        self.ledger.take("shard of exp_avg and exp_avg_sq", 2 * shards)
+        self.ledger.take(COUNTS, FLOAT * sum(map(len, self.units)))
+
+    def padded(self, unit: int) -> int:
+        """Values of a unit, padded to a multiple of the ranks: end to end, unless a subclass shards by rows."""
+        return padded(values([self.units[unit]]), self.ranks)
+
+    def full(self, unit: int) -> int:
+        """Bytes of the unit, all-gathered."""
+        return self.step.c * self.padded(unit)
+
+    def gradients(self, unit: int) -> int:
+        """Bytes of its gradients, without padding."""
+        return self.step.c * values([self.units[unit]])
+
+
+class FullySharded(UnitSharded):
+    """Our FSDP. A unit is all-gathered in place, `prefetch` units ahead of where it is read, and freed after it, unless
+    `reshard_after_forward` is False and it stays from forward to backward.
+
+    When all of a unit's gradients are there, they are copied into one flat tensor (a single one needs no copy), and
+    that is reduce-scattered around a ring while the next unit's backward runs.
+    """
+
+    def __init__(self, ranks: int, *, prefetch: int = 1, reshard_after_forward: bool = True) -> None:
+        super().__init__(ranks)
+        self.prefetch, self.reshard_after_forward = prefetch, reshard_after_forward
+        self.gathered: set[int] = set()
+        self.reducing: int | None = None
+
+    def begin(self, step: TransformerStep) -> None:
+        super().begin(step)
+        self.order = [*range(step.output + 1)]  # of forward
+        self.order_of_backward = [step.output, ROOT, *reversed(step.blocks)]
+
+    def name(self, unit: int) -> str:
+        return f"full parameters of unit {unit}" if self.reshard_after_forward else "full parameters of units"
+
+    def gather(self, unit: int, order: list[int]) -> None:
+        """The unit, and those after it in that order."""
+        at = order.index(unit)
+        for each in order[at : at + 1 + self.prefetch]:
+            if each not in self.gathered:
+                self.gathered.add(each)
+                self.ledger.take(self.name(each), self.full(each))
+
+    def release(self, unit: int) -> None:
+        if unit in self.gathered:
+            self.gathered.remove(unit)
+            self.ledger.free(self.name(unit), self.full(unit))
+
+    def enter(self, unit: int) -> None:
+        self.gather(unit, self.order)
+
+    def leave(self, unit: int) -> None:
+        if unit != ROOT and self.reshard_after_forward:
+            self.release(unit)
+
+    def enter_backward(self, unit: int) -> None:
+        for each in (unit, ROOT) if unit == self.step.output else (unit,):
+            if each != EMBEDDING:  # the gradient of its table is made of the indices alone
+                self.gather(each, self.order_of_backward)
+
+    def leave_backward(self, unit: int) -> None:
+        flat, name = self.full(unit), f"flat gradients of unit {unit}"
+        self.release(unit)
+        self.finish_reduction()
+        if flat > self.gradients(unit) or len(self.units[unit]) > 1:
+            self.ledger.take(name, flat)
+            self.ledger.free(GRADIENTS, self.gradients(unit))
+        else:
+            self.ledger.rename(GRADIENTS, name, flat)
+        self.ledger.take("reduce-scatter buffers", reduce_scatter_buffers(flat, self.ranks, self.step.c))
+        self.reducing = unit
+        if unit == ROOT:
+            self.finish_reduction()
+
+    def finish_reduction(self) -> None:
+        if self.reducing is not None:
+            self.ledger.free("reduce-scatter buffers")
+            self.ledger.take("shard of gradients", FLOAT * self.padded(self.reducing) // self.ranks)
+            self.ledger.free(f"flat gradients of unit {self.reducing}")
+            self.reducing = None
