@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from impl.accounting.ledger import Bytes
 from shardmark.grid import Work
 
 if TYPE_CHECKING:
@@ -26,26 +27,42 @@ def work(case: AttentionCase) -> Work:
     return Work(flops, tensors * batch * seq * head_dim * size)
 
 
-def eager_peak(case: AttentionCase) -> int:
+def eager_peak(case: AttentionCase) -> Bytes:
     """Peak of eager attention, in bytes: two matrices of scores at once forward, three backward."""
     batch, seq, head_dim, size = _sizes(case)
     tensor = batch * seq * head_dim * size  # as large as q
     scores = batch * seq * seq * size
-    mask = seq * seq if case.is_causal else 0  # one byte an entry
-    root = 8  # sqrt(head_dim): the division saves it as a float64
+    fixed = {
+        "q, k, v": 3 * tensor,
+        "attention output": tensor,
+        "causal mask": seq * seq if case.is_causal else 0,  # one byte an entry
+        "sqrt(head_dim)": 8,  # the division saves it as a float64
+    }
     if case.mode == "forward":
-        return 4 * tensor + 2 * scores + mask + root  # q k v o; masked scores and their softmax
-    return 6 * tensor + 3 * scores + mask + root  # q k v o do dv; the softmax, its gradient and that of the scores
+        return Bytes({**fixed, "masked scores": scores, "attention probabilities": scores})
+    gradients = {
+        "gradient of the output": tensor,
+        "gradient of v": tensor,
+        "gradient of the probabilities": scores,
+        "gradient of the scores": scores,
+    }
+    return Bytes({**fixed, "attention probabilities": scores, **gradients})
 
 
-def flash_peak(case: AttentionCase) -> int:
+def flash_peak(case: AttentionCase) -> Bytes:
     """Peak of attention with nothing quadratic, in bytes: inputs, output, log-sum-exp and gradients."""
     batch, seq, head_dim, size = _sizes(case)
-    tensors = 4 if case.mode == "forward" else 8  # q k v o; and do dq dk dv
-    return tensors * batch * seq * head_dim * size + batch * seq * max(size, 4)
+    tensor = batch * seq * head_dim * size
+    held = {"q, k, v": 3 * tensor, "attention output": tensor, "log-sum-exp": batch * seq * max(size, 4)}
+    if case.mode != "forward":
+        held |= {"gradient of the output": tensor, _GRADIENTS: 3 * tensor}
+    return Bytes(held)
 
 
-def flash_pytorch_peak(case: AttentionCase, tile_rows: int = 256) -> int:
+_GRADIENTS = "gradients of q, k, v"
+
+
+def flash_pytorch_peak(case: AttentionCase, tile_rows: int = 256) -> Bytes:
     """Peak of `flash_pytorch`, in bytes: `flash_peak` and the intermediates of one tile of so many queries and keys,
     which do not grow with seq."""
     batch, seq, head_dim, size = _sizes(case)
@@ -56,45 +73,71 @@ def flash_pytorch_peak(case: AttentionCase, tile_rows: int = 256) -> int:
     slab = column * head_dim  # a tile of q, k, v or of the accumulator
     mask = 2 * rows * rows if case.is_causal else 0  # made as ones, then its upper triangle
     if case.mode == "forward":
-        upcast = 2 * slab if size < compute else 0  # k, v
-        return flash_peak(case) + 2 * slab + 2 * column + tile + max(mask, 2 * column) + upcast
+        of_tile = {
+            "tiles of q and of the accumulator": 2 * slab,
+            "running maximum and sum": 2 * column,
+            "tile of scores": tile,
+            "mask, or the tile's maximum and sum": max(mask, 2 * column),
+            "tiles of k and v in float32": 2 * slab if size < compute else 0,
+        }
+        return flash_peak(case).add(of_tile)
     if size == compute:
-        return flash_peak(case) + slab + column + 2 * tile + mask
-    rounded = (
-        3 * batch * seq * head_dim * size
-    )  # dq dk dv in the inputs' dtype, made from accumulators when all is done
-    accumulators = 3 * batch * seq * head_dim * compute
-    upcast = 4 * slab + column  # q, do, k, v, delta
-    return flash_peak(case) - rounded + accumulators + upcast + max(2 * tile + mask, rounded)
+        of_tile = {"tile of a product": slab, "delta": column, "tiles of scores": 2 * tile, "mask": mask}
+        return flash_peak(case).add(of_tile)
+    rounded = 3 * batch * seq * head_dim * size  # made from accumulators when all is done
+    tiles_or_rounded = (
+        {"tiles of scores": 2 * tile, "mask": mask} if 2 * tile + mask > rounded else {_GRADIENTS: rounded}
+    )
+    accumulators = {
+        "accumulators of gradients in float32": 3 * batch * seq * head_dim * compute,
+        "tiles of q, k, v and the output's gradient in float32": 4 * slab,
+        "delta": column,
+    }
+    return flash_peak(case).without(_GRADIENTS).add({**accumulators, **tiles_or_rounded})
 
 
-def flash_triton_peak(case: AttentionCase) -> int:
+def flash_triton_peak(case: AttentionCase) -> Bytes:
     """Peak of `flash_triton`, in bytes: `flash_peak`, and backward one more float32 a row, `delta`."""
     batch, seq, _, _ = _sizes(case)
-    return flash_peak(case) + (0 if case.mode == "forward" else batch * seq * 4)
+    return flash_peak(case).add({"delta": 0 if case.mode == "forward" else batch * seq * 4})
 
 
-def compiled_peak(case: AttentionCase) -> int:
+def compiled_peak(case: AttentionCase) -> Bytes:
     """Peak of compiled eager attention, in bytes: what the compiler plans is its own; eager's is its limit."""
     return eager_peak(case)
 
 
-def sdpa_math_peak(case: AttentionCase) -> int:
+def sdpa_math_peak(case: AttentionCase) -> Bytes:
     """Peak of SDPA's math backend, in bytes: q and k scaled beforehand, half precision computed in float32."""
     batch, seq, head_dim, size = _sizes(case)
     compute = max(size, 4)
     elements, entries = batch * seq * head_dim, batch * seq * seq
-    mask = seq * seq * compute if case.is_causal else 0
-    tensors = 3 * size + (2 if size == compute else 5) * compute  # q k v; q k scaled, and q k v upcast
-    forward = tensors * elements + 2 * compute * entries + mask  # scores and their softmax
+    held = {
+        "q, k, v": 3 * size * elements,
+        "q and k, scaled": 2 * compute * elements,
+        "q, k, v in float32": 3 * compute * elements if size < compute else 0,
+        "attention scores": compute * entries,
+        "attention probabilities": compute * entries,
+        "causal mask": seq * seq * compute if case.is_causal else 0,
+    }
+    forward = Bytes(held)
     if case.mode == "forward":
         return forward
-    tensors = 8 if size == compute else 11  # q k v o do dv, and both scaled; or their upcasts
-    backward = tensors * elements * size + 3 * entries * compute
-    return max(backward, forward + elements * size) if case.mode == "both" else backward  # do is there beforehand
+    tensors = 5 if size == compute else 8  # o do dv, and q and k scaled; or upcasts
+    backward = Bytes(
+        {
+            "q, k, v": 3 * size * elements,
+            "output, gradients, and copies of q, k, v": tensors * size * elements,
+            "attention probabilities": compute * entries,
+            "gradients of probabilities and scores": 2 * compute * entries,
+        }
+    )
+    if case.mode == "backward":
+        return backward
+    return max(backward, forward.add({"gradient of the output": elements * size}))  # which is there beforehand
 
 
-def sdpa_peak(case: AttentionCase) -> int:
+def sdpa_peak(case: AttentionCase) -> Bytes:
     """Peak of SDPA's fused kernels, in bytes: `flash_peak`, and with several heads the copy of a gradient.
 
     They lay out gradients as (batch, seq, heads, head_dim), so autograd copies each; by then log-sum-exp is gone. What
@@ -104,13 +147,13 @@ def sdpa_peak(case: AttentionCase) -> int:
     batch, seq, head_dim, size = _sizes(case)
     if case.mode == "forward" or case.heads in (None, 1):
         return flash_peak(case)
-    return flash_peak(case) + batch * seq * head_dim * size - batch * seq * max(size, 4)
+    return flash_peak(case).without("log-sum-exp").add({"copy of a gradient": batch * seq * head_dim * size})
 
 
-def flex_peak(case: AttentionCase) -> int:
+def flex_peak(case: AttentionCase) -> Bytes:
     """Peak of FlexAttention, in bytes: two values a row forward; backward, one more, and what the block mask takes."""
     batch, seq, _, _ = _sizes(case)
-    return flash_peak(case) + 8 * batch * seq
+    return flash_peak(case).add({"values of rows, and block mask": 8 * batch * seq})
 
 
 def _sizes(case: AttentionCase) -> tuple[int, int, int, int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from impl.accounting.ledger import Bytes
 from impl.collectives.segments import buffer_bytes
 
 if TYPE_CHECKING:
@@ -80,29 +81,32 @@ def direct_rows(collective: str, ranks: int) -> int:
     return 0 if collective == "all_gather" else ranks - 1
 
 
-def in_place_peak(case: CollectiveCase) -> int:
+def in_place_peak(case: CollectiveCase) -> Bytes:
     """Peak in bytes of a collective that needs no buffers: the tensor, and the n-th of it that goes in or comes out."""
-    return case.bytes + (0 if case.collective == "all_reduce" else case.bytes // case.ranks)
+    part = 0 if case.collective == "all_reduce" else case.bytes // case.ranks
+    return Bytes({"tensor": case.bytes, "one rank's part of it": part})
 
 
-def buffered_peak(case: CollectiveCase) -> int:
+def buffered_peak(case: CollectiveCase) -> Bytes:
     """Peak in bytes of a collective with a buffer as large as the tensor."""
-    return in_place_peak(case) + case.bytes
+    return in_place_peak(case).add({"buffer": case.bytes})
 
 
-def backend_peak(case: CollectiveCase) -> int:
+def backend_peak(case: CollectiveCase) -> Bytes:
     """Peak in bytes of the backend's: Gloo's works on a copy of the large tensor but in an all-reduce."""
     return in_place_peak(case) if case.collective == "all_reduce" else buffered_peak(case)
 
 
-def ring_peak(case: CollectiveCase) -> int:
+def ring_peak(case: CollectiveCase) -> Bytes:
     """Peak in bytes of a ring's collective."""
     part = -(-case.elements // case.ranks)
-    return in_place_peak(case) + buffer_bytes(part, case.itemsize, ring_rows(case.collective, case.ranks))
+    buffers = buffer_bytes(part, case.itemsize, ring_rows(case.collective, case.ranks))
+    return in_place_peak(case).add({"buffers of segments": buffers})
 
 
-def direct_peak(case: CollectiveCase) -> int:
+def direct_peak(case: CollectiveCase) -> Bytes:
     """Peak in bytes of a direct exchange; two ranks all-reduce in one part."""
     whole = case.collective == "all_reduce" and case.ranks == 2
     part = case.elements if whole else -(-case.elements // case.ranks)
-    return in_place_peak(case) + buffer_bytes(part, case.itemsize, direct_rows(case.collective, case.ranks))
+    buffers = buffer_bytes(part, case.itemsize, direct_rows(case.collective, case.ranks))
+    return in_place_peak(case).add({"buffers of segments": buffers})

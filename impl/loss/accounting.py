@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from impl.accounting.ledger import Bytes
 from impl.loss.chunks import chunk_tokens, row_stride
 from shardmark.grid import Work
 
@@ -23,17 +24,24 @@ def work(case: LossCase) -> Work:
     )
 
 
-def eager_peak(case: LossCase) -> int:
+def eager_peak(case: LossCase) -> Bytes:
     """Peak of the eager loss, in bytes: three matrices of logits in float32 (log-softmax, its gradient, the logits').
 
     Where dim is large beside vocab it is the gradients of hidden and weight beside that of the logits instead.
     """
     size, summed = _sizes(case)
     logits = case.tokens * case.vocab
-    return _inputs(case) + max(3 * logits * summed, logits * size + _gradients(case)) + 2 * summed
+    held = _inputs(case).add({"loss and number of targets": 2 * summed})
+    at_loss = {
+        "log-probabilities": logits * summed,
+        "gradient of the log-probabilities": logits * summed,
+        "gradient of the logits": logits * summed,
+    }
+    at_products = {"gradient of the logits": logits * size, "gradients of hidden and weight": _gradients(case)}
+    return max(held.add(at_loss), held.add(at_products))
 
 
-def chunked_peak(case: LossCase) -> int:
+def chunked_peak(case: LossCase) -> Bytes:
     """Peak of `chunked`, in bytes: eager's matrices for one chunk, and the gradients so far.
 
     At the last chunk, when its logits are computed or when its gradient of weight meets the others' sum; or at the very
@@ -45,22 +53,39 @@ def chunked_peak(case: LossCase) -> int:
         return eager_peak(case)
     weight = case.vocab * case.dim * size
     hidden, before = case.tokens * case.dim * size, (case.tokens - rows) * case.dim * size
-    computing = 3 * rows * case.vocab * summed + weight + before
-    meeting = rows * case.vocab * size + 2 * weight + hidden
-    return _inputs(case) + max(computing, meeting, weight + 2 * hidden) + 2 * summed
+    held = _inputs(case).add({"loss and number of targets": 2 * summed, "gradient of weight": weight})
+    return max(
+        held.add({"three matrices of one chunk's logits": 3 * rows * case.vocab * summed, _OF_HIDDEN: before}),
+        held.add(
+            {
+                "gradient of one chunk's logits": rows * case.vocab * size,
+                "one chunk's gradient of weight": weight,
+                _OF_HIDDEN: hidden,
+            }
+        ),
+        held.add({_OF_HIDDEN: hidden, "gradients of hidden, chunk by chunk": hidden}),
+    )
 
 
-def fused_peak(case: LossCase) -> int:
+_OF_HIDDEN = "gradient of hidden"
+
+
+def fused_peak(case: LossCase) -> Bytes:
     """Peak of a fused loss, in bytes, less what it takes for each row of a chunk.
 
     Forward: one chunk of logits, and the gradients, weight's in float32. Backward, in half precision: weight's gradient
     beside its sum in float32.
     """
     size, summed = _sizes(case)
-    return _inputs(case) + _held(case) + max(_chunk(case), case.vocab * case.dim * size if size < summed else 0)
+    rounded = case.vocab * case.dim * size if size < summed else 0
+    held = _held(case)
+    return max(held.add({_CHUNK: _chunk(case)}), held.add({"gradient of weight, rounded": rounded}))
 
 
-def fused_pytorch_peak(case: LossCase) -> int:
+_CHUNK = "one chunk of logits"
+
+
+def fused_pytorch_peak(case: LossCase) -> Bytes:
     """Peak of `fused_pytorch`, in bytes, on the device where it takes more: CPU in half precision.
 
     There is no product of half precision in float32 there, so both its operands are upcast. On either device the
@@ -71,28 +96,29 @@ def fused_pytorch_peak(case: LossCase) -> int:
     per_row = 2 + 8 + 4 * summed  # kept or not, the target, and four values
     if size < summed:
         per_row = case.vocab * summed + max(per_row, case.dim * summed)
-    forward = _inputs(case) + _held(case) + _chunk(case) + rows * per_row
+    forward = _held(case).add({_CHUNK: _chunk(case), "values of the chunk's rows, and upcast copies": rows * per_row})
     return max(forward, fused_peak(case))
 
 
-def fused_triton_peak(case: LossCase) -> int:
+def fused_triton_peak(case: LossCase) -> Bytes:
     """Peak of `fused_triton`, in bytes: a fused loss and one float32 a row."""
     rows = chunk_tokens(case.tokens, case.dim, case.torch_dtype.itemsize)
-    return max(_inputs(case) + _held(case) + _chunk(case) + 4 * rows + 4, fused_peak(case))
+    return max(_held(case).add({_CHUNK: _chunk(case), "losses of the chunk's rows": 4 * rows + 4}), fused_peak(case))
 
 
-def compiled_peak(case: LossCase) -> int:
+def compiled_peak(case: LossCase) -> Bytes:
     """Peak of the compiled eager loss, in bytes: what the compiler plans is its own; eager's is its limit."""
     return eager_peak(case)
 
 
-def linear_cross_entropy_peak(case: LossCase) -> int:
+def linear_cross_entropy_peak(case: LossCase) -> Bytes:
     """Peak of torch's linear_cross_entropy where vocab is larger than dim, in bytes.
 
     Its chunks are small; the gradients that it made in forward are copied when they become .grad.
     """
     _, summed = _sizes(case)
-    return _inputs(case) + 2 * _gradients(case) + 3 * summed
+    gradients = {"gradients of hidden and weight": _gradients(case), "their copies": _gradients(case)}
+    return _inputs(case).add({**gradients, "scalars": 3 * summed})
 
 
 def gone(case: LossCase) -> int:
@@ -110,9 +136,8 @@ def _sizes(case: LossCase) -> tuple[int, int]:
     return size, max(size, 4)
 
 
-def _inputs(case: LossCase) -> int:
-    """hidden, weight and targets."""
-    return _gradients(case) + 8 * case.tokens
+def _inputs(case: LossCase) -> Bytes:
+    return Bytes({"hidden and weight": _gradients(case), "targets": 8 * case.tokens})
 
 
 def _gradients(case: LossCase) -> int:
@@ -120,10 +145,14 @@ def _gradients(case: LossCase) -> int:
     return (case.tokens + case.vocab) * case.dim * case.torch_dtype.itemsize
 
 
-def _held(case: LossCase) -> int:
-    """What a fused loss holds from its first chunk on: both gradients, weight's summed, the loss, and the count."""
+def _held(case: LossCase) -> Bytes:
+    """What is there from a fused loss's first chunk on: the inputs, both gradients, the loss, and the count."""
     size, summed = _sizes(case)
-    return case.tokens * case.dim * size + case.vocab * case.dim * summed + summed + 8
+    gradients = {
+        _OF_HIDDEN: case.tokens * case.dim * size,
+        "gradient of weight, summed in float32": case.vocab * case.dim * summed,
+    }
+    return _inputs(case).add({**gradients, "loss and number of targets": summed + 8})
 
 
 def _chunk(case: LossCase) -> int:

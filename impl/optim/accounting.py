@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from impl.accounting.ledger import Bytes
 from impl.model.sizes import SIZES, TransformerSize
 from shardmark.grid import Work
 
@@ -56,67 +57,82 @@ def state_bytes(case: OptimizerCase) -> int:
     return (3 if case.master_weights else 2) * state * sum(tensors) + _STEP * len(tensors)
 
 
-def before_step(case: OptimizerCase) -> int:
+def before_step(case: OptimizerCase) -> Bytes:
     """Parameters, gradients and state."""
-    size, _ = _sizes(case)
-    return 2 * size * sum(counts(case)) + state_bytes(case)
+    size, state = _sizes(case)
+    elements = sum(counts(case))
+    return Bytes(
+        {
+            "parameters": size * elements,
+            "gradients": size * elements,
+            "exp_avg and exp_avg_sq": 2 * state * elements,
+            "master weights": state * elements if case.master_weights else 0,
+            "AdamW's step counts": _STEP * len(counts(case)),
+        }
+    )
 
 
-def adamw_peak(case: OptimizerCase) -> int:
+def adamw_peak(case: OptimizerCase) -> Bytes:
     """Peak of `plain`, in bytes: the denominator of one parameter; its gradient where that is in float32 or scaled."""
     _, state = _sizes(case)
     clips = case.clipping == "in_step"
-    temporaries = 2 if case.master_weights or clips else 1
-    norm = 2 * max(state, 4) if clips else 0  # and the coefficient made of it
-    return before_step(case) + temporaries * state * max(counts(case)) + norm + _NUMBER
+    largest = state * max(counts(case))
+    return before_step(case).add(
+        {
+            "denominator of the largest parameter": largest,
+            "its gradient, in float32 or scaled": largest if case.master_weights or clips else 0,
+            "norm of the gradients, and the coefficient made of it": 2 * max(state, 4) if clips else 0,
+            "a Python number": _NUMBER,
+        }
+    )
 
 
-def torch_forloop_peak(case: OptimizerCase) -> int:
+def torch_forloop_peak(case: OptimizerCase) -> Bytes:
     """Peak of `torch_forloop`, in bytes: a root and the denominator made of it, and still the last parameter's."""
     _, state = _sizes(case)
     tensors = counts(case)
     temporaries = max(2 * count + last for last, count in zip([0, *tensors], tensors, strict=False))
-    return _torch_peak(case, state * temporaries + _NUMBER)
+    return _torch_peak(case, {"denominators of two parameters": state * temporaries, "a Python number": _NUMBER})
 
 
-def torch_foreach_peak(case: OptimizerCase) -> int:
+def torch_foreach_peak(case: OptimizerCase) -> Bytes:
     """Peak of `torch_foreach`, in bytes: every parameter's denominator."""
     _, state = _sizes(case)
-    return _torch_peak(case, state * sum(counts(case)))
+    return _torch_peak(case, {"denominators": state * sum(counts(case))})
 
 
-def torch_fused_peak(case: OptimizerCase) -> int:
+def torch_fused_peak(case: OptimizerCase) -> Bytes:
     """Peak of `torch_fused`, in bytes: no temporaries."""
-    return _torch_peak(case, 0)
+    return _torch_peak(case, {})
 
 
-def fused_triton_peak(case: OptimizerCase, chunk: int) -> int:
+def fused_triton_peak(case: OptimizerCase, chunk: int) -> Bytes:
     """Peak of `fused_triton`, in bytes: a table of addresses and scalars, a map of chunks of so many elements,
     a partial sum of each."""
     _, state = _sizes(case)
     tensors = counts(case)
     programs = sum(-(-count // chunk) for count in tensors)
     rows, decision, hyperparameters = 2 * 64 * len(tensors), 16, 8 * (1 + 5)
-    table = rows + decision + hyperparameters + 8 * programs
-    clipping = 0
+    peak = before_step(case).add({"table of addresses": rows + decision + hyperparameters, "chunks": 8 * programs})
     if case.clipping == "in_step":
-        clipping = 8 * programs + 2 * max(state, 4)  # and this step's norm, and the last one's
-    elif case.clipping == "before_step":
-        clipping = _norms(case)
-    return before_step(case) + table + clipping
+        return peak.add(
+            {"partial sums of the norm": 8 * programs, "this step's norm, and the last one's": 2 * max(state, 4)}
+        )
+    return peak.add(_norms(case) if case.clipping == "before_step" else {})
 
 
-def _torch_peak(case: OptimizerCase, temporaries: int) -> int:
+def _torch_peak(case: OptimizerCase, temporaries: dict[str, int]) -> Bytes:
     """With master weights all gradients in float32, which torch's AdamW steps on; or clipping, beforehand."""
     _, state = _sizes(case)
     gradients = state * sum(counts(case)) if case.master_weights else 0
-    return before_step(case) + max(gradients + temporaries, 0 if case.clipping == "none" else _norms(case))
+    stepping = before_step(case).add({"gradients in float32": gradients, **temporaries})
+    return stepping if case.clipping == "none" else max(stepping, before_step(case).add(_norms(case)))
 
 
-def _norms(case: OptimizerCase) -> int:
+def _norms(case: OptimizerCase) -> dict[str, int]:
     """What `clip_grad_norm_` needs: each gradient's norm, twice, as it stacks them, and their norm."""
     size, _ = _sizes(case)
-    return size * (2 * len(counts(case)) + 1)
+    return {"norms of the gradients": size * (2 * len(counts(case)) + 1)}
 
 
 def _sizes(case: OptimizerCase) -> tuple[int, int]:
