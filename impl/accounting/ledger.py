@@ -62,8 +62,9 @@ class Ledger:
             self._peak, self._at_peak = self.total, dict(self._live)
 
     def free(self, name: str, nbytes: int | None = None) -> None:
-        """Free so many of the bytes under that name, or all of them; an AssertionError where there are fewer."""
-        live = self._live.get(name, 0)
+        """Free so many of the bytes under that name, or all; AssertionError where it is unknown or has fewer."""
+        assert name in self._live, f"{name} is freed, and was never allocated"
+        live = self._live[name]
         nbytes = live if nbytes is None else nbytes
         assert nbytes <= live, f"{name}: {nbytes:,} bytes are freed, {live:,} are live"
         self._live[name] = live - nbytes
@@ -91,6 +92,10 @@ class Ledger:
         return Bytes(self._at_peak)
 
 
+SMALL = 1e-3
+"""Entries below this share of the total are one line of a table."""
+
+
 @dataclass(frozen=True)
 class Explanation:
     """What a formula has live at the peak, largest first; prints as a table in MiB."""
@@ -99,9 +104,15 @@ class Explanation:
     entries: dict[str, int]
 
     def __str__(self) -> str:
-        rows = [*self.entries.items(), ("total", sum(self.entries.values()))]
-        width = max(len(name) for name, _ in rows)
-        return "\n".join([self.title, *(f"  {name:<{width}}  {nbytes / 2**20:>12,.3f} MiB" for name, nbytes in rows)])
+        total = sum(self.entries.values())
+        rows = {name: nbytes for name, nbytes in self.entries.items() if nbytes >= SMALL * total}
+        if smaller := len(self.entries) - len(rows):
+            rows[f"{smaller} smaller"] = total - sum(rows.values())
+        rows["total"] = total
+        width = max(map(len, rows))
+        return "\n".join(
+            [self.title, *(f"  {name:<{width}}  {nbytes / 2**20:>12,.3f} MiB" for name, nbytes in rows.items())]
+        )
 
 
 def explain(implementation: Implementation, case: Any) -> Explanation:
@@ -110,4 +121,4 @@ def explain(implementation: Implementation, case: Any) -> Explanation:
         raise ValueError(f"{implementation.family}/{implementation} has no memory formula to explain")
     nbytes = implementation.memory(case)
     title = f"{implementation.family}/{implementation} at the peak of {case}:"
-    return Explanation(title, getattr(nbytes, "entries", {"everything (the formula has no named terms)": nbytes}))
+    return Explanation(title, getattr(nbytes, "entries", {"one number, without named terms": nbytes}))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from impl.accounting.programs.transformer import TransformerStep
+    from impl.accounting.programs.forward import TransformerForward
 
 
 class Sdpa:
     """A fused kernel: leaves the output and log-sum-exp."""
 
-    def __init__(self, step: TransformerStep) -> None:
+    def __init__(self, step: TransformerForward) -> None:
         self.step, self.ledger, self.hidden = step, step.ledger, step.hidden_bytes
 
     def forward(self) -> None:
@@ -43,7 +43,7 @@ class Eager(Sdpa):
     than one sequence.
     """
 
-    def __init__(self, step: TransformerStep) -> None:
+    def __init__(self, step: TransformerForward) -> None:
         super().__init__(step)
         case = step.case
         self.scores = step.c * case.batch * step.size.heads * case.context**2
@@ -74,12 +74,12 @@ class Eager(Sdpa):
 
     def backward(self) -> None:
         take, free = self.ledger.take, self.ledger.free
-        take("gradient of attention's output, by head", self.copy)
         if self.copy:
-            free("gradient of attention's output")
+            take("gradient of attention's output, by head", self.copy)
+            self.ledger.free("gradient of attention's output", self.copy)
+            self.ledger.rename("gradient of attention's output, by head", "gradient of attention's output", self.copy)
         take("gradient of v", self.hidden)
         take("gradient of the probabilities", self.scores)
-        free("gradient of attention's output, by head")
         free("gradient of attention's output")
         free("v", self.hidden)
         take("gradient of the masked scores", self.scores)

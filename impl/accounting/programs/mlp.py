@@ -168,7 +168,8 @@ class MLPStep:
             take("block output in float32", self.stream_bytes)
         take("residual stream", self.stream_bytes)
         free("block output")
-        free("block output in float32")
+        if self.copies:
+            free("block output in float32")
         if self.copies and not self.checkpointed:
             free("residual stream", self.stream_bytes)  # the block's input: its copy is what the graph keeps
 
@@ -186,7 +187,8 @@ class MLPStep:
         weight = self.gradient_of_product(self.table)
         take("gradient of the norm's output", self.dim_bytes)
         free("half-precision gradient of the logits" if self.copies else "gradient of the logits")
-        free("output projection in half precision")
+        if self.copies:
+            free("output projection in half precision")
         free("norm output in half precision" if self.copies else "norm output")
         self.in_float32("gradient of the norm's output", self.dim_bytes)
         self.parameter_in_float32(weight, self.table)

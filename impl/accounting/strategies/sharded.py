@@ -109,8 +109,9 @@ class FullySharded(UnitSharded):
         self.order = [*range(step.output + 1)]  # of forward
         self.order_of_backward = [step.output, ROOT, *reversed(step.blocks)]
 
-    def name(self, unit: int) -> str:
-        return f"full parameters of unit {unit}" if self.reshard_after_forward else "full parameters of units"
+    def full_parameters(self, unit: int) -> str:
+        """The name of a unit's entry; those that all stay gathered have one together."""
+        return f"full parameters of {self.step.unit_name(unit)}" if self.reshard_after_forward else "full parameters"
 
     def gather(self, unit: int, order: list[int]) -> None:
         """The unit, and those after it in that order."""
@@ -118,12 +119,12 @@ class FullySharded(UnitSharded):
         for each in order[at : at + 1 + self.prefetch]:
             if each not in self.gathered:
                 self.gathered.add(each)
-                self.ledger.take(self.name(each), self.full(each))
+                self.ledger.take(self.full_parameters(each), self.full(each))
 
     def release(self, unit: int) -> None:
         if unit in self.gathered:
             self.gathered.remove(unit)
-            self.ledger.free(self.name(unit), self.full(unit))
+            self.ledger.free(self.full_parameters(unit), self.full(unit))
 
     def enter(self, unit: int) -> None:
         self.gather(unit, self.order)
@@ -138,7 +139,7 @@ class FullySharded(UnitSharded):
                 self.gather(each, self.order_of_backward)
 
     def leave_backward(self, unit: int) -> None:
-        flat, name = self.full(unit), f"flat gradients of unit {unit}"
+        flat, name = self.full(unit), f"flat gradients of {self.step.unit_name(unit)}"
         self.release(unit)
         self.finish_reduction()
         if flat > self.gradients(unit) or len(self.units[unit]) > 1:
@@ -155,5 +156,5 @@ class FullySharded(UnitSharded):
         if self.reducing is not None:
             self.ledger.free("reduce-scatter buffers")
             self.ledger.take("shard of gradients", FLOAT * self.padded(self.reducing) // self.ranks)
-            self.ledger.free(f"flat gradients of unit {self.reducing}")
+            self.ledger.free(f"flat gradients of {self.step.unit_name(self.reducing)}")
             self.reducing = None
