@@ -157,17 +157,25 @@ def test_backward_of_the_mlp_frees_all_activations(dtype: str, checkpointed: boo
 
 
 @pytest.mark.parametrize(
-    ("case", "moment"),
+    ("size", "case", "moment"),
     [
-        (TrainingStepCase("ledger", 2, 7, "bfloat16"), "half-precision gradient of a weight"),
-        (TrainingStepCase("ledger", 2, 400, attention="eager"), "gradient of the masked scores"),
+        (
+            TransformerSize(64, 640, 2, 2, vocab=200),
+            TrainingStepCase("ledger", 2, 7, "bfloat16"),
+            "half-precision gradient of a weight",
+        ),
+        (
+            TransformerSize(32, 32, 1, 2, vocab=50),
+            TrainingStepCase("ledger", 2, 100, attention="eager"),
+            "gradient of the masked scores",
+        ),
     ],
     ids=["casting_a_weights_gradient", "softmax_of_several_sequences"],
 )
 def test_the_peak_between_a_layers_operators_is_the_meters(
-    case: TrainingStepCase, moment: str, monkeypatch: pytest.MonkeyPatch
+    size: TransformerSize, case: TrainingStepCase, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(SIZES, "ledger", TransformerSize(64, 640, 2, 2, vocab=200))
+    monkeypatch.setitem(SIZES, "ledger", size)
     with meter("cpu") as memory:
         step = LanguageModelStep(family("training_step").implementations["eager"], case, "cpu")
         for _ in range(2):
