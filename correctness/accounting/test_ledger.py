@@ -166,7 +166,7 @@ def test_backward_of_the_mlp_frees_all_activations(dtype: str, checkpointed: boo
         ),
         (
             TransformerSize(32, 32, 1, 2, vocab=50),
-            TrainingStepCase("ledger", 2, 100, attention="eager"),
+            TrainingStepCase("ledger", 2, 200, attention="eager"),
             "gradient of the masked scores",
         ),
     ],
