@@ -1,8 +1,8 @@
 """PyTorch's FSDP1 and FSDP2 of the language model: bytes at the peak of one rank's training step, on CPU and Gloo.
 
-The units are those of `impl.fsdp.accounting`. Gloo's all-gather holds what it gathers twice for a moment, and its
-reduce-scatter copies what it reduces; NCCL does neither, and what CUDA's streams keep longer is not in here. Nor is the
-scratch space that products take in half precision.
+The units are those of `impl.accounting.programs.parameters`. Gloo's all-gather holds what it gathers twice for a
+moment, and its reduce-scatter copies what it reduces; NCCL does neither, and what CUDA's streams keep longer is not in
+here. Nor is the scratch space that products take in half precision.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class Sdpa:
         self.ledger.take("attention output, heads side by side", self.hidden)
 
     def end_of_forward(self) -> None:
-        """After the output projection, where the names of what is not kept end."""
+        """Called after the output projection: frees what only local variables held."""
 
     def backward(self) -> None:
         take, free = self.ledger.take, self.ledger.free
@@ -33,7 +33,7 @@ class Sdpa:
         free("log-sum-exp", self.step.log_sum_exp_bytes)
 
     def backward_of_value(self) -> None:
-        """Before v's gradient is read by the value projection."""
+        """Called before the backward of the value projection."""
 
 
 class Eager(Sdpa):

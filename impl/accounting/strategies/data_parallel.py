@@ -47,7 +47,7 @@ class Bucketed(Strategy):
 
 
 class DistributedDataParallel(Strategy):
-    """torch's: buckets exist from the start, and gradients beside them."""
+    """PyTorch's DDP: buckets exist from the start, and gradients beside them."""
 
     def take_parameters(self) -> None:
         super().take_parameters()

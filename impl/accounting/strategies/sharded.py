@@ -28,7 +28,7 @@ class ShardedOptimizer(Strategy):
         self.ranks, self.in_flight = ranks, in_flight
         self.state_bytes, self.counts_bytes = state_bytes, counts_bytes
         self.buckets = buckets
-        """Of each bucket the places of its parameters in the model's order, the last one first."""
+        """Of each bucket its parameters' places in the model's order, from the last to the first."""
 
     def take_parameters(self) -> None:
         ordered = in_model_order(self.units)
