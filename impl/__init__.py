@@ -1,7 +1,7 @@
 """What is measured: one folder for each family, one file for each technique, which registers itself.
 
 Importing any part of `impl` imports every file of every folder that has a contract.py. So a new technique is one new
-file, and a new family is one new folder.
+file, and a new family is one new folder. Where Triton cannot be imported, files that import it are passed over.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def _import_families() -> None:
     for contract in sorted(Path(__file__).parent.glob("*/contract.py")):
         family = f"impl.{contract.parent.name}"
         import_module(family)  # imports the family's own techniques in the order of lists and tables
-        for file in sorted(contract.parent.glob("*.py")):
+        for file in sorted(contract.parent.glob("[!_]*.py")):
             try:
                 import_module(f"{family}.{file.stem}")
             except ImportError as error:

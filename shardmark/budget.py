@@ -39,7 +39,7 @@ SMALLEST_EFFECT = 0.05
 """A ratio to a peer may be over its limit by this share: nobody chooses a technique for less."""
 
 SHOWN_CONFIDENCE = 0.95
-"""Of the interval of a ratio that is shown, and that a goal is held to."""
+"""Confidence of the interval in tables, by which goals are judged."""
 
 RANKS_ALIKE = 1.01
 """The ranks' peaks may lie this far apart: the largest over the smallest."""

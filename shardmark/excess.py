@@ -68,11 +68,13 @@ def held_at_peak(events: Sequence[Event]) -> list[Held]:
 
 
 def excess_lines(formula: int, found: Sequence[Held]) -> Iterator[str]:
-    """Both lists, in MiB. A formula that is a plain number has one line."""
-    entries: Mapping[str, int] = getattr(formula, "entries", {"everything (the formula has no named terms)": formula})
+    """Both lists, in MiB; without what was found, the formula's alone. One that is a plain number has one line."""
+    entries: Mapping[str, int] = getattr(formula, "entries", {"one number, without named terms": formula})
     name = "what the formula has at the peak"
     shown = [*list(entries.items())[:SHOWN], *_rest(list(entries.values())[SHOWN:])]
     yield from layout([{name: entry, "MiB": mib(nbytes)} for entry, nbytes in shown], left=(name,))
+    if not found:
+        return
     yield ""
     rows: list[dict[str, Any]] = [
         {

@@ -87,7 +87,7 @@ class Link:
         return self.hosts[2 * rank >= size]
 
     def close(self) -> None:
-        """Let go of both hosts; they are gone when no rank is left on them."""
+        """Close both network namespaces, which are gone when no rank is left in them."""
         self._close()
 
     def __enter__(self) -> Link:

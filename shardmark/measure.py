@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,11 +20,11 @@ from shardmark.budget import (
     MemoryBudget,
     fewest_rounds,
 )
-from shardmark.excess import excess_lines
+from shardmark.excess import Held, excess_lines
 from shardmark.grid import Work
 from shardmark.memory import available_bytes, is_out_of_memory
 from shardmark.observers import Observer, Profile
-from shardmark.passes import measure
+from shardmark.passes import blocks_at_peak, measure
 from shardmark.plan import Identity, Measured, Plan, Rounds, Workload
 from shardmark.registry import Implementation, Race
 from shardmark.rows import Row, limit_entry, memory_entry, new_row, step_seconds, time_entry
@@ -105,7 +106,14 @@ class Measure:
         ranks = self._unless_out_of_memory(
             identity, memory, lambda: session.worlds.get(world_size).run(measure, plan, deadline=CASE_DEADLINE)
         )
-        return self.record(identity, ranks, work=work, time=race, memory=memory, rates=rates, observe=observe)
+
+        def at_peak() -> list[Held]:
+            held = session.worlds.get(world_size).run(blocks_at_peak, plan, deadline=CASE_DEADLINE)
+            return max(held, key=lambda rank: sum(each.nbytes for each in rank))
+
+        return self.record(
+            identity, ranks, work=work, time=race, memory=memory, rates=rates, observe=observe, at_peak=at_peak
+        )
 
     def attempt(self, identity: Identity, memory: MemoryBudget, run: Callable[[], list[T]]) -> list[T]:
         """What `run` returns, if the case fits and memory does not run out; else its row says so, and the test ends."""
@@ -123,10 +131,12 @@ class Measure:
         memory: MemoryBudget | None = None,
         rates: Rates = lambda seconds: {},
         observe: Sequence[Observer] = (),
+        at_peak: Callable[[], list[Held]] = lambda: [],
     ) -> Row:
         """Judge and save what each rank measured, and return the row.
 
-        `time` is the race that the ranks' laps hold.
+        `time` is the race that the ranks' laps hold; `at_peak` finds what was live at the peak, and is called once the
+        row of a failed memory budget is saved.
         """
         __tracebackhide__ = True
         session = self._session
@@ -155,8 +165,10 @@ class Measure:
             for outcome in (budget.FAIL, budget.UNDECIDED)
         }
         if complaints[budget.FAIL]:
-            most = max(ranks, key=lambda rank: rank.memory.tensors)
-            lines = excess_lines(memory.formula, most.at_peak) if memory is not None and most.at_peak else ()
+            lines: list[str] = []
+            if memory is not None and memory.verdict(max(tensors, default=0)) == budget.FAIL:
+                with suppress(Exception):  # the verdict stands without it
+                    lines = list(excess_lines(memory.formula, at_peak()))
             pytest.fail("\n".join([complaints[budget.FAIL], "", *lines]).rstrip(), pytrace=False)
         if complaints[budget.UNDECIDED]:
             pytest.skip(f"undecided: {complaints[budget.UNDECIDED]}")

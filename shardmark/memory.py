@@ -67,7 +67,7 @@ class Memory:
     """The most there was at once of tensors alone: what formulas speak of."""
     workspace: Workspace = Workspace()
     peaks: dict[str, int] = field(default_factory=dict)
-    """Of tensors, in the steps that were kept apart."""
+    """The peak of tensors in each of the first steps, by name."""
     stages: dict[str, Stage] = field(default_factory=dict)
     """Of making the workload and warming it up, as it reports them."""
 

@@ -3,7 +3,7 @@
     measure(Step, implementation, case, work=work, observe=[Timeline(activations=formulas), Compile()])
 
 An observer owns what runs on each rank, its part of the row, and its lines under the question's table. A question's own
-observer is a subclass of `Observer` in the file of that question.
+observer is a subclass of `Observer`; the suite's are in `perf/observers/`.
 """
 
 from __future__ import annotations

@@ -75,9 +75,6 @@ def _meter_and_time(plan: Plan) -> Measured:
     memory.peaks[FIRST] = first_peak
     measured = _time(plan, memory, workload)
     measured.first_step = first_step
-    del workload
-    if plan.memory is not None and _largest(plan, memory.tensors) > plan.memory.bytes:
-        measured.at_peak = blocks_at_peak(plan)
     return measured
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shardmark.budget import Limits, MemoryBudget
 from shardmark.clock import Laps
-from shardmark.excess import Held
 from shardmark.memory import Memory
 from shardmark.registry import Implementation
 
@@ -110,7 +109,5 @@ class Measured:
     laps: dict[str, list[Laps]] = field(default_factory=dict)
     first_step: float | None = None
     """Seconds of the first step, under the memory meter, which adds little where that step compiles."""
-    at_peak: list[Held] = field(default_factory=list)
-    """Where the memory budget failed: what was live at the peak."""
     observed: dict[type[Observer], Any] = field(default_factory=dict)
     """What each observer's own pass found on this rank."""

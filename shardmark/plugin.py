@@ -39,7 +39,7 @@ SIGTERM_BEFORE = pytest.StashKey[Any]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options of DESIGN: `shardmark.session` checks them."""
+    """The options; `shardmark.session` checks their values."""
     group = parser.getgroup("shardmark")
     group.addoption("--device", default="auto", help="where tensors live: auto (CUDA where it works), cpu or cuda")
     group.addoption(

@@ -35,7 +35,7 @@ class Block:
     operator: str = ""
     kind: str = ""
     line: str = ""
-    """"file.py:7", where lines are recorded: of the innermost file that is neither PyTorch's nor this plugin's."""
+    """The user's line that allocated it, as "file.py:7"; empty unless lines are recorded."""
     workspace: str = ""
     """The operator that took the block and gave it back before it returned; empty for a tensor."""
 
@@ -98,6 +98,8 @@ def replayed(
             taken_by[block] = within.operator
             collectives.take(block, within)
             replayed.append(Allocated(block))
+        elif what != _EventType.TorchOp:
+            continue  # whose name may be garbage, of a Python function that is gone
         elif event.name == MARK + END:
             ended = True
         elif event.name.startswith(MARK + WAITED):
@@ -209,16 +211,24 @@ def _in_order(
 def _line(call: Any) -> str:
     """Of a Python call: where the called function begins, or else where it is called from; "" for others' files."""
     for frame in (getattr(call, "callsite", None), call.caller):
-        if frame is not None and not _is_foreign(frame.file_name):
-            return f"{_shown(frame.file_name)}:{frame.line_number}"
+        try:
+            file = frame.file_name if frame is not None else "<none>"
+        except UnicodeDecodeError:  # the profiler reads the names of functions that are gone
+            continue
+        if not _is_foreign(file):
+            return f"{_shown(file)}:{frame.line_number}"
     return ""
 
 
 @cache
 def _is_foreign(file: str) -> bool:
-    """Of PyTorch, Python itself or this plugin."""
-    folders = (Path(torch.__file__).parent, Path(os.__file__).parent, Path(__file__).parent)
-    return file.startswith(("<", "torch/")) or any(Path(file).is_relative_to(folder) for folder in folders)
+    """Of PyTorch, Python itself or this plugin; the profiler leaves out what of a path is in `sys.path`."""
+    if file.startswith(("<", "torch/", "shardmark/")):
+        return True
+    python, path = Path(os.__file__).parent, Path(file)
+    if not path.is_absolute():
+        return (python / path).is_file() and not path.is_file()
+    return any(path.is_relative_to(folder) for folder in (Path(torch.__file__).parent, python, Path(__file__).parent))
 
 
 @cache

@@ -102,7 +102,7 @@ class Recorder:
         return result
 
     def _give_kinds(self, events: list[Event]) -> None:
-        """Each block its kind, for the whole of its life."""
+        """Give every block one kind, which it has until it is freed."""
         labels = iter(self._labels)
         live: dict[int, Block] = {}
         before: set[Block] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 
 import pytest
@@ -34,6 +35,7 @@ class Step:
 
     def __init__(self, implementation: Implementation, case: object, device: str) -> None:
         self.model, self.x = Doubled(), torch.ones(100, device=device, requires_grad=True)
+        self.copied = copy.deepcopy(self.x.detach())  # allocated in a file of Python's own
 
     def prepare(self) -> None:
         self.x.grad = None
@@ -58,6 +60,8 @@ def test_blocks_have_operator_module_and_line(monkeypatch: pytest.MonkeyPatch, r
     input_, *_ = (held for held in found if held.operator == "aten::ones")
     assert (input_.nbytes, input_.blocks, input_.module) == (400, 1, "")
     assert input_.line == line_of(Step.__init__, "torch.ones")
+    [copied] = (held for held in found if held.operator == "")
+    assert (copied.nbytes, copied.line) == (400, line_of(Step.__init__, "copy.deepcopy"))
     padded = next(held for held in found if held.operator == "SliceBackward0")
     assert (padded.nbytes, padded.blocks, padded.module) == (1600, 2, "Doubled")
     assert padded.line == f"backward of {line_of(Doubled.forward, 'def forward')}"
@@ -77,7 +81,8 @@ def test_both_lists_are_shown_and_what_is_small_in_one_line() -> None:
     assert lines[2].split() == ["parameters", "1.00"] and lines[3].split() == ["gradients", "0.50"]
     assert "aten::op0                  1  20.00  blocks.0, mine.py:7" in lines
     assert lines[-1].split() == ["3", "smaller", "3", "21.00", "-"]
-    assert "everything (the formula has no named terms)" in list(excess_lines(5, found))[2]
+    assert "one number, without named terms" in list(excess_lines(5, found))[2]
+    assert len(list(excess_lines(5, []))) == 3
 
 
 def test_a_failed_memory_budget_shows_them(project: pytest.Pytester) -> None:

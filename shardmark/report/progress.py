@@ -20,7 +20,7 @@ import pytest
 from shardmark.session import SESSION
 
 SECONDS = {"smoke": 0.5, "laptop": 2.0, "paper": 8.0}
-"""Of a test, where no run is remembered: two cores' for smoke and laptop, an H100's for paper."""
+"""Per test, where no earlier run is remembered: on two cores for smoke and laptop, on an H100 for paper."""
 TRUST = 10.0
 """Seconds that must have been measured before this run counts as much as the last one."""
 

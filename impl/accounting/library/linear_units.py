@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Spread:
-    """What is told of backward, and its bytes; subclasses say what each of the ways to spread parameters does then."""
+    """Hooks through backward, and their bytes; subclasses say what each way of sharding does at them."""
 
     by_rows = False
     """Whether the ranks share each parameter's rows; or else a unit's values."""
@@ -58,7 +58,7 @@ class Spread:
         """Backward is through the unit."""
 
     def finish(self) -> None:
-        """It is through all."""
+        """Called once, after the last unit's backward."""
 
     def keep_gradients(self) -> None:
         """A unit's, this rank's part."""
@@ -99,12 +99,12 @@ class Sharded(Spread):
         self.gathered |= wanted
 
     def after(self, unit: int) -> None:
-        """The first one's inputs have no gradient that would tell."""
+        """The first unit's input has no gradient, so no hook of it fires."""
         if unit > 1:
             self._begin_reduce()
 
     def finish(self) -> None:
-        """Now it is told."""
+        """Reduce unit 1: its input has no gradient, so no hook fired."""
         self._begin_reduce()
         self._finish_reduce()
 
