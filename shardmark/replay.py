@@ -210,9 +210,9 @@ def _in_order(
 
 def _line(call: Any) -> str:
     """Of a Python call: where the called function begins, or else where it is called from; "" for others' files."""
-    for frame in (getattr(call, "callsite", None), call.caller):
+    for frame in filter(None, (getattr(call, "callsite", None), call.caller)):
         try:
-            file = frame.file_name if frame is not None else "<none>"
+            file = frame.file_name
         except UnicodeDecodeError:  # the profiler reads the names of functions that are gone
             continue
         if not _is_foreign(file):
