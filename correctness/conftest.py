@@ -14,8 +14,9 @@ import torch
 from correctness.support.compiling import compiler, unavailable_reason
 from correctness.support.interpreting import interpret_without_detours
 from correctness.support.workers import share_the_cores
+from impl.interpreting import requires_triton
+from shardmark.machine import requires_compiler
 from shardmark.rank import threads_of_a_rank
-from shardmark.registry import family
 from shardmark.report.layout import layout
 from shardmark.world import World, available_ranks
 
@@ -47,16 +48,13 @@ def pytest_configure() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave most of what is slow, compiled or interpreted, to the sweep, and the sweep to those who ask for it."""
-    attention = family("attention").implementations
-    compiled = [attention[name] for name in ("compiled", "flex")] + [family("loss").implementations["compiled"]]
-    triton = [attention["flash_triton"], family("loss").implementations["fused_triton"]]
-    interpreted = triton if os.environ.get("TRITON_INTERPRET") == "1" else []
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        implementation = parameters.get("implementation")
-        steps = getattr(implementation, "family", None) == "training_step" and implementation.name.startswith("compile")
-        compiles = (implementation in compiled or steps) and not any(part in item.name for part in COMPILED_EVERY_TIME)
-        interprets = implementation in interpreted and parameters.get("shape_id", parameters.get("size")) in LARGE
+        requires = getattr(parameters.get("implementation"), "requires", ())
+        compiles = requires_compiler in requires and not any(part in item.name for part in COMPILED_EVERY_TIME)
+        large = parameters.get("shape_id", parameters.get("size")) in LARGE
+        interprets = interpreted and requires_triton in requires and large
         if item.path.is_relative_to(FOLDER) and (compiles or interprets):
             item.add_marker(pytest.mark.sweep)
     if "sweep" not in config.option.markexpr:
