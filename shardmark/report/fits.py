@@ -49,5 +49,5 @@ def peaks_by_length(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
         width = max(len(f"{kind}  {implementation}") for kind, implementation in fitted)
     for (kind, implementation), ((quadratic, linear, constant), miss) in fitted.items():
         label = f"{kind}  {implementation}".ljust(width)
-        formula = f"{quadratic:,.2f} seq² {linear:+,.0f} seq {constant:+,.0f}"
+        formula = f"{round(quadratic, 2) + 0.0:,.2f} seq² {round(linear):+,} seq {round(constant):+,}"  # no "-0"
         yield f"{label}  tensors at the peak = {formula} bytes (misses by {miss:.1%} at most)"
