@@ -1,4 +1,4 @@
-"""What does each rung of the ladder change on ranks, its parameters spread by SimpleFSDP, in time and in memory?"""
+"""What does each rung of the ladder change on ranks, its parameters sharded by SimpleFSDP, in time and in memory?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from impl.accounting.library.simple_fsdp import peak, peak_of_stages, stages, work
 from impl.fsdp.cases import RankRung
 from impl.training_step.cases import TrainingStepCase
-from perf.workloads.mlp_ladder import MLP_LADDER, RankLadderStep, spread
+from perf.workloads.mlp_ladder import MLP_LADDER, RankLadderStep, shard_model
 from perf.workloads.ranks import measured_once
 from shardmark import registry
 from shardmark.clock import Stopwatch
@@ -109,7 +109,7 @@ def made(case: RankRung, device: str) -> Measured:
     mesh, watch = init_device_mesh(device, (case.ranks,)), Stopwatch(device)
     with meter(device) as memory:
         watch.start()
-        spread(case, mesh, stage)
+        shard_model(case, mesh, stage)
         laps = watch.stop()
     return measured_once(memory, [laps])
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from impl.accounting.library.nine_linears import SPREADS, peak, stages, work
+from impl.accounting.library.nine_linears import SHARDINGS, peak, stages, work
 from impl.fsdp.cases import WRAPS, NineLinearsCase
 from perf.workloads.nine_linears import SHARDED, NineLinearsStep
 from shardmark.grid import SCALES, Grid
@@ -88,8 +88,8 @@ def _measure(
 ) -> None:
     """Against this question's own formula, or, of a user's own, DDP's: to save is its use."""
     case = replace(case, ranks=world.size)
-    spread = SPREADS.get(implementation.name, SPREADS["ddp"])
-    formula = partial(peak, spread=spread, device=device)
+    sharding = SHARDINGS.get(implementation.name, SHARDINGS["ddp"])
+    formula = partial(peak, sharding=sharding, device=device)
     kept = implementation.family != "fsdp" or implementation.name.endswith("kept") or case.wrap == "whole"
     # By itself the first linear is not gathered again: its input needs no gradient.
     again = 0 if kept else case.linears - (implementation.name == "simple")
@@ -101,5 +101,5 @@ def _measure(
         world_size=world.size,
         work=work(case, gathered_again=again),
         slack=1.02,
-        observe=[Stages(stages(case, spread))],
+        observe=[Stages(stages(case, sharding))],
     )

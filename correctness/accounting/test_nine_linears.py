@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from correctness.support.metering import UNSEEN, assert_metered, metered
-from impl.accounting.library.nine_linears import SPREADS, peak, stages, work
+from impl.accounting.library.nine_linears import SHARDINGS, peak, stages, work
 from impl.fsdp.cases import WRAPS, NineLinearsCase
 from perf.workloads.nine_linears import SHARDED, NineLinearsStep
 from shardmark.registry import resolve
@@ -29,7 +29,7 @@ def assert_formula(worlds: Any, name: str, case: NineLinearsCase) -> None:
     """On every rank; or where rows are uneven, but for scalars, on the first, which has the most."""
     if reason := resolve("data_parallel" if name == "ddp" else "fsdp", name).unavailable_reason("cpu", to_measure=True):
         pytest.skip(f"{name}: {reason}")
-    expected = stages(case, SPREADS[name]) | {"peak": peak(case, SPREADS[name])}
+    expected = stages(case, SHARDINGS[name]) | {"peak": peak(case, SHARDINGS[name])}
     if name in ("fsdp2", "fsdp2_kept", "accelerate"):  # the mesh's number of each rank, from when it is wrapped
         expected |= {stage: expected[stage] + 4 * case.ranks for stage in ("wrapping", "warm-up")}
     uneven = case.width % case.ranks > 0
@@ -37,7 +37,7 @@ def assert_formula(worlds: Any, name: str, case: NineLinearsCase) -> None:
     assert_metered(worlds(case.ranks), [expected] * alike, held, name, case, below=below)
 
 
-@pytest.mark.parametrize("name", SPREADS)
+@pytest.mark.parametrize("name", SHARDINGS)
 def test_bytes_are_the_formulas(name: str, worlds: Any) -> None:
     assert_formula(worlds, name, FEW)
 
@@ -79,11 +79,11 @@ def test_offloading_from_a_cpu_costs_nothing_or_is_refused(worlds: Any) -> None:
 def test_offloading_from_a_gpu_takes_shards_and_their_gradients_off_it(name: str) -> None:
     """But for a unit's, on their way."""
     case = replace(FEW, offload=True)
-    spread = SPREADS[name]
-    shards = stages(case, spread)["wrapping"] - stages(case, spread)["data"]
-    saved = peak(case, spread) - peak(case, spread, device="cuda")
+    sharding = SHARDINGS[name]
+    shards = stages(case, sharding)["wrapping"] - stages(case, sharding)["data"]
+    saved = peak(case, sharding) - peak(case, sharding, device="cuda")
     assert shards < saved < 2 * shards
-    assert peak(case, spread) == peak(FEW, spread)
+    assert peak(case, sharding) == peak(FEW, sharding)
 
 
 def test_work_is_that_of_three_products_a_linear() -> None:

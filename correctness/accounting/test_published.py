@@ -12,7 +12,7 @@ import pytest
 
 from correctness.support.paths import ROOT
 from impl.accounting.library import simple_fsdp as simple
-from impl.accounting.library.nine_linears import SPREADS, peak, stages
+from impl.accounting.library.nine_linears import SHARDINGS, peak, stages
 from impl.accounting.programs import mlp
 from impl.fsdp.cases import NineLinearsCase, RankRung
 from impl.training_step.cases import TrainingStepCase
@@ -43,10 +43,10 @@ def odsc() -> dict[Row, float]:
 
     9.0 GiB is not nine linears: its script makes one for each of 8 GPUs, and the other GiB is inputs and targets. DDP's
     peak is where the last bias's gradient is summed, and 80 MiB is what PyTorch's reduction would need for 16,384 sums
-    on a GPU of 80 multiprocessors: which one it was is not told.
+    on a GPU of 80 multiprocessors: which one it was is not published.
     """
     case = NineLinearsCase(16_384, batch=8_192, linears=8, ranks=8)
-    ddp, fsdp = (stages(case, SPREADS[name]) for name in ("ddp", "fsdp1"))
+    ddp, fsdp = (stages(case, SHARDINGS[name]) for name in ("ddp", "fsdp1"))
     expected: dict[Row, float] = {}
     for name in ("ddp", "fsdp"):
         made = f"{name}, after model creation"
@@ -54,9 +54,9 @@ def odsc() -> dict[Row, float]:
         biases = 8 * 4 * 16_384  # the allocator has them in one block of 2 MiB
         expected[made, "memory reserved"] = ddp["model"] - biases + 2 * MIB
     expected["ddp, after warmup", "memory allocated"] = ddp["warm-up"] + WORKSPACES
-    expected["ddp, after warmup", "peak memory"] = peak(case, SPREADS["ddp"]) + WORKSPACES + 80 * MIB
+    expected["ddp, after warmup", "peak memory"] = peak(case, SHARDINGS["ddp"]) + WORKSPACES + 80 * MIB
     expected["fsdp, after warmup", "memory allocated"] = fsdp["warm-up"] + WORKSPACES
-    expected["fsdp, after warmup", "peak memory"] = peak(case, SPREADS["fsdp1"]) + WORKSPACES
+    expected["fsdp, after warmup", "peak memory"] = peak(case, SHARDINGS["fsdp1"]) + WORKSPACES
     return expected
 
 

@@ -74,7 +74,7 @@ def test_many_may_be_under_way_beside_messages_of_the_callers_own(
 
 
 def errors_of(implementation: Implementation) -> list[str]:
-    """What this rank is told of what cannot be."""
+    """The errors that this rank raises for calls that cannot be."""
     target, ranks, said = implementation.adapted, dist.get_world_size(), []
     for name, tensors in (
         ("all_reduce", [torch.ones(4, 3).T]),

@@ -34,7 +34,7 @@ def _units(model: nn.Module) -> list[tuple[str, list[str]]]:
 
 
 def prepared_on_rank(device: str) -> list[list[tuple[str, list[str]]]]:
-    """The units that ours makes, and those of an `Accelerator`, told that it may shard here."""
+    """The units that ours makes, and those of an `Accelerator` that is allowed to shard here."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 

@@ -156,7 +156,7 @@ def test_gradients_are_the_shards_own_and_are_clipped_by_the_norm_over_all_ranks
     world.run(contract_on_rank, implementation, device)
 
 
-def spread_again(implementation: Implementation, device: str) -> list[str]:
+def shard_again(implementation: Implementation, device: str) -> list[str]:
     """What is said of the wrapper wrapped, and of the module whose parameters it took."""
     plain = nn.Sequential(nn.Linear(4, 4)).to(device)
     model = _wrap(implementation, plain, wrap=whole)
@@ -170,7 +170,7 @@ def spread_again(implementation: Implementation, device: str) -> list[str]:
 
 @pytest.mark.family("fsdp", only=("sharded", "simple", "fsdp1", "fsdp2"))
 def test_to_wrap_twice_is_one_line(implementation: Implementation, world: World, device: str) -> None:
-    for said in world.run(spread_again, implementation, device):
+    for said in world.run(shard_again, implementation, device):
         assert len(said) == 2
         for line in said:
             assert re.fullmatch(

@@ -93,7 +93,7 @@ def test_bytes_of_a_step_are_exact(step_class: type[EagerStep], case: TrainingSt
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_the_first_steps_peak_is_lower_as_moments_come_after_activations(case: TrainingStepCase) -> None:
     expected = mlp.step_bytes(case)
-    few = 16 * MLP_SIZES[case.model].layers  # bytes of scalars that the optimizer's first step makes and lets go of
+    few = 16 * MLP_SIZES[case.model].layers  # bytes of scalars that the optimizer's first step makes and frees
     assert 0 <= metered(EagerStep, case, steps=1).tensors - expected.peak_of_first_step <= few
     assert expected.peak_of_first_step < expected.peak_of_backward
 

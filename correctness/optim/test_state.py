@@ -217,8 +217,8 @@ def test_state_that_is_taken_away_is_let_go(implementation: Implementation, devi
 
 
 @pytest.mark.parametrize("what", ["gradient", "moment"])
-def test_a_tensor_may_turn_where_it_lies(implementation: Implementation, what: str, device: str) -> None:
-    """Its address tells nothing of its strides."""
+def test_a_tensor_may_be_transposed_in_place(implementation: Implementation, what: str, device: str) -> None:
+    """The same address does not mean the same strides."""
     if implementation.name == "torch_fused":
         pytest.skip("torch's fused AdamW takes dense gradients laid out as their parameters; on CPU it misreads others")
     start = tensors(device, torch.float64, ((6, 6),))

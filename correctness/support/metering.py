@@ -1,4 +1,4 @@
-"""What a meter on ranks tells: what is held, and now and then what a backend's thread let go of unseen."""
+"""Meter a case on ranks and compare with formulas; repeats, as a backend's thread may free a tensor unmetered."""
 
 from __future__ import annotations
 

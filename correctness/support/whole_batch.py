@@ -1,4 +1,4 @@
-"""A single process on the whole batch: what every way to spread training over ranks is held to, in float64."""
+"""A single process on the whole batch: what every way to train on several ranks is held to, in float64."""
 
 from __future__ import annotations
 

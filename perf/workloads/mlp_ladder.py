@@ -33,7 +33,7 @@ MLP_LADDER = Grid(
 """Eager training steps: in float32 the first rung, in bfloat16 the rung with autocast only."""
 
 
-def spread(case: RankRung, mesh: DeviceMesh, report: Callable[[str], None] = lambda name: None) -> nn.Module:
+def shard_model(case: RankRung, mesh: DeviceMesh, report: Callable[[str], None] = lambda name: None) -> nn.Module:
     """The case's model, sharded over the ranks of the mesh; `report` is called with each stage's name at its end."""
     device = mesh.device_type
     with torch.device("meta" if case.meta else device):
@@ -56,7 +56,7 @@ class RankLadderStep(RankStep):
 
     def build(self, implementation: Implementation, case: Any) -> tuple[Any, Optimizer]:
         # AdamW is fused, so that the optimizer itself needs no temporaries.
-        model = spread(case, init_device_mesh(torch.get_default_device().type, (case.ranks,)))
+        model = shard_model(case, init_device_mesh(torch.get_default_device().type, (case.ranks,)))
         if case.checkpointed:
             full(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from impl.fsdp.cases import NineLinearsCase
 
 
-class Spread:
+class Sharding:
     """Hooks through backward, and their bytes; subclasses say what each way of sharding does at them."""
 
     by_rows = False
@@ -66,7 +66,7 @@ class Spread:
         self.give(self.shard if self.offloaded else 0)
 
 
-class Replicated(Spread):
+class Replicated(Sharding):
     """torch DDP: parameters, buckets as large, and gradients that are not in them."""
 
     def __init__(self, case: NineLinearsCase, device: str = "cpu") -> None:
@@ -75,7 +75,7 @@ class Replicated(Spread):
         self.kept = 2 * self.kept_gradients
 
 
-class Sharded(Spread):
+class Sharded(Sharding):
     """Ours: a unit's gradients, once all are there, are put into a flat tensor, which stays until the next one's are.
 
     `ahead` units are gathered beside the one at hand, in place; or all stay from forward.
@@ -124,7 +124,7 @@ class Sharded(Spread):
             self.give(FLOAT, self.unit)
 
 
-class FSDP1(Spread):
+class FSDP1(Sharding):
     """torch FSDP1: a unit's gradients are copied into a flat one while it is gathered, and that is reduced at once.
 
     The next unit is there from before its gradients are computed ("pre"), or after they are ("post"). Prefetching in
@@ -181,7 +181,7 @@ class FSDP1(Spread):
             self.gathered.add(unit)
 
 
-class FSDP2(Spread):
+class FSDP2(Sharding):
     """torch FSDP2: the next unit is gathered before this one's gradients, which are copied together to be reduced.
 
     What is gathered is copied out into the parameters; gradients' copy stays until the next unit's are there too.
@@ -226,7 +226,7 @@ class FSDP2(Spread):
             self.gathered.add(unit)
 
 
-class Simple(Spread):
+class Simple(Sharding):
     """SimpleFSDP: a weight is gathered to be read, and each gradient reduced for itself; one rank does neither."""
 
     by_rows = True
@@ -252,12 +252,12 @@ class Simple(Spread):
             self.shards.reduce(shape)
 
 
-def _gather(spread: Spread) -> None:
+def _gather(sharding: Sharding) -> None:
     """A unit, from shards that may have to be brought to the device."""
-    shard = spread.shard if spread.offloaded else 0
-    spread.take(shard, spread.unit)
-    spread.take(spread.unit)
-    spread.give(spread.unit, shard)
+    shard = sharding.shard if sharding.offloaded else 0
+    sharding.take(shard, sharding.unit)
+    sharding.take(sharding.unit)
+    sharding.give(sharding.unit, shard)
 
 
 def _all(units: int) -> set[int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from impl.accounting.library.linear_units import FSDP1, FSDP2, Replicated, Sharded, Simple, Spread
+from impl.accounting.library.linear_units import FSDP1, FSDP2, Replicated, Sharded, Sharding, Simple
 from impl.accounting.programs.parameters import FLOAT
 from impl.collectives.accounting import all_reduce_bytes_sent
 from shardmark.grid import Work
@@ -31,9 +31,9 @@ def linear_bytes(case: NineLinearsCase) -> int:
     return FLOAT * (case.width**2 + case.width)
 
 
-def stages(case: NineLinearsCase, spread: Callable[..., Spread] = Replicated) -> dict[str, int]:
+def stages(case: NineLinearsCase, sharding: Callable[..., Sharding] = Replicated) -> dict[str, int]:
     """Bytes live after each stage of making the step. In the end the gradients are there, and no activations."""
-    data, model, held = 2 * activation_bytes(case), case.linears * linear_bytes(case), spread(case)
+    data, model, held = 2 * activation_bytes(case), case.linears * linear_bytes(case), sharding(case)
     return {
         "data": data,
         "model": data + model,
@@ -42,9 +42,9 @@ def stages(case: NineLinearsCase, spread: Callable[..., Spread] = Replicated) ->
     }
 
 
-def peak(case: NineLinearsCase, spread: Callable[..., Spread] = Replicated, device: str = "cpu") -> int:
+def peak(case: NineLinearsCase, sharding: Callable[..., Sharding] = Replicated, device: str = "cpu") -> int:
     """Peak in bytes of one rank's step, on the device: what is offloaded from "cuda" is not on it."""
-    held = spread(case, device=device)
+    held = sharding(case, device=device)
     take, give = held.take, held.give
     a, layers, per_unit = activation_bytes(case), case.linears, case.linears_a_unit
     held.begin()
@@ -69,7 +69,7 @@ def peak(case: NineLinearsCase, spread: Callable[..., Spread] = Replicated, devi
     return held.ledger.peak
 
 
-SPREADS: dict[str, Callable[..., Spread]] = {
+SHARDINGS: dict[str, Callable[..., Sharding]] = {
     "ddp": Replicated,
     "sharded_plain": partial(Sharded, ahead=0),
     "sharded": Sharded,
