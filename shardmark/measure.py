@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 
 from shardmark import budget, registry
-from shardmark.budget import (
-    MEMORY_SLACK,
-    MIB,
-    SHOWN_CONFIDENCE,
-    Limits,
-    MemoryBudget,
-    fewest_rounds,
-)
+from shardmark.budget import MEMORY_SLACK, MIB, SHOWN_CONFIDENCE, Limits, MemoryBudget, fewest_rounds
 from shardmark.excess import Held, excess_lines
 from shardmark.grid import Work
 from shardmark.memory import available_bytes, is_out_of_memory
@@ -102,7 +95,7 @@ class Measure:
         )
 
         identity = plan.identity
-        plan = self._with_room_for_peer(plan, self._admit(identity, memory))
+        plan = self._with_room_for_peer(plan, memory, self._admit(identity, memory))
         ranks = self._unless_out_of_memory(
             identity, memory, lambda: session.worlds.get(world_size).run(measure, plan, deadline=CASE_DEADLINE)
         )
@@ -167,8 +160,10 @@ class Measure:
         if complaints[budget.FAIL]:
             lines: list[str] = []
             if memory is not None and memory.verdict(max(tensors, default=0)) == budget.FAIL:
-                with suppress(Exception):  # the verdict stands without it
-                    lines = list(excess_lines(memory.formula, at_peak()))
+                found: list[Held] = []
+                with suppress(Exception):  # the verdict, and what the formula has, stand without it
+                    found = at_peak()
+                lines = list(excess_lines(memory.formula, found))
             pytest.fail("\n".join([complaints[budget.FAIL], "", *lines]).rstrip(), pytrace=False)
         if complaints[budget.UNDECIDED]:
             pytest.skip(f"undecided: {complaints[budget.UNDECIDED]}")
@@ -229,12 +224,11 @@ class Measure:
             pytest.skip(f"not started: needs {needed / MIB:,.0f} MiB of {available / MIB:,.0f} MiB available")
         return available
 
-    def _with_room_for_peer(self, plan: Plan, available: int) -> Plan:
+    def _with_room_for_peer(self, plan: Plan, memory: MemoryBudget, available: int) -> Plan:
         """The plan, without its peer where there is no room for both."""
         if plan.peer is None:
             return plan
-        formulas = [memory_budget(each, plan.case).formula for each in (plan.implementation, plan.peer)]
-        both = sum(formulas) * _copies(plan.identity)
+        both = (memory.formula + memory_budget(plan.peer, plan.case).formula) * _copies(plan.identity)
         if both <= available:
             return plan
         self._item.warn(

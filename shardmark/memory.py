@@ -23,7 +23,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,7 +82,7 @@ class Meter(Memory):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Meter what the block does."""
-        with workers_free_first() if self._recording.device == "cpu" else nullcontext(), self._recording.running():
+        with workers_free_first(self._recording.device), self._recording.running():
             yield
 
     def mark(self, phase: str) -> None:

@@ -121,7 +121,7 @@ class Timeline(Observer):
 
     @classmethod
     def on_rank(cls, plan: Plan, measured: Measured) -> timeline.Timeline | None:
-        """The first rank's; the others run the same steps."""
+        """Record the first rank; the others run the same steps, as these communicate."""
         if plan.world_size == 1 or dist.get_rank() == 0:
             return timeline_pass(plan)
         release(plan.device)
@@ -184,7 +184,7 @@ class Stages(Observer):
         }
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
-        """One table, the stages its columns."""
+        """One table with a column for each stage."""
         return stage_lines(entries)
 
 
@@ -204,12 +204,12 @@ class Compile(Observer):
 
     @classmethod
     def around(cls, plan: Plan) -> AbstractContextManager[None]:
-        """Nothing that was compiled before is remembered."""
+        """Compile from nothing: no cache of an earlier compilation, on disk or in the process, is used."""
         return cold_compiler(plan.device)
 
     @classmethod
     def before_first_step(cls, memory: Meter) -> None:
-        """So that what the first step leaves behind shows."""
+        """Mark what is live before the first step, which may leave something behind."""
         memory.mark("before_first_step")
 
     @classmethod

@@ -193,8 +193,7 @@ def blocks_at_peak(plan: Plan) -> list[Held]:
     A pass of its own for when a budget has failed, as following Python's frames takes long.
     """
     release(plan.device)
-    patient = workers_free_first() if plan.device == "cpu" else nullcontext()
-    with patient, recording(plan.device, lines=True) as recorded:
+    with workers_free_first(plan.device), recording(plan.device, lines=True) as recorded:
         workload = warmed_up(plan)
         workload.prepare()
         modules = modules_of(workload).named_modules()

@@ -97,3 +97,14 @@ def test_a_failed_memory_budget_shows_them(project: pytest.Pytester) -> None:
             "aten::empty * 1 * 0.00 *test_sleeps.py:*",
         ]
     )
+
+
+def test_what_the_formula_has_is_shown_where_the_blocks_cannot_be_found(
+    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardmark.measure.blocks_at_peak", lambda plan: 1 / 0)
+    result, output = run_project(project, "--scale=smoke", "-k", "greedy and nap")
+    result.assert_outcomes(failed=1)
+    assert row_of(output, "greedy")["verdict"] == "fail"
+    result.stdout.fnmatch_lines(["what the formula has at the peak *"])
+    result.stdout.no_fnmatch_line("what was found there *")

@@ -33,7 +33,9 @@ def share_the_cores(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ or torchrun.launched() or torch.cuda.is_available():
         return
     paths = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
+    if available_cores() == 1 or not all(path.is_dir() and path.is_relative_to(FOLDER) for path in paths):
+        return
     number = min(available_cores(), MOST_WORKERS, available_bytes("cpu") // BYTES_OF_A_WORKER)
-    if number > 1 and all(path.is_dir() and path.is_relative_to(FOLDER) for path in paths):
+    if number > 1:
         option.numprocesses = number
         option.dist = "worksteal" if option.dist == "no" else option.dist  # a file stays together until the very end

@@ -64,7 +64,7 @@ class Bucket:
         return self._last
 
     def buffer(self) -> Tensor:
-        """All gradients, one-dimensional."""
+        """The gradients of all its parameters end to end, as one 1-D tensor."""
         return self._flat
 
     def set_buffer(self, tensor: Tensor) -> None:

@@ -72,7 +72,7 @@ class AllReduces:
         self.tensors = {size: torch.zeros(size * 1024 // 4, device=device) for size in sorted(case.kilobytes)}
 
     def prepare(self) -> None:
-        """Nothing: sums of zeros are zeros."""
+        """Nothing to reset: sums of zeros are zeros."""
 
     def step(self, mark: Mark) -> None:
         for size, tensor in self.tensors.items():

@@ -25,7 +25,7 @@ class Compute(RankStep):
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def synchronize(self) -> None:
-        """Nothing to do."""
+        """Gradients stay on their rank."""
 
 
 class Communication:
@@ -38,7 +38,7 @@ class Communication:
         self.buckets = torch.zeros(size, device=device).split(bucket)
 
     def prepare(self) -> None:
-        """Nothing: sums of zeros are zeros."""
+        """Nothing to reset: sums of zeros are zeros."""
 
     def step(self, mark: Mark) -> None:
         # All buckets start at once: none waits for gradients.

@@ -38,7 +38,7 @@ class OptimizerStep:
         self.backend = "clip_grad_norm_" if self.clips_before else "in step" if in_step else "no clipping"
 
     def prepare(self) -> None:
-        """Nothing: each step uses the same gradients."""
+        """Nothing to reset: each step uses the same gradients."""
 
     def step(self, mark: Mark) -> None:
         if self.clips_before:

@@ -41,7 +41,7 @@ class Strategy:
         """Backward comes to a unit."""
 
     def leave_backward(self, unit: int) -> None:
-        """All gradients of the unit are there."""
+        """Backward has computed all gradients of the unit."""
 
     def read(self, parameter: Parameter) -> None:
         """An operator of forward or backward is about to read the parameter."""

@@ -56,7 +56,7 @@ class Recursive(EveryNth):
         self.length = length
 
     def place(self, unit: int) -> int:
-        """Of a block in its segment."""
+        """Which block of its segment the unit is, from 0 on."""
         return (unit - self.step.blocks.start) % self.length
 
     def leave(self, unit: int) -> None:
