@@ -1,0 +1,50 @@
+"""The judge, judged: each defect planted here fails the test that must see it, and no right implementation fails any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from correctness.support.judging import FOLDERS, judge
+from correctness.support.planting import planted_in
+from shardmark.registry import FAMILIES
+
+FOLDER = Path(__file__).parent
+
+
+def _modules(folder: Path) -> dict[str, str]:
+    """By family, of those that have a file there."""
+    package = "correctness." + ".".join(folder.relative_to(FOLDER.parent).parts)
+    files = {family: FOLDERS.get(family, family) for family in sorted(FAMILIES)}
+    return {family: f"{package}.{file}" for family, file in files.items() if (folder / f"{file}.py").exists()}
+
+
+DEFECTS, RIGHT = _modules(FOLDER), _modules(FOLDER / "right")
+
+
+@pytest.mark.parametrize("family", DEFECTS)
+def test_each_defect_fails_the_test_that_must_see_it(
+    family: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    planted = planted_in(DEFECTS[family])
+    found = judge(family, planted, DEFECTS[family], tmp_path)
+    escaped = []
+    for each in planted:
+        failed = [o for o in found[each.name] if o.outcome == "failed" and each.caught_by in o.test]
+        if not failed:
+            ran = "; ".join(f"{o.test} {o.outcome} {o.line}" for o in found[each.name]) or "no such test"
+            escaped.append(f"{each.name} ({each.cause}) passes {each.caught_by}: {ran}")
+        else:
+            record_property("defect", (family, each.name, each.cause, failed[0].test, failed[0].line))
+    assert not escaped, "\n".join([f"{len(escaped)} of {len(planted)} defects of {family} escaped:", *escaped])
+
+
+@pytest.mark.parametrize("family", RIGHT)
+def test_no_right_implementation_is_rejected(family: str, tmp_path: Path) -> None:
+    planted = planted_in(RIGHT[family])
+    found = judge(family, planted, RIGHT[family], tmp_path)
+    rejected = [f"{o.name} fails {o.test}: {o.line}" for each in found.values() for o in each if o.outcome == "failed"]
+    untried = [name for name, outcomes in found.items() if not any(o.outcome == "passed" for o in outcomes)]
+    assert not rejected and not untried, "\n".join([*rejected, *(f"{name}: no test ran" for name in untried)])
