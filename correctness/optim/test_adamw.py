@@ -38,7 +38,7 @@ def test_the_first_step_has_the_length_of_lr(implementation: Implementation, dev
     start = torch.tensor([1.0, 2.0, -3.0], dtype=torch.float64, device=device)
     grad = torch.tensor([1e-3, 5.0, -200.0], dtype=torch.float64, device=device)
     (found,) = train(implementation.target, [start], [[grad]], lr=0.1, eps=0.0, weight_decay=0.0)
-    assert_near(start - found, 0.1 * grad.sign(), 1e-12, "the first step")
+    assert_near(start - found, 0.1 * grad.sign(), 1e-10, "the first step")
 
 
 def test_weight_decay_is_apart_from_the_gradient(implementation: Implementation, device: str) -> None:
@@ -48,13 +48,13 @@ def test_weight_decay_is_apart_from_the_gradient(implementation: Implementation,
     for lr in (0.1, 0.01):
         plain, decayed = (train(implementation.target, start, [grads], lr=lr, weight_decay=x) for x in (0.0, 0.5))
         for i, x in enumerate(start):
-            assert_near(plain[i] - decayed[i], lr * 0.5 * x, 1e-12, f"decay of parameter {i} at lr {lr}")
+            assert_near(plain[i] - decayed[i], lr * 0.5 * x, 1e-10, f"decay of parameter {i} at lr {lr}")
 
 
 def test_eps_is_added_to_the_root(implementation: Implementation, device: str) -> None:
     start, grad = (torch.full((3,), x, dtype=torch.float64, device=device) for x in (1.0, 1e-3))
     (found,) = train(implementation.target, [start], [[grad]], lr=0.1, eps=3e-3, weight_decay=0.0)
-    assert_near(start - found, 0.1 * grad / (grad + 3e-3), 1e-12, "the step lr * g / (|g| + eps)")
+    assert_near(start - found, 0.1 * grad / (grad + 3e-3), 1e-10, "the step lr * g / (|g| + eps)")
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=ARGUMENTS)
@@ -100,7 +100,7 @@ def test_late_steps(implementation: Implementation, steps: int, device: str) -> 
                 raise
             pytest.skip(f"{implementation} does not go on from the state of torch's AdamW: {error}")
     for i, (x, y) in enumerate(zip(*found, strict=True)):
-        assert_near(x.detach(), y.detach(), 1e-11, f"parameter {i} after step {steps} + 2")
+        assert_near(x.detach(), y.detach(), 1e-10, f"parameter {i} after step {steps} + 2")
 
 
 def test_a_large_parameter(implementation: Implementation, device: str) -> None:

@@ -158,6 +158,20 @@ def test_any_layout_of_parameters_and_gradients(
     assert_all_near(params, train(AdamW, start, grads))
 
 
+def test_a_gradient_may_be_expanded(implementation: Implementation, device: str) -> None:
+    """All its elements are one, as that of a sum is."""
+    if implementation.name == "torch_fused":
+        pytest.skip("torch's fused AdamW takes dense gradients laid out as their parameters; on CPU it misreads others")
+    start = tensors(device, shapes=((3, 5), (40,)))
+    params = leaves(start)
+    optimizer = implementation.target(params)
+    for _ in range(2):
+        for p in params:
+            p.grad = p.new_ones(()).expand(p.shape)
+        optimizer.step()
+    assert_all_near(params, train(AdamW, start, [[torch.ones_like(x) for x in start]] * 2))
+
+
 def test_a_closure_is_evaluated_with_gradients(implementation: Implementation, device: str) -> None:
     x = torch.ones(5, device=device, requires_grad=True)
     optimizer = implementation.target([x], lr=0.1, weight_decay=0.0)

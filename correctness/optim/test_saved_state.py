@@ -94,6 +94,14 @@ def test_a_state_without_steps_can_be_loaded(implementation: Implementation, dev
     assert_all_near(run(optimizer, grads), train(AdamW, start, grads, lr=0.1))
 
 
+def test_a_state_of_other_groups_is_a_value_error(implementation: Implementation, device: str) -> None:
+    start = tensors(device)
+    state = saved(implementation.target([{"params": leaves(start[:2])}, {"params": leaves(start[2:])}]))
+    for params in (leaves(start), [{"params": leaves(start[:3])}, {"params": leaves(start[3:])}]):
+        with pytest.raises(ValueError, match=r"."):
+            implementation.target(params).load_state_dict(state)
+
+
 def test_torchs_adamw_goes_on_from_the_state(implementation: Implementation, device: str) -> None:
     """So the moments are what torch's are, without bias corrections."""
     start = tensors(device)
@@ -137,4 +145,4 @@ def test_the_state_dict_is_of_now(implementation: Implementation, device: str) -
             assert not missing, f"the state of parameter {i} has no {' and no '.join(missing)}"
             assert float(state[i]["step"]) == float(theirs[i]["step"]), f"step of parameter {i}: {state[i]['step']}"
             for name in KEYS[1:]:
-                assert_near(state[i][name].double(), theirs[i][name], 1e-12, f"{name} of parameter {i}")
+                assert_near(state[i][name].double(), theirs[i][name], 1e-10, f"{name} of parameter {i}")

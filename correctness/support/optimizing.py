@@ -75,7 +75,8 @@ def assert_as_accurate_as_plain(
     """Twice the error of `AdamW` in the same dtype; of float64, where that is the reference, what rounding owes.
 
     That is, each step, one rounding of the parameter, and one of its bias corrections: differences of 1 and a power,
-    which 1 / (1 - beta) makes larger. Where `AdamW` in a narrower dtype is exact by luck, it is one rounding.
+    which 1 / (1 - beta) makes larger; or a billionth of lr, which other orders of the same operations may take, and
+    no detour through float32 does. Where `AdamW` in a narrower dtype is exact by luck, it is one rounding.
     """
     wide = [[g.double() for g in step] for step in grads]
     exact = train(AdamW, [x.double() for x in start], wide, **options)
@@ -89,7 +90,7 @@ def assert_as_accurate_as_plain(
             continue
         rounding = torch.finfo(x.dtype).eps * reference.abs().max().item()
         if x.dtype == torch.float64:
-            rounding = len(grads) * (rounding + torch.finfo(x.dtype).eps * lr / (1 - max(betas)))
+            rounding = len(grads) * max(rounding + torch.finfo(x.dtype).eps * lr / (1 - max(betas)), 1e-9 * lr)
         plain_error = (same_dtype.double() - reference).abs().max().item()
         assert_near(x.double(), reference, 2 * max(plain_error, rounding), f"parameter {i} of shape {tuple(x.shape)}")
 
@@ -107,7 +108,7 @@ def assert_near(found: Tensor, expected: Tensor, allowed: float, what: str) -> N
         )
 
 
-def assert_all_near(found: Sequence[Tensor], expected: Sequence[Tensor], rtol: float = 1e-12) -> None:
+def assert_all_near(found: Sequence[Tensor], expected: Sequence[Tensor], rtol: float = 1e-10) -> None:
     """Of float64 parameters that may differ by a few roundings."""
     for i, (x, y) in enumerate(zip(found, expected, strict=True)):
         if y.numel():

@@ -24,11 +24,12 @@ class Optimizer(Protocol):
     unless stated otherwise below. Optimizers share nothing, and after its first steps one keeps no more bytes.
 
     State: after `load_state_dict` training goes on as if it had not stopped, in a new optimizer or in one that has
-    made other steps, with the param groups' arguments that were saved. torch's AdamW goes on from the state as well.
+    made other steps, with the param groups' arguments that were saved; ValueError where param groups have other
+    numbers of parameters. torch's AdamW goes on from the state as well.
 
     ValueError, in one line, for no parameters, a negative lr, eps or weight_decay, and betas outside [0, 1). A sparse
     gradient is an error, or treated as the dense one it stands for. Our own are stricter (`impl.optim.base`):
-    ValueError too for an argument that is no number, complex or integer parameters, several devices, and sparse gradients.
+    ValueError too for arguments that are no numbers, complex or integer parameters, several devices, sparse gradients.
 
     Two options, by name, that an implementation may have:
 
