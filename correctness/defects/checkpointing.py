@@ -29,7 +29,7 @@ def wrapped(model: nn.Module, wrap: Callable[[Forward, nn.Module], Forward]) -> 
 
 
 def recomputed(forward: Forward, **options: Any) -> Forward:
-    return partial(checkpoint, forward, use_reentrant=False, **options)
+    return partial(checkpoint, forward, **{"use_reentrant": False, **options})
 
 
 @defect(cause="memory", caught_by="test_forward_keeps_less")
@@ -38,9 +38,9 @@ def of_no_block(model: nn.Module) -> nn.Module:
     return wrapped(model, lambda forward, block: lambda *args, **kwargs: forward(*args, **kwargs))
 
 
-@defect(cause="memory", caught_by="test_forward_keeps_less")
-def first_block_alone(model: nn.Module) -> nn.Module:
-    """And this one keeps its activations by hand."""
+@defect(cause="memory", caught_by="test_nothing_is_kept_after_backward")
+def activations_in_a_list(model: nn.Module) -> nn.Module:
+    """By hooks, of which backward knows nothing."""
     kept: list[Any] = []
 
     def keeping(forward: Forward, block: nn.Module) -> Forward:
@@ -88,35 +88,10 @@ def other_random_numbers(model: nn.Module) -> nn.Module:
     return wrapped(model, lambda forward, block: recomputed(forward, preserve_rng_state=False))
 
 
-class Reentrant(torch.autograd.Function):
-    """The textbook's: run without a graph, and again with one in backward."""
-
-    restores_random_state = True
-
-    @staticmethod
-    def forward(ctx: Any, run: Forward, x: Tensor) -> Tensor:
-        ctx.run, ctx.random, ctx.autocast = run, torch.get_rng_state(), torch.is_autocast_enabled("cpu")
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return run(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
-        (x,) = ctx.saved_tensors
-        x = x.detach().requires_grad_(ctx.needs_input_grad[1])
-        now = torch.get_rng_state()
-        torch.set_rng_state(ctx.random)
-        with torch.enable_grad(), torch.autocast("cpu", enabled=ctx.autocast):
-            out = ctx.run(x)
-        torch.set_rng_state(now)
-        torch.autograd.backward(out, grad)
-        return None, x.grad
-
-
 @defect(cause="gradients", caught_by="test_an_input_that_needs_no_gradient")
 def reentrant(model: nn.Module) -> nn.Module:
     """Where no input needs a gradient, autograd takes the block for a constant."""
-    return wrapped(model, lambda forward, block: partial(Reentrant.apply, forward))
+    return wrapped(model, lambda forward, block: recomputed(forward, use_reentrant=True))
 
 
 @defect(cause="state", caught_by="test_random_numbers_after_backward")
@@ -213,7 +188,7 @@ def in_wrappers(model: nn.Module) -> nn.Module:
     return model
 
 
-@defect(cause="gradients", caught_by="test_without_gradients")
+@defect(cause="gradients", caught_by="test_in_eval_mode")
 def detached(model: nn.Module) -> nn.Module:
     """The last block's inputs are cut from the graph, where the model is evaluated too."""
 
