@@ -23,8 +23,8 @@ class Policy(Protocol):
     checkpointed.
 
     Of a model of many blocks forward keeps fewer bytes for backward than without, the peak of forward and backward is
-    lower, and nothing is kept after backward. A policy which is to save nothing, as a peer, is named `none`, or has an
-    attribute `saves_nothing = True`.
+    lower, and nothing is kept after backward. A policy which is to save nothing, as a peer, is named `none` or
+    `identity`, or has an attribute `saves_nothing = True`.
 
     Save a checkpointed model by its `state_dict`; the module itself cannot be pickled. ValueError for a model without
     blocks, and for one that is checkpointed already.
@@ -35,7 +35,7 @@ class Policy(Protocol):
 
 def claims_to_save(policy: Any) -> bool:
     """Whether a policy is held to saving memory: all are but those that say otherwise."""
-    return not getattr(policy, "saves_nothing", False) and getattr(policy, "__name__", "") != "none"
+    return not getattr(policy, "saves_nothing", False) and getattr(policy, "__name__", "") not in ("none", "identity")
 
 
 def _check(target: Any, device: str) -> None:
