@@ -14,7 +14,8 @@ from impl.model import SIZES
 from impl.training_step.accounting import eager_peak
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
 from perf.workloads.training_step import LabelledStep, LanguageModelStep
-from shardmark.observers import Observer, Timeline, timeline_entry
+from shardmark.observers import Observer, Timeline
+from shardmark.observers.memory import timeline_entry
 from shardmark.passes import measure
 from shardmark.plan import Measured, Plan, Rounds
 from shardmark.registry import family
