@@ -2,8 +2,8 @@
 
     measure(Step, implementation, case, work=work, observe=[Timeline(activations=formulas), Compile()])
 
-An observer owns what runs on each rank, its part of the row, and its lines under the question's table. A question's own
-observer is a subclass of `Observer`; the suite's are in `perf/observers/`.
+An observer owns what runs on each rank, its part of the row, the columns that show it, and its lines under the
+question's table. A question's own observer is a subclass of `Observer`; the suite's are in `perf/observers/`.
 """
 
 from shardmark.observers.communication import ExposedCommunication, HiddenCommunication
@@ -11,8 +11,9 @@ from shardmark.observers.compile import Compile
 from shardmark.observers.goals import Goals
 from shardmark.observers.losses import Losses
 from shardmark.observers.memory import PeakByLength, Stages, Timeline, timeline_pass
-from shardmark.observers.observer import Entry, Observer
+from shardmark.observers.observer import Observer
 from shardmark.observers.profile import Profile
+from shardmark.report.columns import Entry
 
 __all__ = [
     "Compile",
@@ -28,3 +29,6 @@ __all__ = [
     "Timeline",
     "timeline_pass",
 ]
+
+WITH_COLUMNS: tuple[type[Observer], ...] = (HiddenCommunication, Compile, Losses, Timeline)
+"""Those whose columns any question may name, in the order of their columns."""

@@ -8,7 +8,17 @@ from typing import ClassVar
 
 from shardmark.observers.observer import Observer
 from shardmark.plan import COMMUNICATION, COMPUTE, IMPLEMENTATION, Measured
+from shardmark.report.columns import Cell, Column, Entry
+from shardmark.report.layout import ms
 from shardmark.rows import Row, mean_parts, step_seconds
+
+
+def _alone(name: str) -> Cell:
+    return lambda entry, row: ms(row["time"][name]) if name in row["time"] else None
+
+
+def _hidden(entry: Entry, row: Row) -> str | None:
+    return f"{row['time']['hidden']:.0%}" if "hidden" in row["time"] else None
 
 
 class ExposedCommunication(Observer):
@@ -35,6 +45,11 @@ class HiddenCommunication(ExposedCommunication):
 
     needs = ("compute_step", "communication_step")
     timed: ClassVar[Mapping[str, str]] = {COMPUTE: "compute_step", COMMUNICATION: "communication_step"}
+    columns: ClassVar[tuple[Column, ...]] = (
+        Column("compute alone", _alone("compute_alone"), after="optimizer"),
+        Column("comm. alone", _alone("communication_alone"), after="optimizer"),
+        Column("hidden", _hidden, after="optimizer"),
+    )
 
     def fill(self, row: Row, ranks: list[Measured]) -> None:
         """In the row's time: the medians of "compute_alone" and "communication_alone", and the share "hidden"."""

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from typing import ClassVar
 
 import torch.distributed as dist
 
 from shardmark import timeline
 from shardmark.memory import release
-from shardmark.observers.observer import Entry, Observer
+from shardmark.observers.observer import Observer
 from shardmark.passes import WARMUPS, warmed_up
 from shardmark.plan import Measured, Plan
+from shardmark.report.columns import Column, Entry
 from shardmark.report.fits import peaks_by_length
+from shardmark.report.layout import mib
 from shardmark.report.memory import memory_lines, stage_lines
 from shardmark.rows import Row
 from shardmark.trace import module_ranges, modules_of
+
+
+def _after_init(entry: Entry, row: Row) -> str | None:
+    memory = row["memory"]
+    observed = "kinds" in memory or "peaks" in memory  # which Timeline and Compile fill
+    return mib(memory["phases"]["after_init"]) if observed and "after_init" in memory.get("phases", {}) else None
+
+
+AFTER_INIT = Column("after init MiB", _after_init, after="before backward MiB")
+"""Every metered row has that figure; it is shown where a case is seen before its steady-state step."""
 
 
 class Timeline(Observer):
@@ -26,6 +39,7 @@ class Timeline(Observer):
     """
 
     needs = ("kinds",)
+    columns: ClassVar[tuple[Column, ...]] = (AFTER_INIT,)
 
     def __init__(self, activations: Mapping[tuple[str, str], int] | None = None) -> None:
         self.activations = activations or {}

@@ -8,21 +8,21 @@ from typing import Any, ClassVar
 
 from shardmark.memory import Meter
 from shardmark.plan import Measured, Plan, Workload
+from shardmark.report.columns import Column, Entry
 from shardmark.rows import Row
-
-Entry = dict[str, Any]
 
 
 class Observer:
     """One thing to see. Class methods run on the ranks, to which only the class travels; the others where pytest runs.
 
     `needs` names methods that the workload must have; `timed` those of them that are timed, by name, in the same
-    rounds as the step; `min_rounds` is how many of these it takes.
+    rounds as the step; `min_rounds` is how many of these it takes. `columns` show what it fills of the row.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
     timed: ClassVar[Mapping[str, str]] = {}
     min_rounds: int = 1
+    columns: ClassVar[tuple[Column, ...]] = ()
 
     def check(self, workload: type[Workload]) -> None:
         """Raises TypeError, in one line, where the workload lacks what this observer needs."""

@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from shardmark.kernels import StepProfile
 from shardmark.memory import release
-from shardmark.observers.observer import Entry, Observer
+from shardmark.observers.observer import Observer
 from shardmark.passes import warmed_up
 from shardmark.plan import Measured, Plan
+from shardmark.report.columns import Entry
 from shardmark.report.kernels import kernel_lines
 from shardmark.rows import Row
 from shardmark.trace import memory_snapshot, profile_step
