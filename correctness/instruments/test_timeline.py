@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from correctness.support.metering import plan_of
 from impl.accounting.ledger import Bytes
 from impl.accounting.model import activations
 from impl.accounting.model import phases as phases_of
@@ -17,8 +18,8 @@ from perf.workloads.training_step import LabelledStep, LanguageModelStep
 from shardmark.observers import Observer, Timeline
 from shardmark.observers.memory import timeline_entry
 from shardmark.passes import measure
-from shardmark.plan import Measured, Plan, Rounds
-from shardmark.registry import family
+from shardmark.plan import Measured, Rounds
+from shardmark.registry import resolve
 from shardmark.timeline import KINDS, by_layer_and_operator, timeline
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -31,9 +32,9 @@ CASES = [
 
 
 def _measured(workload: type, case: TrainingStepCase, *observers: type[Observer]) -> Measured:
-    eager = family("training_step").implementations["eager"]
+    eager = resolve("training_step", "eager")
     rounds = Rounds(minimum=1, maximum=1, warmups=1)
-    return measure(Plan(workload, eager, None, case, "cpu", 1, rounds, observers=observers))
+    return measure(plan_of(workload, eager, case, rounds=rounds, observers=observers))
 
 
 HALVES = [pytest.param(dtype, marks=pytest.mark.sweep) for dtype in DTYPES[1:]]

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from correctness.support.metering import plan_of, stand_in
 from impl.attention import eager_attention
 from impl.attention.cases import AttentionCase
 from perf.workloads.attention import AttentionPass
@@ -23,7 +24,7 @@ from shardmark.plugin import WorldsBySize
 from shardmark.registry import Implementation, Race, resolve
 from shardmark.rows import step_seconds, time_entry
 
-MINE, PEERS = (Implementation("drawn", name, target=name) for name in ("mine", "peers"))
+MINE, PEERS = stand_in("mine"), stand_in("peers")
 
 
 class Drawn:
@@ -66,14 +67,11 @@ def judge(plan: Plan, seed: int, slower: float = 1.0) -> tuple[str, int]:
 
 
 JUDGEMENTS = 10
-PLAN = Plan(
+PLAN = plan_of(
     Drawn,
     MINE,
-    PEERS,
-    None,
-    "cpu",
-    1,
-    Rounds(minimum=2, maximum=2, warmups=1),
+    peer=PEERS,
+    rounds=Rounds(minimum=2, maximum=2, warmups=1),
     limits=Limits(confidence(JUDGEMENTS), ratios=(1.0,)),
 )
 
@@ -154,7 +152,8 @@ def test_200_verdicts_on_an_implementation_against_itself(worlds: WorldsBySize) 
     case = AttentionCase(batch=1, seq=128, head_dim=32)
     judgements = 200
     limits = Limits(confidence(judgements), ratios=(1.0,))
-    plan = Plan(AttentionPass, itself, itself, case, "cpu", 1, Rounds(minimum=7, max_seconds=0.05), limits=limits)
+    rounds = Rounds(minimum=7, max_seconds=0.05)
+    plan = plan_of(AttentionPass, itself, case, peer=itself, rounds=rounds, limits=limits)
     verdicts = []
     for _ in range(judgements):
         measured = worlds(1).run(passes.measure, plan)
