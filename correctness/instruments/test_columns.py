@@ -103,7 +103,7 @@ def test_bytes_after_init_are_shown_where_more_than_a_steady_state_step_is_obser
 
 
 class Naps(Observer):
-    """A question's own, with a column behind one that there is, and one behind none."""
+    """A question's own observer: one column says where it stands, the other does not."""
 
     columns = (Column("dreams", lambda entry, row: "2"), Column("naps", lambda entry, row: "1", after="case"))
 

@@ -22,7 +22,7 @@ FILE = "correctness/instruments/test_excess.py"
 
 
 class Doubled(nn.Module):
-    """Of 400 bytes; keeps nothing for backward, but makes 800 bytes more in forward."""
+    """Takes 400 bytes; keeps nothing for backward, but allocates 800 bytes more in forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         both = torch.cat([x, x])
@@ -69,7 +69,7 @@ def test_blocks_have_operator_module_and_line(monkeypatch: pytest.MonkeyPatch, r
 
 
 class Named(int):
-    """As a formula may give it."""
+    """A formula's bytes, with names."""
 
     entries = {"parameters": 2**20, "gradients": 2**19}  # noqa: RUF012
 

@@ -131,7 +131,7 @@ def test_what_is_alone_is_timed_in_the_same_rounds(observer: type[Observer], tim
 
 
 class Named(Observer):
-    """Made with what cannot be sent to a rank."""
+    """Holds a function that cannot be sent to a rank."""
 
     def __init__(self) -> None:
         self.told = lambda rank: f"rank {rank}"

@@ -182,7 +182,7 @@ def test_a_cold_compiler_remembers_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def compilers_files() -> list[str]:
-    """Where a rank has them whose own are named after it."""
+    """The compiler's folders of this rank, each rank's own being named after it."""
     own = dict.fromkeys(cold.CACHES, f"rank {dist.get_rank()}")
     with patch.dict(os.environ, own), cold._shared_files():
         return [os.environ[name] for name in cold.CACHES]
@@ -221,7 +221,7 @@ class Uneven:
 
 
 def count_and_fastest(plan: Plan) -> tuple[int, float]:
-    """Of this rank's rounds."""
+    """How many rounds this rank timed, and the seconds of its fastest."""
     laps = measure(plan).laps[IMPLEMENTATION]
     return len(laps), min(lap.seconds for lap in laps)
 

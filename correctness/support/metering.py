@@ -14,9 +14,9 @@ from shardmark.rows import Row, new_row, time_entry
 from shardmark.world import World
 
 PASSES = 10
-"""At most so many, of which each figure's smallest counts: what the backend's thread releases last is not metered."""
+"""The most passes; the smallest of each figure counts, as a late release by the backend's thread is not metered."""
 UNSEEN = 1e-3
-"""What may seem to stay even so, as a share: the small tensors in which ranks describe their modules to one another."""
+"""The share that may seem to stay even so: the small tensors in which ranks describe their modules to one another."""
 
 
 def stand_in(name: str) -> Implementation:
@@ -72,8 +72,9 @@ def assert_metered(
     *args: Any,
     below: float = 0.0,
 ) -> None:
-    """Each figure that `function(*args)` gives on a rank is the expected one there, but for what is released unseen;
-    or up to that share of it `below`, where formulas speak of the rank that holds most.
+    """`function(*args)` gives figures by name on each rank: each is the one in `expected`, but for UNSEEN.
+
+    Where formulas are for the rank that holds most, other ranks' figures may be `below` by that share.
     """
     least = world.run(function, *args)
     for _ in range(PASSES - 1):

@@ -38,7 +38,7 @@ class ExposedCommunication(Observer):
 
 
 class HiddenCommunication(ExposedCommunication):
-    """The share of communication that the step hid, too: all of it where it takes no longer than computation alone.
+    """Also the share of communication that the step hides: all of it where it takes no longer than computation alone.
 
     The workload's `communication_step(mark)` is its communication without the rest.
     """

@@ -19,7 +19,7 @@ class Goals(Observer):
         self.goals = goals
 
     def fill(self, row: Row, ranks: list[Measured]) -> None:
-        """In the row's "limit". A figure is so many FLOPs or bytes over the step time, whose interval decides."""
+        """In the row's "limit". Each figure is work over step time, so the interval of the step time decides."""
         seconds, limit = step_seconds(ranks), row["limit"]
         step = median_interval(seconds)
         longest = {name: tolerated(limit[name] * fmean(seconds) / goal) for name, goal in self.goals.items()}

@@ -75,7 +75,7 @@ def timeline_pass(plan: Plan) -> timeline.Timeline:
 
 
 def timeline_entry(found: timeline.Timeline, expected: Mapping[tuple[str, str], int]) -> Row:
-    """What is kept for backward stands beside the formula `expected` of each module and operator."""
+    """The observer's part of the row; `expected` is the formula's bytes by module and operator."""
     kept = timeline.by_layer_and_operator(found.activations)
     return {
         "kinds": found.phases,

@@ -29,7 +29,7 @@ class Profile(Observer):
 
     @classmethod
     def on_rank(cls, plan: Plan, measured: Measured) -> tuple[StepProfile, list[Path]]:
-        """From nothing and when all else is done, so that it touches no other figure."""
+        """Profile a new workload after everything else was measured, so that no other figure changes."""
         release(plan.device)
         if plan.trace is None:
             return profile_step(warmed_up(plan), plan.device), []

@@ -35,7 +35,7 @@ class Column:
     trivial: str | None = None
     """A cell that, like an empty one, does not make the column appear."""
     after: str | None = None
-    """Of an observer's column: the one behind which it stands; None is the last."""
+    """For an observer's column: the column behind which it stands; without one it stands last."""
 
 
 def _step(entry: Entry, row: Row) -> str | None:
@@ -112,7 +112,7 @@ def _tensors(entry: Entry, row: Row) -> str | None:
 
 
 def _workspace(entry: Entry, row: Row) -> str | None:
-    """With the operator that took it; less than shows, such as a converted number, is none."""
+    """MiB, and the operator that took it; nothing where it rounds to 0.00, as for a converted number."""
     memory = row["memory"]
     if mib(memory.get("workspace", 0)) == mib(0):
         return None
@@ -161,7 +161,7 @@ DEFAULT = ("case", "implementation", "time ms", "ratio to peer", "tensors MiB", 
 
 
 def among(columns: Iterable[Column], observers: Iterable[Column]) -> list[Column]:
-    """Both, each column of an observer behind the one that it is to stand `after`."""
+    """`columns`, and behind each the observers' columns that are to stand `after` it."""
     columns, observers = list(columns), list(dict.fromkeys(observers))
     behind: dict[str, list[Column]] = {column.name: [] for column in columns}
     last = [own for own in observers if own.after not in behind]

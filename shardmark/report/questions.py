@@ -15,7 +15,7 @@ KNOWN = {
     column.name: column
     for column in among(COLUMNS.values(), (own for observer in WITH_COLUMNS for own in observer.columns))
 }
-"""The columns that a question may name, with those of the observers, in the order in which `-v` shows them."""
+"""The columns that a question may name, the observers' among them, in the order in which `-v` shows them."""
 
 MOST_COLUMNS = 7
 """More are read by nobody at once; `-v` shows them all."""
@@ -31,7 +31,7 @@ class Question:
     """Whether a test has said which columns."""
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
-        """What the observers have to say of its rows."""
+        """The observers' lines under its table."""
         for observer in self.observers.values():
             yield from observer.lines(entries)
 
@@ -71,7 +71,7 @@ class Questions:
         question.columns, question.stated = columns, True
 
     def observe(self, text: str | None, observers: Sequence[Observer]) -> None:
-        """Rows of that question have parts of these observers."""
+        """Note the observers of a row of that question."""
         for observer in observers:
             self[text].observers.setdefault(type(observer), observer)
 
