@@ -68,6 +68,7 @@ EVERY_TIME = [
     (ALL, TINY),
     (SOME, replace(TINY, ranks=3)),  # which neither the table's rows nor a block's divide by
     (("sharded", "fsdp2"), MANY_TOKENS),
+    (("sharded_plain",), FEW_TOKENS),  # at its peak a block is all-gathered while the one after it is still there
     *((("accelerate",), case) for case in (TINY, replace(TINY, ranks=3), MINI)),
     (("sharded", "fsdp2"), replace(MINI, dtype="bfloat16")),  # of a smaller one scratch space is a larger share
 ]
