@@ -239,7 +239,9 @@ class ConvertsTheModel(EagerStep):
 class TakesAnyParameters(EagerStep):
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, precision: Precision = FLOAT32) -> None:
         dtype = next(model.parameters()).dtype
-        super().__init__(model, optimizer, precision=precision if dtype == precision.parameter else Precision(dtype, dtype))
+        super().__init__(
+            model, optimizer, precision=precision if dtype == precision.parameter else Precision(dtype, dtype)
+        )
 
 
 @defect(cause="errors", caught_by="test_wrong_targets_are_refused")

@@ -114,9 +114,7 @@ class Counting(torch.optim.Optimizer):
                 p.sub_(group["lr"] * state["rate"].item() / state["steps"] * state["sum"])
 
 
-def test_state_that_is_no_tensor_is_saved_and_loaded(
-    implementation: Implementation, world: World, device: str
-) -> None:
+def test_state_that_is_no_tensor_is_saved_and_loaded(implementation: Implementation, world: World, device: str) -> None:
     counting = Script(GROUPS[:1], [Step(), Step(without=(0,)), Reload(), Step(), Step()], Counting)
     assert_played(world.run(play_on_rank, implementation, counting, device), play(unsharded, counting, device))
 

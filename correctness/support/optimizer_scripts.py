@@ -1,9 +1,9 @@
 """What is done with an optimizer, as data: played on each rank, and by the unsharded optimizer, with the same outcome.
 
-    script = Script(groups=[Group([(5, 3), (7,)])], actions=[Step(), Change(0, {"lr": 0.3}), Step(without=(1,))])
-    expected = play(unsharded, script, device)
-    found = world.run(play_on_rank, implementation, script, device)
-    assert_played(found, expected)
+script = Script(groups=[Group([(5, 3), (7,)])], actions=[Step(), Change(0, {"lr": 0.3}), Step(without=(1,))])
+expected = play(unsharded, script, device)
+found = world.run(play_on_rank, implementation, script, device)
+assert_played(found, expected)
 """
 
 from __future__ import annotations
@@ -21,6 +21,14 @@ from shardmark.registry import Implementation
 
 Shape = tuple[int, ...]
 Options = dict[str, Any]
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True, "fused": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Change:
-    """Options of a group that are changed in `param_groups`."""
+    """Options of a group that are changed in `param_groups`; the groups are counted round."""
 
     group: int
     options: Options
@@ -48,7 +56,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Add:
-    """`add_param_group`."""
+    """To `add_param_group`."""
 
     group: Group
 
@@ -119,7 +127,7 @@ def playing(make: Make, script: Script, device: str, played: Played, start: Any 
             optimizer.step()
             played.parameters.append([p.detach().cpu().clone() for p in everything])
         elif isinstance(action, Change):
-            optimizer.param_groups[action.group].update(action.options)
+            optimizer.param_groups[action.group % len(optimizer.param_groups)].update(action.options)
         elif isinstance(action, Add):
             optimizer.add_param_group(new(action.group))
         else:
@@ -185,8 +193,9 @@ def assert_state(found: dict[str, Any], expected: dict[str, Any], where: str) ->
     assert len(mine) == len(theirs), f"{where}: state_dict() has {len(mine)} parameters, expected {len(theirs)}"
     for i, (here, there) in enumerate(zip(mine, theirs, strict=True)):
         values, wanted = found["state"].get(here, {}), expected["state"].get(there, {})
-        names, needed = sorted(k for k, v in values.items() if v is not None), sorted(
-            k for k, v in wanted.items() if v is not None
+        names, needed = (
+            sorted(k for k, v in values.items() if v is not None),
+            sorted(k for k, v in wanted.items() if v is not None),
         )
         assert names == needed, f"{where}: the state of parameter {i} has {names or 'nothing'}, expected {needed}"
         for name in needed:

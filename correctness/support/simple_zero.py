@@ -91,7 +91,9 @@ class SimpleZero(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({**state_dict, "state": {}})  # torch's checks, and the param groups
-        index = dict(zip(self.all_parameters, (i for g in state_dict["param_groups"] for i in g["params"]), strict=True))
+        index = dict(
+            zip(self.all_parameters, (i for g in state_dict["param_groups"] for i in g["params"]), strict=True)
+        )
         inner = self.inner.state_dict()
         mine = [p for group in self.inner.param_groups for p in group["params"]]
         states = {k: state_dict["state"].get(index[p]) for k, p in enumerate(mine)}
