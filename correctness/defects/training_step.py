@@ -32,7 +32,7 @@ class ByLogits(EagerStep):
         return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-@defect(cause="options", caught_by="test_products_are_in_the_precisions_dtype[bfloat16")
+@defect(cause="options", caught_by="test_products_are_in_the_precisions_dtype")
 class ForgetsThePrecision(ByLogits):
     def autocast(self) -> Any:
         return torch.autocast(self.device, enabled=False)
@@ -44,7 +44,7 @@ class AlwaysBfloat16(ByLogits):
         return torch.autocast(self.device, dtype=torch.bfloat16)
 
 
-@defect(cause="options", caught_by="test_products_are_in_the_precisions_dtype[float16")
+@defect(cause="options", caught_by="test_products_are_in_the_precisions_dtype")
 class Bfloat16ForFloat16(ByLogits):
     def autocast(self) -> Any:
         half = self.precision.compute != torch.float32

@@ -1,4 +1,4 @@
-"""Models trained with every sharded optimizer, against one process that has the whole batch, and the optimizer itself."""
+"""Models trained with every sharded optimizer, against a single process with the whole batch and the whole state."""
 
 from __future__ import annotations
 

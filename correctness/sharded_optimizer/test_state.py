@@ -12,7 +12,6 @@ from torch import Tensor
 from correctness.support.optimizer_scripts import (
     Change,
     Group,
-    Played,
     Reload,
     Script,
     Step,

@@ -45,13 +45,14 @@ class ShardedOptimizerContract(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The full, unsharded state, as `optimizer_cls` has it on one rank, with whatever is no tensor; the same on every
-        rank.
+        """The full, unsharded state, as `optimizer_cls` has it on one rank; the same on every rank.
+
+        What is no tensor belongs to it, too.
         """
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state saved on any number of ranks, or by `optimizer_cls`, with its options, in place of what is there.
+        """Load a state saved on any number of ranks, or by `optimizer_cls`, and its options, in place of its own.
 
         ValueError on every rank where its groups have other numbers of parameters.
         """

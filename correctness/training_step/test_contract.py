@@ -1,0 +1,284 @@
+"""A training step's contract, a property a test: loss, gradients, the optimizer's step, and what stays as it is."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._dynamo.utils import counters
+
+from correctness.support.stepping import (
+    BATCH,
+    SIZE,
+    assert_gradients,
+    assert_loss,
+    batch,
+    exact,
+    gradients,
+    relative_error,
+    setting,
+    taken,
+    values,
+)
+from impl.model.mlp import MLPLanguageModel
+from impl.optim import AdamW
+from impl.precision import PRECISIONS
+from shardmark.registry import FAMILIES, Implementation
+
+pytestmark = pytest.mark.family("training_step")
+
+
+def test_the_loss_and_its_gradients_are_those_of_the_mean_cross_entropy(
+    implementation: Implementation, device: str
+) -> None:
+    of = setting(implementation, device)
+    loss, expected = exact(of.model, of.tokens, of.targets)
+    assert_loss(of.step(of.tokens, of.targets), loss)
+    assert_gradients(gradients(of.model), expected)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_loss_is_a_float32_scalar_and_detached_from_a_full_step(
+    implementation: Implementation, precision: str, device: str
+) -> None:
+    dtype = PRECISIONS[precision].parameter
+    model = MLPLanguageModel(SIZE).to(device, dtype)
+    master = PRECISIONS[precision].master is not None
+    optimizer = AdamW(model.parameters(), lr=0.0, master_weights=master)
+    step = implementation.adapted(model, optimizer, precision=PRECISIONS[precision])
+    for what, loss in {"forward": step.forward(*batch(device)), "the full step": step(*batch(device))}.items():
+        assert loss.shape == (), f"{what} returned a loss of shape {tuple(loss.shape)}"
+        assert loss.dtype == torch.float32, f"{what} returned a loss of {loss.dtype}, expected torch.float32"
+        assert loss.requires_grad == (what == "forward"), f"the loss of {what} has requires_grad={loss.requires_grad}"
+
+
+def test_ignored_targets_count_in_no_mean(implementation: Implementation, device: str) -> None:
+    """One sequence has none that count, and another a few."""
+    of = setting(implementation, device)
+    of.targets[0] = -100
+    of.targets[1, 3:] = -100
+    loss, expected = exact(of.model, of.tokens, of.targets)
+    assert_loss(of.step(of.tokens, of.targets), loss, "the loss, of targets of which some are -100,")
+    assert_gradients(gradients(of.model), expected)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_where_all_targets_are_ignored_the_loss_is_nan_and_nothing_is_learnt(
+    implementation: Implementation, precision: str, device: str
+) -> None:
+    of = setting(implementation, device, precision, lr=1.0)
+    before = values(of.model)
+    loss = of.step(of.tokens, torch.full_like(of.targets, -100))
+    assert loss.isnan(), f"where all targets are -100 the loss is {loss.item()}, expected NaN"
+    for name, p in of.model.named_parameters():
+        assert p.grad is None or not p.grad.any(), f"where all targets are -100, {name} has a gradient that is not zero"
+        assert torch.equal(p, before[name]), f"where all targets are -100, {name} has changed"
+
+
+def _skip_where_graphs_own_gradients(implementation: Implementation) -> None:
+    options = getattr(implementation.target, "options", None)
+    if options and options.get("triton.cudagraphs"):
+        pytest.skip("a CUDA graph gives its gradients out for one step")
+
+
+def test_gradients_accumulate_until_the_caller_clears_them(implementation: Implementation, device: str) -> None:
+    _skip_where_graphs_own_gradients(implementation)
+    of = setting(implementation, device)
+    expected = [exact(of.model, of.tokens, of.targets)[1], exact(of.model, *(other := batch(device)))[1]]
+    of.step(of.tokens, of.targets)
+    of.step(*other)
+    total = {name: grad + expected[1][name] for name, grad in expected[0].items()}
+    assert_gradients(gradients(of.model), total, what="gradient of two steps")
+
+
+def test_two_forwards_before_either_backward(implementation: Implementation, device: str) -> None:
+    _skip_where_graphs_own_gradients(implementation)
+    of = setting(implementation, device)
+    other = batch(device)
+    losses = [of.step.forward(of.tokens, of.targets), of.step.forward(*other)]
+    expected = [exact(of.model, of.tokens, of.targets), exact(of.model, *other)]
+    for i, (found, (loss, _)) in enumerate(zip(losses, expected, strict=True), 1):
+        assert_loss(found, loss, f"the loss of forward {i}")
+    of.step.backward(losses[0])
+    assert_gradients(gradients(of.model), expected[0][1], what="first loss's gradient")
+    of.step.backward(losses[1])
+    total = {name: grad + expected[1][1][name] for name, grad in expected[0][1].items()}
+    assert_gradients(gradients(of.model), total, what="sum of both losses' gradients")
+
+
+def test_batches_of_other_shapes(implementation: Implementation, device: str) -> None:
+    of = setting(implementation, device)
+    for shape in (BATCH, (1, 5), (4, 9), BATCH):
+        of.optimizer.zero_grad()
+        inputs = batch(device, shape)
+        loss, expected = exact(of.model, *inputs)
+        assert_loss(of.step(*inputs), loss, f"the loss of a batch of {shape[0]} sequences of {shape[1]} tokens")
+        assert_gradients(gradients(of.model), expected)
+
+
+@pytest.mark.parametrize("examples", [20, pytest.param(1000, marks=pytest.mark.sweep)])
+def test_any_targets_and_any_scale_of_the_logits(implementation: Implementation, examples: int, device: str) -> None:
+    of = setting(implementation, device)  # one for all examples, as a step may have to be compiled
+    ids = st.lists(
+        st.sampled_from([-100, 0, 1, SIZE.vocab - 1]), min_size=of.targets.numel(), max_size=of.targets.numel()
+    )
+
+    @seed(torch.initial_seed())
+    @settings(max_examples=examples, deadline=None, database=None)
+    @given(std=st.sampled_from([1e-3, 0.1, 10.0]), ids=ids.filter(lambda ids: max(ids) >= 0))
+    def holds(std: float, ids: list[int]) -> None:
+        nn.init.normal_(of.model.get_parameter("output.weight"), std=std)
+        of.optimizer.zero_grad()
+        targets = torch.tensor(ids, device=device).view(BATCH)
+        loss, expected = exact(of.model, of.tokens, targets)
+        assert_loss(of.step(of.tokens, targets), loss)
+        error = relative_error(gradients(of.model), expected)
+        assert error < 1e-4, f"the gradients' relative error is {error:.2g}, allowed 1e-4"
+
+    holds()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_products_are_in_the_precisions_dtype(implementation: Implementation, precision: str, device: str) -> None:
+    """So the error against float64 is as eager's in that dtype: no larger, and where it is half, no smaller."""
+    model, inputs, lr = MLPLanguageModel(SIZE).to(device), batch(device), 100.0
+    _, wanted = exact(model, *inputs)
+    errors = []
+    for each in (implementation, FAMILIES["training_step"].implementations["eager"]):
+        of = setting(each, device, precision, copy.deepcopy(model), lr=lr)
+        of.step(*inputs)
+        errors.append(relative_error(taken(values(model), values(of.model), lr), wanted))
+    found, eager = errors
+    of_dtype = f"products in {precision} have a relative error of {eager:.2g}"
+    assert found < 2.8 * eager, f"the gradients' relative error is {found:.2g}, where {of_dtype}"  # 8 between halves
+    assert precision == "float32" or found > eager / 2.8, (
+        f"the gradients' relative error is {found:.2g}, so that its products are not in {precision}: {of_dtype}"
+    )
+
+
+@pytest.mark.parametrize("by_parts", [False, True], ids=["in_one_call", "by_parts"])
+def test_each_update_is_one_step_of_the_optimizer(implementation: Implementation, by_parts: bool, device: str) -> None:
+    """With its momentum, and the rate that a scheduler has set."""
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    of = setting(implementation, device, **options)
+    wide = copy.deepcopy(of.model).double()
+    reference = torch.optim.SGD(wide.parameters(), **options)
+    for lr in (0.1, 0.1, 0.02, 0.5):
+        reference.param_groups[0]["lr"] = of.optimizer.param_groups[0]["lr"] = lr
+        for p, grad in zip(wide.parameters(), exact(wide, of.tokens, of.targets)[1].values(), strict=True):
+            p.grad = grad
+        reference.step()
+        of.optimizer.zero_grad()
+        if by_parts:
+            of.step.backward(of.step.forward(of.tokens, of.targets))
+            of.step.update()
+        else:
+            of.step(of.tokens, of.targets)
+    assert_gradients(values(of.model), values(wide), 1e-4, "value after four steps")
+
+
+def test_large_gradients_are_not_clipped(implementation: Implementation, device: str) -> None:
+    model = MLPLanguageModel(SIZE).to(device)
+    with torch.no_grad():
+        model.output.weight.mul_(30)
+    of = setting(implementation, device, model=model, lr=1.0)
+    before = values(of.model)
+    _, expected = exact(of.model, of.tokens, of.targets)
+    of.step(of.tokens, of.targets)
+    assert_gradients(taken(before, values(of.model), 1.0), expected, 1e-3, "step")
+
+
+def test_frozen_parameters_stay_and_those_that_are_not_used(implementation: Implementation, device: str) -> None:
+    model = MLPLanguageModel(SIZE)
+    model.embedding.requires_grad_(False)
+    model.unused = nn.Parameter(torch.ones(3))
+    of = setting(implementation, device, model=model, lr=0.1)
+    before = values(of.model)
+    of.step(of.tokens, of.targets)
+    assert not model.embedding.weight.requires_grad, "embedding.weight was frozen, and is trainable after a step"
+    for name in ("embedding.weight", "unused"):
+        p = model.get_parameter(name)
+        assert torch.equal(p, before[name]), f"{name} has changed"
+        assert p.grad is None or not p.grad.any(), f"{name} has a gradient"
+    assert not torch.equal(model.output.weight, before["output.weight"]), "output.weight has not changed"
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_parameters_keep_their_dtype_and_their_place(
+    implementation: Implementation, precision: str, device: str
+) -> None:
+    """They are those that the optimizer updates, and their gradients have their dtype."""
+    of = setting(implementation, device, precision, lr=0.1)
+    inputs = of.tokens.clone(), of.targets.clone()
+    of.step(of.tokens, of.targets)
+    updated = {id(p) for p in of.optimizer.param_groups[0]["params"]}
+    for name, p in of.model.named_parameters():
+        assert p.dtype == torch.float32, f"{name} was of torch.float32, and is of {p.dtype} after a step"
+        assert p.grad is not None and p.grad.dtype == p.dtype, f"{name} has no gradient of its dtype"
+        assert id(p) in updated, f"{name} is no longer the parameter that the optimizer updates"
+    assert torch.equal(of.tokens, inputs[0]) and torch.equal(of.targets, inputs[1]), "the batch has changed"
+    assert not torch.is_autocast_enabled(device), "autocast is still on after the step"
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
+def test_the_models_mode_stays(implementation: Implementation, training: bool, device: str) -> None:
+    """Dropout of everything, in training mode alone, leaves logits of zero: the loss is log(vocab)."""
+    model = MLPLanguageModel(SIZE)
+    model.norm = nn.Sequential(model.norm, nn.Dropout(1.0))
+    of = setting(implementation, device, model=model.train(training))
+    expected, _ = (math.log(SIZE.vocab), None) if training else exact(of.model, of.tokens, of.targets)
+    mode = "training" if training else "evaluation"
+    assert_loss(of.step(of.tokens, of.targets), expected, f"the loss of a model with dropout, in {mode} mode,")
+    changed = [name for name, module in of.model.named_modules() if module.training != training]
+    assert not changed, f"the model was in {mode} mode, and after a step {changed[0] or 'it'} is not"
+
+
+def test_parts_mark_their_end(implementation: Implementation, device: str) -> None:
+    of = setting(implementation, device, lr=0.1)
+    before = values(of.model)
+    marks: dict[str, tuple[bool, bool]] = {}
+
+    def mark(part: str) -> None:
+        weight = of.model.get_parameter("output.weight")
+        marks[part] = weight.grad is not None, not torch.equal(weight, before["output.weight"])
+
+    of.step(of.tokens, of.targets, mark)
+    assert list(marks) in (["forward", "backward", "optimizer"], ["step"]), (
+        f"mark was called with {list(marks)}, expected 'forward', 'backward' and 'optimizer', or 'step'"
+    )
+    for part, (has_gradient, is_updated) in marks.items():
+        assert has_gradient == (part != "forward"), (
+            f"when {part!r} was marked there were {'' if has_gradient else 'no '}gradients"
+        )
+        assert is_updated == (part in ("optimizer", "step")), (
+            f"when {part!r} was marked the parameters were {'updated already' if is_updated else 'not updated yet'}"
+        )
+
+
+def test_parameters_of_another_precision_are_refused(implementation: Implementation, device: str) -> None:
+    model = MLPLanguageModel(SIZE).to(device, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^[^\n]+$"):
+        implementation.adapted(model, torch.optim.SGD(model.parameters()), precision=PRECISIONS["float32"])(
+            *batch(device)
+        )
+
+
+@pytest.mark.parametrize("wrong", [SIZE.vocab, -1])
+def test_wrong_targets_are_refused(implementation: Implementation, wrong: int, device: str) -> None:
+    """With a ValueError where it is eager; compiled code has errors of its own."""
+    if device == "cuda":
+        pytest.skip("on CUDA the device's own assertion would end the process")
+    of = setting(implementation, device)
+    of.targets[1, 2] = wrong
+    compiled = counters["frames"]["total"]
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        of.step(of.tokens, of.targets)
+    eager = counters["frames"]["total"] == compiled
+    assert not eager or isinstance(caught.value, ValueError), (
+        f"a target of {wrong} raised {type(caught.value).__name__}, expected ValueError"
+    )
