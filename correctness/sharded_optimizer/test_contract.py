@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from correctness.support.optimizer_scripts import (
     OPTIMIZERS,
@@ -20,14 +19,12 @@ from correctness.support.optimizer_scripts import (
     assert_played,
     assert_value,
     play,
-    play_in_groups,
     play_on_rank,
     playing,
     unsharded,
 )
-from correctness.support.sharding import parameters, set_gradients
+from correctness.support.sharding import parameters, raised, set_gradients
 from correctness.support.wire import delayed
-from shardmark.memory import meter
 from shardmark.registry import Implementation
 from shardmark.world import World
 
@@ -125,12 +122,14 @@ def from_a_generator(implementation: Implementation, device: str) -> list[Tensor
     params = parameters(device, *SHAPES)
     optimizer = implementation.adapted((p for p in params), torch.optim.SGD, lr=0.1)
     assert isinstance(optimizer, torch.optim.Optimizer), f"{type(optimizer)} is no torch.optim.Optimizer"
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert [id(p) for p in held] == [id(p) for p in params], "param_groups have other parameters than the user gave"
     set_gradients(params, 0)
     optimizer.step()
     return [p.detach().cpu() for p in params]
 
 
-def test_parameters_may_come_from_an_iterator(implementation: Implementation, world: World, device: str) -> None:
+def test_param_groups_have_the_users_parameters(implementation: Implementation, world: World, device: str) -> None:
     params = parameters(device, *SHAPES)
     set_gradients(params, 0)
     torch.optim.SGD(params, lr=0.1).step()
@@ -213,80 +212,16 @@ def test_two_optimizers_side_by_side(implementation: Implementation, world: Worl
         assert_played([found[i] for found in ranks], play(unsharded, script, device))
 
 
-def test_a_process_group_that_is_not_the_world(implementation: Implementation, world: World, device: str) -> None:
-    """Even and odd ranks train side by side, on parameters and gradients of their own; the state too is the group's."""
-    script = Script([Group(SHAPES)], [Step(), Step(without=(0,))])
-    found = world.run(play_in_groups, implementation, script, device)
-    for first in range(min(world.size, 2)):
-        own = Script(script.groups, script.actions, seed=first)
-        assert_played(found[first::2], play(unsharded, own, device))
+def add_again(implementation: Implementation, device: str) -> str:
+    p, q = parameters(device, (3,), (4,))
+    optimizer = implementation.adapted([p, q], torch.optim.SGD, lr=0.1)
+    return raised(lambda: optimizer.add_param_group({"params": [p]}))
 
 
-def alone(implementation: Implementation, device: str) -> Tensor | None:
-    """The last rank's group of one; the others make no optimizer."""
-    last = dist.get_world_size() - 1
-    group = dist.new_group([last])
-    if dist.get_rank() != last:
-        return None
-    (p,) = parameters(device, (5,))
-    optimizer = implementation.adapted([p], torch.optim.SGD, process_group=group, lr=0.5)
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    optimizer.load_state_dict(optimizer.state_dict())
-    return p.detach().cpu()
-
-
-def test_only_the_groups_ranks_take_part(implementation: Implementation, world: World, device: str) -> None:
-    *others, found = world.run(alone, implementation, device)
-    assert others == [None] * (world.size - 1)
-    assert_value("the parameter of the last rank's own group", found, parameters("cpu", (5,))[0].detach() - 0.5)
-
-
-class Heavy(torch.optim.Optimizer):
-    """Keeps many tensors of each parameter's shape."""
-
-    COPIES = 8
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    for i in range(self.COPIES):
-                        state.setdefault(f"copy_{i}", torch.zeros_like(p)).add_(p.grad)
-                    p.sub_(state["copy_0"], alpha=group["lr"])
-
-
-MANY, WIDE = 12, 64
-
-
-def state_held(implementation: Implementation, device: str) -> int:
-    """Bytes of this rank after a step, beyond parameters and gradients."""
-    params = [nn.Parameter(torch.zeros(WIDE, WIDE, device=device)) for _ in range(MANY)]
-    for p in params:
-        p.grad = torch.ones_like(p)
-    with meter(device) as memory:
-        memory.mark("before")
-        optimizer = implementation.adapted(params, Heavy)
-        optimizer.step()
-        memory.mark("after")
-    del optimizer
-    return memory.phases["after"] - memory.phases["before"]
-
-
-def test_a_rank_holds_its_part_of_the_state(implementation: Implementation, world: World, device: str) -> None:
-    """Of whole parameters at most, and room for the parameters twice, to communicate them."""
-    if implementation.name == "unsharded" or world.size == 1:
-        pytest.skip("there is nothing to shard")
-    one = 4 * WIDE * WIDE
-    allowed = Heavy.COPIES * -(-MANY // world.size) * one + 2 * MANY * one
-    held = world.run(state_held, implementation, device)
-    for rank, found in enumerate(held):
-        assert found <= allowed, (
-            f"rank {rank} of {world.size} holds {found:,} bytes after a step, more than its part of the state and "
-            f"buffers of twice the parameters, {allowed:,}; all of the state is {Heavy.COPIES * MANY * one:,}"
+def test_a_parameter_that_is_there_already_is_not_added(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    for rank, line in enumerate(world.run(add_again, implementation, device)):
+        assert line.startswith("ValueError"), (
+            f"add_param_group with a parameter of another group raised {line} on rank {rank}, expected ValueError"
         )

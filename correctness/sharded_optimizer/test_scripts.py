@@ -14,6 +14,7 @@ from correctness.support.optimizer_scripts import (
     Group,
     Options,
     Reload,
+    Save,
     Script,
     Step,
     assert_played,
@@ -36,12 +37,14 @@ def random_script(draw: Random, length: int) -> Script:
         return {name: value for name, value in some.items() if draw.random() < 0.5}
 
     def action() -> object:
-        match draw.randrange(8):
+        match draw.randrange(10):
             case 0:
                 return Add(group())
             case 1:
                 return Reload()
             case 2:
+                return Save()
+            case 3:
                 return Change(draw.randrange(3), options())
             case _:
                 return Step(without=tuple(i for i in range(6) if draw.random() < 0.2))

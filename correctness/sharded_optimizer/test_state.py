@@ -13,6 +13,7 @@ from correctness.support.optimizer_scripts import (
     Change,
     Group,
     Reload,
+    Save,
     Script,
     Step,
     assert_played,
@@ -55,6 +56,11 @@ def test_the_state_is_the_same_on_every_rank(implementation: Implementation, wor
     first, *others = world.run(play_on_rank, implementation, script("adamw", Step(), Step()), device)
     for rank, found in enumerate(others, 1):
         assert_state(found.state, first.state, f"on rank {rank}, where rank 0's is expected")
+
+
+def test_saving_changes_nothing(implementation: Implementation, world: World, device: str) -> None:
+    saving = script("adamw", Save(), Step(), Save(), Save(), Step(), Step())
+    assert_played(world.run(play_on_rank, implementation, saving, device), play(unsharded, saving, device))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

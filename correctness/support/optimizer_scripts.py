@@ -62,6 +62,11 @@ class Add:
 
 
 @dataclass(frozen=True)
+class Save:
+    """`state_dict`, which changes nothing."""
+
+
+@dataclass(frozen=True)
 class Reload:
     """`state_dict`, loaded into a new optimizer of other options."""
 
@@ -130,6 +135,8 @@ def playing(make: Make, script: Script, device: str, played: Played, start: Any 
             optimizer.param_groups[action.group % len(optimizer.param_groups)].update(action.options)
         elif isinstance(action, Add):
             optimizer.add_param_group(new(action.group))
+        elif isinstance(action, Save):
+            optimizer.state_dict()
         else:
             saved = deepcopy(optimizer.state_dict())
             bare = [{"params": list(group["params"])} for group in optimizer.param_groups]

@@ -38,9 +38,13 @@ def test_float16_gradients_accumulate_before_an_update(implementation: Implement
     assert_gradients(taken(before, values(of.model), 1.0), total, CLOSE, "float16 step after two backwards")
 
 
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan], ids=["inf", "minus_inf", "nan"])
+@pytest.mark.parametrize(
+    ("bad", "name"),
+    [(torch.inf, "output.weight"), (-torch.inf, "embedding.weight"), (torch.nan, "blocks.0.w1.bias")],
+    ids=["inf", "minus_inf", "nan"],
+)
 def test_a_float16_step_that_overflows_is_skipped_with_a_warning(
-    implementation: Implementation, bad: float, device: str
+    implementation: Implementation, bad: float, name: str, device: str
 ) -> None:
     """And leaves nothing in the optimizer: the next step is as if it were the first."""
     of = setting(implementation, device, "float16", lr=1.0, momentum=0.9)
@@ -51,12 +55,12 @@ def test_a_float16_step_that_overflows_is_skipped_with_a_warning(
         grad[-1] = bad
         return grad
 
-    hook = of.model.get_parameter("output.weight").register_hook(overflow)
+    hook = of.model.get_parameter(name).register_hook(overflow)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         of.step(of.tokens, of.targets)
-    for name, value in values(of.model).items():
-        assert torch.equal(value, before[name]), f"gradients of {bad} have changed {name}, where the step is skipped"
+    for changed, value in values(of.model).items():
+        assert torch.equal(value, before[changed]), f"gradients of {bad} have changed {changed}: it is not skipped"
     kinds = [each.category for each in caught]
     assert any(issubclass(kind, RuntimeWarning) for kind in kinds), (
         f"gradients of {bad} gave {[kind.__name__ for kind in kinds] or 'no warning'}, expected RuntimeWarning"

@@ -28,9 +28,9 @@ class TrainingStep(Protocol):
     Targets of -100 are ignored, and count in no mean; where all are, the loss is NaN, as PyTorch's mean over nothing
     is, and the gradients are zero.
 
-    In float16 the loss is scaled, so that gradients that float16 would round to zero arrive; between backward and update
-    `.grad` may be scaled, too. A step whose gradients overflow is skipped with a RuntimeWarning, and the loss scale is
-    reduced, until gradients fit. A skipped step leaves parameters and the optimizer's state as they were.
+    In float16 the loss is scaled, so that gradients arrive that float16 would round to zero; between backward and
+    update `.grad` may be scaled, too. A step whose gradients overflow is skipped with a RuntimeWarning, and the loss
+    scale is reduced, until gradients fit. A skipped step leaves parameters and the optimizer's state as they were.
 
     ValueError for a model, an optimizer and a precision that do not go together, and, eager on CPU, for tokens and
     targets that the vocabulary does not have; compiled code and CUDA raise assertions of their own.
@@ -51,8 +51,8 @@ class TrainingStep(Protocol):
     def __call__(self, tokens: Tensor, targets: Tensor, mark: Callable[[str], None] = ...) -> Tensor:
         """All three. Returns the loss, detached.
 
-        `mark` is called with "forward", "backward" and "optimizer" as each ends, or with "step" where they are one; once
-        it has been called with "backward" each gradient is there.
+        `mark` is called with "forward", "backward" and "optimizer" as each ends, or with "step" where they are one.
+        Once the loss is freed, nothing is left of the activations.
         """
         ...
 
