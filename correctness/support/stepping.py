@@ -39,10 +39,11 @@ def setting(
     model: nn.Module | None = None,
     **options: Any,
 ) -> Setting:
-    """With SGD, whose updates show what the gradients were; `lr` is 0 unless `options` have another."""
+    """With SGD of two param groups, whose updates show the gradients; `lr` is 0 unless `options` have another."""
     model = (MLPLanguageModel(SIZE) if model is None else model).to(device)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trainable, **{"lr": 0.0, **options})
+    groups = [{"params": trainable[:1]}, {"params": trainable[1:]}]
+    optimizer = torch.optim.SGD(groups, **{"lr": 0.0, **options})
     step = implementation.adapted(model, optimizer, precision=PRECISIONS[precision])
     return Setting(model, optimizer, step, *batch(device))
 

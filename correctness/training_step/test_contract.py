@@ -167,7 +167,8 @@ def test_each_update_is_one_step_of_the_optimizer(implementation: Implementation
     wide = copy.deepcopy(of.model).double()
     reference = torch.optim.SGD(wide.parameters(), **options)
     for lr in (0.1, 0.1, 0.02, 0.5):
-        reference.param_groups[0]["lr"] = of.optimizer.param_groups[0]["lr"] = lr
+        for group in (*reference.param_groups, *of.optimizer.param_groups):
+            group["lr"] = lr
         for p, grad in zip(wide.parameters(), exact(wide, of.tokens, of.targets)[1].values(), strict=True):
             p.grad = grad
         reference.step()

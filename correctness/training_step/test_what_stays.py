@@ -41,7 +41,7 @@ def test_parameters_keep_their_dtype_and_their_place(
     of = setting(implementation, device, precision, lr=0.1)
     inputs, products = (of.tokens.clone(), of.targets.clone()), torch.get_float32_matmul_precision()
     of.step(of.tokens, of.targets)
-    updated = {id(p) for p in of.optimizer.param_groups[0]["params"]}
+    updated = {id(p) for group in of.optimizer.param_groups for p in group["params"]}
     for name, p in of.model.named_parameters():
         assert p.dtype == torch.float32, f"{name} was of torch.float32, and is of {p.dtype} after a step"
         assert p.grad is not None and p.grad.dtype == p.dtype, f"{name} has no gradient of its dtype"
