@@ -181,6 +181,22 @@ def test_each_update_is_one_step_of_the_optimizer(implementation: Implementation
     assert_gradients(values(of.model), values(wide), 1e-4, "value after four steps")
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_each_step_uses_the_last_ones_parameters(implementation: Implementation, precision: str, device: str) -> None:
+    """Not a copy that was cast before: after steps that halve the loss, the next one's is that of the parameters."""
+    of = setting(implementation, device, precision, lr=1.0)
+    first = expected = exact(of.model, of.tokens, of.targets)[0]
+    for _ in range(40):
+        if expected < first / 2:
+            break
+        of.optimizer.zero_grad()
+        of.step(of.tokens, of.targets)
+        expected, _ = exact(of.model, of.tokens, of.targets)
+    assert expected < first / 2, f"40 steps took the loss from {first:.4g} to {expected:.4g}, not to half of it"
+    found = of.step.forward(of.tokens, of.targets).item()
+    assert abs(found - expected) < 0.1 * expected, f"the loss is {found:.4g}, of the parameters it is {expected:.4g}"
+
+
 def test_large_gradients_are_not_clipped(implementation: Implementation, device: str) -> None:
     model = MLPLanguageModel(SIZE).to(device)
     with torch.no_grad():

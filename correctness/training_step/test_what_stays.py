@@ -38,8 +38,9 @@ def test_parameters_keep_their_dtype_and_their_place(
     implementation: Implementation, precision: str, device: str
 ) -> None:
     """They are those that the optimizer updates, and their gradients have their dtype."""
+    products = torch.get_float32_matmul_precision()
     of = setting(implementation, device, precision, lr=0.1)
-    inputs, products = (of.tokens.clone(), of.targets.clone()), torch.get_float32_matmul_precision()
+    inputs = of.tokens.clone(), of.targets.clone()
     of.step(of.tokens, of.targets)
     updated = {id(p) for group in of.optimizer.param_groups for p in group["params"]}
     for name, p in of.model.named_parameters():
