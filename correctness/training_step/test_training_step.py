@@ -53,6 +53,7 @@ GRAPHS = {"compile_model": 1, "compile_forward_backward": 2, "compile_step": 1}
 """Graphs with a fused optimizer, which the compiler leaves alone."""
 
 
+@pytest.mark.compiled_every_time("compile_step")
 @pytest.mark.family("training_step", only=tuple(GRAPHS))
 def test_compiles_in_the_first_step_alone(implementation: Implementation, device: str) -> None:
     if implementation.name not in GRAPHS:

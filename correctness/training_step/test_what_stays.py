@@ -102,6 +102,7 @@ def test_parts_mark_their_end(implementation: Implementation, device: str) -> No
         )
 
 
+@pytest.mark.compiled_every_time
 def test_parameters_of_another_precision_are_refused(implementation: Implementation, device: str) -> None:
     model = MLPLanguageModel(SIZE).to(device, torch.bfloat16)
     with pytest.raises(ValueError, match=r"^[^\n]+$"):
