@@ -1,222 +1,342 @@
-"""Every way to shard everything against one process that has the whole model and the whole batch."""
+"""The contract of full sharding, one property a test: the start, then one step. What fails first names the fault."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from correctness.support.fully_sharded import (
+    ODD_MODULES,
+    UNSUPPORTED,
+    Deep,
+    Odd,
+    SGDs,
+    as_expected,
+    assert_none,
+    averaged_gradients,
+    backward,
+    first,
+    full,
+    gradients_of,
+    local,
+    make,
+    own_batch,
+    parameters_of,
+    whole_backward,
+    wrap,
+)
 from correctness.support.whole_batch import (
+    DIM,
     MODULES,
     STEPS,
+    TiedAndFrozen,
     adam,
     assert_equal_states,
     batch,
     loss,
     module,
-    share,
     single_process,
 )
-from impl.fsdp import by_size, by_type, whole
-from shardmark.registry import Implementation, family
+from impl.fsdp import by_type, whole
+from shardmark.registry import Implementation
 from shardmark.world import World
 
 pytestmark = pytest.mark.family("fsdp")
 
-WRAPS = {"linears": by_type(nn.Linear), "by_size": by_size(100), "whole": whole}
+LINEARS = by_type(nn.Linear)
 
 
-def _wrap(implementation: Implementation, module: nn.Module, **options: Any) -> Any:
-    return implementation.adapted(module, **{k: v for k, v in options.items() if implementation.accepts(k)})
+def start_on_rank(implementation: Implementation, device: str) -> str:
+    model = wrap(implementation, make(Odd, dist.get_rank(), device), wrap=LINEARS)
+    return as_expected("rank 0's", full(model), parameters_of(make(Odd, 0, device)), tolerance=0)
 
 
-def full_state(model: Any, module: nn.Module) -> dict[str, Tensor]:
-    """The whole state as the unwrapped `module` would have it, on the CPU; buffers as they are there."""
-    full = dict(module.named_buffers()) | model.gather_full_parameters()
-    return {name: full[name].cpu() for name in module.state_dict()}
+def test_every_rank_starts_from_rank_0s_parameters(implementation: Implementation, world: World, device: str) -> None:
+    assert_none(world.run(start_on_rank, implementation, device))
 
 
-def train_on_rank(
-    implementation: Implementation, name: str, device: str, wrap: str, accumulate: str, options: dict[str, Any]
-) -> dict[str, Tensor]:
-    """Each rank starts from its own weights, so that rank 0's must reach the others."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = _wrap(implementation, module(name, rank, device), wrap=WRAPS[wrap], **options)
+def buffers_on_rank(implementation: Implementation, device: str) -> str:
+    model = wrap(implementation, make(TiedAndFrozen, dist.get_rank(), device), wrap=whole)
+    offset = make(TiedAndFrozen, 0, device).offset
+    found = next(buffer for name, buffer in model.module.named_buffers() if name.endswith("offset"))
+    return as_expected("rank 0's buffer", {"offset": local(found)}, {"offset": offset}, tolerance=0)
+
+
+def test_every_rank_starts_with_rank_0s_buffers(implementation: Implementation, world: World, device: str) -> None:
+    assert_none(world.run(buffers_on_rank, implementation, device))
+
+
+def names_on_rank(implementation: Implementation, device: str) -> str:
+    plain = make(Deep, 0, device)
+    model = wrap(implementation, make(Deep, 0, device), wrap=LINEARS)
+    expected, found = parameters_of(plain), full(model)
+    if extra := [name for name in found if name not in expected]:
+        return f"gather_full_parameters() has {extra[0]!r}; the module's names are {', '.join(expected)}"
+    return as_expected("the gathered", found, expected, tolerance=0)
+
+
+def test_names_are_the_unwrapped_modules(implementation: Implementation, world: World, device: str) -> None:
+    assert_none(world.run(names_on_rank, implementation, device))
+
+
+def classes_on_rank(implementation: Implementation, device: str) -> str:
+    model = wrap(implementation, make(Deep, 0, device), wrap=LINEARS)
+    found = list(model.module.modules())
+    for kind in {type(part) for part in Deep().modules()}:
+        before = sum(isinstance(part, kind) for part in Deep().modules())
+        after = sum(isinstance(part, kind) for part in found)
+        if after < before:
+            return f"of {before} modules that were a {kind.__name__} only {after} are still one by isinstance"
+    return ""
+
+
+def test_modules_keep_their_classes(implementation: Implementation, world: World, device: str) -> None:
+    """A wrapper may put modules of its own around them."""
+    assert_none(world.run(classes_on_rank, implementation, device))
+
+
+def forward_on_rank(implementation: Implementation, name: str, device: str) -> str:
+    kind = ODD_MODULES[name]
+    plain, model = make(kind, 0, device), wrap(implementation, make(kind, 0, device), wrap=LINEARS)
+    x, _ = own_batch(0, device)
+    before = x.clone()
+    with torch.no_grad():
+        output = as_expected("the output of", {"forward": model(x)}, {"forward": plain(x)})
+    return output or ("" if torch.equal(x, before) else "forward changed its input")
+
+
+@pytest.mark.parametrize("name", ODD_MODULES)
+def test_forward_computes_with_the_full_parameters(
+    implementation: Implementation, world: World, name: str, device: str
+) -> None:
+    assert_none(world.run(forward_on_rank, implementation, name, device))
+
+
+def one_step_on_rank(implementation: Implementation, name: str, device: str) -> str:
+    kind = ODD_MODULES[name]
+    plain, model = make(kind, 0, device), wrap(implementation, make(kind, 0, device), wrap=LINEARS)
+    whole_backward(plain, 0, device)
+    backward(model, 0, device)
+    model.finish_gradient_synchronization()
+    return as_expected("the mean over the ranks of the gradient of", averaged_gradients(model), gradients_of(plain))
+
+
+@pytest.mark.parametrize("name", ODD_MODULES)
+def test_one_step_applies_the_mean_of_the_ranks_gradients(
+    implementation: Implementation, world: World, name: str, device: str
+) -> None:
+    assert_none(world.run(one_step_on_rank, implementation, name, device))
+
+
+def shapes_on_rank(implementation: Implementation, device: str) -> str:
+    options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "wrap": LINEARS}
+    model = wrap(implementation, make(Odd, 0, device, torch.float64), **options)
+    x, _ = own_batch(0, device)
+    model(x).sum().backward()
+    model.finish_gradient_synchronization()
+    for i, parameter in enumerate(model.parameters()):
+        if parameter.grad is None:
+            if local(parameter).numel():
+                return f"shard {i} of shape {tuple(parameter.shape)} has no gradient"
+        elif parameter.grad.shape != parameter.shape:
+            return f"shard {i} has the shape {tuple(parameter.shape)} and its gradient {tuple(parameter.grad.shape)}"
+        elif parameter.grad.dtype != parameter.dtype:
+            return f"shard {i} is of {parameter.dtype} and its gradient of {parameter.grad.dtype}"
+    return ""
+
+
+def test_each_gradient_has_the_shape_and_dtype_of_its_shard(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_none(world.run(shapes_on_rank, implementation, device))
+
+
+class Skipping(nn.Module):
+    """Two layers, of which the second may be left out, and a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.perhaps, self.last = (nn.Linear(DIM, n) for n in (DIM, DIM, 2 * DIM))
+        self.unused = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        """(rows, DIM) -> (rows, 2 DIM)."""
+        x = self.layer(x).tanh()
+        return self.last(x if skip else self.perhaps(x).tanh())
+
+
+def unused_on_rank(implementation: Implementation, device: str) -> str:
+    """A step that uses all layers, one that leaves one out, and one that uses all again."""
+    plain, model = make(Skipping, 0, device), wrap(implementation, make(Skipping, 0, device), wrap=LINEARS)
+    optimizers = SGDs(plain, model)
+    for step, skip in enumerate((False, True, False)):
+        optimizers.zero_grad()
+        x, y = own_batch(step, device)
+        (model(x, skip=skip) - y).square().mean().backward()
+        model.finish_gradient_synchronization()
+        loss(lambda rows, skip=skip: plain(rows, skip=skip), *batch(step, dist.get_world_size(), device)).backward()
+        optimizers.step()
+        when = "which left a layer out, parameter" if skip else "parameter"
+        if problem := as_expected(f"after step {step + 1}, {when}", full(model), parameters_of(plain)):
+            return problem
+    return ""
+
+
+def test_an_unused_parameter_gets_no_gradient_and_stops_nothing(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_none(world.run(unused_on_rank, implementation, device))
+
+
+class Either(nn.Module):
+    """Two parameters that are read, and one of them used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.full((DIM,), value)) for value in (1.0, 2.0))
+        self.layer = nn.Linear(DIM, 2 * DIM)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        """(rows, DIM) -> (rows, 2 DIM)."""
+        either = self.a, self.b
+        return self.layer(x * either[which])
+
+
+def one_ranks_on_rank(implementation: Implementation, device: str) -> str:
+    plain, model = make(Either, 0, device), wrap(implementation, make(Either, 0, device), wrap=whole)
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return f"{UNSUPPORTED}DTensors are reduced one by one, so every rank must have each gradient"
+    ranks = dist.get_world_size()
+    x, y = batch(0, ranks, device)
+    for rank in range(ranks):
+        rows = slice(rank * len(x) // ranks, (rank + 1) * len(x) // ranks)
+        ((plain(x[rows], min(rank, 1)) - y[rows]).square().mean() / ranks).backward()
+    x, y = own_batch(0, device)
+    (model(x, min(dist.get_rank(), 1)) - y).square().mean().backward()
+    model.finish_gradient_synchronization()
+    return as_expected(
+        "where some ranks do not use it, the gradient of", averaged_gradients(model), gradients_of(plain)
+    )
+
+
+def test_a_parameter_that_one_rank_uses_counts_as_zero_on_the_others(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_none(world.run(one_ranks_on_rank, implementation, device))
+
+
+def frozen_on_rank(implementation: Implementation, device: str) -> str:
+    """After a step of AdamW over all parameters, whose weight decay would change what has a gradient of zero."""
+    frozen = ("frozen.weight", "frozen.bias")
+    model = wrap(implementation, make(TiedAndFrozen, 0, device), wrap=whole)
+    start = parameters_of(make(TiedAndFrozen, 0, device))
+    count = sum(p.requires_grad for p in make(TiedAndFrozen, 0, device).parameters())
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if len(list(model.parameters())) == count + len(frozen) and len(trainable) != count:
+        return f"{len(trainable)} parameters require a gradient, expected {count}"
+    backward(model, 0, device)
+    model.finish_gradient_synchronization()
+    if any(p.grad is not None for p in model.parameters() if not p.requires_grad):
+        return "a frozen parameter has a gradient, expected None"
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
+    found = full(model)
+    return as_expected("after a step, the frozen", {n: found[n] for n in frozen}, {n: start[n] for n in frozen}, 0)
+
+
+def test_frozen_parameters_have_no_gradient_and_do_not_change(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_none(world.run(frozen_on_rank, implementation, device))
+
+
+def tied_on_rank(implementation: Implementation, device: str) -> str:
+    """Each name of a tied parameter has the same value, before and after steps of the sum of both gradients."""
+    plain, model = make(TiedAndFrozen, 0, device), wrap(implementation, make(TiedAndFrozen, 0, device), wrap=whole)
+    if problem := as_expected("at the start, the gathered", full(model), parameters_of(plain), tolerance=0):
+        return problem
+    whole_backward(plain, 0, device)
+    backward(model, 0, device)
+    model.finish_gradient_synchronization()
+    found = averaged_gradients(model)
+    same = torch.equal(found["embed.weight"], found["tied.weight"])
+    return as_expected("tied to another, the gradient of", found, gradients_of(plain)) or (
+        "" if same else "embed.weight and tied.weight are one parameter and got different gradients"
+    )
+
+
+def test_tied_parameters_stay_one(implementation: Implementation, world: World, device: str) -> None:
+    assert_none(world.run(tied_on_rank, implementation, device))
+
+
+def input_gradient_on_rank(implementation: Implementation, device: str) -> str:
+    plain, model = make(Odd, 0, device), wrap(implementation, make(Odd, 0, device), wrap=LINEARS)
+    x, y = own_batch(0, device)
+    mine, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+    loss(model, mine, y).backward()
+    model.finish_gradient_synchronization()
+    loss(plain, expected, y).backward()
+    if mine.grad is None:
+        return "the input requires a gradient and got none"
+    assert expected.grad is not None
+    return as_expected("this rank's own gradient of", {"the input": mine.grad}, {"the input": expected.grad})
+
+
+def test_an_inputs_gradient_is_the_ranks_own(implementation: Implementation, world: World, device: str) -> None:
+    assert_none(world.run(input_gradient_on_rank, implementation, device))
+
+
+class Arguments(nn.Module):
+    """Takes and gives what modules may: keywords, tensors of integers, nested outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(7, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, tokens: Tensor, pair: tuple[Tensor, float], *, scale: Tensor) -> dict[str, Any]:
+        """(rows) -> hidden (rows, DIM) and more."""
+        hidden = self.layer(self.embedding(tokens)) * scale + pair[0] * pair[1]
+        return {"hidden": hidden, "more": (hidden.sum(), len(tokens)), "nothing": None}
+
+
+def arguments_on_rank(implementation: Implementation, device: str) -> str:
+    plain, model = make(Arguments, 0, device), wrap(implementation, make(Arguments, 0, device), wrap=LINEARS)
+    tokens, (x, _) = torch.tensor([0, 3, 6], device=device), batch(0, 1, device)  # the same on every rank
+    found, expected = (each(tokens, (x, 0.5), scale=x.abs()) for each in (model, plain))
+    if not isinstance(found, dict) or list(found) != list(expected) or found["more"][1] != 3:
+        return f"the module returns a dict of {', '.join(expected)}, and the sharded one {type(found).__name__}"
+    for output in (found, expected):
+        (output["hidden"].square().mean() + output["more"][0]).backward()
+    model.finish_gradient_synchronization()
+    hidden = as_expected("the output", {"hidden": found["hidden"]}, {"hidden": expected["hidden"]})
+    return first([hidden, as_expected("the gradient of", averaged_gradients(model), gradients_of(plain))])
+
+
+def test_arguments_and_outputs_are_the_modules_own(implementation: Implementation, world: World, device: str) -> None:
+    assert_none(world.run(arguments_on_rank, implementation, device))
+
+
+def train_on_rank(implementation: Implementation, name: str, device: str) -> dict[str, Tensor]:
+    model = wrap(implementation, module(name, dist.get_rank(), device), wrap=LINEARS)
     optimizer = adam(model)
     for step in range(STEPS):
         optimizer.zero_grad()
-        x, y = (tensor[share(rank)] for tensor in batch(step, ranks, device))
-        if accumulate:
-            loss(model, x[:1], y[:1]).backward()
-            if accumulate == "finish_each":
-                model.finish_gradient_synchronization()
-            x, y = x[1:], y[1:]
-        loss(model, x, y).backward()
+        backward(model, step, device)
         model.finish_gradient_synchronization()
         optimizer.step()
-    return full_state(model, module(name, 0, device))
-
-
-OURS = ("sharded_plain", "sharded", "sharded_kept")
-
-
-def _assert_equals_a_single_process(
-    implementation: Implementation,
-    world: World,
-    name: str,
-    device: str,
-    wrap: str = "linears",
-    accumulate: str = "",
-    **options: Any,
-) -> None:
-    ranks = world.run(train_on_rank, implementation, name, device, wrap, accumulate, options)
-    assert_equal_states(ranks, single_process(name, world.size, device))
+    buffers = {name: local(buffer).cpu() for name, buffer in model.module.named_buffers()}
+    found = buffers | full(model)
+    return {name: found[name] for name in module(name, 0, "cpu").state_dict()}
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_parameters_equal_a_single_process_on_the_whole_batch(
+def test_twenty_steps_equal_a_single_process_on_the_whole_batch(
     implementation: Implementation, world: World, name: str, device: str
 ) -> None:
-    _assert_equals_a_single_process(implementation, world, name, device)
-
-
-@pytest.mark.family("fsdp", only=OURS)
-@pytest.mark.parametrize("wrap", ["by_size", "whole"])
-@pytest.mark.parametrize("name", MODULES)
-def test_units_of_any_size_give_the_same(
-    implementation: Implementation, world: World, name: str, wrap: str, device: str
-) -> None:
-    _assert_equals_a_single_process(implementation, world, name, device, wrap)
-
-
-@pytest.mark.family("fsdp", only=("sharded",))
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"forward_prefetch": 2, "backward_prefetch": 2},
-        {"forward_prefetch": 2, "backward_prefetch": 0, "reshard_after_forward": False},
-        {"cpu_offload": True},
-    ],
-    ids=["two_ahead", "kept_two_ahead", "offloaded"],
-)
-@pytest.mark.parametrize("name", MODULES)
-def test_every_option_gives_the_same(
-    implementation: Implementation, world: World, name: str, options: dict[str, Any], device: str
-) -> None:
-    _assert_equals_a_single_process(implementation, world, name, device, **options)
-
-
-@pytest.mark.family("fsdp", only=("sharded",))
-@pytest.mark.parametrize("accumulate", ["finish_once", "finish_each"])
-def test_gradients_of_two_backward_passes_add_up(
-    implementation: Implementation, world: World, accumulate: str, device: str
-) -> None:
-    ranks = world.run(train_on_rank, implementation, "tied_and_frozen", device, "linears", accumulate, {})
-    assert_equal_states(ranks, single_process("tied_and_frozen", world.size, device, accumulate=True))
-
-
-def contract_on_rank(implementation: Implementation, device: str) -> None:
-    """What the contract says of one step, and clipping beside PyTorch's of the whole."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    whole_module = module("tied_and_frozen", 0, device)
-    model = _wrap(implementation, module("tied_and_frozen", rank, device), wrap=whole)
-    for before, after in zip(whole_module.modules(), _unwrapped(model), strict=True):
-        assert isinstance(after, type(before))
-    for step in range(2):
-        x, y = batch(step, ranks, device)
-        loss(whole_module, x, y).backward()
-        loss(model, x[share(rank)], y[share(rank)]).backward()
-        model.finish_gradient_synchronization()
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            assert parameter.grad is None
-        elif parameter.numel():
-            assert parameter.grad.shape == parameter.shape and parameter.grad.dtype == parameter.dtype
-    for max_norm in (0.5, 100.0):
-        expected = nn.utils.clip_grad_norm_(whole_module.parameters(), max_norm)
-        torch.testing.assert_close(model.clip_grad_norm_(max_norm), expected, rtol=1e-12, atol=0)
-    torch.optim.SGD(whole_module.parameters(), lr=1.0).step()
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    for name, full in model.gather_full_parameters().items():
-        torch.testing.assert_close(full, whole_module.state_dict()[name], rtol=1e-12, atol=1e-12)
-
-
-def _unwrapped(model: Any) -> list[nn.Module]:
-    return [part for part in model.module.modules() if type(part).__name__ != "FullyShardedDataParallel"]
-
-
-@pytest.mark.family("fsdp", only=(*OURS, "simple", "fsdp1", "fsdp2"))
-def test_gradients_are_the_shards_own_and_are_clipped_by_the_norm_over_all_ranks(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    world.run(contract_on_rank, implementation, device)
-
-
-def shard_again(implementation: Implementation, device: str) -> list[str]:
-    """What is said of the wrapper wrapped, and of the module whose parameters it took."""
-    plain = nn.Sequential(nn.Linear(4, 4)).to(device)
-    model = _wrap(implementation, plain, wrap=whole)
-    said = []
-    for again in (model, plain):
-        with pytest.raises(ValueError, match="already") as error:
-            _wrap(implementation, again)
-        said.append(str(error.value))
-    return said
-
-
-@pytest.mark.family("fsdp", only=("sharded", "simple", "fsdp1", "fsdp2"))
-def test_to_wrap_twice_is_one_line(implementation: Implementation, world: World, device: str) -> None:
-    for said in world.run(shard_again, implementation, device):
-        assert len(said) == 2
-        for line in said:
-            assert re.fullmatch(
-                r"this \w+ is sharded over ranks already(, at '[\w.]+')?: give it an unsharded module", line
-            )
-
-
-def wrap_without_parameters(implementation: Implementation) -> None:
-    with pytest.raises(
-        ValueError, match=r"^Sequential has no trainable parameters, so there is no gradient to average$"
-    ):
-        _wrap(implementation, nn.Sequential(nn.ReLU()))
-
-
-@pytest.mark.family("fsdp", only=("sharded", "simple", "fsdp1", "fsdp2"))
-def test_a_module_without_parameters_is_one_line(implementation: Implementation, world: World) -> None:
-    world.run(wrap_without_parameters, implementation)
-
-
-def mixed_precision_on_rank(name: str, device: str, reduce_dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Averaged gradients of float32 parameters in bfloat16, or as they are in float64."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    plain = module("plain", 0, device)
-    exact = name == "float64"
-    options: dict[str, Any] = {} if exact else {"compute_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
-    entry = family("fsdp").implementations["sharded" if exact else name]
-    model = _wrap(entry, plain if exact else plain.float(), wrap=WRAPS["linears"], **options)
-    x, y = (tensor[share(rank)] for tensor in batch(0, ranks, device))
-    before = model.gather_full_parameters()
-    output = model(x if exact else x.float())
-    assert output.dtype == (torch.float64 if exact else torch.bfloat16)
-    (output.double() - y).square().mean().backward()
-    model.finish_gradient_synchronization()
-    assert all(p.dtype == p.grad.dtype == (torch.float64 if exact else torch.float32) for p in model.parameters())
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    after = model.gather_full_parameters()
-    return {key: (before[key] - after[key]).double().cpu() for key in before}
-
-
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=["reduced_in_bfloat16", "reduced_in_float32"])
-def test_low_precision_errs_no_more_than_twice_as_much_as_fsdp2(
-    world: World, reduce_dtype: torch.dtype | None, device: str
-) -> None:
-    exact, ours, theirs = (
-        world.run(mixed_precision_on_rank, name, device, reduce_dtype)[0] for name in ("float64", "sharded", "fsdp2")
+    assert_equal_states(
+        world.run(train_on_rank, implementation, name, device), single_process(name, world.size, device)
     )
-    # The largest of all, as one small tensor's own is luck.
-    error, allowed = (max((other[k] - exact[k]).norm() / exact[k].norm() for k in exact) for other in (ours, theirs))
-    assert 0 < error <= 2 * allowed, f"{error} against {allowed} of FSDP2"
