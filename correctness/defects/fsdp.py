@@ -58,21 +58,21 @@ class LosesTheEndOfLargeParameters(SmallFSDP):
         super().begin_reduce(shard, gradient)
 
 
-@defect(cause="subgroup", caught_by="test_groups_side_by_side")
+@defect(cause="subgroup", caught_by="test_groups")
 class ReducesOverTheWorld(SmallFSDP):
     def mean(self, total: Tensor) -> Tensor:
         dist.all_reduce(total)
         return total / dist.get_world_size() * dist.get_world_size(self.group) / self.ranks
 
 
-@defect(cause="subgroup", caught_by="test_groups_side_by_side")
+@defect(cause="subgroup", caught_by="test_groups")
 class SourceIsGlobalRankZero(SmallFSDP):
     def synchronize_start(self) -> None:
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             dist.broadcast(tensor.detach(), src=0, group=self.group)
 
 
-@defect(cause="options", caught_by="test_compute_dtype")
+@defect(cause="options", caught_by="test_compute_dtype_is")
 class ComputesInStoredDtype(SmallFSDP):
     """Casts the inputs and the output, and multiplies in float32."""
 
@@ -87,7 +87,7 @@ class ComputesInStoredDtype(SmallFSDP):
         return SmallFSDP.cast(self, output)
 
 
-@defect(cause="options", caught_by="test_reduce_dtype")
+@defect(cause="options", caught_by="test_reduce_dtype_is")
 class ReducesInComputeDtype(SmallFSDP):
     def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
         self.reduce_dtype = self.compute_dtype
@@ -104,7 +104,7 @@ class GathersRoundedParameters(SmallFSDP):
         return {name: full[p].clone() for name, p in self.named_shards().items()}
 
 
-@defect(cause="two calls", caught_by="test_gathered_parameters_do_not_change")
+@defect(cause="two calls", caught_by="test_gathered_parameters_are_copies")
 class GathersIntoOneBuffer(SmallFSDP):
     """What is gathered for a look is the memory that the next gather writes."""
 
@@ -179,7 +179,7 @@ class GradientsInReduceDtype(SmallFSDP):
                 parameter.grad = gradient
 
 
-@defect(cause="gradients", caught_by="test_two_backward_passes")
+@defect(cause="gradients", caught_by="test_several_backward_passes")
 class KeepsTheLastBackward(SmallFSDP):
     """A second backward before the synchronization takes the place of the first."""
 
@@ -360,7 +360,7 @@ class DetachesInputs(SmallFSDP):
         return x.detach() if isinstance(x, Tensor) else x
 
 
-@defect(cause="numerics", caught_by="test_clip")
+@defect(cause="numerics", caught_by="test_clipping")
 class ClipsByItsOwnNorm(SmallFSDP):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
@@ -377,7 +377,7 @@ class AcceptsDifferentModules(SmallFSDP):
             raise ValueError("nothing to train")
 
 
-@defect(cause="errors", caught_by="test_a_sharded_module_is_refused")
+@defect(cause="errors", caught_by="test_a_wrapper_is_not_wrapped_again")
 class ShardsTwice(SmallFSDP):
     def check(self, module: nn.Module) -> None:
         if not any(p.requires_grad for p in module.parameters()):

@@ -169,14 +169,12 @@ def evaluate_on_rank(implementation: Implementation, within: bool, device: str) 
     optimizers = SGDs(model, plain)
     everyone, _ = batch(7, dist.get_world_size(), device)
     for step in range(3):
-        for call in (model.eval, plain.eval):
-            call()
+        _set_training(model, plain, to=False)
         with torch.no_grad():
             found, expected = model(everyone), plain(everyone)
         if problem := as_expected(f"evaluation after {step} steps,", {"output": found}, {"output": expected}):
             return problem
-        for call in (model.train, plain.train):
-            call()
+        _set_training(model, plain, to=True)
         optimizers.zero_grad()
         whole_backward(plain, step, device)
         forward = loss(model, *own_batch(step, device))
@@ -187,6 +185,11 @@ def evaluate_on_rank(implementation: Implementation, within: bool, device: str) 
         model.finish_gradient_synchronization()
         optimizers.step()
     return as_expected("after three steps with evaluation in between,", full(model), parameters_of(plain))
+
+
+def _set_training(model: Any, plain: nn.Module, to: bool) -> None:
+    for each in (model if isinstance(model, nn.Module) else model.module, plain):
+        each.train(to)
 
 
 def test_training_goes_on_after_evaluation(implementation: Implementation, world: World, device: str) -> None:
