@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from correctness.support.planting import defect
 from correctness.support.small_fsdp import SmallFSDP
-from impl.fsdp import FullyShardedDataParallel
-from impl.fsdp.units import Flat
 
 
 @defect(cause="communication", caught_by="test_every_rank_starts_from_rank_0s_parameters")
@@ -106,19 +104,12 @@ class GathersRoundedParameters(SmallFSDP):
 
 @defect(cause="two calls", caught_by="test_gathered_parameters_are_copies")
 class GathersIntoOneBuffer(SmallFSDP):
-    """What is gathered for a look is the memory that the next gather writes."""
+    """What is gathered for a look is the memory that the next look is written to."""
 
-    def gather(self, shard: Tensor, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
-        if not hasattr(self, "buffers_by_shape"):
-            self.buffers_by_shape: dict[Any, Tensor] = {}
-        full = super().gather(shard, shape, dtype)
-        if dtype is not None or torch.is_grad_enabled():
-            return full
-        return self.buffers_by_shape.setdefault(id(shard), full).copy_(full)
-
-    @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
-        return {name: self.gather(p, self.shapes[p], None) for name, p in self.named_shards().items()}
+        full = super().gather_full_parameters()
+        buffers = self.__dict__.setdefault("buffers_of_the_last", full)
+        return {name: buffers[name].copy_(value) for name, value in full.items()}
 
 
 @defect(cause="state", caught_by="test_names")
@@ -159,15 +150,6 @@ class ZeroGradientsForFrozen(SmallFSDP):
                 parameter.grad = torch.zeros_like(parameter)
 
 
-@defect(cause="gradients", caught_by="test_frozen")
-class TrainsFrozen(SmallFSDP):
-    """All shards are parameters that require a gradient."""
-
-    def replace_parameters(self) -> None:
-        self.module.requires_grad_(True)
-        super().replace_parameters()
-
-
 @defect(cause="gradients", caught_by="test_each_gradient_has_the_shape_and_dtype")
 class GradientsInReduceDtype(SmallFSDP):
     def finish_gradient_synchronization(self) -> None:
@@ -189,16 +171,6 @@ class KeepsTheLastBackward(SmallFSDP):
         self.pending = list(latest.values())
 
 
-@defect(cause="gradients", caught_by="test_gradients_add_up_until_zero_grad")
-class OverwritesGradients(SmallFSDP):
-    """Where `.grad` is there already it is replaced, unless by a backward of the same step."""
-
-    def finish_gradient_synchronization(self) -> None:
-        for shard, _, _ in self.pending:
-            shard.grad = None
-        super().finish_gradient_synchronization()
-
-
 @defect(cause="state", caught_by="test_zero_grad_leaves_nothing")
 class SumsOfItsOwn(SmallFSDP):
     """Sums gradients in a buffer of its own, which no optimizer's zero_grad() sees."""
@@ -209,20 +181,6 @@ class SumsOfItsOwn(SmallFSDP):
         self.__dict__.setdefault("sums", {})
         self.sums[shard] = self.sums[shard] + gradient if shard in self.sums else gradient
         shard.grad = self.sums[shard].clone()
-
-
-@defect(cause="two calls", caught_by="test_two_forwards")
-class OneGradientBuffer(SmallFSDP):
-    """The buffers that gradients are reduced into are made once for a shape."""
-
-    totals: ClassVar[dict[Any, Tensor]] = {}
-
-    def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
-        super().begin_reduce(shard, gradient)
-        _, total, handle = self.pending[-1]
-        handle.wait()
-        static = self.totals.setdefault((total.shape, total.dtype, total.device, id(shard)), torch.empty_like(total))
-        self.pending[-1] = shard, static.copy_(total), handle
 
 
 @defect(cause="two calls", caught_by="test_two_models")
@@ -258,54 +216,12 @@ class KeepsFullParameters(SmallFSDP):
         return full
 
 
-@defect(cause="memory", caught_by="test_after_a_step_only_shards_are_left")
-class KeepsUnitsGathered(FullyShardedDataParallel):
-    """Ours, whose `reshard` puts the shards back and frees nothing."""
-
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        for unit in self.units:
-            unit.reshard = unit.install_shards  # type: ignore[method-assign]
-            for flat in unit.flats:
-                flat.begin_gather = _gather_again.__get__(flat)  # type: ignore[method-assign]
-
-
-def _gather_again(flat: Flat) -> None:
-    """Gather into the memory that is still there."""
-    flat._flat.untyped_storage().resize_(0)
-    Flat.begin_gather(flat)
-
-
-@defect(cause="communication", caught_by="test_one_step_applies_the_mean")
-class LeavesSmallGradients(SmallFSDP):
-    """Communicates only what is worth it: of vectors each rank takes its own gradient."""
-
-    def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
-        if gradient.ndim > 1:
-            super().begin_reduce(shard, gradient)
-            return
-        handle = dist.barrier(group=self.group, async_op=True)
-        self.pending.append((shard, self.shard_of(gradient.to(shard.dtype)) * self.ranks, handle))
-
-
 @defect(cause="handles", caught_by="test_collectives_may_be_slow")
 class DoesNotWait(SmallFSDP):
     """Takes the reduced gradients without waiting for them."""
 
     def wait(self, handle: Any) -> None:
         self.__dict__.setdefault("forgotten", []).append(handle)
-
-
-@defect(cause="handles", caught_by="test_collectives_may_be_slow")
-class DoesNotWaitForGathers(SmallFSDP):
-    """Uses a gathered parameter while it arrives."""
-
-    def gather_to_compute(self, shard: nn.Parameter) -> Tensor:
-        own = shard.detach().to(self.compute_dtype or shard.dtype)
-        flat = own.new_zeros(self.ranks * len(own))
-        handle = dist.all_gather_into_tensor(flat, own, group=self.group, async_op=True)
-        self.__dict__.setdefault("forgotten", []).append(handle)
-        return flat[: self.shapes[shard].numel()].view(self.shapes[shard])
 
 
 @defect(cause="gradients", caught_by="test_an_unused_parameter")
@@ -375,36 +291,3 @@ class AcceptsDifferentModules(SmallFSDP):
             raise ValueError("sharded already")
         if not any(p.requires_grad for p in module.parameters()):
             raise ValueError("nothing to train")
-
-
-@defect(cause="errors", caught_by="test_a_wrapper_is_not_wrapped_again")
-class ShardsTwice(SmallFSDP):
-    def check(self, module: nn.Module) -> None:
-        if not any(p.requires_grad for p in module.parameters()):
-            raise ValueError("nothing to train")
-
-
-@defect(cause="errors", caught_by="test_a_module_with_nothing_to_train")
-class AcceptsNothingToTrain(SmallFSDP):
-    def check(self, module: nn.Module) -> None:
-        if any(p.requires_grad for p in module.parameters()):
-            super().check(module)
-
-
-@defect(cause="state", caught_by="test_modules_keep_their_classes")
-class ReplacesLinears(SmallFSDP):
-    """Puts modules of its own in place of the linears."""
-
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        for part in list(module.modules()):
-            for name, child in part.named_children():
-                if type(child) is nn.Linear:
-                    own = _Linear()
-                    own._parameters.update(child._parameters)
-                    setattr(part, name, own)
-
-
-class _Linear(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from correctness.support.fully_sharded import (
     gradients_of,
     make,
     parameters_of,
+    poisoned,
     whole_backward,
     wrap,
 )
@@ -66,22 +67,18 @@ def test_groups_that_are_not_the_world(
     assert_none(world.run(in_groups, implementation, [g for g in groups if g] or [[0]], device, deadline=HANG))
 
 
+@poisoned
 def slow_on_rank(implementation: Implementation, slow: int, device: str) -> str:
     """Two steps while one rank starts everything late; memory that is read before it is written is NaN."""
     plain, model = make(Odd, 0, device), wrap(implementation, make(Odd, 0, device), wrap=LINEARS)
     optimizers = SGDs(plain, model)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        for step in range(2):
-            optimizers.zero_grad()
-            whole_backward(plain, step, device)
-            with delayed(before=0.01, on=slow):
-                backward(model, step, device)
-                model.finish_gradient_synchronization()
-                optimizers.step()
-    finally:
-        torch.use_deterministic_algorithms(before)
+    for step in range(2):
+        optimizers.zero_grad()
+        whole_backward(plain, step, device)
+        with delayed(before=0.01, on=slow):
+            backward(model, step, device)
+            model.finish_gradient_synchronization()
+            optimizers.step()
     return as_expected(f"where rank {slow} starts its collectives late,", full(model), parameters_of(plain))
 
 
