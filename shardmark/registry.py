@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,10 +62,10 @@ class Implementation:
     """One way to do what a family does.
 
     `target` is what the user calls (a function, a class, an object with methods), `time` the peer it is raced against.
-    `memory` is the closed form of its peak in bytes for a case: an int, whose `entries` (bytes by name), where it has
-    them, a failed budget lists. Beyond what it `requires` to run, its times and bytes mean something only where
+    `memory` is the closed form of its peak in bytes for a case: an int; if it has `entries` (bytes by name), a failed
+    budget lists them. Beyond what it `requires` to run, its times and bytes mean something only where
     `requires_to_measure` is met. Requirements are asked in turn, so the cheap ones stand first. The target is None
-    where it cannot be imported, of which a requirement gives the reason.
+    where it cannot be imported; a requirement then gives the reason.
     """
 
     family: str
@@ -89,7 +90,10 @@ class Implementation:
 
     def accepts(self, option: str) -> bool:
         """Whether the target has a parameter of that name, as far as is known."""
-        return self.target is None or option in inspect.signature(self.target).parameters
+        try:
+            return self.target is None or option in inspect.signature(self.target).parameters
+        except ValueError:  # what is written in C may have no signature
+            return False
 
     def __str__(self) -> str:
         return self.name
@@ -212,7 +216,8 @@ def _import(family_name: str, spec: str, source: str) -> Any:
     try:
         if not source.endswith(".py"):
             return importlib.import_module(source)
-        name = f"shardmark_user_{Path(source).stem}"
+        # Files of one name in two folders are two modules.
+        name = f"shardmark_user_{Path(source).stem}_{zlib.crc32(source.encode()):08x}"
         if name in sys.modules and getattr(sys.modules[name], "__file__", None) == source:
             return sys.modules[name]
         module_spec = importlib.util.spec_from_file_location(name, source)
