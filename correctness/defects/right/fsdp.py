@@ -16,18 +16,7 @@ from correctness.support.small_fsdp import SmallFSDP
 from impl.fsdp import FullyShardedDataParallel
 
 
-@right("one autograd function gathers all parameters; the root module is the only unit and is freed after backward")
-class OneUnit(SmallFSDP):
-    pass
-
-
-@right("a function that makes the wrapper, which takes further options by keyword")
-def made_by_a_function(module: nn.Module, **options: Any) -> SmallFSDP:
-    return SmallFSDP(module, **options)
-
-
-@right("gradients are summed by an all-reduce, of which each rank keeps its part; parameters arrive in a list")
-class AllReduces(SmallFSDP):
+class _AllReduces(SmallFSDP):
     def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
         flat = self.padded(gradient.to(self.reduce_dtype or shard.dtype))
         handle = dist.all_reduce(flat, group=self.group, async_op=True)
@@ -38,6 +27,11 @@ class AllReduces(SmallFSDP):
         parts = [torch.empty_like(own) for _ in range(self.ranks)]
         dist.all_gather(parts, own, group=self.group)
         return torch.cat(parts)[: shape.numel()].view(shape)
+
+
+@right("a function makes the wrapper; gradients are summed by an all-reduce, of which each rank keeps its part")
+def all_reduces(module: nn.Module, **options: Any) -> SmallFSDP:
+    return _AllReduces(module, **options)
 
 
 @right("each rank scales its gradients before they are summed, and reduces as soon as backward has them")
