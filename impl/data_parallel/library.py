@@ -32,6 +32,7 @@ class TorchDataParallel(PlainStateDict, DistributedDataParallel):
         super().__init__(
             module,
             process_group=process_group,
+            broadcast_buffers=False,  # or each forward pass gives every rank rank 0's again
             bucket_cap_mb=bucket_mb,
             find_unused_parameters=find_unused_parameters,
         )
