@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from correctness.support.averaging import (
-    DEADLINE,
     Products,
     assert_nothing_wrong,
     backward,
@@ -64,7 +63,7 @@ def differences_at_the_start(implementation: Implementation, device: str) -> lis
 def test_every_rank_starts_with_rank_0s_parameters_and_buffers(
     implementation: Implementation, world: World, device: str
 ) -> None:
-    assert_nothing_wrong(world.run(differences_at_the_start, implementation, device, deadline=DEADLINE))
+    assert_nothing_wrong(world.run(differences_at_the_start, implementation, device))
 
 
 def normal(step: int, rank: int, like: list[Tensor]) -> Gradients:
@@ -90,7 +89,7 @@ def averages(
 
 def test_gradients_are_the_average_over_the_ranks(implementation: Implementation, world: World, device: str) -> None:
     like = [torch.empty(4, 3), torch.empty(5), torch.empty(6, 6)]
-    assert_nothing_wrong(world.run(averages, implementation, like, device, normal, 3, deadline=DEADLINE))
+    assert_nothing_wrong(world.run(averages, implementation, like, device, normal, 3))
 
 
 SHAPES = {
@@ -105,7 +104,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_gradients_of_any_shape(implementation: Implementation, world: World, shapes: str, device: str) -> None:
-    assert_nothing_wrong(world.run(averages, implementation, SHAPES[shapes], device, deadline=DEADLINE))
+    assert_nothing_wrong(world.run(averages, implementation, SHAPES[shapes], device))
 
 
 def counted(step: int, rank: int, like: list[Tensor]) -> Gradients:
@@ -116,7 +115,7 @@ def counted(step: int, rank: int, like: list[Tensor]) -> Gradients:
 def test_gradients_of_large_parameters(implementation: Implementation, world: World, device: str) -> None:
     """Above 1 MiB, and of no even size."""
     like = [torch.empty(n) for n in (7, 262_145, 100_003, 700_001)]
-    assert_nothing_wrong(world.run(averages, implementation, like, device, counted, 1, deadline=DEADLINE))
+    assert_nothing_wrong(world.run(averages, implementation, like, device, counted, 1))
 
 
 class Sums(nn.Module):
@@ -148,7 +147,7 @@ def test_gradients_that_are_more_than_25_mib_together(
     implementation: Implementation, world: World, device: str
 ) -> None:
     """The usual size of a bucket."""
-    assert_nothing_wrong(world.run(averages_of_28_mib, implementation, device, deadline=DEADLINE))
+    assert_nothing_wrong(world.run(averages_of_28_mib, implementation, device))
 
 
 def of_every_size(step: int, rank: int, like: list[Tensor]) -> Gradients:
@@ -168,13 +167,13 @@ def test_gradients_are_reduced_in_their_own_precision(
     implementation: Implementation, world: World, dtype: torch.dtype, device: str
 ) -> None:
     like = [torch.empty(1001, dtype=dtype), torch.empty(100_103, dtype=dtype)]
-    assert_nothing_wrong(world.run(averages, implementation, like, device, of_every_size, 1, deadline=DEADLINE))
+    assert_nothing_wrong(world.run(averages, implementation, like, device, of_every_size, 1))
 
 
 def test_parameters_of_several_dtypes(implementation: Implementation, world: World, device: str) -> None:
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float64)
     like = [torch.empty(3, dtype=dtype) for dtype in dtypes]
-    assert_nothing_wrong(world.run(averages, implementation, like, device, deadline=DEADLINE))
+    assert_nothing_wrong(world.run(averages, implementation, like, device))
 
 
 def gradients(implementation: Implementation, device: str) -> list[Tensor]:
@@ -189,7 +188,7 @@ def test_gradients_are_the_same_on_every_rank_to_the_bit(
     implementation: Implementation, world: World, device: str
 ) -> None:
     """Or the ranks' parameters drift apart."""
-    ranks = world.run(gradients, implementation, device, deadline=DEADLINE)
+    ranks = world.run(gradients, implementation, device)
     for rank, found in enumerate(ranks):
         differ = sum(int((mine != first).sum()) for mine, first in zip(found, ranks[0], strict=True))
         assert not differ, f"{differ} elements of the averages on rank {rank} are rounded otherwise than on rank 0"
@@ -211,7 +210,7 @@ def each_rank_lacks_another(step: int, rank: int, like: list[Tensor]) -> Gradien
 def test_a_gradient_that_a_rank_does_not_have_counts_as_zero(
     implementation: Implementation, world: World, own: Any, device: str
 ) -> None:
-    assert_nothing_wrong(world.run(averages, implementation, THREE, device, own, 4, deadline=DEADLINE))
+    assert_nothing_wrong(world.run(averages, implementation, THREE, device, own, 4))
 
 
 def no_rank_has_the_second(step: int, rank: int, like: list[Tensor]) -> Gradients:
@@ -221,9 +220,7 @@ def no_rank_has_the_second(step: int, rank: int, like: list[Tensor]) -> Gradient
 def test_a_parameter_that_no_rank_uses_has_no_gradient_or_zeros(
     implementation: Implementation, world: World, device: str
 ) -> None:
-    assert_nothing_wrong(
-        world.run(averages, implementation, THREE, device, no_rank_has_the_second, 3, deadline=DEADLINE)
-    )
+    assert_nothing_wrong(world.run(averages, implementation, THREE, device, no_rank_has_the_second, 3))
 
 
 def rank_0_has_none(step: int, rank: int, like: list[Tensor]) -> Gradients:
@@ -233,7 +230,7 @@ def rank_0_has_none(step: int, rank: int, like: list[Tensor]) -> Gradients:
 def test_a_rank_without_a_backward_pass_counts_as_zero(
     implementation: Implementation, world: World, device: str
 ) -> None:
-    assert_nothing_wrong(world.run(averages, implementation, THREE, device, rank_0_has_none, 3, deadline=DEADLINE))
+    assert_nothing_wrong(world.run(averages, implementation, THREE, device, rank_0_has_none, 3))
 
 
 def frozen_gradients(implementation: Implementation, device: str) -> list[str]:
@@ -248,4 +245,4 @@ def frozen_gradients(implementation: Implementation, device: str) -> list[str]:
 
 
 def test_frozen_parameters_have_no_gradient(implementation: Implementation, world: World, device: str) -> None:
-    assert_nothing_wrong(world.run(frozen_gradients, implementation, device, deadline=DEADLINE))
+    assert_nothing_wrong(world.run(frozen_gradients, implementation, device))

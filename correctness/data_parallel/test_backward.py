@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from correctness.support.averaging import (
-    DEADLINE,
     Products,
     assert_nothing_wrong,
     backward,
@@ -57,7 +56,7 @@ def without_zeroing(implementation: Implementation, device: str) -> list[str]:
 def test_gradients_accumulate_over_steps_until_they_are_zeroed(
     implementation: Implementation, world: World, device: str
 ) -> None:
-    assert_nothing_wrong(world.run(without_zeroing, implementation, device, deadline=DEADLINE))
+    assert_nothing_wrong(world.run(without_zeroing, implementation, device))
 
 
 def in_no_sync(implementation: Implementation, device: str) -> list[str]:
@@ -88,7 +87,7 @@ def _not_local(model: Any, *steps: int) -> list[str]:
 def test_no_sync_leaves_gradients_local_and_the_next_step_averages_their_sum(
     implementation: Implementation, world: World, device: str
 ) -> None:
-    assert_nothing_wrong(world.run(in_no_sync, implementation, device, deadline=DEADLINE))
+    assert_nothing_wrong(world.run(in_no_sync, implementation, device))
 
 
 class ExpectedError(Exception):
@@ -105,7 +104,7 @@ def after_an_error_in_no_sync(implementation: Implementation, device: str) -> li
 
 
 def test_no_sync_ends_with_an_error_too(implementation: Implementation, world: World, device: str) -> None:
-    assert_nothing_wrong(world.run(after_an_error_in_no_sync, implementation, device, deadline=DEADLINE))
+    assert_nothing_wrong(world.run(after_an_error_in_no_sync, implementation, device))
 
 
 def two_forward_passes(implementation: Implementation, device: str) -> list[str]:
@@ -121,7 +120,7 @@ def two_forward_passes(implementation: Implementation, device: str) -> list[str]
 
 
 def test_two_forward_passes_before_one_backward_pass(implementation: Implementation, world: World, device: str) -> None:
-    assert_nothing_wrong(world.run(two_forward_passes, implementation, device, deadline=DEADLINE))
+    assert_nothing_wrong(world.run(two_forward_passes, implementation, device))
 
 
 def a_forward_pass_without_a_backward_pass(implementation: Implementation, device: str) -> list[str]:
@@ -140,7 +139,7 @@ def a_forward_pass_without_a_backward_pass(implementation: Implementation, devic
 def test_a_forward_pass_without_a_backward_pass_changes_nothing(
     implementation: Implementation, world: World, device: str
 ) -> None:
-    assert_nothing_wrong(world.run(a_forward_pass_without_a_backward_pass, implementation, device, deadline=DEADLINE))
+    assert_nothing_wrong(world.run(a_forward_pass_without_a_backward_pass, implementation, device))
 
 
 def two_models(implementation: Implementation, device: str) -> list[str]:
@@ -160,7 +159,7 @@ def two_models(implementation: Implementation, device: str) -> list[str]:
 
 
 def test_two_models_side_by_side(implementation: Implementation, world: World, device: str) -> None:
-    assert_nothing_wrong(world.run(two_models, implementation, device, deadline=DEADLINE))
+    assert_nothing_wrong(world.run(two_models, implementation, device))
 
 
 def kept_gradients(implementation: Implementation, device: str) -> bool:
@@ -180,7 +179,7 @@ def test_gradients_that_are_kept(
     implementation: Implementation, world: World, device: str, record_property: Callable[[str, object], None]
 ) -> None:
     """Where gradients live in a buffer, as with DDP's `gradient_as_bucket_view`, the next step overwrites them."""
-    if not all(world.run(kept_gradients, implementation, device, deadline=DEADLINE)) and not is_ours(implementation):
+    if not all(world.run(kept_gradients, implementation, device)) and not is_ours(implementation):
         record_property("note", "a gradient that is kept changes in the next step: copy it to keep it")
 
 
@@ -196,7 +195,7 @@ def nested(implementation: Implementation, device: str) -> list[str]:
 def test_no_sync_inside_no_sync(
     implementation: Implementation, world: World, device: str, record_property: Callable[[str, object], None]
 ) -> None:
-    lines = world.run(nested, implementation, device, deadline=DEADLINE)
+    lines = world.run(nested, implementation, device)
     if is_ours(implementation):
         assert_nothing_wrong(lines)
     elif any(lines):

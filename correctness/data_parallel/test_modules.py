@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.support.averaging import DEADLINE, assert_nothing_wrong, is_ours, wrap
+from correctness.support.averaging import assert_nothing_wrong, is_ours, wrap
 from correctness.support.processes import are_freed
 from shardmark.registry import Implementation
 from shardmark.world import World
@@ -56,7 +56,7 @@ def calls(implementation: Implementation, device: str) -> list[str]:
 
 
 def test_modules_work_as_before(implementation: Implementation, world: World, device: str) -> None:
-    assert_nothing_wrong(world.run(calls, implementation, device, deadline=DEADLINE))
+    assert_nothing_wrong(world.run(calls, implementation, device))
 
 
 def names(implementation: Implementation, device: str) -> list[str]:
@@ -70,7 +70,7 @@ def names(implementation: Implementation, device: str) -> list[str]:
 def test_the_state_dict_has_the_modules_own_names_and_values(
     implementation: Implementation, world: World, device: str
 ) -> None:
-    assert_nothing_wrong(world.run(names, implementation, device, deadline=DEADLINE))
+    assert_nothing_wrong(world.run(names, implementation, device))
 
 
 def load(implementation: Implementation, device: str) -> str:
@@ -89,7 +89,7 @@ def load(implementation: Implementation, device: str) -> str:
 def test_a_state_dict_is_loaded(
     implementation: Implementation, world: World, device: str, record_property: Callable[[str, object], None]
 ) -> None:
-    found = set(world.run(load, implementation, device, deadline=DEADLINE))
+    found = set(world.run(load, implementation, device))
     assert "nothing" not in found, "load_state_dict() with the module's own names raises nothing and loads nothing"
     if found == {"an error"} and not is_ours(implementation):
         record_property("note", "load_state_dict() does not take the module's own names: call the module's")
@@ -119,7 +119,7 @@ def buffers(implementation: Implementation, device: str) -> list[str]:
 def test_buffers_that_forward_changes_are_not_synchronized(
     implementation: Implementation, world: World, device: str
 ) -> None:
-    assert_nothing_wrong(world.run(buffers, implementation, device, deadline=DEADLINE))
+    assert_nothing_wrong(world.run(buffers, implementation, device))
 
 
 def wrap_and_let_go(implementation: Implementation, device: str) -> bool:
@@ -134,7 +134,7 @@ def wrap_and_let_go(implementation: Implementation, device: str) -> bool:
 def test_a_wrapper_that_is_let_go_frees_its_parameters(
     implementation: Implementation, world: World, device: str, record_property: Callable[[str, object], None]
 ) -> None:
-    freed = all(world.run(wrap_and_let_go, implementation, device, deadline=DEADLINE))
+    freed = all(world.run(wrap_and_let_go, implementation, device))
     assert freed or not is_ours(implementation)
     if not freed:
         record_property("note", "parameters stay in memory when the wrapper is gone: a hook on them refers to it")

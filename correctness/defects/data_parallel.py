@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from correctness.support.planting import defect
 from correctness.support.wrappers import Overlapped, Plain
 
-
 # World size
 
 

@@ -1,4 +1,4 @@
-"""Gradients that are known exactly, to hold data-parallel wrappers to their averages; what is wrong is said in words."""
+"""Gradients that are known exactly, to hold data-parallel wrappers to their averages; failures in plain words."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardmark.registry import Implementation, Unsupported, family
-
-DEADLINE = 30.0
-"""Seconds for what takes one, so that a wrapper that hangs is reported soon."""
 
 Own = Callable[[int], list[Tensor | None]]
 """`own(rank)` is what each parameter's gradient is on that rank, None where its loss does not reach the parameter."""
@@ -40,7 +37,7 @@ def wrap(implementation: Implementation, module: nn.Module, **options: Any) -> A
 
 def is_ours(implementation: Implementation) -> bool:
     """Whether it is one of the suite's own, of which more is asked than the contract."""
-    return family(implementation.family).implementations.get(implementation.name) is implementation
+    return implementation.spec in family(implementation.family).implementations
 
 
 def needs_backward_on_every_rank(model: Any) -> None:
