@@ -19,6 +19,7 @@ from correctness.support.averaging import (
     wrap,
     wrong_averages,
 )
+from correctness.support.wire import recorded
 from shardmark.registry import Implementation
 from shardmark.world import World
 
@@ -63,10 +64,11 @@ def in_no_sync(implementation: Implementation, device: str) -> list[str]:
     model, wrong = _model(implementation, device), []
     for start in (1, 4):  # a second time, as the first step may be special
         model.module.zero_grad()
-        with model.no_sync():
+        with recorded() as sent, model.no_sync():
             for step in (start, start + 1):
                 _backward(model, step, device)
-            wrong += _not_local(model, start, start + 1)
+        wrong += _not_local(model, start, start + 1)
+        wrong += [f"in no_sync(): it communicates, in {each}" for each in sent if each.dtype.is_floating_point]
         _backward(model, start + 2, device)
         model.finish_gradient_synchronization()
         passes = (start, start + 1, start + 2)
@@ -77,7 +79,7 @@ def in_no_sync(implementation: Implementation, device: str) -> list[str]:
 def _not_local(model: Any, *steps: int) -> list[str]:
     own = _own(*steps)(dist.get_rank())
     return [
-        f"in no_sync(): the gradient of {name!r} is not this rank's own sum of its backward passes: "
+        f"after no_sync(): the gradient of {name!r} is not this rank's own sum of its backward passes: "
         f"found {None if p.grad is None else p.grad.flatten()[:3].tolist()}, expected {mine.flatten()[:3].tolist()}"
         for (name, p), mine in zip(model.module.named_parameters(), own, strict=True)
         if p.grad is None or not torch.allclose(p.grad.cpu(), mine)
@@ -143,18 +145,21 @@ def test_a_forward_pass_without_a_backward_pass_changes_nothing(
 
 
 def two_models(implementation: Implementation, device: str) -> list[str]:
-    """Two wrapped models of the same shapes, whose passes take turns."""
+    """Two wrapped models, whose passes take turns; what comes first in one step comes last in the next."""
     models, wrong, rank = [_model(implementation, device) for _ in range(2)], [], dist.get_rank()
-    for step in (0, 2, 4):
+    for step in range(4):
         for model in models:
             model.module.zero_grad()
-        losses = [model([x.to(device) for x in values(rank, *LIKE, step=step + i)]) for i, model in enumerate(models)]
-        for loss in losses:
+        losses = [
+            model([x.to(device) for x in values(rank, *LIKE, step=2 * step + i)]) for i, model in enumerate(models)
+        ]
+        for loss in losses[:: 1 if step < 2 else -1]:
             loss.backward()
-        for model in models:
+        for model in models[:: -1 if step % 2 else 1]:
             model.finish_gradient_synchronization()
         for i, model in enumerate(models):
-            wrong += wrong_averages(model, _own(step + i), f"{['first', 'second'][i]} of two models side by side")
+            when = f"in step {step + 1} of the {['first', 'second'][i]} of two models side by side"
+            wrong += wrong_averages(model, _own(2 * step + i), when)
     return wrong
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -114,7 +114,7 @@ class AddsItsOwnFirst(Plain):
 class SharesBuffersBetweenModels(Plain):
     """The gradients of one shape share one buffer."""
 
-    buffers_by_shape: dict[tuple[int, ...], Tensor] = {}
+    buffers_by_shape: ClassVar[dict[tuple[int, ...], Tensor]] = {}
 
     def average(self, parameters: list[nn.Parameter]) -> None:
         super().average(parameters)
@@ -126,7 +126,7 @@ class SharesBuffersBetweenModels(Plain):
 
 @defect(cause="two calls", caught_by="test_two_models")
 class SharesItsListOfHandles(Overlapped):
-    shared: list[Any] = []
+    shared: ClassVar[list[Any]] = []
 
     def start(self) -> None:
         super().start()
@@ -174,7 +174,7 @@ class BroadcastsFromTheWorldsRank0(Plain):
             dist.broadcast(tensor.detach(), src=0)
 
 
-@defect(cause="subgroup", caught_by="test_only_the_ranks_of_the_process_group")
+@defect(cause="subgroup", caught_by="test_a_rank_outside_the_process_group")
 class StartsWithABarrierOfTheWorld(Plain):
     def start(self) -> None:
         dist.barrier()
@@ -346,8 +346,8 @@ class ReducesAsGradientsArrive(Overlapped):
 
     def on_gradient(self, parameter: nn.Parameter) -> None:
         if self.synchronizing:
-            self.order.remove(parameter)
-            self.order.insert(len(self.handles), parameter)
+            others = [p for p in self.order if p is not parameter]
+            self.order = [*others[: len(self.handles)], parameter, *others[len(self.handles) :]]
             self.launch(parameter)
 
 
