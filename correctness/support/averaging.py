@@ -87,7 +87,9 @@ def _wrong_average(p: nn.Parameter, of_ranks: Sequence[Tensor | None], here: int
     # Each of n terms is divided, or their sum is, by a rounded 1/n at worst, and each of n - 1 sums is rounded:
     # Higham, Accuracy and Stability, 4.2. What underflows loses one smallest number of the dtype for each.
     number = torch.finfo(p.dtype)
-    unit, smallest = (ranks + 1) * number.eps / 2, number.smallest_normal * number.eps
+    # In float64 the expected mean is rounded as often.
+    roundings = (ranks + 1) * (2 if p.dtype == torch.float64 else 1)
+    unit, smallest = roundings * number.eps / 2, number.smallest_normal * number.eps
     bound = unit / (1 - unit) * terms.abs().mean(0) + ranks * smallest
     bad = ~((found - mean).abs() <= bound)
     if not bad.any():
