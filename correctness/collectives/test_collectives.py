@@ -13,7 +13,9 @@ import torch.distributed as dist
 from correctness.support.summing import Call, assert_right, small_integers
 from impl.collectives import Backend, OnGloo, accounting, count_bytes_sent, segments
 from impl.collectives.cases import COLLECTIVES
+from shardmark.plugin import WorldsBySize
 from shardmark.registry import Implementation
+from shardmark.session import SESSION
 from shardmark.wire import tcp_bytes_sent
 from shardmark.world import World, Worlds, available_ranks
 
@@ -38,10 +40,11 @@ def size_and_worlds(request: pytest.FixtureRequest, device: str) -> Iterator[tup
 
 
 @pytest.fixture
-def any_world(size_and_worlds: tuple[int, Worlds]) -> World:
-    """A world of that size: another one where a test has broken it."""
-    size, worlds = size_and_worlds
-    return worlds.get(size)
+def any_world(size_and_worlds: tuple[int, Worlds], worlds: WorldsBySize, pytestconfig: pytest.Config) -> World:
+    """A world of that size: another one where a test has broken it. `worlds` gives it time to say where it hangs."""
+    size, own = size_and_worlds
+    own.deadline = pytestconfig.stash[SESSION].worlds.deadline
+    return own.get(size)
 
 
 def wrong_results(
@@ -86,16 +89,16 @@ def test_results_do_not_depend_on_the_segments(
 
 
 def even_and_odd_ranks(implementation: Implementation, device: str) -> list[str]:
-    """In two groups side by side; that of the even ranks has the more to do."""
+    """In two groups side by side."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(members) for members in ([*range(0, ranks, 2)], [*range(1, ranks, 2)]) if members]
-    return _wrong_in(implementation, groups[rank % 2], 2 - rank % 2, device)
+    return _wrong_in(implementation, groups[rank % 2], device)
 
 
-def _wrong_in(implementation: Implementation, group: dist.ProcessGroup, times: int, device: str) -> list[str]:
+def _wrong_in(implementation: Implementation, group: dist.ProcessGroup, device: str) -> list[str]:
     """What is wrong in a group, with collectives waited for at once and later."""
     target, wrong = implementation.adapted, []
-    for async_op in [False, True] * times:
+    for async_op in (False, True):
         calls = [Call(name, small_integers(torch.float32), 13, device, group=group) for name in COLLECTIVES]
         handles = [call.start(target, async_op) for call in calls]
         for handle in handles if async_op else ():
@@ -113,7 +116,7 @@ def test_groups_side_by_side_have_their_own_results(
 
 def all_but_rank_0(implementation: Implementation, device: str) -> list[str]:
     group = dist.new_group([*range(1, dist.get_world_size())])
-    return _wrong_in(implementation, group, 1, device) if dist.get_rank() else []
+    return _wrong_in(implementation, group, device) if dist.get_rank() else []
 
 
 @pytest.mark.family("collectives")

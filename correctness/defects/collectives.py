@@ -226,21 +226,20 @@ class RemembersTheInput(Plain):
 
 
 @defect(cause="two calls", caught_by="test_many_may_be_under_way")
-class WaitsForTheLatest(Plain):
-    """Keeps one handle, of what was started last."""
+class WaitsForTheOldest(Plain):
+    """Whichever handle is waited for."""
 
-    latest: ClassVar[list[Any]] = [None]
+    pending: ClassVar[list[Any]] = []
 
     def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
-        self.latest[0] = super().all_gather(output, input, group, async_op=True)
-        latest = self.latest
+        pending = self.pending
+        pending.append(super().all_gather(output, input, group, async_op=True))
 
-        class Latest:
+        class Oldest:
             def wait(self) -> None:
-                if latest[0] is not None:
-                    latest[0].wait()
+                pending.pop(0).wait()
 
-        return Latest() if async_op else Latest().wait()
+        return Oldest() if async_op else Oldest().wait()
 
 
 # Subgroups
