@@ -26,8 +26,8 @@ SIZES = [0, 1, 97]
 """Elements of the smaller tensor, or of an all-reduce's, which most numbers of ranks do not divide."""
 
 
-RANKS = [pytest.param(n, marks=[pytest.mark.sweep] if n in (4, 5) else []) for n in range(1, 9)]
-"""Four and five are left to the sweep: there are a power of two, an odd and an even number without them."""
+RANKS = [pytest.param(n, marks=[pytest.mark.sweep] if n in (5, 6, 8) else []) for n in range(1, 9)]
+"""Five, six and eight are left to the sweep: there are a power of two and odd numbers without them."""
 
 
 @pytest.fixture(scope="module", params=RANKS, ids=lambda n: f"{n}ranks")
@@ -53,11 +53,17 @@ def wrong_results(
     """What this rank found wrong, over sizes and dtypes, out of place and in place."""
     target, wrong = implementation.adapted, []
     with _segments_of(segment_bytes):
-        for dtype, size, in_place in product(dtypes, SIZES, [False] if name == "all_reduce" else [False, True]):
+        places = [False] if name == "all_reduce" else [False, True]
+        calls = product(dtypes, SIZES, places, [False])
+        for dtype, size, in_place, async_op in [*calls, *product([torch.float32], SIZES, places, [True])]:
             call = Call(name, small_integers(dtype), size, device, in_place=in_place)
-            call.start(target)
-            where = " with the smaller tensor in the larger" if in_place else ""
-            wrong += [line + where for line in call.wrong()]
+            handle = call.start(target, async_op)
+            if async_op:
+                handle.wait()
+            how = (" with the smaller tensor in the larger" if in_place else "") + (
+                ", asynchronous" if async_op else ""
+            )
+            wrong += [line + how for line in call.wrong()]
     return wrong
 
 
@@ -89,19 +95,23 @@ def test_results_do_not_depend_on_the_segments(
 
 
 def even_and_odd_ranks(implementation: Implementation, device: str) -> list[str]:
-    """In two groups side by side."""
+    """In two groups side by side, and beside them on all ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(members) for members in ([*range(0, ranks, 2)], [*range(1, ranks, 2)]) if members]
-    return _wrong_in(implementation, groups[rank % 2], device)
+    return _wrong_in(implementation, [groups[rank % 2], None], device)
 
 
-def _wrong_in(implementation: Implementation, group: dist.ProcessGroup, device: str) -> list[str]:
-    """What is wrong in a group, with collectives waited for at once and later."""
+def _wrong_in(implementation: Implementation, groups: list[dist.ProcessGroup | None], device: str) -> list[str]:
+    """What is wrong in groups of which this rank is a member, with collectives waited for at once and later."""
     target, wrong = implementation.adapted, []
     for async_op in (False, True):
-        calls = [Call(name, small_integers(torch.float32), 13, device, group=group) for name in COLLECTIVES]
+        calls = [
+            Call(name, small_integers(torch.float32, seed), 13, device, group=group)
+            for name in COLLECTIVES
+            for seed, group in enumerate(groups)
+        ]
         handles = [call.start(target, async_op) for call in calls]
-        for handle in handles if async_op else ():
+        for handle in handles[::-1] if async_op else ():
             handle.wait()
         wrong += [line for call in calls for line in call.wrong()]
     return wrong
@@ -116,7 +126,7 @@ def test_groups_side_by_side_have_their_own_results(
 
 def all_but_rank_0(implementation: Implementation, device: str) -> list[str]:
     group = dist.new_group([*range(1, dist.get_world_size())])
-    return _wrong_in(implementation, group, device) if dist.get_rank() else []
+    return _wrong_in(implementation, [group], device) if dist.get_rank() else []
 
 
 @pytest.mark.family("collectives")

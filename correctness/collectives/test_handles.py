@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -82,8 +83,8 @@ def many_at_once(implementation: Implementation, late: int, device: str) -> list
     as it was waited for."""
     target, rank, wrong = implementation.adapted, dist.get_rank(), []
     calls = [
-        Call(name, small_integers(torch.float32, seed), size, device)
-        for seed, size in enumerate((N // 4, 97, N // 4, 97))
+        Call(name, small_integers(dtype, seed), size, device)
+        for seed, (size, dtype) in enumerate(product((N // 4, 97), (torch.float32, torch.float64)))
         for name in COLLECTIVES
     ]
     with delayed(before=0.003, on=late % dist.get_world_size()):

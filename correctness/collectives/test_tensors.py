@@ -21,10 +21,11 @@ pytestmark = pytest.mark.family("collectives")
 
 
 def several_segments(implementation: Implementation, name: str, device: str) -> list[str]:
-    """Each rank's part is larger than 1 MiB, and of no even size."""
+    """Each rank's part is several MiB large, and of no even size."""
     wrong = []
     for in_place in [False] if name == "all_reduce" else [False, True]:
-        call = Call(name, small_integers(torch.float32), 300_007, device, in_place=in_place)
+        elements = 2_400_011 if name == "all_reduce" else 800_003
+        call = Call(name, small_integers(torch.float32), elements, device, in_place=in_place)
         call.start(implementation.adapted)
         wrong += call.wrong()
     return wrong

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from correctness.support.averaging import (
     Products,
@@ -142,6 +142,20 @@ def test_a_forward_pass_without_a_backward_pass_changes_nothing(
     implementation: Implementation, world: World, device: str
 ) -> None:
     assert_nothing_wrong(world.run(a_forward_pass_without_a_backward_pass, implementation, device))
+
+
+def in_eval_mode(implementation: Implementation, device: str) -> list[str]:
+    model = _model(implementation, device)
+    model.module.eval()
+    if isinstance(model, nn.Module):
+        model.eval()
+    _backward(model, 1, device)
+    model.finish_gradient_synchronization()
+    return wrong_averages(model, _own(1), "in eval mode")
+
+
+def test_gradients_are_averaged_in_eval_mode_too(implementation: Implementation, world: World, device: str) -> None:
+    assert_nothing_wrong(world.run(in_eval_mode, implementation, device))
 
 
 def two_models(implementation: Implementation, device: str) -> list[str]:

@@ -13,6 +13,7 @@ from correctness.support.averaging import (
     Products,
     assert_nothing_wrong,
     backward,
+    bucket_sizes,
     values,
     wrap,
     wrong_averages,
@@ -52,15 +53,16 @@ def test_averages_are_there_when_it_returns(
 def in_the_ranks_own_order(implementation: Implementation, device: str) -> list[str]:
     """Gradients of one shape, which arrive in another order on each rank and in each step."""
     like, rank, wrong = [torch.empty(3, 2) for _ in range(4)], dist.get_rank(), []
-    model = wrap(implementation, Products(*map(torch.zeros_like, like)).to(device), bucket_mb=1e-5)
-    for step in range(3):
-        model.module.zero_grad()
-        order = [(rank + step + i * (1 if rank % 2 else 3)) % 4 for i in range(4)]
-        with slow_gradients(model.module, lambda i: 0.005 * ((rank + i) % 2)):
-            backward(model, values(rank, *like, step=step), device, order=order)
-            model.finish_gradient_synchronization()
-        when = f"in step {step + 1}, with gradients that arrive in another order on each rank"
-        wrong += wrong_averages(model, lambda other, step=step: [*values(other, *like, step=step)], when)
+    for options in bucket_sizes(implementation):
+        model = wrap(implementation, Products(*map(torch.zeros_like, like)).to(device), **options)
+        for step in range(3):
+            model.module.zero_grad()
+            order = [(rank + step + i * (1 if rank % 2 else 3)) % 4 for i in range(4)]
+            with slow_gradients(model.module, lambda i: 0.003 * ((rank + i) % 2)):
+                backward(model, values(rank, *like, step=step), device, order=order)
+                model.finish_gradient_synchronization()
+            when = f"in step {step + 1}, with gradients that arrive in another order on each rank"
+            wrong += wrong_averages(model, lambda other, step=step: [*values(other, *like, step=step)], when)
     return wrong
 
 
@@ -93,6 +95,8 @@ def tied(implementation: Implementation, device: str) -> tuple[list[str], int, i
     module = Products(*map(torch.clone, like))
     module.p.append(module.p[0])
     model, sent = _communicated(implementation, module, device)
+    if len([*model.module.parameters()]) != 2:
+        return ["after wrapping: a parameter of two names has become two parameters"], 0, 0
 
     def own(rank: int) -> list[Tensor | None]:
         first, second, again = values(rank, *like, like[0], step=1)
