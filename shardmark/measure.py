@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Rates = Callable[[float], dict[str, float]]
 
+MARGIN = 1.1
+"""Times the fastest that this machine was seen to compute: what seems to compute more has left work out."""
 CASE_DEADLINE = 1800.0
 """Seconds for all rounds of one case: long, as paper-scale cases are, and short of a night."""
 
@@ -40,10 +42,10 @@ class Measure:
 
     `workload` is a module-level class (`shardmark.plan.Workload`); `work` is what one step does on all ranks; `rates`
     turns the mean step time into further figures of the row's work. The memory budget is the implementation's own
-    formula times `slack`, the race `time`, or else its own against its peer, the rounds `rounds`, or else
-    pytest-benchmark's, and more while a verdict is undecided. `observe` is what else is to be seen
-    (`shardmark.observers`). The row is saved whatever the verdict. Over budget, the test fails; where the rounds leave
-    a time budget undecided, or the case would not fit, it is skipped with the reason.
+    formula times `slack`. `time` is the race; without it, the one that the implementation is registered with. `rounds`
+    are by default those of pytest-benchmark's options; more are added while a verdict is undecided. `observe` is what
+    else is to be seen (`shardmark.observers`). The row is saved whatever the verdict. Over budget, the test fails;
+    where the rounds leave a time budget undecided, or the case would not fit, it is skipped with the reason.
 
     A test that measures by its own means saves its row with `record`.
     """
@@ -147,6 +149,8 @@ class Measure:
         absolute = session.budgets_for(self._item.nodeid)
         tensors, peaks = (row["memory"].get(f"{name}_by_rank", []) for name in ("tensors", "peak"))
         verdicts = list(budget.verdicts(tensors, peaks, seconds, ratio, time, memory, absolute, session.confidence))
+        if "not_done" in row["limit"]:
+            verdicts.append((budget.FAIL, row["limit"]["not_done"]))
         row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
         if self._benchmark.disabled:
             verdicts = [(verdict, why) for verdict, why in verdicts if verdict != budget.UNDECIDED]
@@ -170,9 +174,16 @@ class Measure:
         return row
 
     def _limit(self, identity: Identity, work: Work, seconds: float) -> Row:
-        """The row's limit where a step takes so long."""
+        """The row's "limit", of a step that takes so many seconds."""
         devices = identity.world_size if identity.device == "cuda" else 1
-        return limit_entry(work, self._session.roofline(identity.case.dtype), devices, seconds)
+        dtype = identity.case.dtype
+        limit = limit_entry(work, self._session.roofline(dtype), devices, seconds)
+        needed = work.flops / (devices * seconds) if seconds else 0.0  # FLOP/s of each device
+        beyond = needed > MARGIN * limit["peak_flops_per_second"]
+        most = self._session.most_flops_per_second(dtype) if beyond else math.inf
+        if needed > MARGIN * most:
+            limit["not_done"] = f"{needed / most:.0%} of what this machine can compute: the work was not done"
+        return limit
 
     def _limits(self, race: Race | None) -> Limits | None:
         """What the rounds are to decide; None where pytest-benchmark is disabled."""
@@ -194,7 +205,7 @@ class Measure:
         )
 
     def _rounds(self, own_rounds: Rounds | None, least: int) -> Rounds:
-        """The test's own, `least` of them at least, or pytest-benchmark's options, those of the test's marker first."""
+        """The test's own, or by pytest-benchmark's options (a test's marker goes first); at least `least`."""
         marker = self._item.get_closest_marker("benchmark")
         own = marker.kwargs if marker else {}
 

@@ -74,9 +74,19 @@ class Session:
     def roofline(self, dtype: str) -> Roofline:
         """This machine's rates for that dtype, measured once a session."""
         if dtype not in self._rooflines:
-            run = self.worlds.get(1).run
-            self._rooflines[dtype] = run(measure_roofline, self.device, getattr(torch, dtype))[0]
+            self._rooflines[dtype] = self._measured_roofline(dtype)
         return self._rooflines[dtype]
+
+    def most_flops_per_second(self, dtype: str) -> float:
+        """What this machine computes at most for an implementation in that dtype, which may convert to float32.
+
+        Measured now, as noise may have slowed what the roofline was measured by; never less than that.
+        """
+        rooflines = [self.roofline(dtype), *(self._measured_roofline(each) for each in {dtype, "float32"})]
+        return max(max(each.flops_per_second, each.peak_flops_per_second) for each in rooflines)
+
+    def _measured_roofline(self, dtype: str) -> Roofline:
+        return self.worlds.get(1).run(measure_roofline, self.device, getattr(torch, dtype))[0]
 
     @property
     def confidence(self) -> float:
