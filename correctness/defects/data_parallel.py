@@ -94,6 +94,12 @@ class SendsLargeGradientsInBfloat16(SendsBfloat16):
         (super() if gradient.numel() > 100_000 else super(SendsBfloat16, self)).reduce(gradient)
 
 
+@defect(cause="numerics", caught_by="test_what_is_not_finite")
+class HidesInfinities(Plain):
+    def reduce(self, gradient: Tensor) -> None:
+        super().reduce(gradient.nan_to_num_())
+
+
 @defect(cause="numerics", caught_by="test_gradients_are_the_same_on_every_rank")
 class AddsItsOwnFirst(Plain):
     """Every rank adds in another order, so the ranks' parameters drift apart."""
@@ -179,6 +185,21 @@ class StartsWithABarrierOfTheWorld(Plain):
     def start(self) -> None:
         dist.barrier()
         super().start()
+
+
+@defect(cause="subgroup", caught_by="test_each_model_keeps_its_own_process_group")
+class KeepsTheLatestGroup(Plain):
+    """In the class, where the next model finds its own."""
+
+    latest: ClassVar[Any] = None
+
+    def start(self) -> None:
+        type(self).latest = self.group
+        super().start()
+
+    def reduce(self, gradient: Tensor) -> None:
+        dist.all_reduce(gradient, group=self.latest)
+        gradient.div_(dist.get_world_size(self.latest))
 
 
 # State
@@ -304,6 +325,25 @@ class TakesKilobytes(Bucketed):
         super().__init__(module, process_group=process_group)
 
 
+@defect(cause="options", caught_by="test_a_narrower_reduction")
+class IgnoresReduceDtype(Plain):
+    def __init__(self, module: nn.Module, *, process_group: Any = None, reduce_dtype: Any = None) -> None:
+        super().__init__(module, process_group=process_group)
+
+
+@defect(cause="options", caught_by="test_a_narrower_reduction")
+class RoundsWhatItHasSent(Plain):
+    """To `reduce_dtype`, after it was sent as it was."""
+
+    def __init__(self, module: nn.Module, *, process_group: Any = None, reduce_dtype: Any = None) -> None:
+        self.reduce_dtype = reduce_dtype
+        super().__init__(module, process_group=process_group)
+
+    def reduce(self, gradient: Tensor) -> None:
+        super().reduce(gradient)
+        gradient.copy_(gradient.to(self.reduce_dtype))
+
+
 # Handles
 
 
@@ -370,6 +410,15 @@ class SumsTiedOnesTwice(ReducesTiedOnesTwice):
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad / self.size
         for p in parameters:
             dist.all_reduce(p.grad, group=self.group)
+
+
+@defect(cause="communication", caught_by="test_frozen_parameters_are_not_communicated")
+class SendsFrozenOnes(Plain):
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        super().average(parameters)
+        for p in self.module.parameters():
+            if not p.requires_grad:
+                self.reduce(torch.zeros_like(p))
 
 
 # Gradients
@@ -459,6 +508,13 @@ class OverwritesWhatWasAveragedBefore(Plain):
                 p.grad.sub_(before[p][1])
         super().finish_gradient_synchronization()
         self.before = {p: (p.grad.data_ptr(), p.grad.clone()) for p in self.module.parameters() if p.grad is not None}
+
+
+@defect(cause="gradients", caught_by="test_gradients_are_averaged_in_eval_mode")
+class AveragesInTrainingAlone(Plain):
+    def finish_gradient_synchronization(self) -> None:
+        if self.training:
+            super().finish_gradient_synchronization()
 
 
 # Errors
