@@ -175,11 +175,11 @@ def test_a_narrower_reduction_sends_half_and_rounds_each_term_once(
     )
     own = torch.stack([gradient for _, gradient, _ in ranks]).double()
     unit = torch.finfo(dtype).eps / 2
-    # Each term is rounded once, and each of the n - 1 sums once more: Higham, Accuracy and Stability, 4.2.
-    n = world.size
-    bound = n * unit / (1 - n * unit) * own.abs().mean(0)
+    # Each term is rounded once, each of the n - 1 sums, and an average: Higham, Accuracy and Stability, 4.2.
+    roundings = (world.size + 1) * unit
+    bound = roundings / (1 - roundings) * own.abs().mean(0)
     for (found, _, sent), (_, _, before) in zip(ranks, wide, strict=True):
         assert found.dtype == torch.float32, f"the gradient is of {found.dtype}, and its parameter of torch.float32"
         assert sent <= before / 2 + FLAGS, f"reduce_dtype={dtype} sends {sent} bytes, and torch.float32 {before}"
-        assert ((found.double() - own.mean(0)).abs() <= bound).all(), f"is further off than {dtype} rounds"
-        assert not torch.equal(found, own.mean(0).float()), f"nothing was rounded to {dtype}"
+        assert ((found.double() - own.mean(0)).abs() <= bound).all(), f"the average is further off than {dtype} rounds"
+        assert not torch.equal(found, own.mean(0).float()), f"reduce_dtype={dtype} rounds nothing"

@@ -60,11 +60,15 @@ def test_modules_work_as_before(implementation: Implementation, world: World, de
 
 
 def names(implementation: Implementation, device: str) -> list[str]:
-    model = wrap(implementation, Scaled().to(device))
+    model = wrap(implementation, Scaled().double().to(device))
     found, expected = model.state_dict(), model.module.state_dict()
     if list(found) != list(expected):
         return [f"state_dict() has the names {list(found)}, and the module's has {list(expected)}"]
-    return [f"state_dict() has another {name!r}" for name in found if not torch.equal(found[name], expected[name])]
+    return [
+        f"state_dict() has another {name!r}: {found[name]}, and the module's has {expected[name]}"
+        for name in found
+        if found[name].dtype != expected[name].dtype or not torch.equal(found[name], expected[name])
+    ]
 
 
 def test_the_state_dict_has_the_modules_own_names_and_values(

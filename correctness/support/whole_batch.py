@@ -120,6 +120,7 @@ def assert_equal_states(found: list[dict[str, Tensor]], expected: dict[str, Tens
     for rank, state in enumerate(found):
         assert list(state) == list(expected), f"the state on rank {rank} has the names {list(state)}"
         for key, value in state.items():
+            assert value.dtype == expected[key].dtype, f"{key!r} on rank {rank} is of {value.dtype} in the state"
             error = (value - expected[key]).abs().max().item()
             assert torch.allclose(value, expected[key], rtol=1e-12, atol=1e-12), (
                 f"after training, {key!r} on rank {rank} differs from a single process's by up to {error:.3g}"
