@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from correctness.support.optimizing import (
+    ARGUMENTS,
     assert_as_accurate_as_plain,
     assert_near,
     gradients,
@@ -23,14 +24,6 @@ from impl.optim import AdamW
 from shardmark.registry import Implementation
 
 pytestmark = [pytest.mark.family("optimizer"), pytest.mark.usefixtures("poisoned")]
-
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "language_model": {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1},
-    "no_decay": {"lr": 1e-2, "weight_decay": 0.0},
-    "no_memory": {"lr": 1e-2, "betas": (0.0, 0.0)},
-    "large_eps": {"lr": 1e-2, "eps": 0.5},
-}
 
 
 def test_the_first_step_has_the_length_of_lr(implementation: Implementation, device: str) -> None:

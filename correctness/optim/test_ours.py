@@ -12,8 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.optim.test_adamw import ARGUMENTS
-from correctness.support.optimizing import assert_all_near, assert_same, gradients, leaves, run, saved, tensors, train
+from correctness.support.optimizing import (
+    ARGUMENTS,
+    assert_all_near,
+    assert_same,
+    gradients,
+    leaves,
+    run,
+    saved,
+    tensors,
+    train,
+)
 from impl.optim import AdamW, TorchForeach, TorchForLoop, TorchFused
 from shardmark.registry import Implementation, family
 

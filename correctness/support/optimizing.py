@@ -22,6 +22,16 @@ def interpreted(implementation: Implementation, device: str) -> bool:
     return requires_triton in implementation.requires and device == "cpu"
 
 
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "language_model": {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1},
+    "no_decay": {"lr": 1e-2, "weight_decay": 0.0},
+    "no_memory": {"lr": 1e-2, "betas": (0.0, 0.0)},
+    "large_eps": {"lr": 1e-2, "eps": 0.5},
+}
+"""Of AdamW, by what is unusual about them."""
+
+
 def tensors(
     device: str, dtype: torch.dtype = torch.float64, shapes: Sequence[tuple[int, ...]] = SHAPES
 ) -> list[Tensor]:
