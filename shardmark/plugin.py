@@ -302,10 +302,16 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
     """Add the rows without times, and write our tests' parameters as their ids."""
     rows = config.stash[SESSION].rows
     output_json["unmeasured"] = rows.unmeasured
-    ours = {entry["fullname"] for entry in rows.rows}
     for entry in output_json["benchmarks"]:
-        if entry["fullname"] in ours and entry["params"]:
+        if entry["fullname"] in rows.names and entry["params"]:
             entry["params"] = {name: str(value) for name, value in entry["params"].items()}
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
+    """Save the rows before pytest-benchmark would."""
+    session.config.stash[SESSION].rows.finish()
+    return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
