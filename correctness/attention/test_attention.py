@@ -33,6 +33,8 @@ SHAPES = {  # leading dims, q_len, k_len, head_dim
     "head_dim_128": ((1,), 140, 150, 128),
 }
 
+LARGE = ("tile", "tile_and_one", "one_less_than_tiles")
+
 GROUPED = {  # leading dims of q, leading dims of k and v
     "two_groups": ((2, 4), (2, 2)),
     "one_key_head": ((2, 3), (2, 1)),
@@ -49,7 +51,10 @@ def _inputs(shape_id: str, dtype: torch.dtype, device: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape_id", SHAPES)
+@pytest.mark.parametrize(
+    "shape_id", [pytest.param(name, marks=pytest.mark.large if name in LARGE else ()) for name in SHAPES]
+)
+@pytest.mark.compiled_every_time("fewer_keys-torch.float32-causal", "tile_and_one-torch.bfloat16-full")
 def test_is_as_accurate_as_eager(
     implementation: Implementation, shape_id: str, dtype: torch.dtype, is_causal: bool, device: str
 ) -> None:
@@ -171,6 +176,7 @@ def _penalty_gradient(attention: Any, inputs: list[Tensor]) -> Tensor:
     return torch.autograd.grad(out.sum() + grad_q.square().sum(), k)[0]
 
 
+@pytest.mark.compiled_every_time
 def test_a_second_derivative_is_right_or_a_clear_error(implementation: Implementation, device: str) -> None:
     inputs = _inputs("no_leading_dims", torch.float32, device)
     try:
@@ -197,6 +203,7 @@ MISMATCHED = {  # shapes of q, k, v, and what the message says of them
 }
 
 
+@pytest.mark.compiled_every_time
 @pytest.mark.parametrize("how", MISMATCHED)
 def test_shapes_that_do_not_go_together_are_one_line(implementation: Implementation, how: str, device: str) -> None:
     q, k, v = (torch.randn(shape, device=device) for shape in MISMATCHED[how][:3])
@@ -206,6 +213,7 @@ def test_shapes_that_do_not_go_together_are_one_line(implementation: Implementat
         check_inputs(q, k, v)
 
 
+@pytest.mark.compiled_every_time
 def test_dtypes_that_do_not_go_together_are_one_line(implementation: Implementation, device: str) -> None:
     q, k, v, _ = _inputs("one_query", torch.float32, device)
     float8 = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
@@ -216,6 +224,7 @@ def test_dtypes_that_do_not_go_together_are_one_line(implementation: Implementat
         check_inputs(q, k.double(), v)
 
 
+@pytest.mark.compiled_every_time
 def test_devices_that_do_not_go_together_are_one_line(implementation: Implementation, device: str) -> None:
     q, k, v, _ = _inputs("one_query", torch.float32, device)
     with pytest.raises(ValueError, match=rf"^attention takes q, k, v on one device, got {device}\S*, meta, {device}"):

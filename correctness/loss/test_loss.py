@@ -29,6 +29,8 @@ SIZES = {  # tokens, dim, vocab
     "longer_than_a_block": (4, 8, 8200),
 }
 
+LARGE = ("chunk_and_one", "several_chunks")
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "label_smoothing": {"label_smoothing": 0.1},
@@ -39,7 +41,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "size", [pytest.param(name, marks=pytest.mark.large if name in LARGE else ()) for name in SIZES]
+)
 def test_is_as_accurate_as_eager(implementation: Implementation, size: str, dtype: torch.dtype, device: str) -> None:
     assert_as_accurate_as_eager(implementation.adapted, random_inputs(*SIZES[size], device, dtype))
 
@@ -159,6 +163,7 @@ def _penalty_gradient(loss_of: Loss, inputs: Inputs) -> Tensor:
     return torch.autograd.grad(loss + grad_hidden.square().sum(), weight)[0]
 
 
+@pytest.mark.compiled_every_time
 def test_a_second_derivative_is_right_or_a_clear_error(implementation: Implementation, device: str) -> None:
     inputs = random_inputs(20, 8, 13, device)
     try:
@@ -269,6 +274,7 @@ MISMATCHED = {  # shapes of hidden, weight and targets, and what the message say
 }
 
 
+@pytest.mark.compiled_every_time
 @pytest.mark.parametrize("how", MISMATCHED)
 def test_shapes_that_do_not_go_together_are_one_line(implementation: Implementation, how: str, device: str) -> None:
     *shapes, targets_shape, message = MISMATCHED[how]
@@ -278,6 +284,7 @@ def test_shapes_that_do_not_go_together_are_one_line(implementation: Implementat
         implementation.adapted(hidden, weight, targets)
 
 
+@pytest.mark.compiled_every_time
 def test_dtypes_devices_and_options_that_do_not_go_together_are_one_line(
     implementation: Implementation, device: str
 ) -> None:
@@ -297,6 +304,7 @@ def test_dtypes_devices_and_options_that_do_not_go_together_are_one_line(
             implementation.adapted(*arguments, **options)
 
 
+@pytest.mark.compiled_every_time
 @pytest.mark.parametrize("target", [-1, 5, 10**12, -101])
 def test_a_target_out_of_range_is_one_line(implementation: Implementation, target: int, device: str) -> None:
     if device == "cuda":
