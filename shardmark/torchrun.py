@@ -21,8 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardmark.rank import WorldError, join_group, perform, pickled_call
-from shardmark.world import DEADLINE, GRACE, rank_error
+from shardmark.failures import rank_error, warn_of_what_is_left
+from shardmark.rank import Answer, WorldError, join_group, perform, pickled_call
+from shardmark.world import DEADLINE, GRACE
 
 _FOREVER = timedelta(days=30)
 _STOP = b""
@@ -97,23 +98,24 @@ class TorchrunWorld:
         own: list[bytes] = []
         own_share = threading.Thread(target=self._perform_own, args=(work, own), daemon=True)
         own_share.start()
-        answers: dict[int, tuple[bool, Any]] = {}
+        answers: dict[int, Answer] = {}
         end = time.monotonic() + deadline
         while len(answers) < self.size and time.monotonic() < end:
             own_share.join(_POLL)
             for other in range(self.size):
                 if other not in answers and (answer := self._answer(call, other, own)) is not None:
                     answers[other] = pickle.loads(answer)
-                    if not answers[other][0]:  # the others are likely to be waiting for it in a collective
+                    if answers[other].failure:  # the others are likely to be waiting for it in a collective
                         end = min(end, time.monotonic() + GRACE)
         self.alive = len(answers) == self.size
-        if not (self.alive and all(succeeded for succeeded, _ in answers.values())):
-            failures = {rank_: value for rank_, (succeeded, value) in answers.items() if not succeeded}
+        failures = {rank_: answer.failure for rank_, answer in answers.items() if answer.failure}
+        if failures or not self.alive:
             silent = [rank_ for rank_ in range(self.size) if rank_ not in answers]
             where = "had not answered; its stack is in its own output"
             raise rank_error(self.size, failures, dict.fromkeys(silent, where))
         self._store.delete_key(f"{call}")
-        return [answers[rank_][1] for rank_ in range(self.size)]
+        warn_of_what_is_left(function, answers)
+        return [answers[rank_].value for rank_ in range(self.size)]
 
     def close(self) -> None:
         """End the other ranks: those that still serve stop, and torchrun ends those that hang."""
