@@ -19,6 +19,7 @@ from shardmark.hardware import Roofline, measure_roofline
 from shardmark.link import Link, LinkError
 from shardmark.rank import WorldError, available_cores
 from shardmark.registry import Implementation
+from shardmark.report.layout import printable
 from shardmark.report.questions import Questions
 from shardmark.rowfile import RowFile
 from shardmark.trace import TraceFolder
@@ -219,4 +220,6 @@ def start_session(config: pytest.Config) -> Session:
     try:
         return Session(config)
     except ValueError as error:
-        raise pytest.UsageError(str(error)) from None
+        raise pytest.UsageError(printable(str(error))) from None
+    except KeyboardInterrupt:
+        raise pytest.UsageError("interrupted while what --impl names was imported and tried") from None
