@@ -30,8 +30,11 @@ class LeftBehind(UserWarning):
     """A call changed what the next one on its rank would have met."""
 
 
-def warn_of_what_is_left(function: Callable[..., Any], answers: Mapping[int, Answer]) -> bool:
-    """Warn, in the test that is running, of what its call left on the ranks; whether it cannot be put back."""
+def warn_of_what_is_left(function: Callable[..., Any], answers: Mapping[int, Answer], in_step: bool) -> bool:
+    """Warn, in the test that is running, of what its call left on the ranks; whether it cannot be put back.
+
+    `in_step` is whether the ranks still meet in the same collectives.
+    """
     left: dict[str, list[int]] = {}
     for rank, answer in sorted(answers.items()):
         for name in answer.left:
@@ -39,8 +42,7 @@ def warn_of_what_is_left(function: Callable[..., Any], answers: Mapping[int, Ans
         if answer.broken:
             left.setdefault(f"{answer.broken}; the next call gets new ranks", []).append(rank)
     broken = any(answer.broken for answer in answers.values())
-    begun = {answer.collectives for answer in answers.values()}
-    if len(begun) > 1 and not broken:
+    if not in_step and not broken:
         left["collectives that not every rank began; the next call gets new ranks"] = sorted(answers)
         broken = True
     for what, ranks in left.items():

@@ -96,6 +96,14 @@ def _left_behind(before: RankState) -> dict[str, Any]:
     return {"left": before.restore(), "broken": broken, "collectives": collectives}
 
 
+def ranks_met(device: str) -> list[int]:
+    """The ranks whose messages arrive in a collective of all."""
+    own = torch.tensor([dist.get_rank()], device=device)
+    found = [torch.full_like(own, -1) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return [int(rank) for rank in found]
+
+
 def serve(rank: int, size: int, device: str, directory: Path, host: Host | None, end: socket.socket) -> None:
     """A rank's life: join the group, from that host where one is given, then answer each call until nobody asks."""
     os.setpgid(0, 0)  # with what it starts, so that all of them end together

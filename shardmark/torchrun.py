@@ -120,7 +120,7 @@ class TorchrunWorld:
             where = "had not answered; its stack is in its own output"
             raise rank_error(self.size, failures, dict.fromkeys(silent, where))
         self._store.delete_key(f"{call}")
-        warn_of_what_is_left(function, answers)
+        warn_of_what_is_left(function, answers, in_step=True)  # its ranks could not be replaced
         return [answers[rank_].value for rank_ in range(self.size)]
 
     def close(self) -> None:

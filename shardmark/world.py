@@ -34,7 +34,7 @@ from shardmark.channel import Channel, ready
 from shardmark.failures import Failure, rank_error, warn_of_what_is_left
 from shardmark.failures import RankError as RankError  # what `run` raises
 from shardmark.link import Link
-from shardmark.rank import Answer, WorldError, available_cores, pickled_call, serve
+from shardmark.rank import Answer, WorldError, available_cores, pickled_call, ranks_met, serve
 from shardmark.registry import FAMILIES
 
 DEADLINE = 120.0
@@ -47,6 +47,8 @@ PRELOADED += ["shardmark.rank", "pytest"]
 dynamo, test modules pytest, and what torch.distributed.optim compiles as it is imported takes half a second."""
 LONGEST_FOLDER = 107 - len("/pymp-01234567/listener-01234567")
 """Bytes of the longest folder path in which multiprocessing can make a socket: a socket's own path has 107 at most."""
+PROBE = 5.0
+"""Seconds that ranks get to meet in a collective that says whether they are in step."""
 RANKS_PER_CORE = 8
 """Ranks that may share a core: enough for correctness at any world size, too many to measure."""
 
@@ -129,9 +131,22 @@ class World:
         except BaseException:  # Ctrl-C too: ranks that are still at work are of no use to the next test
             self.close()
             raise
-        if warn_of_what_is_left(function, answers):
+        if warn_of_what_is_left(function, answers, self._in_step(answers)):
             self.close()
         return [answers[rank].value for rank in range(self.size)]
+
+    def _in_step(self, answers: dict[int, Answer]) -> bool:
+        """Whether the ranks meet in the next collective: asked of them where they have begun different numbers, which
+        sends and receives count towards too."""
+        if any(answer.broken for answer in answers.values()) or len({a.collectives for a in answers.values()}) == 1:
+            return True
+        for channel in self._channels:
+            channel.send(pickled_call(ranks_met, (self.device,)))
+        try:
+            met = self._collect(time.monotonic(), PROBE)
+        except RankError:
+            return False
+        return all(answer.value == list(range(self.size)) for answer in met.values())
 
     @property
     def alive(self) -> bool:
