@@ -201,6 +201,12 @@ def read_budgets(path: Path) -> list[AbsoluteBudget]:
     return budgets
 
 
+def _told_apart(*sizes: int) -> list[str]:
+    """In MiB, or in bytes where in MiB two that differ would read the same."""
+    shown = [f"{nbytes / MIB:.2f} MiB" for nbytes in sizes]
+    return shown if len(set(shown)) == len(set(sizes)) else [f"{nbytes:,} bytes" for nbytes in sizes]
+
+
 def verdicts(
     tensors: Sequence[int],
     peaks: Sequence[int],
@@ -219,10 +225,11 @@ def verdicts(
     """
     most, peak = max(tensors, default=None), max(peaks, default=None)
     if memory_budget is not None and most is not None:
+        sizes = _told_apart(most, memory_budget.bytes, memory_budget.formula)
         yield (
             memory_budget.verdict(most),
-            f"{most / MIB:.2f} MiB of tensors at the peak, over the budget of {memory_budget.bytes / MIB:.2f} MiB "
-            f"(formula {memory_budget.formula / MIB:.2f} MiB x {memory_budget.slack})",
+            f"{sizes[0]} of tensors at the peak, over the budget of {sizes[1]} (formula {sizes[2]} x "
+            f"{memory_budget.slack})",
         )
         least = min(tensors)
         yield (

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Rates = Callable[[float], dict[str, float]]
 
+MARGIN = 1.1
+"""Times the fastest that this machine was seen to compute: what seems to compute more has left work out."""
 CASE_DEADLINE = 1800.0
 """Seconds for all rounds of one case: long, as paper-scale cases are, and short of a night."""
 
@@ -147,6 +149,8 @@ class Measure:
         absolute = session.budgets_for(self._item.nodeid)
         tensors, peaks = (row["memory"].get(f"{name}_by_rank", []) for name in ("tensors", "peak"))
         verdicts = list(budget.verdicts(tensors, peaks, seconds, ratio, time, memory, absolute, session.confidence))
+        if "not_done" in row["limit"]:
+            verdicts.append((budget.FAIL, row["limit"]["not_done"]))
         row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
         if self._benchmark.disabled:
             verdicts = [(verdict, why) for verdict, why in verdicts if verdict != budget.UNDECIDED]
@@ -172,7 +176,14 @@ class Measure:
     def _limit(self, identity: Identity, work: Work, seconds: float) -> Row:
         """The row's limit where a step takes so long."""
         devices = identity.world_size if identity.device == "cuda" else 1
-        return limit_entry(work, self._session.roofline(identity.case.dtype), devices, seconds)
+        dtype = identity.case.dtype
+        limit = limit_entry(work, self._session.roofline(dtype), devices, seconds)
+        needed = work.flops / (devices * seconds) if seconds else 0.0  # FLOP/s of each device
+        beyond = needed > MARGIN * limit["peak_flops_per_second"]
+        most = self._session.most_flops_per_second(dtype) if beyond else math.inf
+        if needed > MARGIN * most:
+            limit["not_done"] = f"{needed / most:.0%} of what this machine can compute: the work was not done"
+        return limit
 
     def _limits(self, race: Race | None) -> Limits | None:
         """What the rounds are to decide; None where pytest-benchmark is disabled."""

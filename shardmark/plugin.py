@@ -13,19 +13,22 @@ from __future__ import annotations
 
 import re
 import signal
+import zlib
 from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any
 
 import pytest
+import torch
 
 from shardmark import registry, torchrun
 from shardmark.clock import DeviceClock
+from shardmark.judge import Judge, implementation_of
 from shardmark.link import Link
 from shardmark.machine import keep_compiled_code_apart, requires_compiler
 from shardmark.measure import Measure
 from shardmark.rank import WorldError
-from shardmark.registry import Implementation, RegistryError, Unsupported
+from shardmark.registry import RegistryError, Unsupported
 from shardmark.report import screen
 from shardmark.report.progress import Progress
 from shardmark.rows import describe_machine
@@ -81,6 +84,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="profile one more step of each measured case: a Chrome trace, and on CUDA a memory snapshot, in DIR",
     )
+    group.addoption(
+        "--seed",
+        type=int,
+        default=None,
+        help="of the inputs that tests draw: fresh ones by default, of a seed that the header shows",
+    )
+    group.addoption(
+        "--deadline",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="how long a test may take on what --impl names before it counts as hung: 60; 3 once it has hung",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -101,7 +117,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Check the options and have SIGTERM end the run as Ctrl-C does: rows saved, ranks ended."""
     for marker in (
         "family(name, option=None, only=None): run over the family's implementations (those whose target takes "
-        "`option`; those named in `only`, and with the reference among them whatever --impl names)",
+        "`option`, while one that --impl names is skipped with that reason; those named in `only`, and with the "
+        "reference among them whatever --impl names)",
         "cases(grid): run over the grid's cases at --scale",
         "question(text, columns=None): the question that the rows of these tests answer; rows of one question share a "
         "table, of those columns",
@@ -114,12 +131,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if torchrun.launched():  # at once, as the other ranks are waiting
         session.worlds = torchrun.TorchrunWorlds(session.device)
     config.pluginmanager.register(Progress(config), "shardmark progress")
+    if session.selected:
+        config.pluginmanager.register(Judge(session), "shardmark judge")
 
 
-def pytest_report_header(config: pytest.Config) -> str | None:
-    """The link between the ranks, if there is one."""
-    rate = config.stash[SESSION].link_rate
-    return rate and f"link: the ranks live on two hosts, joined at {rate}"
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """The seed, and the link between the ranks, if there is one."""
+    session = config.stash[SESSION]
+    link = [f"link: the ranks live on two hosts, joined at {session.link_rate}"] if session.link_rate else []
+    return [f"inputs: --seed {session.seed}", *link]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -142,19 +162,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             entries = session.implementations(family.args[0])
         except RegistryError as error:
             raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {error}") from None
+        entries = [entry for entry in entries if only is None or entry.name in only]
+        lacking = [] if option is None else [entry for entry in entries if not entry.accepts(option)]
+        if family.args[0] not in session.selected:
+            entries = [entry for entry in entries if entry not in lacking]
         metafunc.parametrize(
             "implementation",
             [
-                pytest.param(entry, id=entry.name)
+                pytest.param(
+                    entry,
+                    id=entry.name,
+                    marks=[pytest.mark.skip(reason=f"it has no option {option!r}")] if entry in lacking else [],
+                )
                 for entry in entries
-                if (option is None or entry.accepts(option)) and (only is None or entry.name in only)
             ],
         )
     if "case" in metafunc.fixturenames and grid is not None:
         metafunc.parametrize("case", grid.args[0].at(session.scale), ids=str)
     own = " ".join(str(marker.args[0]) for marker in metafunc.definition.iter_markers("parametrize"))
     if "world" in metafunc.fixturenames and "world" not in re.findall(r"\w+", own):
-        metafunc.parametrize("world", session.ranks, ids=[f"{n}ranks" for n in session.ranks], indirect=True)
+        contract = family is not None and "measure" not in metafunc.fixturenames
+        sizes = session.contract_ranks if contract else session.ranks
+        metafunc.parametrize("world", sizes, ids=[f"{n}ranks" for n in sizes], indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -166,7 +195,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept: list[pytest.Item] = []
     dropped: list[pytest.Item] = []
     for item in items:
-        implementation = _implementation(item)
+        implementation = implementation_of(item)
         chosen = implementation is not None and implementation.family in session.selected
         (kept if chosen or not session.selected else dropped).append(item)
         if "measure" in getattr(item, "fixturenames", ()):
@@ -191,17 +220,12 @@ def _use_device_clock(item: pytest.Item, clock: DeviceClock) -> None:
     item.add_marker(pytest.mark.benchmark(**options), append=False)
 
 
-def _implementation(item: pytest.Item) -> Implementation | None:
-    """The one that a test is parametrized with, if any."""
-    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    found = parameters.get("implementation")
-    return found if isinstance(found, Implementation) else None
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test whose implementation does not run here: not before, as to find that out may take seconds."""
-    implementation = _implementation(item)
+    """Seed its inputs, and skip it where its implementation does not run here: not before, as to find that out may
+    take seconds."""
+    torch.manual_seed(item.config.stash[SESSION].seed + zlib.crc32(item.nodeid.encode()))
+    implementation = implementation_of(item)
     if implementation is not None:
         device, to_measure = item.config.stash[SESSION].device, "measure" in getattr(item, "fixturenames", ())
         if reason := implementation.unavailable_reason(device, to_measure):

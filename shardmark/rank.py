@@ -45,9 +45,9 @@ def threads_of_a_rank(ranks: int) -> int:
 
 
 def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """A call as bytes; WorldError, in one line, for what cannot be sent."""
+    """A call as bytes, with the seed it is made under; WorldError, in one line, for what cannot be sent."""
     try:
-        return pickle.dumps((function, args))
+        return pickle.dumps((function, args, torch.initial_seed()))
     except Exception as error:  # pickle raises as many kinds as there are things it cannot pickle
         raise WorldError(f"a world runs module-level functions with arguments that pickle: {error}") from error
 
@@ -55,7 +55,8 @@ def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def perform(work: bytes) -> bytes:
     """Do a pickled call; the answer, as bytes, is (True, result) or (False, (traceback, exception or None))."""
     try:
-        function, args = pickle.loads(work)
+        function, args, seed = pickle.loads(work)
+        torch.manual_seed(seed + (dist.get_rank() if dist.is_initialized() else 0))  # each rank draws its own
         return pickle.dumps((True, function(*args)))
     except BaseException as error:
         # BaseException: a function that exits (argparse, pytest.skip) is reported, and does not end the rank.
@@ -79,7 +80,7 @@ def serve(rank: int, size: int, device: str, directory: Path, host: Host | None,
     stacks = (directory / f"rank{rank}.stacks").open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
-    pipe.send_bytes(perform(pickle.dumps((_join, (rank, size, device, directory, host)))))
+    pipe.send_bytes(perform(pickled_call(_join, (rank, size, device, directory, host))))
     while True:
         try:
             work = pipe.recv_bytes()
@@ -102,7 +103,6 @@ def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank:
     """Join the process group (NCCL or Gloo); each of a machine's ranks has its GPU, or its share of the cores."""
     torch.set_num_threads(threads_of_a_rank(local_size))
     keep_compiled_code_apart()
-    torch.seed()  # or all ranks would draw the numbers of the process they were forked from
     # The flight recorder keeps the last 2,000 collectives, which grows like a leak; who wants it sets the variable.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     gpu = None

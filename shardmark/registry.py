@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,7 +90,10 @@ class Implementation:
 
     def accepts(self, option: str) -> bool:
         """Whether the target has a parameter of that name, as far as is known."""
-        return self.target is None or option in inspect.signature(self.target).parameters
+        try:
+            return self.target is None or option in inspect.signature(self.target).parameters
+        except ValueError:  # what is written in C may have no signature
+            return False
 
     def __str__(self) -> str:
         return self.name
@@ -212,7 +216,8 @@ def _import(family_name: str, spec: str, source: str) -> Any:
     try:
         if not source.endswith(".py"):
             return importlib.import_module(source)
-        name = f"shardmark_user_{Path(source).stem}"
+        # Files of one name in two folders are two modules.
+        name = f"shardmark_user_{Path(source).stem}_{zlib.crc32(source.encode()):08x}"
         if name in sys.modules and getattr(sys.modules[name], "__file__", None) == source:
             return sys.modules[name]
         module_spec = importlib.util.spec_from_file_location(name, source)

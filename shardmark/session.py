@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from shardmark import registry, torchrun
 from shardmark.budget import AbsoluteBudget, confidence, read_budgets
 from shardmark.clock import DeviceClock
+from shardmark.deadline import TRIED, Deadlines
 from shardmark.grid import SCALES
 from shardmark.hardware import Roofline, measure_roofline
 from shardmark.link import Link, LinkError
@@ -18,7 +21,7 @@ from shardmark.registry import Implementation
 from shardmark.report.questions import Questions
 from shardmark.rows import RowFile
 from shardmark.trace import TraceFolder
-from shardmark.world import Worlds, check_size
+from shardmark.world import DEADLINE, Worlds, available_ranks, check_size
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -38,7 +41,13 @@ class Session:
         if self.scale == "auto":
             self.scale = "paper" if self.device == "cuda" else "laptop"
         self.ranks = _ranks(option("ranks"), self.device)
-        self.selected = _selected(option("impl"), self.device)
+        self.contract_ranks = self.ranks if option("ranks") else _contract_ranks(self.ranks, self.device)
+        """World sizes of tests that measure nothing: what is right on two ranks alone is wrong."""
+        self.seed = _seed(config)
+        self.refused: dict[str, str] = {}
+        """The `--impl` targets that do not meet their contract, and in one line why, where others do."""
+        self.selected = _selected(option("impl"), self.device, self.refused)
+        self.deadlines = Deadlines(option("deadline") or (TRIED if self.selected else DEADLINE))
         self.budgets: list[AbsoluteBudget] = read_budgets(Path(option("budgets"))) if option("budgets") else []
         self.matched_budgets: set[str] = set()
         self.judgements = 1
@@ -59,14 +68,25 @@ class Session:
 
     def implementations(self, family: str) -> list[Implementation]:
         """The family's implementations that this run is about: those of `--impl`, else all registered."""
-        return self.selected.get(family) or list(registry.family(family).implementations.values())
+        registered = registry.family(family).implementations
+        return self.selected[family] if family in self.selected else list(registered.values())
 
     def roofline(self, dtype: str) -> Roofline:
         """This machine's rates for that dtype, measured once a session."""
         if dtype not in self._rooflines:
-            run = self.worlds.get(1).run
-            self._rooflines[dtype] = run(measure_roofline, self.device, getattr(torch, dtype))[0]
+            self._rooflines[dtype] = self._measured_roofline(dtype)
         return self._rooflines[dtype]
+
+    def most_flops_per_second(self, dtype: str) -> float:
+        """What this machine computes at most for an implementation in that dtype, which may convert to float32.
+
+        Measured now, as noise may have slowed what the roofline was measured by; never less than that.
+        """
+        rooflines = [self.roofline(dtype), *(self._measured_roofline(each) for each in {dtype, "float32"})]
+        return max(max(each.flops_per_second, each.peak_flops_per_second) for each in rooflines)
+
+    def _measured_roofline(self, dtype: str) -> Roofline:
+        return self.worlds.get(1).run(measure_roofline, self.device, getattr(torch, dtype))[0]
 
     @property
     def confidence(self) -> float:
@@ -127,6 +147,21 @@ def _ranks(value: str | None, device: str) -> list[int]:
     return list(dict.fromkeys(sizes))
 
 
+def _contract_ranks(ranks: list[int], device: str) -> list[int]:
+    """With three more: an odd number, that shards rarely divide by."""
+    if torchrun.launched():
+        return ranks
+    sizes = {2, 3} if device == "cpu" else {*ranks, 3}
+    return sorted(size for size in sizes if size <= available_ranks(device))
+
+
+def _seed(config: pytest.Config) -> int:
+    """That of --seed, or a fresh one; workers of pytest-xdist get that of the process which started them."""
+    if config.option.seed is None:
+        config.option.seed = random.randrange(2**32)
+    return config.option.seed
+
+
 def _link(rate: str | None, device: str) -> Link | None:
     """The link of `--link`, made."""
     if rate is None:
@@ -141,17 +176,36 @@ def _link(rate: str | None, device: str) -> Link | None:
         raise LinkError(f"--link {rate}: {error}") from None
 
 
-def _selected(options: list[str], device: str) -> dict[str, list[Implementation]]:
+def _selected(options: list[str], device: str, refused: dict[str, str]) -> dict[str, list[Implementation]]:
+    """What `--impl` names, by family. What its family's check refuses goes to `refused`, and does not end the others.
+
+    Raises RegistryError where nothing is left.
+    """
     selected: dict[str, list[Implementation]] = {}
-    for option in options:
+    for option in dict.fromkeys(options):
         family, equals, spec = option.partition("=")
         if not (family and equals and spec):
             raise ValueError(f"--impl takes FAMILY=TARGET, not {option!r}")
         implementation = registry.resolve(family, spec)
+        chosen = selected.setdefault(family, [])
         if implementation.unavailable_reason(device) is None:
-            registry.check_contract(implementation, device)
-        selected.setdefault(family, []).append(implementation)
+            try:
+                registry.check_contract(implementation, device)
+            except registry.RegistryError as error:
+                refused[option] = str(error)
+                continue
+        chosen.append(_told_apart(implementation, chosen))
+    if refused and not any(selected.values()):
+        raise registry.RegistryError("; ".join(refused.values()))
     return selected
+
+
+def _told_apart(implementation: Implementation, others: list[Implementation]) -> Implementation:
+    """With its file in its name, and if need be its folder, where another one has the same name."""
+    taken = {other.name for other in others}
+    parts = implementation.spec.replace(".py:", ":").replace(":", "/").split("/")
+    names = [implementation.name, ".".join(parts[-2:]), ".".join(parts[-3:]), implementation.spec]
+    return replace(implementation, name=next(name for name in names if name not in taken))
 
 
 def start_session(config: pytest.Config) -> Session:

@@ -80,14 +80,16 @@ class TorchrunWorld:
         self.size = world_size()
         self.device = device
         self.alive = True
+        self.deadline = DEADLINE
         self._store = _join(device)
         self._call = 0
 
-    def run(self, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> list[Any]:
         """Call `function(*args)` on every rank; see `World.run`."""
         __tracebackhide__ = True
         if not self.alive:
             raise WorldError("a rank that torchrun started has died or hung, and cannot be replaced from here")
+        deadline = self.deadline if deadline is None else deadline
         work = pickled_call(function, args)
         call, self._call = self._call, self._call + 1
         self._store.set(f"{call}", pickle.dumps((deadline, work)))  # type: ignore[arg-type]
@@ -142,8 +144,9 @@ class LocalWorld:
 
     size = 1
     alive = True
+    deadline = DEADLINE
 
-    def run(self, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> list[Any]:
         """Call `function(*args)` here. There is no second rank to watch the deadline."""
         return [function(*args)]
 
@@ -156,6 +159,7 @@ class TorchrunWorlds:
 
     def __init__(self, device: str) -> None:
         self.device = device
+        self.deadline = DEADLINE
         self._worlds: dict[int, TorchrunWorld | LocalWorld] = {1: LocalWorld()}
         self._worlds[world_size()] = TorchrunWorld(device)
 
@@ -163,7 +167,9 @@ class TorchrunWorlds:
         """The world of that size; WorldError for a size that torchrun did not start."""
         if size not in self._worlds:
             raise WorldError(f"torchrun started {world_size()} ranks, so there is no world of {size}")
-        return self._worlds[size]
+        world = self._worlds[size]
+        world.deadline = self.deadline
+        return world
 
     def close(self) -> None:
         """Let the other ranks go."""

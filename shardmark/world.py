@@ -50,13 +50,15 @@ RANKS_PER_CORE = 8
 class RankError(RuntimeError):
     """What happened on the ranks: the failing rank's own traceback, or every rank's stack when one died or hung.
 
-    `rank` is the one that failed first, `exception` what it raised (None if it died, hung, or cannot be pickled).
+    `rank` is the one that failed first, `exception` what it raised (None if it died, hung, or cannot be pickled);
+    `hung` where no rank failed and some had not answered by the deadline.
     """
 
-    def __init__(self, message: str, rank: int, exception: BaseException | None = None) -> None:
+    def __init__(self, message: str, rank: int, exception: BaseException | None = None, hung: bool = False) -> None:
         super().__init__(message)
         self.rank = rank
         self.exception = exception
+        self.hung = hung
 
 
 def rank_error(size: int, failures: dict[int, tuple[str, BaseException | None]], silent: dict[int, str]) -> RankError:
@@ -65,7 +67,7 @@ def rank_error(size: int, failures: dict[int, tuple[str, BaseException | None]],
     report += [f"rank {rank} of {size} {text}" for rank, text in silent.items()]
     report += [f"rank {rank} of {size} finished" for rank in range(size) if rank not in failures and rank not in silent]
     first = next(iter([*failures, *silent]))
-    return RankError("\n".join(report), first, failures[first][1] if failures else None)
+    return RankError("\n".join(report), first, failures[first][1] if failures else None, hung=not failures)
 
 
 def available_ranks(device: str) -> int:
@@ -98,6 +100,7 @@ class World:
         check_size(size, device)
         self.size = size
         self.device = device
+        self.deadline = DEADLINE
         self._directory = Path(tempfile.mkdtemp(prefix="shardmark-"))  # readable by this user only
         # At the interpreter's end too, for a world that nobody closed.
         self._remove_directory = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
@@ -123,11 +126,12 @@ class World:
             self.close()
             raise
 
-    def run(self, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> list[Any]:
         """Call `function(*args)` on every rank and return the results in rank order.
 
         `function` is module-level and, like `args` and the results, goes by pickle: tensors are copied. The world is
-        closed when a rank raises, dies, or has not answered after `deadline` seconds; RankError reports what happened.
+        closed when a rank raises, dies, or has not answered after `deadline` seconds, by default the world's own;
+        RankError reports what happened.
         """
         __tracebackhide__ = True  # pytest shows the test's line, and what the ranks say
         if not self._processes:
@@ -138,7 +142,7 @@ class World:
             for pipe in self._connections:
                 with contextlib.suppress(BrokenPipeError):  # a rank that is gone is reported below, with the others
                     pipe.send_bytes(work)
-            return self._collect(start, deadline)
+            return self._collect(start, self.deadline if deadline is None else deadline)
         except BaseException:  # Ctrl-C too: ranks that are still at work are of no use to the next test
             self.close()
             raise
@@ -253,6 +257,8 @@ class Worlds:
     def __init__(self, device: str, link: Link | None = None) -> None:
         self.device = device
         self.link = link
+        self.deadline = DEADLINE
+        """Seconds that a call may take on the worlds it hands out."""
         self._worlds: dict[int, World] = {}
 
     def get(self, size: int) -> World:
@@ -262,6 +268,7 @@ class Worlds:
             if world is not None:
                 world.close()
             world = self._worlds[size] = World(size, self.device, self.link)
+        world.deadline = self.deadline
         return world
 
     def close(self) -> None:

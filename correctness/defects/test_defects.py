@@ -1,4 +1,4 @@
-"""The judge, judged: each defect planted here fails the test that must see it, and no right implementation fails any."""
+"""Each planted defect fails the test that must see it, and no right implementation fails any."""
 
 from __future__ import annotations
 

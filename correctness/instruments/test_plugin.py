@@ -23,7 +23,7 @@ def test_verdicts_are_outcomes_and_every_row_lands(project: pytest.Pytester) -> 
     result.stdout.fnmatch_lines(
         [
             "*x plain's time, * interval [[]*[]], against the budget of 2.0x and 5%, the smallest effect that matters",
-            "0.00 MiB of tensors at the peak, over the budget of 0.00 MiB (formula 0.00 MiB x 1.05)",
+            "4,000 bytes of tensors at the peak, over the budget of 2,100 bytes (formula 2,000 bytes x 1.05)",
             "*How long is a nap?*",
             "case * implementation * time ms * ratio to peer * tensors MiB * budget MiB * verdict",
             "0.005s * plain * ± * slow * pass",
@@ -257,3 +257,24 @@ def test_paper_scale_has_as_many_rounds_as_were_published(project: pytest.Pytest
     for scale, rounds in (("smoke", 10), ("paper", 20)):
         _, output = run_project(project, f"--scale={scale}", "-k", "nap and plain")
         assert output["benchmarks"][0]["stats"]["rounds"] == pytest.approx(rounds, abs=3)
+
+
+def test_more_flops_than_the_machine_can_compute_are_no_pass(project: pytest.Pytester) -> None:
+    """A step that leaves work out is fast."""
+    project.makepyfile(
+        test_lazy="""
+        import pytest
+        from shardmark.grid import Work
+        from test_sleeps import GRID, Sleep
+
+        @pytest.mark.family("sleep", only=("plain",))
+        @pytest.mark.cases(GRID)
+        def test_lazy(implementation, case, measure):
+            measure(Sleep, implementation, case, work=Work(flops=10**18), time=None)
+        """
+    )
+    result, output = run_project(project, "--scale=smoke", "test_sleeps.py", "test_lazy.py", "-k", "lazy")
+    result.assert_outcomes(failed=1)
+    row = row_of(output, "lazy")
+    assert row["verdict"] == "fail"
+    result.stdout.fnmatch_lines(["*% of what this machine can compute: the work was not done*"])

@@ -23,6 +23,8 @@ from shardmark.registry import RegistryError, check_contract, resolve
 OUTCOMES = "SHARDMARK_OUTCOMES"
 """Names the file to which the tests' outcomes go, a line of JSON each."""
 
+OPTIONS = ("-p", __name__, "-n0", "-q", "-p", "no:cacheprovider", "--tb=short", "--device=cpu", "--deadline=10")
+
 FOLDERS = {"optimizer": "optim"}
 """Of families whose folder has another name."""
 
@@ -54,8 +56,16 @@ def judge(family: str, planted: Sequence[Planted], module: str, folder: Path) ->
     outcomes = folder / "outcomes.jsonl"
     outcomes.touch()
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", f"correctness/{FOLDERS.get(family, family)}", "-p", __name__, "-n0", "-q"]
-        + ["-p", "no:cacheprovider", "--tb=short", "--device=cpu", *accepted],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            f"correctness/{FOLDERS.get(family, family)}",
+            "-p",
+            __name__,
+            *OPTIONS,
+            *accepted,
+        ],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
         | {OUTCOMES: str(outcomes)},
