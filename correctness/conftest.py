@@ -28,7 +28,11 @@ COMPILED_EVERY_TIME = (
 )
 """Tests of what is compiled, by a part of their names, not left to the sweep: each new shape takes seconds."""
 
-LARGE = ("tile", "tile_and_one", "one_less_than_tiles", "chunk_and_one", "several_chunks")
+LARGE = (
+    *("tile", "tile_and_one", "one_less_than_tiles", "beyond_1024", "keys_beyond_4096", "queries_beyond_4096"),
+    *("beyond_2048", "queries_beyond_32768", "keys_beyond_32768", "fewer_keys_seen", "more_keys_seen"),
+    *("chunk_and_one", "several_chunks", "beyond_65536"),
+)
 """Shapes that Triton's interpreter takes seconds for; the kernels' own tiles are met by the smaller ones."""
 
 

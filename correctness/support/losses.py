@@ -31,21 +31,23 @@ class Inputs:
 def random_inputs(
     tokens: int, dim: int, vocab: int, device: str, dtype: torch.dtype = torch.float32, ignored: int | None = -100
 ) -> Inputs:
-    """Logits of about unit variance; every third target ignored, but for the first."""
+    """Logits of about unit variance; the first target is the last word, and of the others every third is ignored."""
     hidden = torch.randn(tokens, dim, device=device)
     weight = torch.randn(vocab, dim, device=device) / dim**0.5
     targets = torch.randint(vocab, (tokens,), device=device)
+    targets[:1] = vocab - 1
     if ignored is not None:
         targets[1::3] = ignored
     return Inputs(hidden, weight, targets).to(dtype)
 
 
 def results(loss_of: Loss, inputs: Inputs, **options: Any) -> dict[str, Tensor]:
-    """Loss and gradients."""
-    hidden, weight = (x.detach().clone().requires_grad_() for x in (inputs.hidden, inputs.weight))
+    """Loss and gradients. The inputs are not copied: a copy may have other strides."""
+    hidden, weight = (x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight))
     loss = loss_of(hidden, weight, inputs.targets, **options)
     (inputs.grad * loss).backward()
-    assert hidden.grad is not None and weight.grad is not None
+    assert hidden.grad is not None, "hidden has no gradient"
+    assert weight.grad is not None, "weight has no gradient"
     return {"loss": loss.detach(), "grad_hidden": hidden.grad, "grad_weight": weight.grad}
 
 
@@ -62,7 +64,9 @@ def assert_as_accurate_as_eager(loss_of: Loss, inputs: Inputs, **options: Any) -
     exact, plain = results(eager_loss, inputs.to(torch.float64), **options), results(eager_loss, inputs, **options)
     owed = rounding(inputs.to(torch.float64), torch.finfo(dtype).eps, torch.finfo(summing).eps, options)
     for name, found in results(loss_of, inputs, **options).items():
-        assert found.dtype == (summing if name == "loss" else dtype) and found.shape == exact[name].shape
+        wanted = summing if name == "loss" else dtype
+        assert found.dtype == wanted, f"{name} is {found.dtype}, expected {wanted}"
+        assert found.shape == exact[name].shape, f"{name} is {tuple(found.shape)}, expected {tuple(exact[name].shape)}"
         error, plain_error = ((x.double() - exact[name]).abs().max().item() for x in (found, plain[name]))
         allowed = 2 * max(plain_error, owed[name])
         if name == "loss" and loss_of is linear_cross_entropy:
