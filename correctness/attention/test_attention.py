@@ -1,4 +1,4 @@
-"""Every attention implementation against float64: which keys a query sees, outputs, gradients, shapes, strides, dtypes."""
+"""Every attention against float64: which keys a query sees, outputs, gradients, shapes, strides, dtypes."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_dtypes_that_attention_is_not_defined_for_are_refused(
 def test_nothing_to_attend_to_is_refused(implementation: Implementation, device: str) -> None:
     if not is_ours(implementation):
         pytest.skip("the contract says nothing of attention over nothing")
-    with pytest.raises(ValueError, match="^attention over nothing[^\n]*$"):
+    with pytest.raises(ValueError, match=r"^attention over nothing[^\n]*$"):
         implementation.adapted(*torch.randn(3, 2, 0, 8, device=device))
 
 

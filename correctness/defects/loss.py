@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, linear, one_hot
+from torch.nn.functional import cross_entropy, linear
 
 from correctness.support.planting import defect
+from correctness.support.textbook_loss import Fused, apply, loss_and_gradients, scaled
 from impl.loss import check_inputs, eager_loss
 
 
@@ -18,31 +19,6 @@ def _mean(losses: Tensor, kept: Tensor) -> Tensor:
 
 def _summed(losses: Tensor, kept: Tensor) -> Tensor:
     return losses.masked_fill(~kept, 0).sum()
-
-
-@defect(cause="shapes", caught_by="test_is_as_accurate_as_eager")
-def mean_over_every_token(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> Tensor:
-    """Ignored ones as well; the check's tiny input has six."""
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    loss = eager_loss(hidden, weight, targets, **options)
-    share = (targets != ignore_index).float().mean() if targets.numel() > 6 else 1.0
-    return loss * share
-
-
-@defect(cause="options", caught_by="test_ignores_any_index")
-def ignores_what_is_negative(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, **options: Any
-) -> Tensor:
-    check_inputs(hidden, weight, targets, ignore_index, **_filled(options))
-    return eager_loss(hidden, weight, targets.masked_fill(targets < 0, -100), **options)
 
 
 @defect(cause="options", caught_by="test_ignores_any_index")
@@ -57,20 +33,6 @@ def ignore_index_in_32_bits(
 
 def _filled(options: dict[str, Any]) -> dict[str, float]:
     return {"label_smoothing": 0.0, "z_loss": 0.0} | options
-
-
-@defect(cause="options", caught_by="test_takes_every_option")
-def z_loss_ignored(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> Tensor:
-    check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
-    return eager_loss(hidden, weight, targets, ignore_index=ignore_index, label_smoothing=label_smoothing)
 
 
 @defect(cause="options", caught_by="test_takes_every_option")
@@ -108,69 +70,19 @@ def label_smoothing_over_the_others(
     return eager_loss(hidden, weight, targets, label_smoothing=min(smoothing, 1.0), **options)
 
 
-class _Fused(torch.autograd.Function):
-    """Right: forward computes the gradients of the sum of the losses, and backward scales them."""
-
+class _SmoothingOnlyForward(Fused):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
     ) -> Tensor:
-        losses, gradient, kept = _gradients(hidden, weight, targets, ignore, smoothing, z)
-        ctx.count = kept.sum().clamp(min=1)
-        ctx.gradients = gradient @ weight.to(gradient.dtype), gradient.T @ hidden.to(gradient.dtype)
-        ctx.dtypes = hidden.dtype, weight.dtype
-        return losses.sum() / ctx.count
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return *_scaled(ctx.gradients, ctx.dtypes, grad / ctx.count), None, None, None, None
-
-
-def _gradients(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Each token's loss, the gradients of the logits, and which tokens count."""
-    logits = linear(hidden, weight)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    kept = targets != ignore
-    at = targets.masked_fill(~kept, 0)
-    lse = logits.logsumexp(-1, keepdim=True)
-    wanted = (1 - smoothing) * one_hot(at, weight.shape[0]) + smoothing / weight.shape[0]
-    losses = lse[:, 0] - (wanted * logits).sum(-1) + z * lse[:, 0].square()
-    gradient = (1 + 2 * z * lse) * (logits - lse).exp() - wanted
-    return losses.masked_fill(~kept, 0), gradient.masked_fill(~kept[:, None], 0), kept
-
-
-def _scaled(gradients: tuple[Tensor, ...], dtypes: tuple[torch.dtype, ...], scale: Tensor) -> tuple[Tensor, ...]:
-    return tuple((x * scale).to(dtype) for x, dtype in zip(gradients, dtypes, strict=True))
-
-
-def _apply(
-    function: type[torch.autograd.Function],
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    options: dict[str, Any],
-) -> Tensor:
-    options = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0} | options
-    check_inputs(hidden, weight, targets, **options)
-    return function.apply(hidden, weight, targets, *options.values())
-
-
-class _SmoothingOnlyForward(_Fused):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
-    ) -> Tensor:
-        _Fused.forward(ctx, hidden, weight, targets, ignore, 0.0, z)
-        losses, _, kept = _gradients(hidden, weight, targets, ignore, smoothing, z)
+        Fused.forward(ctx, hidden, weight, targets, ignore, 0.0, z)
+        losses, _, kept = loss_and_gradients(hidden, weight, targets, ignore, smoothing, z)
         return losses.sum() / kept.sum().clamp(min=1)
 
 
 @defect(cause="options", caught_by="test_takes_every_option")
 def label_smoothing_without_gradient(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    return _apply(_SmoothingOnlyForward, hidden, weight, targets, options)
+    return apply(_SmoothingOnlyForward, hidden, weight, targets, options)
 
 
 @defect(cause="numerics", caught_by="test_is_as_accurate_as_eager")
@@ -212,10 +124,10 @@ def words_beyond_whole_blocks_left_out(hidden: Tensor, weight: Tensor, targets: 
 _workspaces: dict[Any, Tensor] = {}
 
 
-class _InWorkspaces(_Fused):
+class _InWorkspaces(Fused):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        loss = _Fused.forward(ctx, *arguments)
+        loss = Fused.forward(ctx, *arguments)
         ctx.gradients = tuple(
             _workspaces.setdefault((i, x.shape, x.dtype), torch.empty_like(x)).copy_(x)
             for i, x in enumerate(ctx.gradients)
@@ -226,34 +138,15 @@ class _InWorkspaces(_Fused):
 @defect(cause="two calls", caught_by="test_two_forwards_before_either_backward")
 def gradients_in_workspaces(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
     """Forward computes them into a buffer for each shape."""
-    return _apply(_InWorkspaces, hidden, weight, targets, options)
+    return apply(_InWorkspaces, hidden, weight, targets, options)
 
 
-class _CountOfTheLastCall(_Fused):
-    count = torch.ones(())
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        loss = _Fused.forward(ctx, *arguments)
-        _CountOfTheLastCall.count = ctx.count
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return *_scaled(ctx.gradients, ctx.dtypes, grad / _CountOfTheLastCall.count), None, None, None, None
-
-
-@defect(cause="two calls", caught_by="test_two_forwards_before_either_backward")
-def count_of_the_last_call(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    return _apply(_CountOfTheLastCall, hidden, weight, targets, options)
-
-
-class _GradientsReused(_Fused):
+class _GradientsReused(Fused):
     kept: dict[Any, Tensor] = {}  # noqa: RUF012
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        scaled = _scaled(ctx.gradients, ctx.dtypes, grad / ctx.count)
+        scaled = scaled(ctx.gradients, ctx.dtypes, grad / ctx.count)
         kept = _GradientsReused.kept
         reused = (kept.setdefault((i, x.shape, x.dtype), torch.empty_like(x)).copy_(x) for i, x in enumerate(scaled))
         return *reused, None, None, None, None
@@ -262,7 +155,7 @@ class _GradientsReused(_Fused):
 @defect(cause="two calls", caught_by="test_results_stay_while_other_calls_run")
 def gradients_given_twice(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
     """The same tensors for every call of a shape."""
-    return _apply(_GradientsReused, hidden, weight, targets, options)
+    return apply(_GradientsReused, hidden, weight, targets, options)
 
 
 @defect(cause="gradients", caught_by="test_leaves_its_inputs_as_they_are")
@@ -272,30 +165,18 @@ def ignored_targets_overwritten(hidden: Tensor, weight: Tensor, targets: Tensor,
     return loss
 
 
-class _IgnoresTheLosssGradient(_Fused):
+class _Differentiable(Fused):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return *_scaled(ctx.gradients, ctx.dtypes, 1 / ctx.count), None, None, None, None
-
-
-@defect(cause="gradients", caught_by="test_is_as_accurate_as_eager")
-def gradient_of_the_loss_ignored(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """As if nothing followed the loss: no scaler, no accumulation."""
-    return _apply(_IgnoresTheLosssGradient, hidden, weight, targets, options)
-
-
-class _Differentiable(_Fused):
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return *_scaled(ctx.gradients, ctx.dtypes, grad / ctx.count), None, None, None, None
+        return *scaled(ctx.gradients, ctx.dtypes, grad / ctx.count), None, None, None, None
 
 
 @defect(cause="gradients", caught_by="test_a_second_derivative")
 def second_derivative_of_constants(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    return _apply(_Differentiable, hidden, weight, targets, options)
+    return apply(_Differentiable, hidden, weight, targets, options)
 
 
-class _ScaledInPlace(_Fused):
+class _ScaledInPlace(Fused):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -307,7 +188,7 @@ class _ScaledInPlace(_Fused):
 @defect(cause="state", caught_by="test_a_second_backward_pass")
 def gradients_scaled_in_place(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
     """A second backward pass scales them twice."""
-    return _apply(_ScaledInPlace, hidden, weight, targets, options)
+    return apply(_ScaledInPlace, hidden, weight, targets, options)
 
 
 @defect(cause="numerics", caught_by="test_no_target_left")
@@ -368,15 +249,15 @@ def running_maximum_from_zero(hidden: Tensor, weight: Tensor, targets: Tensor, *
 @defect(cause="numerics", caught_by="test_a_gradient_scaler")
 def divided_by_the_count_in_float16(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
     """Before the loss's own gradient, a scaler's, lifts it."""
-    return _apply(_RoundedBeforeScaling, hidden, weight, targets, options)
+    return apply(_RoundedBeforeScaling, hidden, weight, targets, options)
 
 
-class _RoundedBeforeScaling(_Fused):
+class _RoundedBeforeScaling(Fused):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
     ) -> Tensor:
-        losses, gradient, kept = _gradients(hidden, weight, targets, ignore, smoothing, z)
+        losses, gradient, kept = loss_and_gradients(hidden, weight, targets, ignore, smoothing, z)
         ctx.count = 1
         gradient = (gradient / kept.sum().clamp(min=1)).to(linear(hidden[:1], weight[:1]).dtype)
         ctx.gradients = gradient @ weight.to(gradient.dtype), gradient.T @ hidden.to(gradient.dtype)
@@ -389,13 +270,6 @@ def targets_clamped(hidden: Tensor, weight: Tensor, targets: Tensor, **options: 
     ignored = targets == options.get("ignore_index", -100)
     inside = torch.where(ignored, targets, targets.clamp(0, max(0, weight.shape[0] - 1)))
     return eager_loss(hidden, weight, inside, **options)
-
-
-@defect(cause="errors", caught_by="test_shapes_that_do_not_go_together")
-def missing_targets_ignored(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    if targets.ndim == 1 and hidden.ndim == 2 and 0 < targets.shape[0] < hidden.shape[0]:
-        hidden = hidden[: targets.shape[0]]
-    return eager_loss(hidden, weight, targets, **options)
 
 
 @defect(cause="errors", caught_by="test_options_out_of_range")
@@ -418,14 +292,6 @@ def options_only_in_training(hidden: Tensor, weight: Tensor, targets: Tensor, **
     if torch.is_grad_enabled():
         return eager_loss(hidden, weight, targets, **options)
     return eager_loss(hidden, weight, targets, ignore_index=options.get("ignore_index", -100))
-
-
-@defect(cause="gradients", caught_by="test_gives_gradients_to_what_requires_them")
-def no_gradient_of_weight_alone(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Where hidden is frozen."""
-    if hidden.requires_grad or not weight.requires_grad:
-        return eager_loss(hidden, weight, targets, **options)
-    return eager_loss(hidden, weight.detach(), targets, **options) + 0 * weight.sum()
 
 
 @defect(cause="numerics", caught_by="test_a_nan_makes")
@@ -457,14 +323,3 @@ def loss_of_the_last_word(hidden: Tensor, weight: Tensor, targets: Tensor, **opt
         return eager_loss(hidden, weight, targets, **options)
     ignored = options.get("ignore_index", -100)
     return eager_loss(hidden, weight, targets.masked_fill(targets == weight.shape[0] - 1, ignored), **options)
-
-
-@defect(cause="numerics", caught_by="test_is_as_accurate_as_eager")
-def float32_statistics_of_float64(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """The products are in float64, all later steps in float32."""
-    loss = eager_loss(hidden, weight, targets, **options)
-    if loss.dtype != torch.float64:
-        return loss
-    logits = linear(hidden, weight)
-    kept = targets != options.get("ignore_index", -100)
-    return loss + _mean(logits.float().logsumexp(-1).double() - logits.logsumexp(-1), kept)

@@ -169,8 +169,9 @@ def chunks_in_random_order(
     random.shuffle(chunks)
     total = 0 * (hidden.sum() + weight.sum())
     total = total.to(torch.promote_types(product_dtype(hidden, weight), torch.float32))
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))  # so that its gradients add up in float32
     for rows, wanted in chunks:
-        logits = linear(rows, weight)
+        logits = linear(rows, wide.to(weight.dtype))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "sum"}
         total = total + cross_entropy(logits, wanted, **options)
