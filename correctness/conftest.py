@@ -22,19 +22,6 @@ from shardmark.world import World, available_ranks
 
 FOLDER = Path(__file__).parent
 
-COMPILED_EVERY_TIME = (
-    *("fewer_keys-torch.float32-causal", "tile_and_one-torch.bfloat16-full", "derivative", "one_line"),
-    "first_step_alone[compile_step]",
-)
-"""Tests of what is compiled, by a part of their names, not left to the sweep: each new shape takes seconds."""
-
-LARGE = (
-    *("tile", "tile_and_one", "one_less_than_tiles", "beyond_1024", "keys_beyond_4096", "queries_beyond_4096"),
-    *("beyond_2048", "queries_beyond_32768", "keys_beyond_32768", "fewer_keys_seen", "more_keys_seen"),
-    *("chunk_and_one", "several_chunks", "beyond_65536"),
-)
-"""Shapes that Triton's interpreter takes seconds for; the kernels' own tiles are met by the smaller ones."""
-
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
 def pytest_cmdline_main(config: pytest.Config) -> None:
@@ -51,15 +38,22 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave most of what is slow, compiled or interpreted, to the sweep, and the sweep to those who ask for it."""
+    """Leave most of what is slow to the sweep, and the sweep to those who ask for it.
+
+    Slow are tests of an implementation that compiles, as each new shape takes seconds, and large sizes in Triton's
+    interpreter.
+    """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     for item in items:
-        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        requires = getattr(parameters.get("implementation"), "requires", ())
-        compiles = requires_compiler in requires and not any(part in item.name for part in COMPILED_EVERY_TIME)
-        large = parameters.get("shape_id", parameters.get("size")) in LARGE
-        interprets = interpreted and requires_triton in requires and large
-        if item.path.is_relative_to(FOLDER) and (compiles or interprets):
+        if not item.path.is_relative_to(FOLDER) or not hasattr(item, "callspec"):
+            continue
+        requires = getattr(item.callspec.params.get("implementation"), "requires", ())
+        every_time = item.get_closest_marker("compiled_every_time")
+        compiles = requires_compiler in requires and not (
+            every_time and item.callspec.id.endswith(every_time.args or "")
+        )
+        interprets = interpreted and requires_triton in requires and item.get_closest_marker("large")
+        if compiles or interprets:
             item.add_marker(pytest.mark.sweep)
     if "sweep" not in config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("sweep")])

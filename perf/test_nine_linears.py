@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from impl.accounting.library.nine_linears import SHARDINGS, peak, stages, work
+from impl.accounting.nine_linears import STRATEGIES, peak, stages, work
 from impl.fsdp.cases import WRAPS, NineLinearsCase
 from perf.workloads.nine_linears import SHARDED, NineLinearsStep
 from shardmark.grid import SCALES, Grid
@@ -90,8 +90,8 @@ def _measure(
     if world.size == 1:
         pytest.skip("one rank has nothing to shard: --ranks 2")
     case = replace(case, ranks=world.size)
-    sharding = SHARDINGS.get(implementation.name, SHARDINGS["ddp"])
-    formula = partial(peak, sharding=sharding, device=device)
+    name = implementation.name if implementation.name in STRATEGIES else "ddp"
+    formula = partial(peak, name=name, device=device)
     kept = implementation.family != "fsdp" or implementation.name.endswith("kept") or case.wrap == "whole"
     # By itself the first linear is not gathered again: its input needs no gradient.
     again = 0 if kept else case.linears - (implementation.name == "simple")
@@ -103,5 +103,5 @@ def _measure(
         world_size=world.size,
         work=work(case, gathered_again=again),
         slack=1.02,
-        observe=[Stages(stages(case, sharding))],
+        observe=[Stages(stages(case, name))],
     )

@@ -12,7 +12,7 @@ from impl.accounting.model import activations
 from impl.model import SIZES
 from impl.training_step.accounting import work
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
-from perf.workloads.training_step import CONTEXTS, DTYPES, LabelledStep
+from perf.workloads.training_step import CONTEXTS, DTYPES, LanguageModelStep
 from shardmark.grid import Grid
 from shardmark.measure import Measure
 from shardmark.observers import Timeline
@@ -41,7 +41,7 @@ def test_where_memory_goes(
     implementation: Implementation, case: TrainingStepCase, device: str, measure: Measure
 ) -> None:
     expected = activations(SIZES[case.model], case.batch, case.context, case.dtype)
-    row = measure(LabelledStep, implementation, case, work=work(case), slack=1.02, observe=[Timeline(expected)])
+    row = measure(LanguageModelStep, implementation, case, work=work(case), slack=1.02, observe=[Timeline(expected)])
     if device == "cpu":
         for kept in row["memory"]["activations"]:
             assert kept["bytes"] == pytest.approx(kept["formula"], rel=0.02), f"{kept['module']} {kept['operator']}"

@@ -42,7 +42,7 @@ class KernelReport:
 
     @property
     def matrix_instructions(self) -> dict[str, int]:
-        """Those of the capability's matrix unit."""
+        """How often each instruction of the chip's matrix unit stands there."""
         return {
             name: count
             for name, count in self.instructions.items()

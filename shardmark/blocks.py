@@ -8,9 +8,9 @@ A block is workspace if one of PyTorch's operators took it and gave it back befo
 fused kernel's tiles. So is what cuBLAS took within one and keeps. How much that is depends on the processor and on the
 library. All other blocks are tensors.
 
-A release by another thread than the allocating one is not reported. But what lies where a new block is given out must
-have been released; and what a functional collective takes for itself, as Gloo copies what it reduces to scatter, is
-gone by the time that its result has been waited for, whichever thread releases it.
+The profiler does not report a release by another thread than the one that allocated. Two rules find these releases. A
+block is gone once a new one is given out at its address. What a functional collective takes for itself, as Gloo copies
+what it reduces to scatter, is gone once its result has been waited for.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Recording:
         self.device = device
         self._profile = profile(profile_memory=True, with_stack=lines)
         self.modules: dict[int, str] = {}
-        """Where lines are recorded: the name of each module by its `id`; without lines ranges have it."""
+        """Module names by `id`, used where lines are recorded; otherwise the profiler's ranges name the modules."""
         self.requested: dict[int, deque[int]] = {}
-        """Bytes asked for at each address, in order; without an entry they are as the profiler saw them."""
+        """Bytes requested at each address, in order; blocks at other addresses have the size that the profiler saw."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -63,7 +63,7 @@ class Recording:
             _have_libraries_give_back(self.device)
 
     def replay(self) -> list[Event]:
-        """What happened to memory on the device, in the order it did."""
+        """Every allocation, release and mark on the device, in order."""
         assert self._profile.kineto_results is not None, "the recording has not ended"
         roots = self._profile.kineto_results.experimental_event_tree()
         requested = {address: deque(sizes) for address, sizes in self.requested.items()}
@@ -72,14 +72,14 @@ class Recording:
 
 @contextmanager
 def recording(device: str, lines: bool = False) -> Iterator[Recording]:
-    """Record every allocation of the block on `device` ("cpu" or "cuda"); `lines`, which take long, are Python's."""
+    """Record every allocation on `device` ("cpu" or "cuda"), with `lines` also where in Python: that is slow."""
     recorded = Recording(device, lines)
     with recorded.running():
         yield recorded
 
 
 def _have_libraries_give_back(device: str) -> None:
-    """Free cuBLAS's workspaces: one for each thread and stream that multiplied, which it would keep."""
+    """Free cuBLAS's workspaces: it keeps one for each thread and stream that ran a matrix product."""
     if device == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
 

@@ -76,7 +76,7 @@ class Interval:
 
 
 def confidence(judgements: int) -> float:
-    """Of each interval, so that all of them, LOOKS for each judgement of a run, hold with 1 - FAMILY_WISE_ERROR."""
+    """What each interval needs, so that all of a run, LOOKS for each judgement, hold with 1 - FAMILY_WISE_ERROR."""
     return 1 - FAMILY_WISE_ERROR / (max(judgements, 1) * LOOKS)
 
 

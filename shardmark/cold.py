@@ -25,10 +25,10 @@ CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 @contextmanager
 def cold_compiler(device: str) -> Iterator[None]:
-    """What is compiled within is compiled from nothing: neither Dynamo nor the files of another run remember it.
+    """Code in the block compiles from nothing: Dynamo forgets what it compiled, and the compiler's folder is empty.
 
-    That the compiler itself is loaded first takes seconds, once in a process. The ranks of a host share the files of
-    this run, as they do those of all runs otherwise. All ranks call.
+    Loading the compiler itself comes first and takes seconds, once in a process. The ranks of a host share the folder,
+    as they share the usual one in other runs. Every rank calls this.
     """
     from torch._inductor.utils import fresh_cache
 
@@ -41,7 +41,7 @@ def cold_compiler(device: str) -> Iterator[None]:
 
 @contextmanager
 def _shared_files() -> Iterator[None]:
-    """The compiler's files are where the first rank of this host has them."""
+    """Have all ranks of this host use the first one's compiler files."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return

@@ -24,7 +24,7 @@ SHOWN = 12
 """Lines of each list; the smaller rest is one line more."""
 
 STEP = "the metered step"
-"""The mark from which on the peak counts."""
+"""The mark at which the metered step begins: the peak counts from there."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Held:
     operator: str
     module: str
     line: str
-    """Of the innermost file that is neither PyTorch's nor this plugin's: where it calls the operator, or else where the
-    function begins that does."""
+    """In the innermost file that is neither PyTorch's nor this plugin's: where it calls the operator, or where the
+    function that calls it begins."""
 
 
 def held_at_peak(events: Sequence[Event]) -> list[Held]:
-    """By operator, module and line; the peak is that of tensors, after the mark of the step."""
+    """The tensors live at the peak of the step, grouped by operator, module and line, the largest group first."""
     live: dict[Block, None] = {}
     total = most = 0
     at_peak: list[Block] = []
@@ -68,7 +68,7 @@ def held_at_peak(events: Sequence[Event]) -> list[Held]:
 
 
 def excess_lines(formula: int, found: Sequence[Held]) -> Iterator[str]:
-    """Both lists, in MiB; without what was found, the formula's alone. One that is a plain number has one line."""
+    """Both lists, in MiB; the formula's alone where nothing was found. A formula without named terms is one line."""
     entries: Mapping[str, int] = getattr(formula, "entries", {"one number, without named terms": formula})
     name = "what the formula has at the peak"
     shown = [*list(entries.items())[:SHOWN], *_rest(list(entries.values())[SHOWN:])]

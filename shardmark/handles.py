@@ -1,4 +1,4 @@
-"""Have waits for collectives last until the backend's worker thread has dropped what it held, as the meter needs."""
+"""Make every wait for a collective last until the backend's worker thread has dropped its tensors, for the meter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardmark.blocks import mark_waited
 _PATIENCE = 0.25
 """Seconds to wait for a backend's worker thread at most: long, as on a busy machine it may not run for a while."""
 _MOMENT = 0.01
-"""The same where someone else may hold a reference, too, so that counts never show it."""
+"""The same where someone else may hold a reference too: then counts never show that the worker dropped its own."""
 _OF_ANOTHER = 100
 """c10d's OpType::UNKNOWN, which the handle of Gloo's reduce-scatter has. It is done when an inner all-reduce is, whose
 handle, with the copies that it holds, only the worker thread has."""
@@ -58,8 +58,8 @@ def workers_free_first(device: str) -> Iterator[None]:
 
 
 def _wait_by_handle(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """The caller holds the handle until after, and the handle its tensors: once the worker has dropped it, one
-    reference is left, the caller's."""
+    """The caller still holds the handle, and the handle its tensors: once the worker has dropped the handle, the
+    caller's is the only reference."""
 
     def patient(handle: dist.Work, *args: Any, **kwargs: Any) -> Any:
         done = wait(handle, *args, **kwargs)
@@ -74,7 +74,7 @@ def _wait_by_handle(wait: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _workers_sleep() -> bool:
-    """Whether each has nothing to do, or waits for another rank: none is in the midst of dropping tensors."""
+    """Whether every worker is idle or waits for another rank, so that none is dropping tensors."""
     for thread in Path("/proc/self/task").iterdir():
         try:
             name, _, state = (thread / "stat").read_text().partition("(")[2].rpartition(")")
@@ -117,13 +117,13 @@ def _wait_by_tensor(inputs: dict[int, Any], wait: Callable[..., Any]) -> Callabl
 
 
 def _references(tensor: torch.Tensor) -> int:
-    """To it, and of tensors to its bytes: a handle holds it, or another that shares its bytes."""
+    """References to the tensor and to its storage: a handle holds the tensor, or another one of the same storage."""
     count = tensor._use_count()  # type: ignore[attr-defined]
     return count + torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float = _PATIENCE) -> None:
-    """But no longer than that: someone else may hold a reference, too."""
+    """Wait for the condition, `seconds` at most."""
     end = time.perf_counter() + seconds
     while not condition() and time.perf_counter() < end:
         os.sched_yield()

@@ -47,7 +47,7 @@ class Call:
     module: str | None
     """The range of the module in whose forward it ran, or whose backward it is."""
     start: float
-    """Seconds since the step began at which its operator did."""
+    """Seconds from the start of the step to that of its operator."""
     seconds: float
 
 
@@ -70,7 +70,7 @@ class StepProfile:
     calls: list[Call]
 
     def select(self, phases: Iterable[str] | None = None) -> list[Call]:
-        """The calls of those phases, or of all, as they started."""
+        """The calls of those phases, or of all, in the order they started."""
         wanted = set(self.elapsed if phases is None else phases)
         return [call for call in self.calls if call.phase in wanted]
 
@@ -84,7 +84,7 @@ class StepProfile:
         return sorted(kernels, key=lambda kernel: -kernel.seconds)
 
     def inside(self, ending: str, phase: str) -> dict[str, list[Call]]:
-        """The phase's calls in each module whose path ends so, without those of the modules in it."""
+        """The phase's calls by module, of modules whose path has that ending, without those of their submodules."""
         found: dict[str, list[Call]] = defaultdict(list)
         for call in self.select([phase]):
             if call.module is not None and call.module.endswith(ending):
@@ -166,7 +166,7 @@ def _placed(
     """Each event with the module it ran for, and its category: its own, or fused attention's where that called it.
 
     A node of backward belongs to the module whose forward made it: the two have a sequence number and the forward's
-    thread in common. Of the operators that saw the number, the last one used it up.
+    thread in common. Several operators of forward may have seen a number; the last of them made the node.
     """
     module_of: dict[FunctionEvent | None, str | None] = {None: None}
     kind_of: dict[FunctionEvent | None, str | None] = {None: None}

@@ -27,7 +27,7 @@ INTERFACE = "link0"
 _ADDRESSES = "10.64.0.1/30", "10.64.0.2/30"  # within the two namespaces only, so nothing else can be there
 _UNITS = {"mbit": 10**6, "gbit": 10**9}
 _LARGEST_PACKETS = 2**17
-"""Bytes of two of the packets that the kernel hands to a network card: what an end lets through at once, or more."""
+"""Bytes of two of the largest packets that the kernel hands to a network card: an end lets through no less at once."""
 _BURST_SECONDS = 2e-4
 """What it lets through at once at high rates, so that a timer that fires late costs nothing."""
 _QUEUE = 2**23

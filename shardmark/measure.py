@@ -42,10 +42,10 @@ class Measure:
 
     `workload` is a module-level class (`shardmark.plan.Workload`); `work` is what one step does on all ranks; `rates`
     turns the mean step time into further figures of the row's work. The memory budget is the implementation's own
-    formula times `slack`, the race `time`, or else its own against its peer, the rounds `rounds`, or else
-    pytest-benchmark's, and more while a verdict is undecided. `observe` is what else is to be seen
-    (`shardmark.observers`). The row is saved whatever the verdict. Over budget, the test fails; where the rounds leave
-    a time budget undecided, or the case would not fit, it is skipped with the reason.
+    formula times `slack`. `time` is the race; without it, the one that the implementation is registered with. `rounds`
+    are by default those of pytest-benchmark's options; more are added while a verdict is undecided. `observe` is what
+    else is to be seen (`shardmark.observers`). The row is saved whatever the verdict. Over budget, the test fails;
+    where the rounds leave a time budget undecided, or the case would not fit, it is skipped with the reason.
 
     A test that measures by its own means saves its row with `record`.
     """
@@ -174,7 +174,7 @@ class Measure:
         return row
 
     def _limit(self, identity: Identity, work: Work, seconds: float) -> Row:
-        """The row's limit where a step takes so long."""
+        """The row's "limit", of a step that takes so many seconds."""
         devices = identity.world_size if identity.device == "cuda" else 1
         dtype = identity.case.dtype
         limit = limit_entry(work, self._session.roofline(dtype), devices, seconds)
@@ -205,7 +205,7 @@ class Measure:
         )
 
     def _rounds(self, own_rounds: Rounds | None, least: int) -> Rounds:
-        """The test's own, `least` of them at least, or pytest-benchmark's options, those of the test's marker first."""
+        """The test's own, or by pytest-benchmark's options (a test's marker goes first); at least `least`."""
         marker = self._item.get_closest_marker("benchmark")
         own = marker.kwargs if marker else {}
 

@@ -171,8 +171,8 @@ def meter(device: str) -> Iterator[Meter]:
 
 
 class _CudaMeter(Meter):
-    """On CUDA phases, stages and the peak as a whole are the caching allocator's own statistics: it keeps what a side
-    stream still reads, which a recording takes for released.
+    """On CUDA phases, stages and the peak as a whole are the caching allocator's own statistics: what a side stream
+    still reads is live there, and already released in a recording.
     """
 
     def __init__(self) -> None:

@@ -95,7 +95,6 @@ class Plan:
 
     @property
     def identity(self) -> Identity:
-        """What its row is of."""
         implementation = self.implementation
         return Identity(implementation.family, implementation.name, self.case, self.device, self.world_size)
 

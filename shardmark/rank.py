@@ -39,7 +39,7 @@ def available_cores() -> int:
 
 
 def threads_of_a_rank(ranks: int) -> int:
-    """The share of the cores of one of so many ranks, where workers of pytest-xdist have as many ranks each."""
+    """One rank's share of the cores, where each worker of pytest-xdist has as many ranks."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     return max(1, available_cores() // (ranks * workers))
 

@@ -62,10 +62,10 @@ class Implementation:
     """One way to do what a family does.
 
     `target` is what the user calls (a function, a class, an object with methods), `time` the peer it is raced against.
-    `memory` is the closed form of its peak in bytes for a case: an int, whose `entries` (bytes by name), where it has
-    them, a failed budget lists. Beyond what it `requires` to run, its times and bytes mean something only where
+    `memory` is the closed form of its peak in bytes for a case: an int; if it has `entries` (bytes by name), a failed
+    budget lists them. Beyond what it `requires` to run, its times and bytes mean something only where
     `requires_to_measure` is met. Requirements are asked in turn, so the cheap ones stand first. The target is None
-    where it cannot be imported, of which a requirement gives the reason.
+    where it cannot be imported; a requirement then gives the reason.
     """
 
     family: str

@@ -22,7 +22,7 @@ END = "end"
 """The mark after which libraries give back what they keep."""
 
 WAITED = "waited "
-"""What the mark begins with that says, by its address, which functional collective's result has been waited for."""
+"""Begins the mark that a functional collective's result has been waited for; the result's address follows."""
 
 
 @dataclass(eq=False)
@@ -69,8 +69,8 @@ def replayed(
 ) -> list[Event]:
     """The events below `roots`; sizes are those `requested` at each address in turn, where they are known.
 
-    Modules are known by their ranges, or where Python's calls are recorded, and cut through ranges, by those of modules
-    whose `id` has a name.
+    Modules are known by their ranges. Where Python's calls are recorded, which cut through ranges, they are known by
+    the calls of modules whose `id` is in `module_names`.
     """
     live, taken_by, collectives = _Live(), dict[Block, Any](), _Collectives()
     replayed: list[Event] = []
@@ -144,7 +144,7 @@ class _Live:
 
 @dataclass(frozen=True)
 class _Within:
-    """The events that one is part of: a library operator, a functional collective, and that one's call of a backend."""
+    """What an event is part of: a library operator; a functional collective, and its call of the backend."""
 
     operator: Any = None
     collective: Any = None
@@ -161,22 +161,22 @@ class _Collectives:
         self._of_backend: dict[Any, list[Block]] = defaultdict(list)
 
     def take(self, block: Block, within: _Within) -> None:
-        """The block was allocated there."""
+        """Note a block that was allocated within a collective."""
         if within.backend is not None:
             self._of_backend[within.collective].append(block)
         elif within.collective is not None:
             self._by_result[block] = within.collective
 
     def end(self, result: Block) -> list[Block]:
-        """What the backend of the collective that gave `result` took."""
+        """The collective that gave `result` is over: forget it, and return the blocks that its backend took."""
         return self._of_backend.pop(self._by_result.pop(result, None), [])
 
 
 def _in_order(
     roots: list[Any], module_names: Mapping[int, str]
 ) -> tuple[list[tuple[Any, _Within]], dict[int, str], dict[int, str]]:
-    """Every event below `roots` by the time it began, with what it is part of; and by its autograd sequence number the
-    module of an operator, and its line."""
+    """Every event below `roots` in the order they began, with what it is part of; then the modules and the lines of
+    operators, by autograd sequence number."""
     events: list[tuple[Any, _Within]] = []
     modules: dict[int, str] = {}
     lines: dict[int, tuple[int, str]] = {}
@@ -209,7 +209,7 @@ def _in_order(
 
 
 def _line(call: Any) -> str:
-    """Of a Python call: where the called function begins, or else where it is called from; "" for others' files."""
+    """Where the function of a Python call begins, or else where it is called from; "" where neither is the user's."""
     for frame in filter(None, (getattr(call, "callsite", None), call.caller)):
         try:
             file = frame.file_name
@@ -222,7 +222,7 @@ def _line(call: Any) -> str:
 
 @cache
 def _is_foreign(file: str) -> bool:
-    """Of PyTorch, Python itself or this plugin; the profiler leaves out what of a path is in `sys.path`."""
+    """Whether it is a file of PyTorch, Python or this plugin. The profiler gives paths relative to `sys.path`."""
     if file.startswith(("<", "torch/", "shardmark/")):
         return True
     python, path = Path(os.__file__).parent, Path(file)
@@ -233,7 +233,7 @@ def _is_foreign(file: str) -> bool:
 
 @cache
 def _shown(file: str) -> str:
-    """Relative to where pytest runs, if it is below."""
+    """The path, relative to where pytest runs if it is below."""
     path = Path(file)
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
@@ -252,8 +252,8 @@ def _with_kernels() -> frozenset[str]:
 
 
 def _owner(event: Any, modules: dict[int, str]) -> tuple[str, str, int | None]:
-    """The innermost range around an allocation, or in backward the one of the operator whose gradient it is; the
-    outermost operator within it; and in backward the autograd sequence number of that operator."""
+    """Of an allocation: the innermost range around it, in backward that of the operator whose gradient is computed; the
+    outermost operator within the range; and in backward the autograd sequence number of that operator."""
     operator = ""
     parent = event.parent
     while parent is not None:

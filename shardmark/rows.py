@@ -57,7 +57,7 @@ def step_seconds(ranks: list[Measured], name: str = IMPLEMENTATION) -> list[floa
 
 
 def largest_memory(ranks: list[Measured]) -> Memory:
-    """That of the rank that held most."""
+    """The memory of the rank that held most."""
     return max((rank.memory for rank in ranks), key=lambda memory: (memory.tensors, memory.peak))
 
 
@@ -80,8 +80,10 @@ def memory_entry(ranks: list[Measured], budget: MemoryBudget) -> Row:
 def time_entry(
     ranks: list[Measured], race: Race | None, confidence: float = SHOWN_CONFIDENCE
 ) -> tuple[Row, Interval | None]:
-    """Times by part and by rank, and the ratio to the peer, if there is one, with the 95% interval for a goal; and
-    beside the row the interval for a budget, with that confidence.
+    """The row's "time", and the ratio's interval with `confidence`, which decides a budget.
+
+    The row has times by part and by rank, and if there is a peer, the ratio to it with the 95% interval that decides a
+    goal.
     """
     entry: Row = {
         "parts": mean_parts(ranks, IMPLEMENTATION),

@@ -116,7 +116,7 @@ class TorchrunWorld:
         return [answers[rank_][1] for rank_ in range(self.size)]
 
     def close(self) -> None:
-        """Let the other ranks go: those that still serve stop, torchrun ends those that hang."""
+        """End the other ranks: those that still serve stop, and torchrun ends those that hang."""
         self._store.set(f"{self._call}", _STOP)  # type: ignore[arg-type]
         if self.alive:
             dist.destroy_process_group()
@@ -172,6 +172,6 @@ class TorchrunWorlds:
         return world
 
     def close(self) -> None:
-        """Let the other ranks go."""
+        """End the other ranks."""
         for world in self._worlds.values():
             world.close()

@@ -127,7 +127,7 @@ def profile_step(workload: Workload, device: str, *, trace: Path | None = None) 
 
 
 class _Phases:
-    """The ranges between marks: as a range has its name from its start, the names are those of the step before."""
+    """Ranges from mark to mark. A range is named when it begins, so the names are the marks of an earlier step."""
 
     def __init__(self, names: list[str], device: str) -> None:
         self.names = names
@@ -214,7 +214,7 @@ class TraceFolder:
         self._tests: dict[str, str] = {}
 
     def stem(self, test_id: str, wanted: str) -> Path:
-        """The test's files but for their endings: `wanted`, or if another test of this run has it, with a digest."""
+        """The test's files without their endings: `wanted`, and a digest if another test of this run has that."""
         name = re.sub(r"[^\w.+=-]+", "_", wanted)[:150]
         if self._tests.setdefault(name, test_id) != test_id:
             name = f"{name}-{hashlib.sha256(test_id.encode()).hexdigest()[:8]}"

@@ -11,7 +11,7 @@ _TCP_INFO_BYTES_SENT = 200
 
 
 def tcp_bytes_sent() -> int:
-    """Of all connections that are open in this process; payload only, and once where it had to be sent again."""
+    """Bytes sent over all connections open in this process: payload only, counted once where it was sent again."""
     return sum(map(_bytes_sent, os.listdir("/proc/self/fd")))
 
 

@@ -42,7 +42,7 @@ PRELOADED += ["shardmark.rank", "pytest"]
 """Imported once in the server instead of once in every rank, as are the registered families: DTensor's operators need
 dynamo, test modules pytest, and what torch.distributed.optim compiles as it is imported takes half a second."""
 LONGEST_FOLDER = 107 - len("/pymp-01234567/listener-01234567")
-"""Bytes of a folder's path below which a socket of multiprocessing's has room for its own, which has 107 at most."""
+"""Bytes of the longest folder path in which multiprocessing can make a socket: a socket's own path has 107 at most."""
 RANKS_PER_CORE = 8
 """Ranks that may share a core: enough for correctness at any world size, too many to measure."""
 

@@ -12,7 +12,7 @@ import pytest
 
 from correctness.support.paths import ROOT
 from impl.accounting.library import simple_fsdp as simple
-from impl.accounting.library.nine_linears import SHARDINGS, peak, stages
+from impl.accounting.nine_linears import peak, stages
 from impl.accounting.programs import mlp
 from impl.fsdp.cases import NineLinearsCase, RankRung
 from impl.training_step.cases import TrainingStepCase
@@ -46,7 +46,7 @@ def odsc() -> dict[Row, float]:
     on a GPU of 80 multiprocessors: which one it was is not published.
     """
     case = NineLinearsCase(16_384, batch=8_192, linears=8, ranks=8)
-    ddp, fsdp = (stages(case, SHARDINGS[name]) for name in ("ddp", "fsdp1"))
+    ddp, fsdp = (stages(case, name) for name in ("ddp", "fsdp1"))
     expected: dict[Row, float] = {}
     for name in ("ddp", "fsdp"):
         made = f"{name}, after model creation"
@@ -54,9 +54,9 @@ def odsc() -> dict[Row, float]:
         biases = 8 * 4 * 16_384  # the allocator has them in one block of 2 MiB
         expected[made, "memory reserved"] = ddp["model"] - biases + 2 * MIB
     expected["ddp, after warmup", "memory allocated"] = ddp["warm-up"] + WORKSPACES
-    expected["ddp, after warmup", "peak memory"] = peak(case, SHARDINGS["ddp"]) + WORKSPACES + 80 * MIB
+    expected["ddp, after warmup", "peak memory"] = peak(case, "ddp") + WORKSPACES + 80 * MIB
     expected["fsdp, after warmup", "memory allocated"] = fsdp["warm-up"] + WORKSPACES
-    expected["fsdp, after warmup", "peak memory"] = peak(case, SHARDINGS["fsdp1"]) + WORKSPACES
+    expected["fsdp, after warmup", "peak memory"] = peak(case, "fsdp1") + WORKSPACES
     return expected
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,20 @@ LENGTHS = {  # q_len, k_len
 }
 
 
+def _marked(names: Iterable[str]) -> list[Any]:
+    """All but those that Triton's interpreter is quick with are marked as large."""
+    return [pytest.param(name, marks=pytest.mark.large if name in LARGE else ()) for name in names]
+
+
+LARGE = (
+    *("tile", "tile_and_one", "one_less_than_tiles", "beyond_1024", "keys_beyond_4096", "queries_beyond_4096"),
+    *("beyond_2048", "queries_beyond_32768", "keys_beyond_32768", "fewer_keys_seen", "more_keys_seen"),
+)
+
+
 @MASKS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape_id", LENGTHS)
+@pytest.mark.parametrize("shape_id", _marked(LENGTHS))
 def test_a_query_sees_the_keys_up_to_its_own(
     implementation: Implementation, shape_id: str, dtype: torch.dtype, is_causal: bool, device: str
 ) -> None:
@@ -103,7 +115,8 @@ def _inputs(shape_id: str, dtype: torch.dtype, device: str) -> list[Tensor]:
 
 @MASKS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape_id", SHAPES)
+@pytest.mark.parametrize("shape_id", _marked(SHAPES))
+@pytest.mark.compiled_every_time("fewer_keys-torch.float32-causal", "tile_and_one-torch.bfloat16-full")
 def test_is_as_accurate_as_eager(
     implementation: Implementation, shape_id: str, dtype: torch.dtype, is_causal: bool, device: str
 ) -> None:

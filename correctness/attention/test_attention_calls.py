@@ -145,6 +145,7 @@ def _penalty_gradient(attention: Attention, inputs: list[Tensor]) -> Tensor:
     return k.grad
 
 
+@pytest.mark.compiled_every_time
 def test_a_second_derivative_is_right_or_a_clear_error(implementation: Implementation, device: str) -> None:
     inputs = _inputs(device)
     wording = r"double backward|derivative for \S+ is not implemented|create_graph=False"

@@ -12,7 +12,7 @@ from correctness.support.accuracy import random_inputs
 from correctness.support.contracts import Note, assert_refused, is_ours
 from shardmark.registry import Implementation
 
-pytestmark = pytest.mark.family("attention")
+pytestmark = [pytest.mark.family("attention"), pytest.mark.compiled_every_time]
 
 MISMATCHED = {  # shapes of q, k, v, and what our message says of them
     "head_dim": ((2, 4, 8), (2, 5, 16), (2, 5, 16), r"q \(2, 4, 8\), k \(2, 5, 16\)"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from correctness.support.planting import defect
 from correctness.support.textbook_attention import Flash, checked, flash_backward, flash_forward, future, scores_of
-from impl.attention import check_inputs, eager_attention, kv_group, per_query_head
+from impl.attention import check_inputs, eager_attention, kv_group
 
 
 @defect(cause="masks", caught_by="test_a_query_sees_the_keys_up_to_its_own")
@@ -67,19 +67,6 @@ def heads_repeated_in_the_wrong_order(q: Tensor, k: Tensor, v: Tensor, *, is_cau
     if (group := kv_group(q, k)) > 1:
         k, v = (torch.cat([x] * group, dim=-3) for x in (k, v))
     return eager_attention(q, k, v, is_causal=is_causal)
-
-
-@defect(cause="gradients", caught_by="test_takes_grouped_query_heads")
-class GradientOfOneHeadOfEachGroup(Flash):
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        group = kv_group(q, k)
-        wide_k, wide_v = (per_query_head(x, group) for x in (k, v))
-        grad_q, grad_k, grad_v = flash_backward(q, wide_k, wide_v, out, lse, grad, ctx.is_causal)
-        if group > 1:
-            grad_k, grad_v = (x[..., ::group, :, :] for x in (grad_k, grad_v))
-        return grad_q, grad_k, grad_v, None
 
 
 @defect(cause="numerics", caught_by="test_is_as_accurate_as_eager")

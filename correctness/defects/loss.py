@@ -70,21 +70,6 @@ def label_smoothing_over_the_others(
     return eager_loss(hidden, weight, targets, label_smoothing=min(smoothing, 1.0), **options)
 
 
-class _SmoothingOnlyForward(Fused):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
-    ) -> Tensor:
-        Fused.forward(ctx, hidden, weight, targets, ignore, 0.0, z)
-        losses, _, kept = loss_and_gradients(hidden, weight, targets, ignore, smoothing, z)
-        return losses.sum() / kept.sum().clamp(min=1)
-
-
-@defect(cause="options", caught_by="test_takes_every_option")
-def label_smoothing_without_gradient(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    return apply(_SmoothingOnlyForward, hidden, weight, targets, options)
-
-
 @defect(cause="numerics", caught_by="test_is_as_accurate_as_eager")
 def targets_in_16_bits(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
     """Words from 32,768 on wrap around."""
@@ -146,9 +131,9 @@ class _GradientsReused(Fused):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        scaled = scaled(ctx.gradients, ctx.dtypes, grad / ctx.count)
+        fresh = scaled(ctx.gradients, ctx.dtypes, grad / ctx.count)
         kept = _GradientsReused.kept
-        reused = (kept.setdefault((i, x.shape, x.dtype), torch.empty_like(x)).copy_(x) for i, x in enumerate(scaled))
+        reused = (kept.setdefault((i, x.shape, x.dtype), torch.empty_like(x)).copy_(x) for i, x in enumerate(fresh))
         return *reused, None, None, None, None
 
 
@@ -297,13 +282,6 @@ def options_only_in_training(hidden: Tensor, weight: Tensor, targets: Tensor, **
 @defect(cause="numerics", caught_by="test_a_nan_makes")
 def what_is_not_a_number_is_zero(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
     return eager_loss(hidden, weight, targets, **options).nan_to_num()
-
-
-@defect(cause="shapes", caught_by="test_takes_non_contiguous_inputs")
-def rows_of_weight_by_their_memory(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Takes weight's rows to follow one another."""
-    flat = weight.as_strided(weight.shape, (weight.shape[1], 1)) if weight.ndim == 2 and weight.numel() else weight
-    return eager_loss(hidden, flat, targets, **options)
 
 
 @defect(cause="numerics", caught_by="test_is_as_accurate_as_eager")

@@ -41,7 +41,7 @@ def test_interval_is_the_tabulated_one(n: int, k: int, coverage: float) -> None:
 
 @pytest.mark.parametrize("n", [7, 15, 40])
 def test_interval_holds_the_median_as_often_as_it_says(n: int) -> None:
-    """Of a skewed distribution with outliers; 3 standard deviations of 2,000 draws."""
+    """The samples are skewed and have outliers; the tolerance is 3 standard deviations of 2,000 draws."""
     generator = random.Random(n)
     draws = 2000
     true_median = 0.6931471805599453  # of an exponential distribution
@@ -88,7 +88,7 @@ def test_noise_alone_neither_fails_nor_passes(seed: int) -> None:
 
 
 def test_only_an_effect_that_matters_fails_a_budget() -> None:
-    """Of the ratio to a peer; a limit in seconds is a team's own and is held to as it stands."""
+    """A ratio to a peer may be over its limit by SMALLEST_EFFECT; a limit in seconds holds as it stands."""
 
     def verdict_of(ratio: float, seconds: float) -> list[str]:
         interval = median_interval([ratio] * 20, confidence(1))

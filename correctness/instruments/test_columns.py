@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from correctness.support.project import make_project
+from shardmark import observers
+from shardmark.observers import WITH_COLUMNS, Observer
 from shardmark.plan import Identity
-from shardmark.report.columns import COLUMNS, DEFAULT, Column
-from shardmark.report.questions import Questions
+from shardmark.report.columns import DEFAULT, Column
+from shardmark.report.questions import KNOWN, Questions
 from shardmark.report.tables import WIDTH, render
 from shardmark.rows import new_row
 
@@ -75,6 +77,45 @@ def test_verbose_shows_all_columns_and_a_questions_own_where_it_stands() -> None
     assert lines[2].split()[:2] == ["short", "5"]
 
 
+def test_an_observers_columns_stand_among_the_others() -> None:
+    names = list(KNOWN)
+    for group in (
+        ["optimizer", "compute alone", "comm. alone", "hidden", "rank min / max"],
+        ["MFU", "compile s", "losses", "ratio to peer"],
+        ["before backward MiB", "after init MiB", "before first step MiB", "first peak MiB", "second peak MiB"],
+    ):
+        assert names[names.index(group[0]) :][: len(group)] == group
+    assert names[-1] == "verdict"
+
+
+def test_a_question_may_name_each_observers_columns() -> None:
+    known = [value for value in vars(observers).values() if isinstance(value, type) and issubclass(value, Observer)]
+    assert {observer for observer in known if observer.columns} == set(WITH_COLUMNS)
+
+
+@pytest.mark.parametrize("fills", ["kinds", "peaks", None])
+def test_bytes_after_init_are_shown_where_more_than_a_steady_state_step_is_observed(fills: str | None) -> None:
+    entry = _entry()
+    entry["extra_info"]["memory"] |= {"phases": {"after_init": 2**20}, **({fills: {"first": 2**21}} if fills else {})}
+    lines = _table(entry, columns=["case", "after init MiB", "first peak MiB"])
+    columns = {"kinds": ["after init MiB"], "peaks": ["after init MiB", "first peak MiB"], None: []}
+    assert [name.strip() for name in _names(lines)] == ["case", *columns[fills]]
+
+
+class Naps(Observer):
+    """A question's own observer: one column says where it stands, the other does not."""
+
+    columns = (Column("dreams", lambda entry, row: "2"), Column("naps", lambda entry, row: "1", after="case"))
+
+
+def test_verbose_shows_the_columns_of_a_questions_own_observers_too() -> None:
+    questions = Questions()
+    questions.observe(QUESTION, [Naps()])
+    [(_, lines)] = render([_entry()], questions, every_column=True)
+    names = [name.strip() for name in _names(lines)]
+    assert names[:3] == ["case", "naps", "implementation"] and names[-2:] == ["verdict", "dreams"]
+
+
 @pytest.mark.parametrize(
     ("length", "shown"),
     [
@@ -124,7 +165,7 @@ def test_two(measure): ...
             None,
             "question 'How long?' has no column 'tme ms'; the columns are case, implementation, *",
         ),
-        (list(COLUMNS)[:8], None, "question 'How long?' has 8 columns, and a table shows 7 at most; -v shows all"),
+        (list(KNOWN)[:8], None, "question 'How long?' has 8 columns, and a table shows 7 at most; -v shows all"),
         (["case"], ["case", "MFU"], "question 'How long?' has two lists of columns, *: case and case, MFU"),
     ],
     ids=["unknown", "too_many", "two_lists"],

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from correctness.support.metering import plan_of
 from correctness.support.project import row_of, run_project
 from shardmark.excess import Held, excess_lines
 from shardmark.passes import blocks_at_peak
-from shardmark.plan import Mark, Plan
-from shardmark.registry import Implementation, resolve
+from shardmark.plan import Mark
+from shardmark.registry import Implementation
 
 pytest_plugins = ["pytester", "correctness.support.project"]
 
@@ -21,7 +22,7 @@ FILE = "correctness/instruments/test_excess.py"
 
 
 class Doubled(nn.Module):
-    """Of 400 bytes; keeps nothing for backward, but makes 800 bytes more in forward."""
+    """Takes 400 bytes; keeps nothing for backward, but allocates 800 bytes more in forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         both = torch.cat([x, x])
@@ -54,8 +55,7 @@ def line_of(function: object, text: str) -> str:
 
 def test_blocks_have_operator_module_and_line(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.chdir(request.config.rootpath)
-    plan = Plan(Step, resolve("training_step", "eager"), None, None, "cpu", 1)
-    found = blocks_at_peak(plan)
+    found = blocks_at_peak(plan_of(Step))
     assert sum(held.nbytes for held in found) >= 400 + 400 + 2 * 800  # x, out, and both halves of the gradient
     input_, *_ = (held for held in found if held.operator == "aten::ones")
     assert (input_.nbytes, input_.blocks, input_.module) == (400, 1, "")
@@ -69,7 +69,7 @@ def test_blocks_have_operator_module_and_line(monkeypatch: pytest.MonkeyPatch, r
 
 
 class Named(int):
-    """As a formula may give it."""
+    """A formula's bytes, with names."""
 
     entries = {"parameters": 2**20, "gradients": 2**19}  # noqa: RUF012
 

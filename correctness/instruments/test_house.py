@@ -45,7 +45,7 @@ def test_tests_import_nothing_out_of_files_of_tests() -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """Of the checkout: what runs an implementation, and the loss's tests."""
+    """A copy of the part of the checkout that runs an implementation, and of the loss's tests."""
     for folder in ("impl", "shardmark", "correctness/support", "correctness/loss", "perf/workloads"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("conftest.py", "correctness/conftest.py", "pytest.ini"):
@@ -54,7 +54,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def run(copy: Path, *arguments: str) -> str:
-    """What pytest prints in the copy, where all is well."""
+    """What pytest prints in the copy; it must pass."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--device=cpu", "-n0", *arguments]
     environment = os.environ | {"PYTHONPATH": ""}
     environment.pop("PYTEST_XDIST_WORKER", None)  # or pytest-benchmark disables itself in there

@@ -153,7 +153,7 @@ def test_fused_attention_shows_no_parts() -> None:
 
 
 class Kernel(SimpleNamespace):
-    """What the profiler reports of the device."""
+    """An event as the profiler reports it of the device."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda: self.__dict__[f"{name}_"]

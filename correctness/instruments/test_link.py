@@ -36,7 +36,7 @@ def is_held(namespace: str) -> bool:
 
 
 def gigabits_per_second(megabytes: int, both_ways: bool) -> float:
-    """What rank 0 sends, and rank 1 too where it goes both ways, until all of it is there: the best of five."""
+    """The rate at which rank 0 sends, and with `both_ways` rank 1 too, until all has arrived: the best of five."""
     rank = dist.get_rank()
     sent, received = (torch.zeros(megabytes * 10**6, dtype=torch.uint8) for _ in range(2))
     seconds = []

@@ -40,7 +40,7 @@ def test_without_a_cpp_compiler_what_compiles_is_skipped_with_the_reason(
 
 
 def test_without_triton_all_is_collected_and_what_needs_it_is_skipped_with_the_reason() -> None:
-    """Of the kernels' own files there is a skip each."""
+    """Each file of kernels is skipped once."""
     run = "import sys, pytest; sys.modules['triton'] = None; sys.exit(pytest.main(sys.argv[1:]))"
     options = ("--device=cpu", "-rs", "-p", "no:cacheprovider", "-k", "a_scaled_gradient_is_clipped")
     done = subprocess.run(
@@ -116,7 +116,7 @@ compilation terminated.
 
 
 class Wrapped(RuntimeError):
-    """As Dynamo's errors do."""
+    """Holds another error, as Dynamo's errors do."""
 
     inner_exception = PermissionError(13, "Permission denied", "/root")
 

@@ -224,7 +224,7 @@ def gathered_by_operator(tensor: torch.Tensor) -> None:
 
 
 def metered_collectives(collective: Callable[[torch.Tensor], None]) -> Memory:
-    """Of tensors of growing sizes, so that one that was freed unseen is not found out by its place."""
+    """The tensors grow, so that the meter cannot know one as freed by a new one at its address."""
     with meter("cpu") as memory:
         for i in range(200):
             collective(torch.ones(1000 * (i + 1)))

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from correctness.support.metering import plan_of, row_by
 from correctness.support.paths import ROOT
 from correctness.support.project import make_project, run_project
 from perf.observers.after_warmups import AfterWarmups, after_warmups
 from perf.observers.overhead_model import OverheadModel
 from perf.workloads.data_parallel import OverheadCase
-from shardmark import cold, registry
+from shardmark import cold
 from shardmark.clock import Laps
 from shardmark.memory import Memory, Stage, stage
 from shardmark.observers import (
@@ -34,10 +36,10 @@ from shardmark.observers import (
     Timeline,
 )
 from shardmark.passes import measure
-from shardmark.plan import COMMUNICATION, COMPUTE, IMPLEMENTATION, Identity, Mark, Measured, Plan, Rounds
+from shardmark.plan import COMMUNICATION, COMPUTE, IMPLEMENTATION, Mark, Measured, Plan, Rounds
 from shardmark.plugin import WorldsBySize
 from shardmark.registry import Implementation
-from shardmark.rows import Row, new_row, time_entry
+from shardmark.rows import Row
 
 pytest_plugins = ["pytester"]
 
@@ -85,18 +87,11 @@ class Able(Plain):
         CALLS.append("communication")
 
 
-def _plan(*observers: type[Observer], workload: type = Able, ranks: int = 1, trace: Path | None = None) -> Plan:
-    known = registry.resolve("training_step", "eager")  # to a rank an implementation goes by its name
-    rounds = Rounds(minimum=1, maximum=1, warmups=1)
-    return Plan(workload, known, None, None, "cpu", ranks, rounds, observers=observers, trace=trace)
+ONE = Rounds(minimum=1, maximum=1, warmups=1)
 
 
-def _row(observer: Observer, ranks: list[Measured]) -> Row:
-    """What the observer makes of an otherwise unfilled row."""
-    row = new_row(Identity("naps", "long", "a case", "cpu"), "smoke", None)
-    row["time"], _ = time_entry(ranks, None)
-    observer.fill(row, ranks)
-    return row
+def _plan(*observers: type[Observer], **options: Any) -> Plan:
+    return plan_of(Able, rounds=ONE, observers=observers, **options)
 
 
 def _laps(*seconds: float) -> dict[str, list[Laps]]:
@@ -136,7 +131,7 @@ def test_what_is_alone_is_timed_in_the_same_rounds(observer: type[Observer], tim
 
 
 class Named(Observer):
-    """Made with what cannot be sent to a rank."""
+    """Holds a function that cannot be sent to a rank."""
 
     def __init__(self) -> None:
         self.told = lambda rank: f"rank {rank}"
@@ -151,22 +146,22 @@ class Named(Observer):
 
 def test_only_its_class_travels_to_the_ranks(worlds: WorldsBySize) -> None:
     ranks = worlds(2).run(measure, _plan(Named, ranks=2))
-    assert _row(Named(), ranks)["names"] == ["rank 0", "rank 1"]
+    assert row_by(Named(), ranks)["names"] == ["rank 0", "rank 1"]
 
 
 def test_profile_gives_the_first_ranks_and_names_all_ranks_files(worlds: WorldsBySize, tmp_path: Path) -> None:
     ranks = worlds(2).run(measure, _plan(Profile, ranks=2, trace=tmp_path / "step"))
-    row = _row(Profile(lambda profile: {"phases": profile.as_row()}), ranks)
+    row = row_by(Profile(lambda profile: {"phases": profile.as_row()}), ranks)
     assert list(row["kernels"]["phases"]) == ["forward", "backward"]
     assert row["trace"] == ["step.rank0.json", "step.rank1.json"] == sorted(file.name for file in tmp_path.iterdir())
     ranks = [measure(_plan(Profile))]
-    assert "kernels" not in (row := _row(Profile(), ranks)) and "trace" not in row
+    assert "kernels" not in (row := row_by(Profile(), ranks)) and "trace" not in row
 
 
 def test_timeline_is_the_first_ranks_and_stands_beside_its_formulas(worlds: WorldsBySize) -> None:
     ranks = worlds(2).run(measure, _plan(Timeline, ranks=2))
     assert ranks[1].observed[Timeline] is None
-    memory = _row(Timeline({("nowhere", "aten::nothing"): 7}), ranks)["memory"]
+    memory = row_by(Timeline({("nowhere", "aten::nothing"): 7}), ranks)["memory"]
     assert memory["kinds"]["before_step"]["parameters"] == 4 * (10 * 10 + 10)
     assert {"module": "nowhere", "operator": "aten::nothing", "bytes": 0, "formula": 7} in memory["activations"]
     assert set(memory) == {"kinds", "curve", "activations", "largest"}
@@ -175,7 +170,7 @@ def test_timeline_is_the_first_ranks_and_stands_beside_its_formulas(worlds: Worl
 def test_stages_are_of_the_rank_that_holds_most_beside_their_formulas() -> None:
     held = ({"model": Stage(4, 5), "wrapping": Stage(9, 9)}, {"model": Stage(6, 7), "wrapping": Stage(8, 8)})
     ranks = [Measured("gloo", Memory(stages=stages), _laps(1.0)) for stages in held]
-    assert _row(Stages({"model": 6}), ranks)["memory"]["stages"] == {
+    assert row_by(Stages({"model": 6}), ranks)["memory"]["stages"] == {
         "model": {"live": 6, "peak": 7, "reserved": None, "formula": 6},
         "wrapping": {"live": 9, "peak": 9, "reserved": None, "formula": None},
     }
@@ -183,16 +178,16 @@ def test_stages_are_of_the_rank_that_holds_most_beside_their_formulas() -> None:
 
 def test_stages_of_a_workload_that_reports_none_are_one_line() -> None:
     with pytest.raises(TypeError, match=r"^Stages: long was made without a call of shardmark.memory.stage$"):
-        Stages({}).fill(_row(Losses([]), ranks := [Measured("none", Memory(), _laps(1.0))]), ranks)
+        Stages({}).fill(row_by(Losses([]), ranks := [Measured("none", Memory(), _laps(1.0))]), ranks)
 
 
 def test_stages_are_the_workloads_own_and_the_warm_up() -> None:
-    row = _row(Stages({}), [measure(_plan(Stages))])
+    row = row_by(Stages({}), [measure(_plan(Stages))])
     assert list(row["memory"]["stages"]) == ["model", "warm-up"]
 
 
 def test_losses_are_those_that_the_test_found() -> None:
-    assert _row(Losses((3.0, 2.5)), [Measured("none", Memory(), _laps(1.0))])["losses"] == [3.0, 2.5]
+    assert row_by(Losses((3.0, 2.5)), [Measured("none", Memory(), _laps(1.0))])["losses"] == [3.0, 2.5]
 
 
 def test_compile_has_the_compiler_forget_what_it_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,15 +203,15 @@ def test_compile_is_the_first_step_beyond_the_median_on_the_slowest_rank() -> No
         memory = Memory(tensors=tensors, peaks={"first": 2 * tensors})
         return Measured("none", memory, _laps(1.0, 2.0, 3.0), observed={Compile: first})
 
-    row = _row(Compile(), [rank(5, 10.0), rank(6, 12.0)])
+    row = row_by(Compile(), [rank(5, 10.0), rank(6, 12.0)])
     assert row["memory"]["peaks"] == {"first": 12}
     assert (row["time"]["first_step"], row["time"]["compile"]) == (12.0, 10.0)
-    assert "compile" not in _row(Compile(), [rank(5, None)])["time"]  # nothing was compiled
+    assert "compile" not in row_by(Compile(), [rank(5, None)])["time"]  # nothing was compiled
 
 
 def test_goals_are_reached_or_missed_by_the_interval_of_the_step_time() -> None:
     ranks = [Measured("none", Memory(), _laps(*[1.0] * 9))]
-    row = new_row(Identity("naps", "long", "a case", "cpu"), "smoke", None)
+    row = row_by(Observer(), ranks)
     row["limit"] = {"mfu": 0.5, "fraction": 0.8}
     Goals(mfu=0.45, fraction=0.9).fill(row, ranks)
     outcomes = {name: goal["outcome"] for name, goal in row["limit"]["goals"].items()}
@@ -228,7 +223,7 @@ def test_goals_are_reached_or_missed_by_the_interval_of_the_step_time() -> None:
 
 def test_peaks_by_length_are_lines_and_nothing_in_the_row() -> None:
     ranks = [Measured("none", Memory(), _laps(1.0))]
-    assert _row(PeakByLength(), ranks) == _row(Observer(), ranks)
+    assert row_by(PeakByLength(), ranks) == row_by(Observer(), ranks)
     cases = [{"id": f"b1-s{seq}-full", "seq": seq} for seq in (128, 256, 512, 1024)]
     rows = [{"case": case, "implementation": "eager", "memory": {"tensors": 3 * case["seq"]}} for case in cases]
     [_, line] = PeakByLength().lines([{"extra_info": row} for row in rows])
@@ -239,13 +234,13 @@ def test_peaks_by_length_are_lines_and_nothing_in_the_row() -> None:
 def test_the_overhead_model_is_the_line_through_the_all_reduces(per_byte: float, bandwidth: float | None) -> None:
     case = OverheadCase("all_reduce", 1, model="tiny", bucket_sizes=(1,), kilobytes=(4, 64, 1024))
     parts = {f"{size} KB": 1e-4 + per_byte * size * 1024 for size in case.kilobytes}
-    row = _row(OverheadModel(case), [Measured("gloo", Memory(), {IMPLEMENTATION: [Laps(1.0, parts)]})])
+    row = row_by(OverheadModel(case), [Measured("gloo", Memory(), {IMPLEMENTATION: [Laps(1.0, parts)]})])
     model = row["time"].get("model")
     assert (model and model["bandwidth"]) == (bandwidth and pytest.approx(bandwidth, rel=1e-3))
 
 
 def test_rounds_after_warm_ups_are_means_in_columns_of_their_own() -> None:
-    row = _row(AfterWarmups({0: [0.5, 0.7], 1: [0.2, 0.2]}), [Measured("none", Memory(), _laps(1.0))])
+    row = row_by(AfterWarmups({0: [0.5, 0.7], 1: [0.2, 0.2]}), [Measured("none", Memory(), _laps(1.0))])
     assert row["time"]["after_warmups"]["1"] == {"mean": 0.2, "stddev": 0.0}
     column = after_warmups(0)
     assert (column.name, column.cell({}, row)) == ("0 warm-ups", "600.0 ± 141.4")

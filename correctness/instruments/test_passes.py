@@ -16,19 +16,19 @@ import torch
 import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from shardmark import cold, observers, registry
+from correctness.support.metering import plan_of, row_by, stand_in
+from shardmark import cold
 from shardmark.budget import MemoryBudget
 from shardmark.clock import Laps
 from shardmark.memory import Memory
-from shardmark.observers import Compile, ExposedCommunication, HiddenCommunication, Observer
+from shardmark.observers import Compile, ExposedCommunication, HiddenCommunication
 from shardmark.passes import measure
 from shardmark.plan import COMMUNICATION, COMPUTE, IMPLEMENTATION, PEER, Mark, Measured, Plan, Rounds
 from shardmark.plugin import WorldsBySize
 from shardmark.registry import Implementation
-from shardmark.rows import Row, step_seconds, time_entry
+from shardmark.rows import step_seconds, time_entry
 from shardmark.world import World
 
-MINE, THEIRS = (Implementation("order", name, target=name) for name in ("mine", "theirs"))
 LOG: list[str] = []
 
 
@@ -71,7 +71,7 @@ def empty_log() -> Iterator[None]:
 
 
 ROUNDS = Rounds(minimum=3, maximum=3, warmups=1)
-PLAN = Plan(Logged, MINE, THEIRS, None, "cpu", 1, ROUNDS, observers=(HiddenCommunication,))
+PLAN = plan_of(Logged, stand_in("mine"), peer=stand_in("theirs"), rounds=ROUNDS, observers=(HiddenCommunication,))
 
 
 def test_rounds_alternate_and_turn_around() -> None:
@@ -134,9 +134,8 @@ def passes_and_peak(plan: Plan) -> tuple[int, int]:
     ids=["over_the_formula", "unlike_the_others", "never_within_the_formula", "no_formula"],
 )
 def test_ranks_meter_again_what_is_overstated(formula: int | None, made: int, worlds: WorldsBySize) -> None:
-    known = registry.resolve("training_step", "eager")  # to a rank an implementation goes by its name
     memory = None if formula is None else MemoryBudget(formula)
-    plan = Plan(Overstated, known, None, None, "cpu", 2, Rounds(minimum=1, maximum=1), memory=memory)
+    plan = plan_of(Overstated, ranks=2, rounds=Rounds(minimum=1, maximum=1), memory=memory)
     last = 6400 if formula is None else 2400
     assert worlds(2).run(passes_and_peak, plan) == [(made, 2400), (made, last)]
 
@@ -145,14 +144,14 @@ def test_first_steps_are_observed_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cold, "_load_compiler", lambda device: None)  # nothing is compiled here
     plan = replace(PLAN, workload=Warms, observers=(Compile,))
     assert measure(plan).observed[Compile] is None
-    monkeypatch.setattr(observers, "has_compiled", lambda: True)
+    monkeypatch.setattr("shardmark.observers.compile.has_compiled", lambda: True)
     LOG.clear()
     measured = measure(plan)
     assert LOG.count("init mine") == 1  # what was metered is timed, as a new one might be compiled again
     assert measured.memory.peaks == {"first": 4400, "second": 3200, "median": 2400}
     assert measured.memory.peak == 2400 and measured.memory.phases["before_first_step"] == 400
     assert measured.first_step is not None and 0.05 <= measured.first_step < 0.5
-    row = _row([measured], Compile())
+    row = row_by(Compile(), [measured])
     assert row["memory"]["peaks"] == measured.memory.peaks
     assert row["time"]["first_step"] == measured.first_step
     assert row["time"]["compile"] == measured.first_step - median(step_seconds([measured]))
@@ -183,7 +182,7 @@ def test_a_cold_compiler_remembers_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def compilers_files() -> list[str]:
-    """Where a rank has them whose own are named after it."""
+    """The compiler's folders of this rank, each rank's own being named after it."""
     own = dict.fromkeys(cold.CACHES, f"rank {dist.get_rank()}")
     with patch.dict(os.environ, own), cold._shared_files():
         return [os.environ[name] for name in cold.CACHES]
@@ -221,16 +220,16 @@ class Uneven:
         time.sleep(0.002 + 0.01 * dist.get_rank())
 
 
-def measure_uneven(rounds: Rounds) -> tuple[int, float]:
-    plan = Plan(Uneven, Implementation("order", "mine", None), None, None, "cpu", 2, rounds)
+def count_and_fastest(plan: Plan) -> tuple[int, float]:
+    """How many rounds this rank timed, and the seconds of its fastest."""
     laps = measure(plan).laps[IMPLEMENTATION]
     return len(laps), min(lap.seconds for lap in laps)
 
 
 def test_ranks_agree_on_the_rounds_and_time_themselves() -> None:
     with World(2, "cpu") as world:
-        rounds = Rounds(minimum=2, maximum=100, max_seconds=0.1)
-        (count, fast), (same_count, slow) = world.run(measure_uneven, rounds)
+        plan = plan_of(Uneven, ranks=2, rounds=Rounds(minimum=2, maximum=100, max_seconds=0.1))
+        (count, fast), (same_count, slow) = world.run(count_and_fastest, plan)
     assert count == same_count and 2 <= count <= math.ceil(0.1 / 0.012)  # the slowest rank's time decides
     assert fast >= 0.002 and slow >= 0.012
 
@@ -241,13 +240,6 @@ def _measured(**seconds: list[tuple[float, float]]) -> Measured:
     return Measured("gloo", Memory(), laps)
 
 
-def _row(ranks: list[Measured], observer: Observer) -> Row:
-    """A row with the observer's part."""
-    row: Row = {"memory": {}, "time": time_entry(ranks, None)[0]}
-    observer.fill(row, ranks)
-    return row
-
-
 def test_a_rounds_time_is_its_slowest_ranks() -> None:
     ranks = [_measured(implementation=[(1, 0), (2, 0)]), _measured(implementation=[(3, 0), (1, 0)])]
     assert step_seconds(ranks) == [3, 2]
@@ -255,7 +247,7 @@ def test_a_rounds_time_is_its_slowest_ranks() -> None:
 
 def test_exposed_communication_is_what_compute_alone_does_not_take() -> None:
     """Backward took 5 of which 3 are computation, and 1 was left to wait for afterwards."""
-    time = _row([_measured(implementation=[(5, 1)], compute=[(3, 0)])], ExposedCommunication())["time"]
+    time = row_by(ExposedCommunication(), [_measured(implementation=[(5, 1)], compute=[(3, 0)])])["time"]
     assert time["parts"] == {"backward": 3, "communication": 3}
     time, _ = time_entry([_measured(implementation=[(5, 1)])], None)
     assert time["parts"] == {"backward": 5, "communication": 1} and "hidden" not in time
@@ -263,6 +255,6 @@ def test_exposed_communication_is_what_compute_alone_does_not_take() -> None:
 
 def test_hidden_is_the_share_of_communication_alone_that_a_step_does_not_take_beyond_compute_alone() -> None:
     alone = {"compute": [(4, 0), (3, 0)], "communication": [(0, 7), (0, 9)]}
-    time = _row([_measured(implementation=[(4, 1), (5, 1)], **alone)], HiddenCommunication())["time"]
+    time = row_by(HiddenCommunication(), [_measured(implementation=[(4, 1), (5, 1)], **alone)])["time"]
     assert (time["compute_alone"], time["communication_alone"]) == (3.5, 8)
     assert time["hidden"] == 1 - (5.5 - 3.5) / 8

@@ -169,7 +169,7 @@ def test_a_goal_of_mfu_has_the_rounds_that_it_needs(project: pytest.Pytester) ->
 
 
 def test_the_verdicts_of_a_run_share_one_error(project: pytest.Pytester) -> None:
-    """As many as there are tests that measure, whether they run here or not, and absolute budgets of seconds."""
+    """Each test that measures counts, whether it runs here or not, and each absolute budget in seconds."""
     Path("budgets.toml").write_text('["*[plain*"]\nseconds = 9\n["*nap*"]\nbytes = 9_000\n["*count*"]\nseconds = 9')
     project.makepyfile(
         test_zlast="""

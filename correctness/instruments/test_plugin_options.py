@@ -105,7 +105,7 @@ def test_ranks_and_cases_parametrize_tests(project: pytest.Pytester) -> None:
 
 @pytest.fixture(scope="session")
 def _compiler_is_imported() -> None:
-    """Before `pytester` notes what is: what is imported later it forgets, and torch's compiler can be imported once."""
+    """`pytester` forgets modules that are imported in its runs, and torch's compiler can be imported only once."""
     requires_compiler("cpu")
 
 

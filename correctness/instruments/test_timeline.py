@@ -7,17 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from correctness.support.metering import plan_of
 from impl.accounting.ledger import Bytes
 from impl.accounting.model import activations
 from impl.accounting.model import phases as phases_of
 from impl.model import SIZES
 from impl.training_step.accounting import eager_peak
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
-from perf.workloads.training_step import LabelledStep, LanguageModelStep
-from shardmark.observers import Observer, Timeline, timeline_entry
+from perf.workloads.training_step import LanguageModelStep
+from shardmark.observers import Observer, Timeline
+from shardmark.observers.memory import timeline_entry
 from shardmark.passes import measure
-from shardmark.plan import Measured, Plan, Rounds
-from shardmark.registry import family
+from shardmark.plan import Measured, Rounds
+from shardmark.registry import resolve
 from shardmark.timeline import KINDS, by_layer_and_operator, timeline
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -30,9 +32,9 @@ CASES = [
 
 
 def _measured(workload: type, case: TrainingStepCase, *observers: type[Observer]) -> Measured:
-    eager = family("training_step").implementations["eager"]
+    eager = resolve("training_step", "eager")
     rounds = Rounds(minimum=1, maximum=1, warmups=1)
-    return measure(Plan(workload, eager, None, case, "cpu", 1, rounds, observers=observers))
+    return measure(plan_of(workload, eager, case, rounds=rounds, observers=observers))
 
 
 HALVES = [pytest.param(dtype, marks=pytest.mark.sweep) for dtype in DTYPES[1:]]
@@ -48,7 +50,7 @@ def test_peak_of_a_step_is_the_formulas_to_the_byte(case: TrainingStepCase, dtyp
 
 @pytest.mark.parametrize(("dtype", "mode"), [("bfloat16", "forward"), ("bfloat16", "step"), ("float16", "step")])
 def test_peak_in_half_precision_is_the_formulas_to_the_byte(dtype: str, mode: str) -> None:
-    """Every case and mode is in the sweep."""
+    """A few here; every case and mode is in the sweep."""
     case = TrainingStepCase("tiny", 3, 61, dtype, mode)
     assert _measured(LanguageModelStep, case).memory.tensors == eager_peak(case)
 
@@ -62,7 +64,7 @@ def test_the_peak_with_eager_attention_is_the_formulas(batch: int, context: int)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_forward_keeps_is_the_formulas_operator_by_operator(dtype: str) -> None:
     case = TrainingStepCase("tiny", 3, 61, dtype=dtype)
-    found = _measured(LabelledStep, case, Timeline).observed[Timeline]
+    found = _measured(LanguageModelStep, case, Timeline).observed[Timeline]
     expected = activations(SIZES["tiny"], 3, 61, dtype)
     assert by_layer_and_operator(found.activations) == expected
     row = timeline_entry(found, expected | {("nowhere", "aten::nothing"): 7})
@@ -81,7 +83,7 @@ def test_the_peak_where_the_feed_forward_is_widest_is_the_formulas(monkeypatch: 
 
 def test_kinds_are_those_of_the_formulas_at_every_phase_and_sum_to_the_meters() -> None:
     case = TrainingStepCase("tiny", 2, 32)
-    measured, expected = _measured(LabelledStep, case, Timeline), phases_of(case)
+    measured, expected = _measured(LanguageModelStep, case, Timeline), phases_of(case)
     parameters = expected["before_step"].entries["parameters"]
     state = expected["before_step"] - expected["after_init"]
     found = measured.observed[Timeline]
@@ -103,7 +105,7 @@ def test_kinds_are_those_of_the_formulas_at_every_phase_and_sum_to_the_meters() 
 
 
 def test_the_largest_blocks_say_where_they_come_from() -> None:
-    found = _measured(LabelledStep, TrainingStepCase("tiny", 2, 32), Timeline).observed[Timeline]
+    found = _measured(LanguageModelStep, TrainingStepCase("tiny", 2, 32), Timeline).observed[Timeline]
     logits = 4 * 64 * 1000
     largest = [(block.nbytes, block.kind, block.operator) for block in found.largest[:3]]
     assert sorted(largest) == [

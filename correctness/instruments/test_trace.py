@@ -20,7 +20,7 @@ from shardmark.trace import TraceFolder, memory_snapshot, module_ranges, profile
 
 
 def _ranges(profiler: profile) -> list[tuple[str, str | None]]:
-    """Each range, as they began, with the one around it."""
+    """Each range with the one around it, in the order they began."""
     events = sorted(
         (event for event in profiler.events() if event.is_user_annotation), key=lambda e: e.time_range.start
     )
@@ -119,7 +119,7 @@ def test_an_exception_that_the_model_catches_leaves_the_ranges_around_it(nvtx: l
 
 
 def test_a_hook_that_fails_before_ours_ends_nothing_else(nvtx: list[str]) -> None:
-    """With the inner module's range never begun, the outer's must not end in its place."""
+    """The inner module's range never began; the outer one's must not end in its place."""
 
     def refuse(*args: Any) -> None:
         raise RuntimeError("refused")
@@ -158,7 +158,7 @@ def test_a_compiled_module_is_one_range() -> None:
 
 
 class Marks:
-    """Marks what it is told to, the second step otherwise than the first."""
+    """Its steps make the marks that it is given, the second step others than the first."""
 
     backend = "none"
 

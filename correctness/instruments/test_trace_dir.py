@@ -80,7 +80,7 @@ def test_kernels(implementation, case, world, measure):
 
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """One whose family is a layer, on hardware of known rates."""
+    """A project whose family is a layer, on hardware of known rates."""
     rates = Roofline(flops_per_second=1e9, peak_flops_per_second=1e9, bytes_per_second=1e9)
     monkeypatch.setattr("shardmark.session.Session.roofline", lambda self, dtype: rates)
     return make_project(pytester, monkeypatch, 'pytest_plugins = ["shardmark.plugin"]', test_own=PROJECT)

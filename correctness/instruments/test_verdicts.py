@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from correctness.support.metering import plan_of, stand_in
 from impl.attention import eager_attention
 from impl.attention.cases import AttentionCase
 from perf.workloads.attention import AttentionPass
@@ -23,7 +24,7 @@ from shardmark.plugin import WorldsBySize
 from shardmark.registry import Implementation, Race, resolve
 from shardmark.rows import step_seconds, time_entry
 
-MINE, PEERS = (Implementation("drawn", name, target=name) for name in ("mine", "peers"))
+MINE, PEERS = stand_in("mine"), stand_in("peers")
 
 
 class Drawn:
@@ -40,7 +41,7 @@ class Drawn:
 
 
 def drawn_times(seed: int, slower: float) -> Iterator[dict[str, float]]:
-    """Of a machine that drifts: noise of 10%, and one step in 20 takes up to many times as long."""
+    """Step times on a machine that drifts: noise of 10%, and one step in 20 may take many times as long."""
     generator = random.Random(seed)
     drift = 1.0
     while True:
@@ -66,20 +67,17 @@ def judge(plan: Plan, seed: int, slower: float = 1.0) -> tuple[str, int]:
 
 
 JUDGEMENTS = 10
-PLAN = Plan(
+PLAN = plan_of(
     Drawn,
     MINE,
-    PEERS,
-    None,
-    "cpu",
-    1,
-    Rounds(minimum=2, maximum=2, warmups=1),
+    peer=PEERS,
+    rounds=Rounds(minimum=2, maximum=2, warmups=1),
     limits=Limits(confidence(JUDGEMENTS), ratios=(1.0,)),
 )
 
 
 def test_noise_decides_a_verdict_in_at_most_one_run_of_20(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal implementations held to exactly 1.0, so that whoever is decided has been decided by noise."""
+    """Equal implementations are held to exactly 1.0, so that every verdict that is decided is decided by noise."""
     monkeypatch.setattr(budget, "SMALLEST_EFFECT", 0.0)
     runs, wrong, looks = 300, 0, set()
     for run in range(runs):
@@ -119,7 +117,7 @@ def test_slow_steps_are_not_repeated_for_long(monkeypatch: pytest.MonkeyPatch) -
 
 
 class SlowInTurns(Drawn):
-    """Each rank is the slow one of every other of its own steps, so that only all ranks together are always slow."""
+    """The ranks take turns at being slow, so that only the slowest of each round is always slow."""
 
     backend = "gloo"
 
@@ -133,7 +131,7 @@ class SlowInTurns(Drawn):
 
 
 def measured_in_turns(plan: Plan) -> Measured:
-    """Runs on every rank."""
+    """The timed rounds of the plan on this rank."""
     return passes._time(plan, Memory(), plan.workload(plan.implementation, None, "cpu"))
 
 
@@ -149,12 +147,13 @@ def test_ranks_decide_together_by_the_slowest_of_each_round(worlds: WorldsBySize
 
 @pytest.mark.sweep
 def test_200_verdicts_on_an_implementation_against_itself(worlds: WorldsBySize) -> None:
-    """With real times: none fails."""
+    """Real times: none fails."""
     itself = Implementation("attention", "eager", eager_attention, spec="eager")
     case = AttentionCase(batch=1, seq=128, head_dim=32)
     judgements = 200
     limits = Limits(confidence(judgements), ratios=(1.0,))
-    plan = Plan(AttentionPass, itself, itself, case, "cpu", 1, Rounds(minimum=7, max_seconds=0.05), limits=limits)
+    rounds = Rounds(minimum=7, max_seconds=0.05)
+    plan = plan_of(AttentionPass, itself, case, peer=itself, rounds=rounds, limits=limits)
     verdicts = []
     for _ in range(judgements):
         measured = worlds(1).run(passes.measure, plan)

@@ -65,17 +65,22 @@ SIZES = {  # tokens, dim, vocab
     "words_beyond_65536": (8, 4, 65_600),
 }
 
+LARGE = ("chunk_and_one", "several_chunks", "beyond_2048")
+
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "size", [pytest.param(name, marks=pytest.mark.large if name in LARGE else ()) for name in SIZES]
+)
 def test_is_as_accurate_as_eager(implementation: Implementation, size: str, dtype: torch.dtype, device: str) -> None:
     assert_as_accurate_as_eager(implementation.adapted, random_inputs(*SIZES[size], device, dtype))
 
 
-@pytest.mark.parametrize("size", ["beyond_65536"])
-def test_takes_more_tokens_than_16_bits_count(implementation: Implementation, size: str, device: str) -> None:
-    inputs = random_inputs(65_540, 2, 5, device)
-    assert_near(results(implementation.adapted, inputs), results(eager_loss, inputs.to(torch.float64)), size)
+@pytest.mark.parametrize("tokens", [pytest.param(65_540, marks=pytest.mark.large)])
+def test_takes_more_tokens_than_16_bits_count(implementation: Implementation, tokens: int, device: str) -> None:
+    inputs = random_inputs(tokens, 2, 5, device)
+    wanted = results(eager_loss, inputs.to(torch.float64))
+    assert_near(results(implementation.adapted, inputs), wanted, f"of {tokens:,} tokens")
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)

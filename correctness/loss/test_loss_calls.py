@@ -159,6 +159,7 @@ def _penalty_gradient(loss_of: Loss, inputs: Inputs) -> Tensor:
     return weight.grad
 
 
+@pytest.mark.compiled_every_time
 def test_a_second_derivative_is_right_or_a_clear_error(implementation: Implementation, device: str) -> None:
     inputs = random_inputs(20, 8, 13, device)
     wording = r"double backward|derivative for \S+ is not implemented|does not require grad"

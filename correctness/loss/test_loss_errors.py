@@ -13,7 +13,7 @@ from correctness.support.losses import random_inputs
 from impl.loss import check_inputs, eager_loss
 from shardmark.registry import Implementation
 
-pytestmark = pytest.mark.family("loss")
+pytestmark = [pytest.mark.family("loss"), pytest.mark.compiled_every_time]
 
 MISMATCHED = {  # shapes of hidden, weight and targets, and what our message says of them
     "dim": ((4, 8), (5, 16), (4,), r"hidden \(4, 8\), weight \(5, 16\)"),

@@ -1,8 +1,9 @@
 """How accurate attention has to be: as eager attention in the same dtype, against float64.
 
-The tolerance is twice the error of eager attention. Where eager is exact by luck, or a sum cancels, it is twice what
-rounding owes: of half precision, one rounding of each term behind a result, which add up as random signs do (the root
-of the sum of squares); of the dtype that sums are made in (float32 for half precision), all of them at their worst.
+The tolerance is twice the error of eager attention. Where eager is exact by luck, or a sum cancels, it is twice the
+error that rounding explains. In half precision that is one rounding of each term of a result, added up like random
+signs: the root of the sum of squares. In the dtype that sums are made in (float32 for half precision) it is the worst
+case: the sum of one rounding of each term.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def results(attention: Attention, inputs: list[Tensor], is_causal: bool) -> dict
 
 
 def assert_as_accurate_as_eager(attention: Attention, inputs: list[Tensor], is_causal: bool) -> None:
-    """Output and every gradient, their shapes and dtypes: the largest error, and the root of the mean square."""
+    """Check the output and every gradient, their shapes and dtypes: the largest error, and the root mean square."""
     dtype = inputs[0].dtype
     wide = [x.double() for x in inputs]
     exact, plain = results(eager_attention, wide, is_causal), results(eager_attention, inputs, is_causal)

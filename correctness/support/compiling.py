@@ -1,7 +1,7 @@
 """Compiling one configuration of a Triton kernel for a chip, in a process of its own.
 
-That process has Triton without its interpreter, which in the tests' process stands for the GPU. Nothing here imports
-Triton before that is settled.
+In the tests' own process Triton's interpreter stands for the GPU; this one has Triton without it. Triton reads that
+setting when it is imported, so the functions here import it, and not the file.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def compile_loss(dtype: str, chip: int, smoothed: bool, configuration: tuple[int
 
 
 def accesses(machine_code: str) -> Counter[int]:
-    """How often an access of so many bits to global memory stands in it: LDG.E.128 and STG.E.U16, say; 32 unmarked."""
+    """How often the code accesses global memory, by bits: LDG.E.128 is one of 128; without a number it is one of 32."""
     modifiers = re.findall(r"\b(?:LDG|STG)((?:\.\w+)*)", machine_code)
     widths = (re.search(r"\.[US]?(8|16|64|128|256)\b", found) for found in modifiers)
     return Counter(int(width[1]) if width else 32 for width in widths)

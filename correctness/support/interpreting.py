@@ -10,12 +10,11 @@ from typing import Any
 
 
 def interpret_without_detours() -> None:
-    """From now on in this process, if it interprets kernels.
+    """Take two detours out of the interpreter, if this process interprets kernels.
 
-    - Each sum and product of integers was computed a second time, in int64, to assert that it does not overflow, and
-      the assertion then left out, as the option `debug` is off.
-    - Triton's functions are replaced by the interpreter's for as long as a kernel runs. At every call of a kernel's
-      helper they were looked for again.
+    - It computes each sum and product of integers a second time, in int64, for an assertion of overflow that it then
+      leaves out, as the option `debug` is off.
+    - It replaces Triton's functions with its own while a kernel runs, and does so again at every call of a helper.
 
     A version of Triton that has these parts of its interpreter under other names is left as it is.
     """

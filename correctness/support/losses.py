@@ -1,4 +1,4 @@
-"""How accurate a loss has to be: as eager in the same dtype, against float64, or as rounding owes where it is lucky."""
+"""How accurate a loss has to be: as eager in the same dtype, against float64, or as rounding allows."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def results(loss_of: Loss, inputs: Inputs, **options: Any) -> dict[str, Tensor]:
 
 
 def assert_as_accurate_as_eager(loss_of: Loss, inputs: Inputs, **options: Any) -> None:
-    """Loss and gradients, their shapes and dtypes.
+    """Check the loss and the gradients, and their shapes and dtypes.
 
-    They may have twice eager's error, or twice what rounding owes where eager is exact by luck. Of the loss that is one
-    rounding of each logit, and of each term of the loss at its worst; of a gradient, which is a sum of products, one
-    rounding of each term: as random signs add up in half precision (the root of the sum of squares), and all of them at
-    their worst in the dtype that is summed in.
+    They may have twice eager's error; where eager is exact by luck, twice the error that rounding explains. For the
+    loss that is one rounding of each logit and of each term, at their worst. A gradient is a sum of products: one
+    rounding of each in half precision, added up like random signs (the root of the sum of squares), and one in the
+    dtype of the sum, at their worst.
     """
     dtype = inputs.hidden.dtype
     summing = torch.promote_types(dtype, torch.float32)
@@ -73,10 +73,12 @@ def assert_as_accurate_as_eager(loss_of: Loss, inputs: Inputs, **options: Any) -
 
 
 def rounding(inputs: Inputs, eps: float, summing_eps: float, options: dict[str, Any]) -> dict[str, float]:
-    """What rounding owes each result."""
+    """The error of each result that rounding explains."""
     hidden, weight, targets = inputs.hidden, inputs.weight, inputs.targets
     kept = targets != options.get("ignore_index", -100)
-    count = max(1, int(kept.sum()))
+    if not kept.any():
+        return dict.fromkeys(("loss", "grad_hidden", "grad_weight"), 0.0)
+    count = int(kept.sum())
     hidden, targets = hidden[kept], targets[kept]
     smoothing, z = options.get("label_smoothing", 0.0), options.get("z_loss", 0.0)
     logits, mass = hidden @ weight.T, hidden.abs() @ weight.T.abs()  # a logit, and all that it is a sum of
@@ -84,7 +86,7 @@ def rounding(inputs: Inputs, eps: float, summing_eps: float, options: dict[str, 
     scale, vocab = inputs.grad / count, weight.shape[0]
 
     def terms(error: Tensor) -> Tensor:
-        """A row's gradient, before its terms cancel, and what errors in the logits make of it."""
+        """The size of a row's gradient before its terms cancel, and what errors in the logits add to it."""
         terms = (1 + 2 * z * lse.abs()) * (logits - lse).exp() * (2 + error) + smoothing / vocab
         return terms.scatter_add(1, targets[:, None], torch.ones_like(lse))
 

@@ -1,4 +1,4 @@
-"""Meter a case on ranks and compare with formulas; repeats, as a backend's thread may free a tensor unmetered."""
+"""Measure a workload without the `measure` fixture: plans, rows, and a case metered on ranks against its formulas."""
 
 from __future__ import annotations
 
@@ -6,20 +6,46 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardmark.memory import Memory, meter
+from shardmark.observers import Observer
 from shardmark.passes import meter_pass
-from shardmark.plan import Plan, Rounds, Workload
-from shardmark.registry import Implementation
+from shardmark.plan import Identity, Measured, Plan, Workload
+from shardmark.registry import Implementation, resolve
+from shardmark.rows import Row, new_row, time_entry
 from shardmark.world import World
 
 PASSES = 10
-"""At most so many, of which each figure's smallest counts: what the backend's thread releases last is not metered."""
+"""The most passes; the smallest of each figure counts, as a late release by the backend's thread is not metered."""
 UNSEEN = 1e-3
-"""What may seem to stay even so, as a share: the small tensors in which ranks describe their modules to one another."""
+"""The share that may seem to stay even so: the small tensors in which ranks describe their modules to one another."""
 
 
-def plan_of(workload: type[Workload], implementation: Implementation, case: Any, ranks: int = 2) -> Plan:
-    """To meter the case, and time nothing."""
-    return Plan(workload, implementation, None, case, "cpu", ranks, Rounds())
+def stand_in(name: str) -> Implementation:
+    """An implementation for workloads that only look at its name; it cannot be sent to other ranks."""
+    return Implementation("stand-ins", name, target=name)
+
+
+def plan_of(
+    workload: type[Workload],
+    implementation: Implementation | None = None,
+    case: Any = None,
+    ranks: int = 1,
+    *,
+    peer: Implementation | None = None,
+    **options: Any,
+) -> Plan:
+    """A plan for CPU with the `options` of `Plan`.
+
+    Without an implementation it has a registered one, which ranks can find by its name; the workload need not use it.
+    """
+    return Plan(workload, implementation or resolve("training_step", "eager"), peer, case, "cpu", ranks, **options)
+
+
+def row_by(observer: Observer, ranks: list[Measured]) -> Row:
+    """A row with the times of these ranks and what the observer fills in, of a family "naps" and its "long" one."""
+    row = new_row(Identity("naps", "long", "a case", "cpu"), "smoke", None)
+    row["time"], _ = time_entry(ranks, None)
+    observer.fill(row, ranks)
+    return row
 
 
 def metered(workload: type[Workload], implementation: Implementation, case: Any, ranks: int = 2) -> Memory:
@@ -46,8 +72,9 @@ def assert_metered(
     *args: Any,
     below: float = 0.0,
 ) -> None:
-    """Each figure that `function(*args)` gives on a rank is the expected one there, but for what is released unseen;
-    or up to that share of it `below`, where formulas speak of the rank that holds most.
+    """`function(*args)` gives figures by name on each rank: each is the one in `expected`, but for UNSEEN.
+
+    Where formulas are for the rank that holds most, other ranks' figures may be `below` by that share.
     """
     least = world.run(function, *args)
     for _ in range(PASSES - 1):

@@ -56,10 +56,10 @@ def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 def assert_as_accurate_as_plain(
     target: Any, start: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], **options: Any
 ) -> None:
-    """Twice the error of `AdamW` in the same dtype; of float64, where that is the reference, what rounding owes.
+    """The error is at most twice that of `AdamW` in the same dtype; in float64, the reference, what rounding explains.
 
-    That is, each step, one rounding of the parameter, and one of its bias corrections: differences of 1 and a power,
-    which 1 / (1 - beta) makes larger. Where `AdamW` in a narrower dtype is exact by luck, it is one rounding.
+    That is, in each step, one rounding of the parameter and one of its bias corrections, which 1 / (1 - beta) makes
+    larger: they are differences of 1 and a power. Where `AdamW` in a narrower dtype is exact by luck, one rounding.
     """
     wide = [[g.double() for g in step] for step in grads]
     exact = train(AdamW, [x.double() for x in start], wide, **options)

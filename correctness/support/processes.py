@@ -26,7 +26,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 def are_freed(*references: weakref.ref, seconds: float = 10.0) -> bool:
-    """Whether nobody holds them; a backend's worker thread may for a moment after it has reported a collective done."""
+    """Whether nobody holds them any more: a backend's worker thread may, for a moment after its collective is done."""
     gc.collect()
     return wait_until(lambda: all(reference() is None for reference in references), seconds)
 

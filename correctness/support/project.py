@@ -175,7 +175,7 @@ def make_project(
 
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """One whose family sleeps."""
+    """A project whose family sleeps."""
     return make_project(pytester, monkeypatch, CONFTEST, test_sleeps=SLEEPS)
 
 

@@ -19,7 +19,7 @@ def raised(call: Callable[[], Any]) -> str:
 
 
 def parameters(device: str, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
-    """The same on every rank."""
+    """Random parameters, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     return [
         nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)) for shape in shapes

@@ -13,7 +13,7 @@ from impl.model.mlp import MLP_SIZES
 
 
 def mesh_for(mode: str, device: str) -> DeviceMesh:
-    """All ranks; of hybrid sharding in pairs."""
+    """A mesh of all ranks; for hybrid sharding, of pairs."""
     ranks = dist.get_world_size()
     return init_device_mesh(device, (ranks // 2, 2) if mode == "hybrid_shard" else (ranks,))
 

@@ -16,7 +16,7 @@ Results = dict[str, Tensor]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of it; of a DTensor all of it, for which all ranks call."""
+    """A copy on the CPU; every rank calls it, as a DTensor is gathered in full."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
@@ -34,7 +34,7 @@ def trained(
 
 
 def assert_as_accurate_as_eager(found: Results, expected: Results, exact: Results, dtype: torch.dtype) -> None:
-    """Relative error (root mean square, against float64) at most twice eager's largest in tensors of the kind.
+    """Relative errors (root mean square, against float64) are at most twice eager's largest in tensors of a kind.
 
     A tensor of a few values may by luck have no error of its own: two roundings of the dtype are allowed in any case.
     """

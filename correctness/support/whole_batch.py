@@ -79,12 +79,12 @@ def share(rank: int) -> slice:
 
 
 def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Mean squared error: of ranks' equal shares, the mean of losses is the loss of the whole."""
+    """Mean squared error: the mean of its values on equal shares is its value on the whole batch."""
     return (model(x) - y).square().mean()
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Adam over what is trainable: it keeps what a wrong gradient did to it."""
+    """Adam over what is trainable: a wrong gradient stays visible in its state."""
     return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
 
@@ -125,8 +125,7 @@ def assert_equal_states(found: list[dict[str, Tensor]], expected: dict[str, Tens
 
 
 def error_line(kind: type[Exception], function: Callable[..., Any], *args: Any) -> str:
-    """What a call that must raise `kind` says, in one line: caught on the rank where every rank raises, so that the
-    world lives on."""
+    """The one line of the error that a call must raise. It is caught on the rank, so that the world lives on."""
     with pytest.raises(kind) as caught:
         function(*args)
     line = str(caught.value)

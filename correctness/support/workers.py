@@ -15,15 +15,15 @@ from shardmark.rank import available_cores
 FOLDER = ROOT / "correctness"
 
 MOST_WORKERS = 4
-"""Each takes seconds to import torch."""
+"""No more than this, as each takes seconds to import torch."""
 BYTES_OF_A_WORKER = 2**30
-"""For itself and its worlds."""
+"""What a worker and its worlds need."""
 
 
 def share_the_cores(config: pytest.Config) -> None:
     """Set pytest-xdist's options, unless the user did, or wants to see this process: --pdb, -s.
 
-    Not where a GPU is, which the workers would share too, and not under torchrun, whose ranks are there once.
+    Not on a machine with a GPU, which the workers would share, and not under torchrun, which starts one set of ranks.
     """
     option = config.option
     if getattr(option, "numprocesses", 0) is not None or option.tx:  # given, or there is no pytest-xdist

@@ -70,6 +70,7 @@ GRAPHS = {"compile_model": 1, "compile_forward_backward": 2, "compile_step": 1}
 """Graphs with a fused optimizer, which the compiler leaves alone."""
 
 
+@pytest.mark.compiled_every_time("compile_step")
 @pytest.mark.family("training_step", only=tuple(GRAPHS))
 def test_compiles_in_the_first_step_alone(implementation: Implementation, device: str) -> None:
     if implementation.name not in GRAPHS:
@@ -124,6 +125,7 @@ def test_a_float16_step_that_overflows_is_skipped_and_says_so(step_class: type[E
     assert not all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
+@pytest.mark.compiled_every_time
 @pytest.mark.family("training_step")
 def test_parameters_of_another_precision_are_one_line(implementation: Implementation) -> None:
     model = MLPLanguageModel(SIZE).bfloat16()

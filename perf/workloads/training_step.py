@@ -14,11 +14,7 @@ from shardmark.plan import Mark
 from shardmark.registry import Implementation
 
 CONTEXTS = (128, 256, 512, 1024)
-
-
 MODELS = ("small", "medium", "large", "xl", "2.7b")
-
-
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -53,17 +49,6 @@ class LanguageModelStep:
             self.training_step.backward(self.loss)
             mark("backward")
 
-
-def _language_model(case: TrainingStepCase) -> Transformer | MLPLanguageModel:
-    if case.model in MLP_SIZES:
-        return MLPLanguageModel(MLP_SIZES[case.model])
-    attention = registry.resolve("attention", case.attention).adapted
-    return Transformer(SIZES[case.model], context_length=case.context, attention=attention)
-
-
-class LabelledStep(LanguageModelStep):
-    """The step, which also reports what its tensors are."""
-
     def kinds(self) -> dict[str, list[Tensor]]:
         """The live tensors by kind."""
         parameters = list(self.model.parameters())
@@ -73,6 +58,13 @@ class LabelledStep(LanguageModelStep):
             "gradients": [p.grad for p in parameters if p.grad is not None],
             "optimizer state": [value for value in state if isinstance(value, Tensor)],
         }
+
+
+def _language_model(case: TrainingStepCase) -> Transformer | MLPLanguageModel:
+    if case.model in MLP_SIZES:
+        return MLPLanguageModel(MLP_SIZES[case.model])
+    attention = registry.resolve("attention", case.attention).adapted
+    return Transformer(SIZES[case.model], context_length=case.context, attention=attention)
 
 
 class CheckpointedStep(LanguageModelStep):

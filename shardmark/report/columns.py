@@ -1,13 +1,14 @@
-"""The columns that a question's table may have. MiB and ms here; bytes and seconds in the rows.
+"""What a column is, and the columns of what every row may have. MiB and ms here; bytes and seconds in the rows.
 
     @pytest.mark.question("What does a nap cost?", columns=["case", "implementation", "time ms", "verdict"])
 
-A question's own column is a `Column` in place of a name.
+A question's own column is a `Column` in place of a name. What only an observer fills stands in that observer's
+`columns` (`shardmark.observers`), among these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ class Column:
     """Whether it is aligned to the left."""
     trivial: str | None = None
     """A cell that, like an empty one, does not make the column appear."""
+    after: str | None = None
+    """For an observer's column: the column behind which it stands; without one it stands last."""
 
 
 def _step(entry: Entry, row: Row) -> str | None:
@@ -83,10 +86,6 @@ def _fastest_and_slowest(entry: Entry, row: Row) -> str | None:
     return f"{ms(min(ranks))} / {ms(max(ranks))}" if len(ranks) > 1 else None
 
 
-def _alone(name: str) -> Cell:
-    return lambda entry, row: ms(row["time"][name]) if name in row["time"] else None
-
-
 def _rate(name: str, unit: float) -> Cell:
     return lambda entry, row: f"{row['work'][name] / unit:.3f}" if name in row["work"] else None
 
@@ -105,17 +104,6 @@ def _before_backward(entry: Entry, row: Row) -> str | None:
     return mib(phases["after_forward"]) if {"after_forward", "after_backward"} <= set(phases) else None
 
 
-def _before_steady_state(section: str, name: str) -> Cell:
-    """Of steps before the one that budgets judge, where they are observed one by one."""
-
-    def cell(entry: Entry, row: Row) -> str | None:
-        memory = row["memory"]
-        observed = {"peaks", "kinds"} & set(memory) and name in memory.get(section, {})
-        return mib(memory[section][name]) if observed else None
-
-    return cell
-
-
 def _tensors(entry: Entry, row: Row) -> str | None:
     memory = row["memory"]
     if "needed" in memory:
@@ -124,7 +112,7 @@ def _tensors(entry: Entry, row: Row) -> str | None:
 
 
 def _workspace(entry: Entry, row: Row) -> str | None:
-    """With the operator that took it; less than shows, such as a converted number, is none."""
+    """MiB, and the operator that took it; nothing where it rounds to 0.00, as for a converted number."""
     memory = row["memory"]
     if mib(memory.get("workspace", 0)) == mib(0):
         return None
@@ -146,9 +134,6 @@ _ALL = [
     Column("backward", _part("backward")),
     Column("exposed comm.", _part("communication")),
     Column("optimizer", _part("optimizer")),
-    Column("compute alone", _alone("compute_alone")),
-    Column("comm. alone", _alone("communication_alone")),
-    Column("hidden", lambda entry, row: f"{row['time']['hidden']:.0%}" if "hidden" in row["time"] else None),
     Column("rank min / max", _fastest_and_slowest),
     Column("to send MiB", _to_send),
     Column("algbw GB/s", _rate("algorithm_bandwidth", 1e9)),
@@ -158,16 +143,10 @@ _ALL = [
     Column("GB/s", _rate("bytes_per_second", 1e9)),
     Column("tokens/s", lambda entry, row: f"{r:,.0f}" if (r := row["work"].get("tokens_per_second")) else None),
     Column("MFU", lambda entry, row: f"{row['limit']['mfu']:.1%}" if "mfu" in row["limit"] else None),
-    Column("compile s", lambda entry, row: f"{row['time']['compile']:.1f}" if "compile" in row["time"] else None),
-    Column("losses", lambda entry, row: " → ".join(f"{loss:.3f}" for loss in row.get("losses", ())) or None),
     Column("ratio to peer", _ratio, _brief_ratio, left=True),
     Column("goal", _goal, left=True),
     Column("of roofline", lambda entry, row: f"{f:.0%}" if (f := row["limit"].get("fraction")) else None),
     Column("before backward MiB", _before_backward),
-    Column("after init MiB", _before_steady_state("phases", "after_init")),
-    Column("before first step MiB", _before_steady_state("phases", "before_first_step")),
-    Column("first peak MiB", _before_steady_state("peaks", "first")),
-    Column("second peak MiB", _before_steady_state("peaks", "second")),
     Column("tensors MiB", _tensors),
     Column("workspace MiB", _workspace, left=True),
     Column("peak MiB", _bytes("peak")),
@@ -179,3 +158,14 @@ COLUMNS = {column.name: column for column in _ALL}
 """By name, in the order in which `-v` shows them; a column appears where some row of the question fills it."""
 
 DEFAULT = ("case", "implementation", "time ms", "ratio to peer", "tensors MiB", "budget MiB", "verdict")
+
+
+def among(columns: Iterable[Column], observers: Iterable[Column]) -> list[Column]:
+    """`columns`, and behind each the observers' columns that are to stand `after` it."""
+    columns, observers = list(columns), list(dict.fromkeys(observers))
+    behind: dict[str, list[Column]] = {column.name: [] for column in columns}
+    last = [own for own in observers if own.after not in behind]
+    for own in observers:
+        if own.after in behind:
+            behind[own.after].append(own)
+    return [each for column in columns for each in (column, *behind[column.name])] + last

@@ -29,7 +29,7 @@ _SAVE, _RESTORE, _ERASE = "\x1b7", "\x1b8", "\x1b[K"
 
 
 class Estimate:
-    """Seconds left of these tests. `remembered` is what each took before, `usual` what one takes that is not there."""
+    """Seconds left of these tests. `remembered` is what each took before, `usual` what others take."""
 
     def __init__(self, tests: Iterable[str], remembered: Mapping[str, float], usual: float) -> None:
         tests = list(tests)

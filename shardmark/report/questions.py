@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from shardmark.report.columns import COLUMNS, DEFAULT, Column, Entry
+from shardmark.observers import WITH_COLUMNS, Observer
+from shardmark.report.columns import COLUMNS, DEFAULT, Column, Entry, among
 
-if TYPE_CHECKING:
-    from shardmark.observers import Observer
+KNOWN = {
+    column.name: column
+    for column in among(COLUMNS.values(), (own for observer in WITH_COLUMNS for own in observer.columns))
+}
+"""The columns that a question may name, the observers' among them, in the order in which `-v` shows them."""
 
 MOST_COLUMNS = 7
 """More are read by nobody at once; `-v` shows them all."""
@@ -27,13 +31,14 @@ class Question:
     """Whether a test has said which columns."""
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
-        """What the observers have to say of its rows."""
+        """The observers' lines under its table."""
         for observer in self.observers.values():
             yield from observer.lines(entries)
 
     def all_columns(self) -> list[Column]:
         """Every column there is; the question's own ones each stand behind the one that its test names before it."""
-        columns = list(COLUMNS.values())
+        own = [column for observer in self.observers.values() for column in observer.columns]
+        columns = among(KNOWN.values(), (column for column in own if column not in KNOWN.values()))
         for before, column in zip((None, *self.columns), self.columns, strict=False):
             if column not in columns:
                 columns.insert(0 if before is None else columns.index(before) + 1, column)
@@ -66,7 +71,7 @@ class Questions:
         question.columns, question.stated = columns, True
 
     def observe(self, text: str | None, observers: Sequence[Observer]) -> None:
-        """Rows of that question have parts of these observers."""
+        """Note the observers of a row of that question."""
         for observer in observers:
             self[text].observers.setdefault(type(observer), observer)
 
@@ -74,6 +79,6 @@ class Questions:
 def _column(question: str, wanted: Any) -> Column:
     if isinstance(wanted, Column):
         return wanted
-    if wanted not in COLUMNS:
-        raise pytest.UsageError(f"question {question!r} has no column {wanted!r}; the columns are {', '.join(COLUMNS)}")
-    return COLUMNS[wanted]
+    if wanted not in KNOWN:
+        raise pytest.UsageError(f"question {question!r} has no column {wanted!r}; the columns are {', '.join(KNOWN)}")
+    return KNOWN[wanted]

@@ -17,13 +17,14 @@ from impl.accounting.strategies import GRADIENTS
 from impl.accounting.strategies.sharded import UnitSharded
 
 if TYPE_CHECKING:
+    from impl.accounting.strategies import Step
     from impl.fsdp.cases import FSDPCase
 
 
-class _Library(UnitSharded):
+class Library(UnitSharded):
     """What both have in common: copies, of what is gathered and of what is reduced."""
 
-    def begin(self, step: TransformerStep) -> None:
+    def begin(self, step: Step) -> None:
         super().begin(step)
         self.own = Unnamed(step.ledger)
         self.c, self.output, self.final_norm = step.c, step.output, step.final_norm
@@ -38,7 +39,7 @@ class _Library(UnitSharded):
 
     def gather(self, unit: int) -> None:
         """Its whole, made of all ranks' shards in the dtype of computation, which stays."""
-        cast = self.full(unit) // self.ranks if self.c != FLOAT else 0
+        cast = self.full(unit) // self.ranks if self.c != FLOAT or self.offload else 0
         self.own.take(cast, self.full(unit))
         self.borrow(self.full(unit))
         self.own.give(cast)
@@ -47,9 +48,12 @@ class _Library(UnitSharded):
         """From a copy of all of its gradients the reduced shard of them, which stays, in float32."""
         shard = self.full(unit) // self.ranks
         self.own.take(shard)
+        if self.offload:
+            self.own.give(shard)
         if self.ranks > 1:
             self.borrow(self.full(unit))
-        self.widen(shard)
+        if not self.offload:
+            self.widen(shard)
 
     def widen(self, shard: int) -> None:
         """A reduced shard in float32, where it is not."""
@@ -58,17 +62,21 @@ class _Library(UnitSharded):
             self.own.give(shard)
 
 
-class _Fsdp2(_Library):
+class Fsdp2(Library):
     """Rows over the ranks. What is gathered is copied out into parameters, and gradients are copied to be reduced.
 
     In forward a unit's all-gather stays until the next one's is copied out, in backward what was to be reduced until
     the next one's gradients are there, when the next unit but one has been gathered already.
     """
 
-    def __init__(self, ranks: int, kept: bool = False) -> None:
-        super().__init__(ranks)
+    def __init__(self, ranks: int, kept: bool = False, offload: bool = False) -> None:
+        super().__init__(ranks, offload=offload)
         self.kept = kept
         self.gathered = self.reduced = 0
+
+    def take_parameters(self) -> None:
+        super().take_parameters()
+        self.ledger.take("ranks of the device mesh", FLOAT * self.ranks)
 
     def padded(self, unit: int) -> int:
         return sum(by_rows(parameter.shape, self.ranks) for parameter in self.units[unit])
@@ -123,8 +131,6 @@ class _Fsdp2(_Library):
         give(self.full(unit), self.reduced)
         self.reduced = self.full(unit)
         take(self.reduced)
-        uneven = [parameter for parameter in self.units[unit] if parameter.shape[0] % self.ranks]
-        self.borrow(self.c * sum(by_rows(parameter.shape, self.ranks) for parameter in uneven))  # padded, then copied
         give(self.gradients(unit) - last)
         self.scatter(unit)
         give(last)
@@ -132,7 +138,7 @@ class _Fsdp2(_Library):
             give(self.reduced)
 
 
-class _Fsdp1(_Library):
+class Fsdp1(Library):
     """Each unit as one flat parameter, and its gradients copied into a flat one before it goes.
 
     The next unit is gathered before its own gradients are computed ("pre") or after them ("post"). Gathered ahead in
@@ -140,8 +146,14 @@ class _Fsdp1(_Library):
     is sharded: the flat gradient is the one that stays, and what is gathered is a cast.
     """
 
-    def __init__(self, ranks: int, backward_prefetch: str | None = "pre", forward_prefetch: bool = False) -> None:
-        super().__init__(ranks)
+    def __init__(
+        self,
+        ranks: int,
+        backward_prefetch: str | None = "pre",
+        forward_prefetch: bool = False,
+        offload: bool = False,
+    ) -> None:
+        super().__init__(ranks, offload=offload)
         self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self.late: list[int] = []
 
@@ -193,14 +205,14 @@ class _Fsdp1(_Library):
 
 def fsdp2_peak(case: FSDPCase, reshard_after_forward: bool = True) -> Bytes:
     """Bytes at the peak of FSDP2's step, on a rank that has the most rows."""
-    return TransformerStep(case, _Fsdp2(case.ranks, kept=not reshard_after_forward)).run().peak
+    return TransformerStep(case, Fsdp2(case.ranks, kept=not reshard_after_forward)).run().peak
 
 
 def accelerate_peak(case: FSDPCase, reshard_after_forward: bool = True) -> Bytes:
     """The same where the final norm is a unit, which stays gathered: in backward, blocks are gathered only after it."""
-    return TransformerStep(case, _Fsdp2(case.ranks, kept=not reshard_after_forward), norm_alone=True).run().peak
+    return TransformerStep(case, Fsdp2(case.ranks, kept=not reshard_after_forward), norm_alone=True).run().peak
 
 
 def fsdp1_peak(case: FSDPCase, backward_prefetch: str | None = "pre", forward_prefetch: bool = False) -> Bytes:
     """Bytes at the peak of FSDP1's step."""
-    return TransformerStep(case, _Fsdp1(case.ranks, backward_prefetch, forward_prefetch)).run().peak
+    return TransformerStep(case, Fsdp1(case.ranks, backward_prefetch, forward_prefetch)).run().peak

@@ -18,7 +18,7 @@ from impl.accounting.library.unnamed import Unnamed, by_rows
 from impl.accounting.programs.mlp import StepBytes
 from impl.accounting.programs.parameters import BYTES, FLOAT, Parameter
 from impl.accounting.programs.transformer import TransformerStep
-from impl.accounting.strategies import COUNTS, GRADIENTS, Strategy
+from impl.accounting.strategies import GRADIENTS, Strategy
 from impl.model.mlp import MLP_SIZES
 from impl.training_step import accounting as training_step
 from shardmark.grid import Work
@@ -94,7 +94,7 @@ def work(case: RankRung) -> Work:
     )
 
 
-class _Simple(Strategy):
+class Simple(Strategy):
     """Every read gathers a parameter, rows over the ranks, and backward again."""
 
     def __init__(self, ranks: int) -> None:
@@ -105,8 +105,7 @@ class _Simple(Strategy):
         self.shards = Shards(self.own, self.ranks, self.step.c, FLOAT)
         shards = sum(self.shards.stored(parameter.shape) for unit in self.units for parameter in unit)
         self.ledger.take("shard of parameters", shards)
-        self.ledger.take("shard of exp_avg and exp_avg_sq", 2 * shards)
-        self.ledger.take(COUNTS, FLOAT * sum(map(len, self.units)))
+        self.take_moments("shard of exp_avg and exp_avg_sq", shards)
 
     def read(self, parameter: Parameter) -> None:
         self.shards.gather(parameter.shape)
@@ -121,7 +120,7 @@ class _Simple(Strategy):
 
 def transformer_peak(case: FSDPCase) -> Bytes:
     """Bytes at the peak of an eager step of the transformer, on a rank that has the most rows."""
-    return TransformerStep(case, _Simple(case.ranks)).run().peak
+    return TransformerStep(case, Simple(case.ranks)).run().peak
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ class TransformerForward:
     """`autocast` where parameters and the residual stream are float32 whatever the case's dtype; `norm_alone` where the
     final norm is a unit of its own."""
 
+    has_moments = True
+
     def __init__(
         self,
         case: TrainingStepCase,
@@ -51,6 +53,8 @@ class TransformerForward:
         self.output = EMBEDDING + 1 + size.layers
         self.final_norm = self.output + 1 if norm_alone else ROOT
         self.blocks = range(EMBEDDING + 1, self.output)
+        # Not the embedding's table, whose gradient is made of the indices alone.
+        self.backward_order = [self.output, ROOT, *reversed(self.blocks)]
         self.of = [{parameter.name: parameter for parameter in unit} for unit in self.units]
         self.unit = ROOT
         self.kernel = Eager(self) if case.attention == "eager" else Sdpa(self)

@@ -49,13 +49,12 @@ class TransformerStep(TransformerForward):
         self.norm_backward(FINAL_NORM, residual=False)
         if self.final_norm != ROOT:
             strategy.leave_backward(self.final_norm)
+        strategy.enter_backward(self.output - 1)
         for block in reversed(self.blocks):
             self.unit = block
-            strategy.enter_backward(block)
             self.backward_block()
-            strategy.leave_backward(block)
+            strategy.pass_backward(block, block - 1)
         self.unit = EMBEDDING
-        strategy.enter_backward(EMBEDDING)
         take(GRADIENTS, self.s * self.of[EMBEDDING]["embedding"].values)
         free("gradient of the residual stream")
         strategy.gradient(self.of[EMBEDDING]["embedding"])

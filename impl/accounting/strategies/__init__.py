@@ -6,30 +6,54 @@ where its gradient is there. `impl.accounting.programs` says what the model itse
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from impl.accounting.programs.parameters import FLOAT, Parameter, values
+from impl.accounting.programs.parameters import FLOAT, Parameter, Units, values
 
 if TYPE_CHECKING:
     from impl.accounting.ledger import Bytes, Ledger
-    from impl.accounting.programs.transformer import TransformerStep
 
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 STATE, COUNTS = "exp_avg and exp_avg_sq", "AdamW's step counts"
 
 
+class Step(Protocol):
+    """What a strategy knows of its program. Units are numbered in forward's order, and the root module is 0."""
+
+    ledger: Ledger
+    units: Units
+    c: int
+    """Bytes of a value that the model computes with."""
+    output: int
+    """The unit that makes the model's output."""
+    final_norm: int
+    backward_order: list[int]
+    """The units whose parameters backward reads."""
+    has_moments: bool
+    """Whether the optimizer is AdamW; or else SGD, which has no state."""
+
+    def unit_name(self, unit: int) -> str: ...
+
+
 class Strategy:
     """One device, or gradients that are all-reduced in place: parameters, gradients and AdamW's state are all here."""
 
-    def begin(self, step: TransformerStep) -> None:
-        """Before forward, of a step that is not the first: AdamW's state is there."""
+    step: Step
+
+    def begin(self, step: Step) -> None:
+        """Before forward, of a step that is not the first: the optimizer's state is there."""
         self.step, self.ledger, self.units = step, step.ledger, step.units
         self.take_parameters()
 
     def take_parameters(self) -> None:
         self.ledger.take(PARAMETERS, FLOAT * values(self.units))
-        self.ledger.take(STATE, 2 * FLOAT * values(self.units))
-        self.ledger.take(COUNTS, FLOAT * sum(map(len, self.units)))
+        self.take_moments(STATE, FLOAT * values(self.units))
+
+    def take_moments(self, name: str, nbytes: int) -> None:
+        """AdamW's, each of so many bytes, and its step counts."""
+        if self.step.has_moments:
+            self.ledger.take(name, 2 * nbytes)
+            self.ledger.take(COUNTS, FLOAT * sum(map(len, self.units)))
 
     def enter(self, unit: int) -> None:
         """Forward comes to a unit."""
@@ -42,6 +66,11 @@ class Strategy:
 
     def leave_backward(self, unit: int) -> None:
         """Backward has computed all gradients of the unit."""
+
+    def pass_backward(self, unit: int, to: int) -> None:
+        """Backward goes from a unit to the one that made its input."""
+        self.leave_backward(unit)
+        self.enter_backward(to)
 
     def read(self, parameter: Parameter) -> None:
         """An operator of forward or backward is about to read the parameter."""

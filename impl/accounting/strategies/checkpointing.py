@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 class EveryNth(Strategy):
     """Each n-th block keeps its input, and the others everything."""
 
+    step: TransformerStep
+
     def __init__(self, n: int) -> None:
         self.n = n
-
-    def begin(self, step: TransformerStep) -> None:
-        super().begin(step)
         self.dropped: dict[int, dict[str, int]] = {}
 
     def checkpointed(self, unit: int) -> bool:

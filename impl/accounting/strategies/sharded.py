@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from impl.accounting.programs.parameters import EMBEDDING, FLOAT, ROOT, Parameter, in_model_order, padded, values
-from impl.accounting.strategies import COUNTS, GRADIENTS, Strategy
+from impl.accounting.programs.parameters import FLOAT, ROOT, Parameter, in_model_order, padded, values
+from impl.accounting.strategies import COUNTS, GRADIENTS, Step, Strategy
 from impl.collectives.accounting import reduce_scatter_buffers
-
-if TYPE_CHECKING:
-    from impl.accounting.programs.transformer import TransformerStep
 
 
 class ShardedOptimizer(Strategy):
@@ -66,16 +61,20 @@ class ShardedOptimizer(Strategy):
 
 
 class UnitSharded(Strategy):
-    """A rank has a shard of every unit's parameters, gradients and AdamW's state."""
+    """A rank has a shard of every unit's parameters, gradients and AdamW's state; with `offload` in host memory."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, *, offload: bool = False) -> None:
+        self.ranks, self.offload = ranks, offload
 
     def take_parameters(self) -> None:
-        shards = sum(FLOAT * self.padded(unit) // self.ranks for unit in range(len(self.units)))
-        self.ledger.take("shard of parameters", shards)
-        self.ledger.take("shard of exp_avg and exp_avg_sq", 2 * shards)
-        self.ledger.take(COUNTS, FLOAT * sum(map(len, self.units)))
+        if not self.offload:
+            shards = sum(self.shard(unit) for unit in range(len(self.units)))
+            self.ledger.take("shard of parameters", shards)
+            self.take_moments("shard of exp_avg and exp_avg_sq", shards)
+
+    def shard(self, unit: int) -> int:
+        """Bytes of this rank's shard of the unit."""
+        return FLOAT * self.padded(unit) // self.ranks
 
     def padded(self, unit: int) -> int:
         """Values of a unit, padded to a multiple of the ranks: end to end, unless a subclass shards by rows."""
@@ -98,16 +97,17 @@ class FullySharded(UnitSharded):
     that is reduce-scattered around a ring while the next unit's backward runs.
     """
 
-    def __init__(self, ranks: int, *, prefetch: int = 1, reshard_after_forward: bool = True) -> None:
-        super().__init__(ranks)
+    def __init__(
+        self, ranks: int, *, prefetch: int = 1, reshard_after_forward: bool = True, offload: bool = False
+    ) -> None:
+        super().__init__(ranks, offload=offload)
         self.prefetch, self.reshard_after_forward = prefetch, reshard_after_forward
         self.gathered: set[int] = set()
         self.reducing: int | None = None
 
-    def begin(self, step: TransformerStep) -> None:
+    def begin(self, step: Step) -> None:
         super().begin(step)
-        self.order = [*range(step.output + 1)]  # of forward
-        self.order_of_backward = [step.output, ROOT, *reversed(step.blocks)]
+        self.forward_order = [*range(step.output + 1)]
 
     def full_parameters(self, unit: int) -> str:
         """The name of a unit's entry; those that all stay gathered have one together."""
@@ -127,7 +127,7 @@ class FullySharded(UnitSharded):
             self.ledger.free(self.full_parameters(unit), self.full(unit))
 
     def enter(self, unit: int) -> None:
-        self.gather(unit, self.order)
+        self.gather(unit, self.forward_order)
 
     def leave(self, unit: int) -> None:
         if unit != ROOT and self.reshard_after_forward:
@@ -135,8 +135,14 @@ class FullySharded(UnitSharded):
 
     def enter_backward(self, unit: int) -> None:
         for each in (unit, ROOT) if unit == self.step.output else (unit,):
-            if each != EMBEDDING:  # the gradient of its table is made of the indices alone
-                self.gather(each, self.order_of_backward)
+            if each in self.step.backward_order:
+                self.gather(each, self.step.backward_order)
+
+    def pass_backward(self, unit: int, to: int) -> None:
+        """Both units have hooks on the tensor between them, and those of `to`, which forward came to first, run first:
+        it is all-gathered before the other is freed."""
+        self.enter_backward(to)
+        self.leave_backward(unit)
 
     def leave_backward(self, unit: int) -> None:
         flat, name = self.full(unit), f"flat gradients of {self.step.unit_name(unit)}"
@@ -144,6 +150,7 @@ class FullySharded(UnitSharded):
         self.finish_reduction()
         if flat > self.gradients(unit) or len(self.units[unit]) > 1:
             self.ledger.take(name, flat)
+            self.ledger.borrow("zero of the padding", self.step.c)
             self.ledger.free(GRADIENTS, self.gradients(unit))
         else:
             self.ledger.rename(GRADIENTS, name, flat)
@@ -155,6 +162,9 @@ class FullySharded(UnitSharded):
     def finish_reduction(self) -> None:
         if self.reducing is not None:
             self.ledger.free("reduce-scatter buffers")
-            self.ledger.take("shard of gradients", FLOAT * self.padded(self.reducing) // self.ranks)
+            self.ledger.take("shard of gradients", self.shard(self.reducing))
+            self.ledger.borrow("number of ranks", 8)  # an int64, which the average divides by
+            if self.offload:
+                self.ledger.free("shard of gradients")
             self.ledger.free(f"flat gradients of {self.step.unit_name(self.reducing)}")
             self.reducing = None

@@ -1,0 +1,85 @@
+"""The step of an MLP of square linears by each implementation: bytes on one rank, and what it computes and sends.
+
+Exact to the byte on CPU and Gloo, on a rank that has the most rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from impl.accounting.ledger import Bytes
+from impl.accounting.library.fsdp import Fsdp1, Fsdp2
+from impl.accounting.library.simple_fsdp import Simple
+from impl.accounting.programs.linears import LinearsStep
+from impl.accounting.programs.parameters import FLOAT
+from impl.accounting.strategies import Strategy
+from impl.accounting.strategies.data_parallel import DistributedDataParallel
+from impl.accounting.strategies.sharded import FullySharded
+from impl.collectives.accounting import all_reduce_bytes_sent
+from shardmark.grid import Work
+
+if TYPE_CHECKING:
+    from impl.fsdp.cases import NineLinearsCase
+
+SHARDED: dict[str, Callable[..., Strategy]] = {
+    "sharded_plain": partial(FullySharded, prefetch=0),
+    "sharded": FullySharded,
+    "sharded_kept": partial(FullySharded, reshard_after_forward=False),
+    "fsdp1": Fsdp1,
+    "fsdp1_post": partial(Fsdp1, backward_prefetch="post"),
+    "fsdp1_no_prefetch": partial(Fsdp1, backward_prefetch=None),
+    "fsdp1_forward_prefetch": partial(Fsdp1, forward_prefetch=True),
+    "fsdp2": Fsdp2,
+    "fsdp2_kept": partial(Fsdp2, kept=True),
+    "accelerate": Fsdp2,  # there is no norm, which it would make a unit
+}
+"""By the names of implementations; called with the ranks and `offload`."""
+
+STRATEGIES = ("ddp", "simple", *SHARDED)
+"""The names that have a formula."""
+
+
+def strategy_of(name: str, case: NineLinearsCase, device: str = "cpu") -> Strategy:
+    """KeyError for a name that is not one of `STRATEGIES`; only what is on "cuda" is offloaded."""
+    if name == "ddp":
+        return DistributedDataParallel()
+    if name == "simple":
+        return Simple(case.ranks)
+    return SHARDED[name](case.ranks, offload=case.offload and device == "cuda")
+
+
+def peak(case: NineLinearsCase, name: str = "ddp", device: str = "cpu") -> Bytes:
+    """Peak in bytes of one rank's step, on the device: what is offloaded from "cuda" is not on it."""
+    return LinearsStep(case, strategy_of(name, case, device)).run().peak
+
+
+def stages(case: NineLinearsCase, name: str = "ddp") -> dict[str, int]:
+    """Bytes live after each stage of making the step. In the end the gradients are there, and no activations."""
+    marks = LinearsStep(case, strategy_of(name, case)).run().marks
+    data = marks["before_step"].entries["data"]
+    model = data + case.linears * linear_bytes(case)
+    return {"data": data, "model": model, "wrapping": marks["before_step"], "warm-up": marks["after_step"]}
+
+
+def linear_bytes(case: NineLinearsCase) -> int:
+    """Bytes of the weight and bias of one linear."""
+    return FLOAT * (case.width**2 + case.width)
+
+
+def work(case: NineLinearsCase, gathered_again: int) -> Work:
+    """All ranks' FLOPs and least bytes, and what each rank must send.
+
+    Three products a linear, but for the gradient of what goes into the first; weights read twice, gradients written,
+    and both read and one written by SGD. So many linears are `gathered_again` for backward.
+    """
+    parameters = case.linears * linear_bytes(case)
+    flops = 2 * case.batch * case.width**2 * (3 * case.linears - 1)
+    once = all_reduce_bytes_sent(parameters, case.ranks) // 2  # a gather, or a reduction to shards
+    return Work(
+        flops=case.ranks * flops,
+        bytes_moved=case.ranks * 6 * parameters,
+        bytes_communicated=2 * once + once * gathered_again // case.linears,
+        model_flops=case.ranks * flops,
+    )
