@@ -93,12 +93,15 @@ def test_under_autocast_products_are_in_its_dtype_and_the_loss_in_float32(
     assert found["loss"] != full, "the loss under autocast is the same as without: the products are not in bfloat16"
 
 
-def test_a_gradient_scaler_lifts_small_gradients_of_half_precision(implementation: Implementation, device: str) -> None:
+@pytest.mark.parametrize(("tokens", "vocab"), [(128, 1500), pytest.param(1024, 8000, marks=pytest.mark.large)])
+def test_a_gradient_scaler_lifts_small_gradients_of_half_precision(
+    implementation: Implementation, tokens: int, vocab: int, device: str
+) -> None:
     """Of a mean over many tokens each one's gradient is too small for float16, unless the loss is scaled.
 
     Largest are those of the words that are targets, so the others are looked at.
     """
-    inputs = replace(random_inputs(512, 8, 3000, device, torch.float16, ignored=None), grad=2.0**16)
+    inputs = replace(random_inputs(tokens, 8, vocab, device, torch.float16, ignored=None), grad=2.0**16)
     inputs.targets.remainder_(100)
     exact = results(eager_loss, inputs.to(torch.float64))["grad_weight"][100:]
     found = results(implementation.adapted, inputs)["grad_weight"].double()[100:]
