@@ -17,6 +17,9 @@ from shardmark.registry import Implementation, Unsupported
 
 pytestmark = [pytest.mark.family("attention"), pytest.mark.usefixtures("poisoned")]
 
+TIMES = 8
+"""Eager's error, where tests of fixed sizes allow twice: of many random calls, one has rounding errors that add up."""
+
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
     "heads_inside": lambda x: x.transpose(-3, -2).contiguous().transpose(-3, -2) if x.ndim > 2 else x,
@@ -80,7 +83,7 @@ def _try(implementation: Implementation, device: str, examples: int) -> None:
     def is_as_accurate_as_eager(call: Call) -> None:
         nonlocal taken
         try:
-            assert_as_accurate_as_eager(implementation.adapted, call.inputs(device), call.is_causal)
+            assert_as_accurate_as_eager(implementation.adapted, call.inputs(device), call.is_causal, TIMES)
         except Unsupported:
             return
         taken += 1

@@ -18,6 +18,9 @@ from shardmark.registry import Implementation, Unsupported
 
 pytestmark = [pytest.mark.family("loss"), pytest.mark.usefixtures("poisoned")]
 
+TIMES = 8
+"""Eager's error, where tests of fixed sizes allow twice: of many random calls, one has rounding errors that add up."""
+
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
     "columns_apart": lambda x: x.repeat_interleave(2, dim=-1)[:, ::2],
@@ -81,7 +84,7 @@ def _try(implementation: Implementation, device: str, examples: int) -> None:
     def is_as_accurate_as_eager(call: Call) -> None:
         nonlocal taken
         try:
-            assert_as_accurate_as_eager(implementation.adapted, call.inputs(device), **call.options)
+            assert_as_accurate_as_eager(implementation.adapted, call.inputs(device), TIMES, **call.options)
         except Unsupported:
             return
         taken += 1
