@@ -13,6 +13,7 @@ import torch
 
 from correctness.support.compiling import compiler, unavailable_reason
 from correctness.support.interpreting import interpret_without_detours
+from correctness.support.judging import by_family
 from correctness.support.workers import share_the_cores
 from impl.interpreting import requires_triton
 from shardmark.machine import requires_compiler
@@ -86,13 +87,22 @@ def poisoned() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What each compiled kernel takes of its chip, where tests say so."""
+    """What each compiled kernel takes of its chip, and which defect failed which test, where tests say so."""
     reports = [report for name in ("passed", "failed") for report in terminalreporter.stats.get(name, [])]
-    rows = [value for report in reports for name, value in getattr(report, "user_properties", ()) if name == "kernel"]
-    if rows:
-        terminalreporter.section("What does each kernel take of its chip?", sep="-")
-        for line in layout([{name: str(value) for name, value in row.items()} for row in rows], left=("case",)):
-            terminalreporter.write_line(line)
+    said = [each for report in reports for each in getattr(report, "user_properties", ())]
+    tables = {
+        "What does each kernel take of its chip?": [value for name, value in said if name == "kernel"],
+        "Which defects does the judge see?": by_family([value for name, value in said if name == "judged"]),
+    }
+    if terminalreporter.config.option.verbose > 0:
+        defects = sorted((value for name, value in said if name == "defect"), key=lambda row: row["cause"])
+        tables["Which test sees each defect?"] = defects
+    for title, rows in tables.items():
+        if rows:
+            terminalreporter.section(title, sep="-")
+            cells = [{name: str(value) for name, value in row.items()} for row in rows]
+            for line in layout(cells, left=("case", "family", "cause", "defect", "test", "says")):
+                terminalreporter.write_line(line)
 
 
 @pytest.fixture

@@ -195,7 +195,7 @@ def read_budgets(path: Path) -> list[AbsoluteBudget]:
         if not isinstance(limits, dict) or not limits or not set(limits) <= {"seconds", "bytes"}:
             raise BudgetFileError(f'{path}: ["{pattern}"] takes `seconds` and `bytes`, and nothing else')
         for name, value in limits.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise BudgetFileError(f'{path}: ["{pattern}"] {name} = {value!r} is not a positive number')
         budgets.append(AbsoluteBudget(pattern, limits.get("seconds"), limits.get("bytes")))
     return budgets

@@ -18,6 +18,7 @@ import pytest
 
 from shardmark.deadline import Hung, within
 from shardmark.registry import Implementation
+from shardmark.report.layout import printable
 from shardmark.session import Session
 from shardmark.world import RankError
 
@@ -136,12 +137,12 @@ class Judge:
         if judged or self.session.refused:
             terminalreporter.section("Does it do what its contract says?", sep="-")
         for line in self.session.refused.values():
-            terminalreporter.write_line(line, red=True)
+            terminalreporter.write_line(printable(line), red=True)
         for label, verdict in judged.items():
             colour = {"red": True} if verdict.failures else {"green": True} if verdict.passed else {"yellow": True}
-            terminalreporter.write_line(f"{label} {verdict.line()}", **colour)
+            terminalreporter.write_line(printable(f"{label} {verdict.line()}"), **colour)
             for line in verdict.lines(config.option.verbose > 0):
-                terminalreporter.write_line(f"  {line}")
+                terminalreporter.write_line(printable(f"  {line}"))
         if judged:
             terminalreporter.write_line(f"--seed {self.session.seed} draws the same inputs again")
 

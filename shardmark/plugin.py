@@ -38,7 +38,9 @@ from shardmark.world import RankError, World
 WorldsBySize = Callable[[int], World]
 """What the fixture `worlds` is."""
 
-SIGTERM_BEFORE = pytest.StashKey[Any]()
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""What ends a run from outside: a scheduler, or a terminal that goes away."""
+HANDLERS_BEFORE = pytest.StashKey[dict[int, Any]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -114,7 +116,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Check the options and have SIGTERM end the run as Ctrl-C does: rows saved, ranks ended."""
+    """Check the options, and have SIGTERM and SIGHUP end the run as Ctrl-C does: rows saved, ranks ended."""
     for marker in (
         "family(name, option=None, only=None): run over the family's implementations (those whose target takes "
         "`option`, while one that --impl names is skipped with that reason; those named in `only`, and with the "
@@ -126,10 +128,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     keep_compiled_code_apart()
     session = start_session(config)
-    config.stash[SIGTERM_BEFORE] = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A run under nohup goes on when its terminal ends.
+    ending = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before: dict[int, Any] = {number: signal.signal(number, signal.default_int_handler) for number in ending}
+    config.stash[HANDLERS_BEFORE] = before
     config.stash[SESSION] = session
     if torchrun.launched():  # at once, as the other ranks are waiting
-        session.worlds = torchrun.TorchrunWorlds(session.device)
+        try:
+            session.worlds = torchrun.TorchrunWorlds(session.device)
+        except WorldError as error:
+            raise pytest.UsageError(str(error)) from None
     config.pluginmanager.register(Progress(config), "shardmark progress")
     if session.selected:
         config.pluginmanager.register(Judge(session), "shardmark judge")
@@ -147,7 +155,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     session = config.stash.get(SESSION, None)
     if session is not None:
         session.close()
-        signal.signal(signal.SIGTERM, config.stash[SIGTERM_BEFORE])
+        for number, handler in config.stash[HANDLERS_BEFORE].items():
+            signal.signal(number, handler)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -302,10 +311,16 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
     """Add the rows without times, and write our tests' parameters as their ids."""
     rows = config.stash[SESSION].rows
     output_json["unmeasured"] = rows.unmeasured
-    ours = {entry["fullname"] for entry in rows.rows}
     for entry in output_json["benchmarks"]:
-        if entry["fullname"] in ours and entry["params"]:
+        if entry["fullname"] in rows.names and entry["params"]:
             entry["params"] = {name: str(value) for name, value in entry["params"].items()}
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
+    """Save the rows before pytest-benchmark would."""
+    session.config.stash[SESSION].rows.finish()
+    return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -10,18 +10,21 @@ import os
 import pickle
 import select
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
-from multiprocessing import connection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardmark.channel import receive, send
 from shardmark.link import Host
 from shardmark.machine import keep_compiled_code_apart
+from shardmark.rankstate import RankState
 
 
 class WorldError(ValueError):
@@ -52,12 +55,28 @@ def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         raise WorldError(f"a world runs module-level functions with arguments that pickle: {error}") from error
 
 
-def perform(work: bytes) -> bytes:
-    """Do a pickled call; the answer, as bytes, is (True, result) or (False, (traceback, exception or None))."""
+@dataclass(frozen=True)
+class Answer:
+    """What a rank says to a call: its `value`, or how it failed (a traceback, and the exception if it can be sent)."""
+
+    value: Any = None
+    failure: tuple[str, BaseException | None] | None = None
+    left: list[str] = field(default_factory=list)
+    """What the call changed on the rank and did not put back, by name; the rank has put it back."""
+    broken: str | None = None
+    """What cannot be put back."""
+    collectives: int = 0
+    """How many the world's process group has begun."""
+
+
+def perform(work: bytes, keep: bool = False) -> bytes:
+    """Do a pickled call; its `Answer`, as bytes. With `keep` what it changes on the rank stays."""
+    before = RankState()
     try:
         function, args, seed = pickle.loads(work)
         torch.manual_seed(seed + (dist.get_rank() if dist.is_initialized() else 0))  # each rank draws its own
-        return pickle.dumps((True, function(*args)))
+        result = function(*args)
+        return pickle.dumps(Answer(result) if keep else Answer(result, **_left_behind(before)))
     except BaseException as error:
         # BaseException: a function that exits (argparse, pytest.skip) is reported, and does not end the rank.
         own = error.__traceback__.tb_next if error.__traceback__ else None  # without this frame
@@ -66,12 +85,28 @@ def perform(work: bytes) -> bytes:
         try:
             pickle.loads(pickle.dumps(error))
         except BaseException:  # an exception of unusual construction travels as text alone
-            return pickle.dumps((False, (text, None)))
-        return pickle.dumps((False, (text, error)))
+            return pickle.dumps(Answer(failure=(text, None)))
+        return pickle.dumps(Answer(failure=(text, error)))
 
 
-def serve(rank: int, size: int, device: str, directory: Path, host: Host | None, pipe: connection.Connection) -> None:
-    """A rank's life: join the group, from that host where one is given, then answer each call until the pipe closes."""
+def _left_behind(before: RankState) -> dict[str, Any]:
+    broken = before.is_broken()
+    joined = dist.is_initialized() and broken is None
+    collectives = dist.group.WORLD._get_sequence_number_for_group() if joined else 0  # type: ignore[union-attr]
+    return {"left": before.restore(), "broken": broken, "collectives": collectives}
+
+
+def ranks_met(device: str) -> list[int]:
+    """The ranks whose messages arrive in a collective of all."""
+    own = torch.tensor([dist.get_rank()], device=device)
+    found = [torch.full_like(own, -1) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return [int(rank) for rank in found]
+
+
+def serve(rank: int, size: int, device: str, directory: Path, host: Host | None, end: socket.socket) -> None:
+    """A rank's life: join the group, from that host where one is given, then answer each call until nobody asks."""
+    os.setpgid(0, 0)  # with what it starts, so that all of them end together
     _die_with_parent()
     gc.freeze()  # what was imported before the fork stays: to look through it takes a quarter of a second each time
     # A daemon may not have children, and a data loader's workers are some.
@@ -80,15 +115,15 @@ def serve(rank: int, size: int, device: str, directory: Path, host: Host | None,
     stacks = (directory / f"rank{rank}.stacks").open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
-    pipe.send_bytes(perform(pickled_call(_join, (rank, size, device, directory, host))))
+    send(end, perform(pickled_call(_join, (rank, size, device, directory, host)), keep=True))
     while True:
         try:
-            work = pipe.recv_bytes()
+            work = receive(end)
         except EOFError:
             return
         answer = perform(work)
         sys.stdout.flush()
-        pipe.send_bytes(answer)
+        send(end, answer)
 
 
 def _join(rank: int, size: int, device: str, directory: Path, host: Host | None) -> None:
@@ -120,7 +155,7 @@ def _die_with_parent() -> None:
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpid())  # the whole process group
     fcntl.fcntl(parent.sentinel, getattr(fcntl, "F_SETSIG", 10), signal.SIGKILL)
     flags = fcntl.fcntl(parent.sentinel, fcntl.F_GETFL)
     fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)

@@ -1,22 +1,13 @@
-"""Rows: what one measured case says, and the file that holds every row as soon as it is measured.
-
-A row is the `extra_info` of a pytest-benchmark entry. Cases that have no times (not started, out of memory) are entries
-of the same form under the JSON's own key "unmeasured", as pytest-benchmark's tools expect times in "benchmarks".
-"""
+"""Rows: what one measured case says. A row is the `extra_info` of a pytest-benchmark entry."""
 
 from __future__ import annotations
 
-import json
-import os
 import platform
 import subprocess
 from dataclasses import asdict, is_dataclass
-from functools import cached_property
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import pytest
 import torch
 
 from shardmark.budget import SHOWN_CONFIDENCE, Interval, MemoryBudget, median_interval, paired_ratios, tolerated
@@ -128,59 +119,6 @@ def mean_parts(ranks: list[Measured], name: str) -> dict[str, float]:
     """Mean seconds of each part of those steps, over rounds and ranks."""
     laps = [lap for rank in ranks for lap in rank.laps[name]]
     return {part: fmean(lap.parts[part] for lap in laps) for part in laps[0].parts}
-
-
-class RowFile:
-    """The file of `--benchmark-json`, written whole after every row, so that whatever ends the run loses none."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
-        self.path: Path | None = config.getoption("benchmark_json", None)
-        self.rows: list[Row] = []
-        """Every row of this run, as its test made it: an entry with name, group, stats and extra_info."""
-
-    def add(self, entry: Row) -> None:
-        """Take a row and save all of them. Those with `stats` are in pytest-benchmark's own list already."""
-        self.rows.append(entry)
-        if self.path is not None:
-            self._save(self.path)
-
-    def backends(self, family: str) -> list[str]:
-        """What ran underneath that family's workloads in this run, by name."""
-        rows = [entry["extra_info"] for entry in self.rows]
-        return sorted({row["backend"] for row in rows if row["family"] == family and row["backend"]})
-
-    @property
-    def unmeasured(self) -> list[Row]:
-        """The rows without times."""
-        return [entry for entry in self.rows if entry["stats"] is None]
-
-    def _save(self, path: Path) -> None:
-        hook, benchmarks = self.config.hook, self._session.benchmarks
-        output = hook.pytest_benchmark_generate_json(
-            config=self.config,
-            benchmarks=benchmarks,
-            include_data=True,
-            machine_info=self._machine_info,
-            commit_info=self._commit_info,
-        )
-        hook.pytest_benchmark_update_json(config=self.config, benchmarks=benchmarks, output_json=output)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(output, indent=4))
-        os.replace(partial, path)  # a reader finds the old file or the new one, never half of one
-
-    @property
-    def _session(self) -> Any:
-        """pytest-benchmark's own session, which holds what it has timed."""
-        return self.config.pluginmanager.get_plugin("pytest-benchmark")
-
-    @cached_property
-    def _machine_info(self) -> Row:
-        return self._session.get_machine_info()
-
-    @cached_property
-    def _commit_info(self) -> Row:
-        return self.config.hook.pytest_benchmark_generate_commit_info(config=self.config)
 
 
 def describe_machine(device: str) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,9 @@ from shardmark.hardware import Roofline, measure_roofline
 from shardmark.link import Link, LinkError
 from shardmark.rank import WorldError, available_cores
 from shardmark.registry import Implementation
+from shardmark.report.layout import printable
 from shardmark.report.questions import Questions
-from shardmark.rows import RowFile
+from shardmark.rowfile import RowFile
 from shardmark.trace import TraceFolder
 from shardmark.world import DEADLINE, Worlds, available_ranks, check_size
 
@@ -52,13 +54,12 @@ class Session:
         self.matched_budgets: set[str] = set()
         self.judgements = 1
         self.trace = TraceFolder(Path(option("trace_dir"))) if option("trace_dir") else None
-        self.rows = RowFile(config)
         self.questions = Questions()
-        if self.rows.path is not None and not self.rows.path.absolute().parent.is_dir():
-            raise ValueError(f"--benchmark-json {self.rows.path}: there is no folder {self.rows.path.parent}")
         self.clock = DeviceClock()
         self.link = _link(option("link"), self.device)
         self.worlds: Worlds | torchrun.TorchrunWorlds = Worlds(self.device, self.link)
+        # Last, as what it opens has to be closed again.
+        self.rows = RowFile(config, writes=not _is_helping())
         self._rooflines: dict[str, Roofline] = {}
 
     @property
@@ -106,13 +107,19 @@ class Session:
         return found
 
     def close(self) -> None:
-        """End the worlds, and the link between their ranks."""
+        """Save the rows, and end the worlds and the link between their ranks."""
+        self.rows.finish()
         self.worlds.close()
         if self.link is not None:
             self.link.close()
 
 
 SESSION = pytest.StashKey[Session]()
+
+
+def _is_helping() -> bool:
+    """Whether another process writes the rows: one of torchrun's other ranks, a worker of pytest-xdist."""
+    return "PYTEST_XDIST_WORKER" in os.environ or (torchrun.launched() and torchrun.rank() > 0)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
@@ -213,4 +220,6 @@ def start_session(config: pytest.Config) -> Session:
     try:
         return Session(config)
     except ValueError as error:
-        raise pytest.UsageError(str(error)) from None
+        raise pytest.UsageError(printable(str(error))) from None
+    except KeyboardInterrupt:
+        raise pytest.UsageError("interrupted while what --impl names was imported and tried") from None

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m pytest correctness
 
 On one machine or many: calls and answers go through torchrun's own store, so nothing but torch is needed in between.
-(A store takes bytes; its annotation says str.)
+The store listens on every interface, so they are sealed. (A store takes bytes; its annotation says str.)
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardmark.rank import WorldError, join_group, perform, pickled_call
-from shardmark.world import DEADLINE, GRACE, rank_error
+from shardmark.failures import rank_error, warn_of_what_is_left
+from shardmark.rank import Answer, WorldError, join_group, perform, pickled_call
+from shardmark.seal import Seal, forget_key, launch_key
+from shardmark.world import DEADLINE, GRACE
 
 _FOREVER = timedelta(days=30)
 _STOP = b""
@@ -45,27 +47,32 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def _join(device: str) -> dist.Store:
-    """Join the process group and return the store that carries calls and answers."""
-    store, rank_, size = next(dist.rendezvous("env://"))
+def _join(device: str) -> tuple[dist.Store, Seal]:
+    """Join the process group; the store that carries calls and answers, and what they are sealed with."""
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    seal = Seal(launch_key(first=rank() == 0, one_machine=local_size == world_size()))
+    store, rank_, size = next(dist.rendezvous("env://"))
     join_group(dist.PrefixStore("shardmark/group", store), rank_, size, device, local_rank, local_size)
-    return dist.PrefixStore("shardmark/calls", store)
+    dist.barrier()
+    if rank_ == 0:
+        forget_key()  # by now every rank has it
+    return dist.PrefixStore("shardmark/calls", store), seal
 
 
 def serve(device: str) -> None:
     """Do what rank 0 asks until it says stop; torchrun's SIGTERM ends a rank that is stuck."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    store = _join(device)
+    store, seal = _join(device)
     call = 0
     while True:
         store.wait([f"{call}"], _FOREVER)
-        message = store.get(f"{call}")
+        message = seal.open(store.get(f"{call}"), f"{call}")
         if message == _STOP:
             return
         deadline, work = pickle.loads(message)
         faulthandler.dump_traceback_later(deadline)  # a hung rank shows its stack where torchrun shows its errors
-        store.set(f"{call}/{rank()}", perform(work))  # type: ignore[arg-type]
+        name = f"{call}/{rank()}"
+        store.set(name, seal.seal(perform(work), name))  # type: ignore[arg-type]
         faulthandler.cancel_dump_traceback_later()
         call += 1
 
@@ -81,7 +88,7 @@ class TorchrunWorld:
         self.device = device
         self.alive = True
         self.deadline = DEADLINE
-        self._store = _join(device)
+        self._store, self._seal = _join(device)
         self._call = 0
 
     def run(self, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> list[Any]:
@@ -92,32 +99,33 @@ class TorchrunWorld:
         deadline = self.deadline if deadline is None else deadline
         work = pickled_call(function, args)
         call, self._call = self._call, self._call + 1
-        self._store.set(f"{call}", pickle.dumps((deadline, work)))  # type: ignore[arg-type]
+        self._send(call, pickle.dumps((deadline, work)))
         # Our own share runs in a thread: if another rank fails, we may be stuck in a collective with it.
         own: list[bytes] = []
         own_share = threading.Thread(target=self._perform_own, args=(work, own), daemon=True)
         own_share.start()
-        answers: dict[int, tuple[bool, Any]] = {}
+        answers: dict[int, Answer] = {}
         end = time.monotonic() + deadline
         while len(answers) < self.size and time.monotonic() < end:
             own_share.join(_POLL)
             for other in range(self.size):
                 if other not in answers and (answer := self._answer(call, other, own)) is not None:
                     answers[other] = pickle.loads(answer)
-                    if not answers[other][0]:  # the others are likely to be waiting for it in a collective
+                    if answers[other].failure:  # the others are likely to be waiting for it in a collective
                         end = min(end, time.monotonic() + GRACE)
         self.alive = len(answers) == self.size
-        if not (self.alive and all(succeeded for succeeded, _ in answers.values())):
-            failures = {rank_: value for rank_, (succeeded, value) in answers.items() if not succeeded}
+        failures = {rank_: answer.failure for rank_, answer in answers.items() if answer.failure}
+        if failures or not self.alive:
             silent = [rank_ for rank_ in range(self.size) if rank_ not in answers]
             where = "had not answered; its stack is in its own output"
             raise rank_error(self.size, failures, dict.fromkeys(silent, where))
         self._store.delete_key(f"{call}")
-        return [answers[rank_][1] for rank_ in range(self.size)]
+        warn_of_what_is_left(function, answers, in_step=True)  # its ranks could not be replaced
+        return [answers[rank_].value for rank_ in range(self.size)]
 
     def close(self) -> None:
         """End the other ranks: those that still serve stop, and torchrun ends those that hang."""
-        self._store.set(f"{self._call}", _STOP)  # type: ignore[arg-type]
+        self._send(self._call, _STOP)
         if self.alive:
             dist.destroy_process_group()
         self.alive = False
@@ -136,7 +144,10 @@ class TorchrunWorld:
             return None
         answer = self._store.get(key)
         self._store.delete_key(key)
-        return answer
+        return self._seal.open(answer, key)
+
+    def _send(self, call: int, message: bytes) -> None:
+        self._store.set(f"{call}", self._seal.seal(message, f"{call}"))  # type: ignore[arg-type]
 
 
 class LocalWorld:

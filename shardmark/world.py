@@ -18,19 +18,23 @@ import pickle
 import re
 import shutil
 import signal
+import socket
 import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from multiprocessing import connection, util
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from shardmark.channel import Channel, ready
+from shardmark.failures import Failure, rank_error, warn_of_what_is_left
+from shardmark.failures import RankError as RankError  # what `run` raises
 from shardmark.link import Link
-from shardmark.rank import WorldError, available_cores, pickled_call, serve
+from shardmark.rank import Answer, WorldError, available_cores, pickled_call, ranks_met, serve
 from shardmark.registry import FAMILIES
 
 DEADLINE = 120.0
@@ -43,31 +47,10 @@ PRELOADED += ["shardmark.rank", "pytest"]
 dynamo, test modules pytest, and what torch.distributed.optim compiles as it is imported takes half a second."""
 LONGEST_FOLDER = 107 - len("/pymp-01234567/listener-01234567")
 """Bytes of the longest folder path in which multiprocessing can make a socket: a socket's own path has 107 at most."""
+PROBE = 5.0
+"""Seconds that ranks get to meet in a collective that says whether they are in step."""
 RANKS_PER_CORE = 8
 """Ranks that may share a core: enough for correctness at any world size, too many to measure."""
-
-
-class RankError(RuntimeError):
-    """What happened on the ranks: the failing rank's own traceback, or every rank's stack when one died or hung.
-
-    `rank` is the one that failed first, `exception` what it raised (None if it died, hung, or cannot be pickled);
-    `hung` where no rank failed and some had not answered by the deadline.
-    """
-
-    def __init__(self, message: str, rank: int, exception: BaseException | None = None, hung: bool = False) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.exception = exception
-        self.hung = hung
-
-
-def rank_error(size: int, failures: dict[int, tuple[str, BaseException | None]], silent: dict[int, str]) -> RankError:
-    """What each rank of `size` did: those that failed, the first one first; those without an answer; the rest."""
-    report = [f"rank {rank} of {size} {text}" for rank, (text, _) in failures.items()]
-    report += [f"rank {rank} of {size} {text}" for rank, text in silent.items()]
-    report += [f"rank {rank} of {size} finished" for rank in range(size) if rank not in failures and rank not in silent]
-    first = next(iter([*failures, *silent]))
-    return RankError("\n".join(report), first, failures[first][1] if failures else None, hung=not failures)
 
 
 def available_ranks(device: str) -> int:
@@ -104,16 +87,18 @@ class World:
         self._directory = Path(tempfile.mkdtemp(prefix="shardmark-"))  # readable by this user only
         # At the interpreter's end too, for a world that nobody closed.
         self._remove_directory = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
-        self._connections: list[connection.Connection] = []
+        self._channels: list[Channel] = []
         self._processes: list[Any] = []
+        self._ends: list[int] = []
+        """A descriptor for each rank that can be read once the rank has ended, whoever holds its socket."""
         _make_room_for_sockets()
         context = multiprocessing.get_context("forkserver")
         families = {family.contract.__module__: None for family in FAMILIES.values()}
         context.set_forkserver_preload([*PRELOADED, *families])
         try:
             for rank in range(size):
-                ours, theirs = context.Pipe()
-                self._connections.append(ours)
+                ours, theirs = socket.socketpair()
+                self._channels.append(Channel(ours))
                 host = link.host(rank, size) if link else None
                 with theirs:
                     process = context.Process(
@@ -121,6 +106,7 @@ class World:
                     )
                     process.start()
                 self._processes.append(process)
+                self._ends.append(_end_of_process(process))
             self._collect(time.monotonic(), DEADLINE)  # each rank answers once it has joined the group
         except BaseException:
             self.close()
@@ -139,13 +125,28 @@ class World:
         work = pickled_call(function, args)
         start = time.monotonic()
         try:
-            for pipe in self._connections:
-                with contextlib.suppress(BrokenPipeError):  # a rank that is gone is reported below, with the others
-                    pipe.send_bytes(work)
-            return self._collect(start, self.deadline if deadline is None else deadline)
+            for channel in self._channels:
+                channel.send(work)
+            answers = self._collect(start, self.deadline if deadline is None else deadline)
         except BaseException:  # Ctrl-C too: ranks that are still at work are of no use to the next test
             self.close()
             raise
+        if warn_of_what_is_left(function, answers, self._in_step(answers)):
+            self.close()
+        return [answers[rank].value for rank in range(self.size)]
+
+    def _in_step(self, answers: dict[int, Answer]) -> bool:
+        """Whether the ranks meet in the next collective: asked of them where they have begun different numbers, which
+        sends and receives count towards too."""
+        if any(answer.broken for answer in answers.values()) or len({a.collectives for a in answers.values()}) == 1:
+            return True
+        for channel in self._channels:
+            channel.send(pickled_call(ranks_met, (self.device,)))
+        try:
+            met = self._collect(time.monotonic(), PROBE)
+        except RankError:
+            return False
+        return all(answer.value == list(range(self.size)) for answer in met.values())
 
     @property
     def alive(self) -> bool:
@@ -160,13 +161,18 @@ class World:
     def close(self) -> None:
         """End every rank and remove the private directory. A closed world stays closed."""
         for process in self._processes:
-            process.kill()  # a rank holds nothing that needs saving, and a hung one would ignore anything softer
+            # A rank holds nothing that needs saving, and a hung one would ignore anything softer.
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+            process.kill()  # where it had not come to lead its group
         for process in self._processes:
             process.join()
             process.close()
-        for pipe in self._connections:
-            pipe.close()
-        self._processes, self._connections = [], []
+        for channel in self._channels:
+            channel.close()
+        for end in self._ends:
+            os.close(end)
+        self._processes, self._channels, self._ends = [], [], []
         self._remove_directory()
 
     def __enter__(self) -> World:
@@ -175,38 +181,39 @@ class World:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _collect(self, start: float, deadline: float) -> list[Any]:
-        """One answer from each rank, or RankError about the first that failed."""
+    def _collect(self, start: float, deadline: float) -> dict[int, Answer]:
+        """Each rank's answer, or RankError about the first that failed: one that died before those that missed it."""
         __tracebackhide__ = True
-        answers: dict[int, Any] = {}
-        failures: dict[int, tuple[str, BaseException | None]] = {}
+        answers: dict[int, Answer] = {}
+        failures: dict[int, Failure] = {}
+        dead: dict[int, Failure] = {}
         end = start + deadline
-        while len(answers) + len(failures) < self.size:
-            waiting = {self._connections[rank]: rank for rank in range(self.size) if rank not in answers | failures}
-            ready = connection.wait(list(waiting), max(0.0, end - time.monotonic()))
-            for pipe in ready:
-                rank = waiting[pipe]  # type: ignore[index]
+        while waiting := [rank for rank in range(self.size) if rank not in answers | failures | dead]:
+            moved = ready([self._channels[r] for r in waiting], [self._ends[r] for r in waiting], end)
+            for rank in waiting:
                 try:
-                    succeeded, value = pickle.loads(self._connections[rank].recv_bytes())
-                except (EOFError, ConnectionResetError):
-                    failures[rank] = (self._end_of(rank), None)
-                except Exception as error:  # an answer that cannot be unpickled here
-                    failures[rank] = (f"answered what cannot be read here: {error!r}", error)
-                else:
-                    if succeeded:
-                        answers[rank] = value
+                    message = self._channels[rank].move() if self._channels[rank].fileno() in moved else None
+                    if message is None and self._ends[rank] in moved and self._channels[rank].fileno() not in moved:
+                        raise EOFError  # it has ended, and nothing that it sent is left
+                except EOFError:
+                    dead[rank] = (self._end_of(rank), None)
+                    continue
+                if message is not None:
+                    answer = _unpickled(message)
+                    if answer.failure:
+                        failures[rank] = answer.failure
                     else:
-                        failures[rank] = value
-                if len(failures) == 1:  # the others are likely to be waiting for it in a collective
-                    end = min(end, time.monotonic() + GRACE)
-            if not ready:
+                        answers[rank] = answer
+            if failures or dead:  # the others are likely to be waiting for it in a collective
+                end = min(end, time.monotonic() + GRACE)
+            if time.monotonic() >= end:
                 break
         if len(answers) < self.size:
             seconds = time.monotonic() - start
-            stacks = self._stacks([rank for rank in range(self.size) if rank not in answers | failures])
+            stacks = self._stacks([rank for rank in range(self.size) if rank not in answers | failures | dead])
             silent = {r: f"had not answered after {seconds:.1f} s; it was at\n{stack}" for r, stack in stacks.items()}
-            raise rank_error(self.size, failures, silent)
-        return [answers[rank] for rank in range(self.size)]
+            raise rank_error(self.size, dead | failures, silent)
+        return answers
 
     def _end_of(self, rank: int) -> str:
         """How a rank ended, with the stack that faulthandler left if a signal like SIGSEGV ended it."""
@@ -240,6 +247,21 @@ class World:
 
     def _stack_file(self, rank: int) -> Path:
         return self._directory / f"rank{rank}.stacks"
+
+
+def _unpickled(message: bytes) -> Answer:
+    try:
+        return pickle.loads(message)
+    except Exception as error:  # an answer that cannot be unpickled here
+        return Answer(failure=(f"answered what cannot be read here: {error!r}", error))
+
+
+def _end_of_process(process: Any) -> int:
+    """A descriptor that can be read once the process has ended: its children do not hold it, as they do a pipe."""
+    try:
+        return os.pidfd_open(process.pid)
+    except (AttributeError, OSError):  # no Linux of 2019 or later
+        return os.dup(process.sentinel)
 
 
 def _make_room_for_sockets() -> None:

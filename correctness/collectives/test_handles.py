@@ -14,9 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from correctness.support.averaging import is_ours
 from correctness.support.paths import ROOT
 from correctness.support.processes import wait_until
+from correctness.support.summing import Call, assert_right, small_integers
+from correctness.support.wire import delayed
 from impl.collectives import Ring, collectives_for, count_bytes_sent
+from impl.collectives.cases import COLLECTIVES
 from shardmark.registry import Implementation
 from shardmark.world import RankError, World
 
@@ -28,9 +32,9 @@ N = 500_000
 def without_waiting(implementation: Implementation, device: str) -> bool:
     """Whether the sum comes to be while this rank only looks at it."""
     tensor = torch.ones(N, device=device)
-    work = implementation.adapted.all_reduce(tensor, async_op=True)
-    there = wait_until(lambda: bool((tensor == dist.get_world_size()).all()))
-    work.wait()
+    handle = implementation.adapted.all_reduce(tensor, async_op=True)
+    there = wait_until(lambda: bool((tensor == dist.get_world_size()).all()), seconds=5)
+    handle.wait()
     return there
 
 
@@ -38,39 +42,85 @@ def without_waiting(implementation: Implementation, device: str) -> bool:
 def test_a_collective_goes_on_while_the_caller_does_something_else(
     implementation: Implementation, world: World, device: str
 ) -> None:
-    assert all(world.run(without_waiting, implementation, device))
+    there = world.run(without_waiting, implementation, device)
+    assert all(there), "an asynchronous all_reduce that nobody waits for is not done after 5 s"
 
 
-def many_at_once(implementation: Implementation, device: str) -> list[bool]:
-    """All three collectives, several times over, waited for from the last to the first; with an own message between."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    target, works, checks = implementation.adapted, [], []
-    ones = torch.ones(N // ranks * ranks, device=device)
-    for times in range(1, 4):
-        total = torch.full((N,), float(times), device=device)
-        scattered, gathered = torch.empty_like(ones[: len(ones) // ranks]), torch.empty_like(ones)
-        mine = torch.full_like(scattered, float(rank))
-        works.append(target.all_reduce(total, async_op=True))
-        works.append(target.reduce_scatter(scattered, times * ones, async_op=True))
-        works.append(target.all_gather(gathered, mine, async_op=True))
-        checks += [(total, times * ranks), (scattered, times * ranks)]
-        checks += [(part, other) for other, part in enumerate(gathered.chunk(ranks))]
-    message = torch.full((3,), float(rank), device=device)
-    if ranks > 1:
-        own = [dist.isend(message, (rank + 1) % ranks), dist.irecv(theirs := message + 99, (rank - 1) % ranks)]
-        works += own
-        checks.append((theirs, (rank - 1) % ranks))
-    for work in works[::-1]:
-        work.wait()
-    return [bool((tensor == value).all()) for tensor, value in checks]
+def with_a_late_rank(implementation: Implementation, late: int, async_op: bool, device: str) -> list[str]:
+    """What is wrong as soon as the result is said to be there, where one rank starts late."""
+    target, wrong = implementation.adapted, []
+    for name in COLLECTIVES:
+        call = Call(name, small_integers(torch.float32), 10_007, device)
+        with delayed(before=0.05, on=late % dist.get_world_size()):
+            handle = call.start(target, async_op)
+            if async_op:
+                handle.wait()
+            result = call.tensors[0].clone()
+        dist.barrier()
+        wrong += call.wrong(result)
+    return wrong
 
 
 @pytest.mark.family("collectives")
-def test_many_may_be_under_way_beside_messages_of_the_callers_own(
+@pytest.mark.parametrize("late", [0, -1], ids=["first", "last"])
+def test_results_are_there_when_it_returns(
+    implementation: Implementation, world: World, late: int, device: str
+) -> None:
+    assert_right(world.run(with_a_late_rank, implementation, late, False, device))
+
+
+@pytest.mark.family("collectives")
+@pytest.mark.parametrize("late", [0, -1], ids=["first", "last"])
+def test_results_are_there_when_wait_returns(
+    implementation: Implementation, world: World, late: int, device: str
+) -> None:
+    assert_right(world.run(with_a_late_rank, implementation, late, True, device))
+
+
+def many_at_once(implementation: Implementation, late: int, device: str) -> list[str]:
+    """All three collectives, several times over, waited for in an order of this rank's own; each is looked at as soon
+    as it was waited for."""
+    target, rank, wrong = implementation.adapted, dist.get_rank(), []
+    calls = [
+        Call(name, small_integers(dtype, seed), size, device)
+        for seed, (size, dtype) in enumerate(((N // 4, torch.float32), (97, torch.float64)) * 2)
+        for name in COLLECTIVES
+    ]
+    with delayed(before=0.003, on=late % dist.get_world_size()):
+        handles = [call.start(target, async_op=True) for call in calls]
+        order = [*range(len(calls))][:: 1 if rank % 2 else -1]
+        for i in order[rank:] + order[:rank]:
+            handles[i].wait()
+            wrong += [f"collective {i + 1} of {len(calls)} under way: {line}" for line in calls[i].wrong()]
+    return wrong
+
+
+@pytest.mark.family("collectives")
+@pytest.mark.parametrize("late", [0, -1], ids=["first", "last"])
+def test_many_may_be_under_way(implementation: Implementation, world: World, late: int, device: str) -> None:
+    assert_right(world.run(many_at_once, implementation, late, device))
+
+
+def beside_messages(implementation: Implementation, device: str) -> bool:
+    """Whether a message of the caller's own, sent beside an all-reduce, arrives as it was sent."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    total, message = torch.ones(N, device=device), torch.full((3,), float(rank), device=device)
+    theirs = message + 99
+    own = [dist.irecv(theirs, (rank - 1) % ranks), dist.isend(message, (rank + 1) % ranks)]
+    handle = implementation.adapted.all_reduce(total, async_op=True)
+    for each in [*own, handle]:
+        each.wait()
+    return bool((theirs == (rank - 1) % ranks).all()) and bool((total == ranks).all())
+
+
+@pytest.mark.family("collectives", only=(*OURS, "backend"))
+def test_messages_of_the_callers_own_do_not_mix_with_it(
     implementation: Implementation, world: World, device: str
 ) -> None:
-    for checks in world.run(many_at_once, implementation, device):
-        assert all(checks)
+    if world.size == 1:
+        pytest.skip("one rank has nobody to send to")
+    if is_ours(implementation):
+        assert all(world.run(beside_messages, implementation, device))
 
 
 def errors_of(implementation: Implementation) -> list[str]:

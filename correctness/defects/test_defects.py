@@ -24,6 +24,9 @@ def _modules(folder: Path) -> dict[str, str]:
 DEFECTS, RIGHT = _modules(FOLDER), _modules(FOLDER / "right")
 
 
+pytestmark = pytest.mark.sweep  # a run of pytest for each family
+
+
 @pytest.mark.parametrize("family", DEFECTS)
 def test_each_defect_fails_the_test_that_must_see_it(
     family: str, tmp_path: Path, record_property: Callable[[str, object], None]
@@ -33,18 +36,25 @@ def test_each_defect_fails_the_test_that_must_see_it(
     escaped = []
     for each in planted:
         failed = [o for o in found[each.name] if o.outcome == "failed" and each.caught_by in o.test]
-        if not failed:
+        if failed:
+            seen = {"family": family, "cause": each.cause, "defect": each.name}
+            record_property("defect", seen | {"test": failed[0].test, "says": failed[0].line})
+        else:
             ran = "; ".join(f"{o.test} {o.outcome} {o.line}" for o in found[each.name]) or "no such test"
             escaped.append(f"{each.name} ({each.cause}) passes {each.caught_by}: {ran}")
-        else:
-            record_property("defect", (family, each.name, each.cause, failed[0].test, failed[0].line))
+    record_property("judged", {"family": family, "defects": len(planted), "seen": len(planted) - len(escaped)})
     assert not escaped, "\n".join([f"{len(escaped)} of {len(planted)} defects of {family} escaped:", *escaped])
 
 
 @pytest.mark.parametrize("family", RIGHT)
-def test_no_right_implementation_is_rejected(family: str, tmp_path: Path) -> None:
+def test_no_right_implementation_is_rejected(
+    family: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     planted = planted_in(RIGHT[family])
     found = judge(family, planted, RIGHT[family], tmp_path)
-    rejected = [f"{o.name} fails {o.test}: {o.line}" for each in found.values() for o in each if o.outcome == "failed"]
+    failures = {name: [o for o in outcomes if o.outcome == "failed"] for name, outcomes in found.items()}
+    rejected = [f"{name} fails {o.test}: {o.line}" for name, failed in failures.items() for o in failed]
     untried = [name for name, outcomes in found.items() if not any(o.outcome == "passed" for o in outcomes)]
+    count = sum(map(bool, failures.values()))
+    record_property("judged", {"family": family, "right ones": len(planted), "rejected": count})
     assert not rejected and not untried, "\n".join([*rejected, *(f"{name}: no test ran" for name in untried)])

@@ -159,7 +159,7 @@ def test_under_torchrun_its_ranks_are_the_world(device: str) -> None:
         "-q",
         "correctness/collectives/test_collectives.py",
         "-k",
-        "same_sum",
+        "groups_side_by_side",
         f"--device={device}",
     ]
     tests += ["-p", "no:cacheprovider"]

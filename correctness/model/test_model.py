@@ -1,4 +1,4 @@
-"""The language model: its published sizes, and every implementation against the plain one in float64."""
+"""Our language model: its published sizes, its first weights, its layers, and any attention in it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
 from impl.attention import eager_attention
 from impl.model import SIZES, PlainTransformer, Transformer, TransformerSize
@@ -59,39 +60,19 @@ def in_float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.family("model")
-@pytest.mark.usefixtures("in_float64")
-def test_logits_and_gradients_match_the_plain_model(implementation: Implementation, device: str) -> None:
-    size = TransformerSize(d_model=24, d_ff=40, layers=3, heads=2, vocab=50)
-    tokens = torch.randint(size.vocab, (2, 13), device=device)
-    weights = torch.randn(2, 13, size.vocab, device=device)
-    plain = PlainTransformer(size, context_length=16).to(device)
-    model = implementation.adapted(size, context_length=16).to(device)
-    model.load_state_dict(plain.state_dict())
-    for m in (plain, model):
-        (m(tokens) * weights).sum().backward()
-    torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-12, atol=1e-12)
-    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(
-            mine.grad, theirs.grad, rtol=1e-11, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}"
-        )
-
-
-@pytest.mark.family("model")
-def test_a_context_too_long_is_one_line(implementation: Implementation, device: str) -> None:
-    model = implementation.adapted(SIZES["tiny"], context_length=8).to(device)
-    with pytest.raises(ValueError, match=r"^[^\n]+$"):
-        model(torch.zeros(2, 9, dtype=torch.int64, device=device))
-
-
-@pytest.mark.family("model")
 @pytest.mark.parametrize("wrong", [-1, 1000])
-def test_a_token_that_the_vocabulary_does_not_have_is_one_line(implementation: Implementation, wrong: int) -> None:
-    model = implementation.adapted(SIZES["tiny"], context_length=8)
+@pytest.mark.parametrize("model", [PlainTransformer, Transformer])
+def test_a_token_that_the_vocabulary_does_not_have_is_one_line(model: type[nn.Module], wrong: int) -> None:
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     tokens[1, 3] = wrong
     with pytest.raises(ValueError, match=r"^token ids go from 0 to 999, got [^\n]+$"):
-        model(tokens)
+        model(SIZES["tiny"], context_length=8)(tokens)
+
+
+@pytest.mark.parametrize("model", [PlainTransformer, Transformer])
+def test_a_context_too_long_is_one_line(model: type[nn.Module]) -> None:
+    with pytest.raises(ValueError, match=r"^tokens are \(batch, context up to 8\), got \(2, 9\)$"):
+        model(SIZES["tiny"], context_length=8)(torch.zeros(2, 9, dtype=torch.int64))
 
 
 @pytest.mark.family("attention")

@@ -1,11 +1,10 @@
-"""The fused AdamW's kernels at each configuration, right when interpreted, sound when compiled."""
+"""The fused AdamW's kernels at each configuration, right when interpreted."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
@@ -20,7 +19,6 @@ from correctness.support.faults import with_fault
 from correctness.support.optimizing import (
     assert_as_accurate_as_plain,
     assert_same,
-    compile_kernels,
     gradients,
     leaves,
     run,
@@ -28,11 +26,9 @@ from correctness.support.optimizing import (
     train,
 )
 from impl.optim import AdamW, FusedAdamW, multi_tensor, triton_kernels
-from impl.optim.multi_tensor import ACCESS, CONFIGURATIONS, Configuration
-from shardmark.aot import SHARED_MEMORY
+from impl.optim.multi_tensor import CONFIGURATIONS, Configuration
 from shardmark.registry import Unsupported, family
 
-CHIPS = (80, 90, 100)
 SMALL = Configuration(block=16, chunk=32, warps=4)
 
 
@@ -257,71 +253,3 @@ def test_a_step_waits_for_nothing(fused: Callable[[Configuration], Any], device:
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-Kind = tuple[torch.dtype, bool]
-"""Dtype of parameters and gradients, and whether there are master weights."""
-
-KINDS: list[Kind] = [
-    (torch.float32, False),
-    (torch.bfloat16, True),
-    (torch.float16, True),
-    (torch.bfloat16, False),
-    (torch.float64, False),
-]
-
-
-def _name(kind: Kind, chip: int, configuration: Configuration) -> str:
-    dtype, master = kind
-    return f"{str(dtype).removeprefix('torch.')}{'-master' * master}-sm_{chip}-{'x'.join(map(str, configuration))}"
-
-
-COMPILED = [
-    pytest.param(
-        kind,
-        chip,
-        configuration,
-        id=_name(kind, chip, configuration),
-        marks=[] if (chip, configuration) == (90, CONFIGURATIONS[0]) and kind in KINDS[:2] else [pytest.mark.sweep],
-    )
-    for configuration in CONFIGURATIONS
-    for chip in CHIPS
-    for kind in KINDS
-    if not (kind[0] == torch.float64 and configuration == CONFIGURATIONS[2])  # it would spill
-]
-
-
-@pytest.mark.parametrize(("kind", "chip", "configuration"), COMPILED)
-def test_each_configuration_compiles_soundly(
-    kind: Kind,
-    chip: int,
-    configuration: Configuration,
-    compiling: ProcessPoolExecutor,
-    record_property: Callable[[str, object], None],
-) -> None:
-    """No spills, and the widest accesses: what a pointer that is not known to be aligned costs shows in their count."""
-    dtype, master = kind
-    reports = {
-        report.kernel: report for report in compiling.submit(compile_kernels, *kind, chip, configuration).result()
-    }
-    assert set(reports) == {"squared_norms", "prepare", "update"}
-    for name, report in reports.items():
-        record_property(
-            "kernel",
-            {
-                "case": f"{name}-{_name(kind, chip, configuration)}",
-                "registers": report.registers,
-                "spilled bytes": report.spilled_bytes,
-                "shared bytes": report.shared_bytes,
-                "of the chip's": f"{report.shared_bytes / SHARED_MEMORY[chip]:.0%}",
-                "matrix instructions": "-",
-            },
-        )
-        assert report.spilled_bytes == 0, f"{name}: {report.spilled_bytes} bytes a thread are spilled"
-    elements = configuration.block // (32 * configuration.warps)  # of a thread
-    wide = elements * (4 if master else dtype.itemsize) // ACCESS
-    written, read = (4, 4) if master else (3, 4)
-    # Of whole blocks, and one by one, of a tensor's last block; less than `wide` more, which half the width would take
-    # at a single one of the pointers.
-    assert reports["update"].instructions["STG"] < written * (wide + elements) + wide
-    assert reports["update"].instructions["LDG"] <= read * (wide + elements) + 20, "scalars are less than 20"

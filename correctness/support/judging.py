@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,7 @@ def judge(family: str, planted: Sequence[Planted], module: str, folder: Path) ->
         ],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-        | {OUTCOMES: str(outcomes)},
+        | {OUTCOMES: str(outcomes), "OMP_NUM_THREADS": "1"},  # threads that share a core wait for one another
         capture_output=True,
         text=True,
     )
@@ -78,6 +79,17 @@ def judge(family: str, planted: Sequence[Planted], module: str, folder: Path) ->
         outcome = Outcome(**json.loads(line))
         found[outcome.name].append(outcome)
     return found
+
+
+def by_family(judged: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each family of what its defects and its right implementations came to, and one for all."""
+    families: dict[str, dict[str, Any]] = {}
+    for each in judged:
+        families[each["family"]] = families.get(each["family"], {}) | each
+    names = ("defects", "seen", "right ones", "rejected")
+    rows = [{"family": name, **{key: row.get(key, 0) for key in names}} for name, row in sorted(families.items())]
+    total = {key: sum(row[key] for row in rows) for key in names}
+    return [*rows, {"family": "all", **total}] if rows else []
 
 
 # The rest is a pytest plugin, for the run inside.

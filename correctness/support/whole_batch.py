@@ -117,11 +117,15 @@ def single_process(
 
 def assert_equal_states(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
     """Each rank's state has the expected names, is equal to 1e-12, and is the same on every rank to the bit."""
-    for rank in found:
-        assert list(rank) == list(expected)
-        for key, value in rank.items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-12, atol=1e-12, msg=lambda m, k=key: f"{k}: {m}")
-            assert torch.equal(value, found[0][key]), f"{key} is not the same on every rank"
+    for rank, state in enumerate(found):
+        assert list(state) == list(expected), f"the state on rank {rank} has the names {list(state)}"
+        for key, value in state.items():
+            assert value.dtype == expected[key].dtype, f"{key!r} on rank {rank} is of {value.dtype} in the state"
+            error = (value - expected[key]).abs().max().item()
+            assert torch.allclose(value, expected[key], rtol=1e-12, atol=1e-12), (
+                f"after training, {key!r} on rank {rank} differs from a single process's by up to {error:.3g}"
+            )
+            assert torch.equal(value, found[0][key]), f"after training, {key!r} on rank {rank} is not that of rank 0"
 
 
 def error_line(kind: type[Exception], function: Callable[..., Any], *args: Any) -> str:

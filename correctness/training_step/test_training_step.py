@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -50,22 +49,6 @@ def test_losses_gradients_and_parameters_are_those_of_eager(
     assert_as_accurate_as_eager(found, expected, exact, PRECISIONS[dtype].compute)
 
 
-@pytest.mark.family("training_step")
-def test_gradients_accumulate_and_parts_mark_their_end(implementation: Implementation, device: str) -> None:
-    """Two steps at a learning rate of zero leave twice the gradient of one."""
-    model, tokens, targets = _setting(device)
-    step = implementation.adapted(model, torch.optim.SGD(model.parameters(), lr=0.0), precision=PRECISIONS["float32"])
-    marks: list[str] = []
-    step(tokens, targets, marks.append)
-    assert marks in (["forward", "backward", "optimizer"], ["step"])
-    if getattr(implementation.target, "options", None) and implementation.target.options["triton.cudagraphs"]:
-        pytest.skip("a CUDA graph gives its gradients out for one step")
-    once = {name: x.grad.clone() for name, x in model.named_parameters()}
-    step(tokens, targets)
-    for name, x in model.named_parameters():
-        torch.testing.assert_close(x.grad, 2 * once[name], rtol=1e-5, atol=1e-6)
-
-
 GRAPHS = {"compile_model": 1, "compile_forward_backward": 2, "compile_step": 1}
 """Graphs with a fused optimizer, which the compiler leaves alone."""
 
@@ -100,39 +83,6 @@ def test_the_loss_is_the_mean_cross_entropy_in_float64(device: str) -> None:
     chosen = logits.gather(-1, targets[..., None])[..., 0] - logits.exp().sum(-1).log()
     # The loss itself is float32: a few of its roundings, of the largest of the terms.
     assert loss.item() == pytest.approx(-chosen.mean().item(), rel=4 * torch.finfo(torch.float32).eps)
-
-
-@pytest.mark.parametrize("step_class", [EagerStep, CheckpointedStep])
-def test_a_float16_step_that_overflows_is_skipped_and_says_so(step_class: type[EagerStep], device: str) -> None:
-    model, tokens, targets = _setting(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = step_class(model, optimizer, precision=PRECISIONS["float16"])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        step(tokens, targets)
-        assert not [w for w in caught if issubclass(w.category, RuntimeWarning)]
-    before = copy.deepcopy(model.state_dict())
-    optimizer.zero_grad()
-    step.backward(step.forward(tokens, targets) * 1e9)
-    with pytest.warns(
-        RuntimeWarning, match=r"^float16 gradients overflowed: the step is skipped, the loss is scaled by"
-    ):
-        step.update()
-    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-    assert step.scaler.get_scale() == 2**15
-    optimizer.zero_grad()
-    step(tokens, targets)
-    assert not all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-
-
-@pytest.mark.compiled_every_time
-@pytest.mark.family("training_step")
-def test_parameters_of_another_precision_are_one_line(implementation: Implementation) -> None:
-    model = MLPLanguageModel(SIZE).bfloat16()
-    with pytest.raises(
-        ValueError, match=r"^the model's parameters are torch.bfloat16, and the precision's torch.float32$"
-    ):
-        implementation.adapted(model, torch.optim.SGD(model.parameters()), precision=PRECISIONS["float32"])
 
 
 def test_compile_step_takes_no_float16() -> None:

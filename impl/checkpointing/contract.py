@@ -14,14 +14,28 @@ class Policy(Protocol):
     """`policy(model) -> model`: the same object, whose blocks save less for backward from then on.
 
     `model.blocks` is an `nn.ModuleList` that the model's forward iterates over; each block takes the output of the one
-    before. Gradients are bitwise equal to those without checkpointing. The names in `state_dict` and what `isinstance`
-    says do not change. For a block that holds an `nn.Dropout`, backward restores the state of the random number
-    generators; a block that draws random numbers in another way must not be checkpointed. Save a checkpointed model by
-    its `state_dict`; the module itself cannot be pickled. ValueError for a model without blocks, and for one that is
-    checkpointed already.
+    before, and perhaps further arguments, the same for all. Outputs and gradients are bitwise equal to those without
+    checkpointing: under autocast, in eval mode, where the input or some parameters need no gradient, and where several
+    forwards come before the first backward. Parameters stay the same objects; their names in `state_dict` and what
+    `isinstance` says do not change; forward hooks of blocks run. For a block that holds an `nn.Dropout`, backward
+    restores the state of the random number generators, and leaves them as it found them; a block that draws random
+    numbers in another way, changes its buffers in forward (as `nn.BatchNorm1d` does) or its input in place must not be
+    checkpointed.
+
+    Of a model of many blocks forward keeps fewer bytes for backward than without, the peak of forward and backward is
+    lower, and nothing is kept after backward. A policy which is to save nothing, as a peer, is named `none` or
+    `identity`, or has an attribute `saves_nothing = True`.
+
+    Save a checkpointed model by its `state_dict`; the module itself cannot be pickled. ValueError for a model without
+    blocks, and for one that is checkpointed already.
     """
 
     def __call__(self, model: nn.Module) -> nn.Module: ...
+
+
+def claims_to_save(policy: Any) -> bool:
+    """Whether a policy is held to saving memory: all are but those that say otherwise."""
+    return not getattr(policy, "saves_nothing", False) and getattr(policy, "__name__", "") not in ("none", "identity")
 
 
 def _check(target: Any, device: str) -> None:

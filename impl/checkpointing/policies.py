@@ -34,7 +34,7 @@ def every(n: int) -> Policy:
         raise ValueError(f"every n-th block is checkpointed, with n from 1 on, got {n!r}")
 
     def policy(model: nn.Module) -> nn.Module:
-        for block in _blocks(model)[n - 1 :: n]:
+        for block in dict.fromkeys(_blocks(model)[n - 1 :: n]):
             _checkpoint(block)
         return model
 
@@ -50,7 +50,7 @@ def recursive(model: nn.Module) -> nn.Module:
     instead, this policy is the same as `full`.
     """
     blocks = _blocks(model)
-    for block in blocks:
+    for block in dict.fromkeys(blocks):
         _checkpoint(block)
     _mix_in(blocks, _Segmented)
     return model
@@ -58,7 +58,7 @@ def recursive(model: nn.Module) -> nn.Module:
 
 def selective(model: nn.Module) -> nn.Module:
     """Save each block's input and the outputs of its matrix products and attention; recompute the rest."""
-    for block in _blocks(model):
+    for block in dict.fromkeys(_blocks(model)):
         _checkpoint(block, context_fn=partial(create_selective_checkpoint_contexts, _save_products))
     return model
 
@@ -101,14 +101,14 @@ class _Segmented(nn.ModuleList):
         length = segment_length(len(blocks))
         before: Tensor | None = None
 
-        def run(segment: list[Any], x: Tensor) -> Tensor:
+        def run(segment: list[Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             nonlocal before
             if before is not None and x is not before:
                 raise ValueError(
                     "recursive checkpointing runs blocks in segments, and this model does something between them: "
                     "each block must take the output of the one before as it is"
                 )
-            before = _checkpointed(partial(_run_blocks, segment), segment)(x)
+            before = _checkpointed(partial(_run_blocks, segment), segment)(x, *args, **kwargs)
             return before
 
         for start in range(0, len(blocks), length):
@@ -118,9 +118,9 @@ class _Segmented(nn.ModuleList):
         return repr(nn.ModuleList(self._modules.values()))
 
 
-def _run_blocks(blocks: list[Any], x: Tensor) -> Tensor:
+def _run_blocks(blocks: list[Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     for block in blocks:
-        x = block(x)
+        x = block(x, *args, **kwargs)
     return x
 
 

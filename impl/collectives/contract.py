@@ -13,7 +13,10 @@ from shardmark.registry import Family, RegistryError, add_family
 
 
 class Handle(Protocol):
-    """Handle of an asynchronous collective. Until `wait` returns, do not touch the tensors that it reads and writes."""
+    """Handle of an asynchronous collective. Until `wait` returns, do not touch the tensors that it reads and writes.
+
+    The collective needs no `wait` to go on. Handles may be waited for in any order, another one on each rank.
+    """
 
     def wait(self) -> Any:
         """Return when the result is written (on CUDA: what the current stream does next comes after that)."""
@@ -21,17 +24,22 @@ class Handle(Protocol):
 
 
 class Collectives(Protocol):
-    """An object with three methods. The first two reduce by summing.
+    """An object with three methods, or a class of which one is made without arguments. The first two reduce by summing.
 
-    Each returns when its result is written; with `async_op` it returns a `Handle` at once. Every rank must start the
-    same collectives in the same order. `output` and `input` are contiguous and of one dtype, and with n ranks one of
-    them is n times as large as the other.
+    Each returns when its result is written; with `async_op` it returns a `Handle`, at once where it can. Any number
+    may be under way. Every rank of the group must start the same collectives in the same order; ranks outside of it
+    take no part, and "rank i" is the i-th of the group. Tensors are contiguous, of any shape, may be views of
+    larger ones and may have no elements. `output` and `input` are of one dtype, and with n ranks the first
+    dimension of one is n times as large as that of the other. Nothing is written but the result.
+
+    Sums of integers are exact. Those of floating point are at most as far off as n - 1 additions in the tensors' own
+    dtype, in any order; an all-reduce's are the same on every rank to the bit.
     """
 
     def all_reduce(
         self, tensor: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
     ) -> Handle | None:
-        """Replace `tensor`, of any shape, by its sum over the ranks."""
+        """Replace `tensor` by its sum over the ranks."""
         ...
 
     def reduce_scatter(
@@ -50,15 +58,29 @@ class Collectives(Protocol):
         ...
 
 
+def _adapted(target: Any) -> Any:
+    """An object of a class whose methods need one."""
+    if not inspect.isclass(target):
+        return target
+    needs_one = any(inspect.isfunction(inspect.getattr_static(target, name, None)) for name in METHODS)
+    return target() if needs_one else target
+
+
 def _check(target: Any, device: str) -> None:
-    for name, arguments in {"all_reduce": 2, "reduce_scatter": 3, "all_gather": 3}.items():
+    target = _adapted(target)
+    for name, arguments in METHODS.items():
         method = getattr(target, name, None)
         if not callable(method):
             raise RegistryError(f"it has no {name}()")
         try:
-            inspect.signature(method).bind(*[None] * arguments)
+            inspect.signature(method).bind(*[None] * arguments, async_op=True)
         except TypeError as error:
-            raise RegistryError(f"{name}() does not take {arguments} arguments: {error}") from None
+            raise RegistryError(f"{name}() does not take {arguments} arguments and async_op: {error}") from None
 
 
-FAMILY = add_family(Family("collectives", Collectives, reference="backend", check=_check, memory=buffered_peak))
+METHODS = {"all_reduce": 2, "reduce_scatter": 3, "all_gather": 3}
+"""The contract's, and how many positional arguments each takes."""
+
+FAMILY = add_family(
+    Family("collectives", Collectives, reference="backend", check=_check, memory=buffered_peak, adapt=_adapted)
+)

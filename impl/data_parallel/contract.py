@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -13,14 +14,24 @@ from shardmark.registry import Family, Race, RegistryError, add_family
 
 
 class DataParallelWrapper(Protocol):
-    """`Wrapper(module, *, process_group=None, **options)`, called as the module is.
+    """`Wrapper(module, *, process_group=None, **options)`, a class or a function, called as the module is.
 
-    Wrapping gives every rank rank 0's parameters and buffers. It raises ValueError for a module with no trainable
-    parameter, and, on every rank, when the ranks' modules differ; that error names the first parameter that does. After
-    `finish_gradient_synchronization`, between backward and `optimizer.step()`, each trainable parameter's `.grad` is
-    the average over the ranks; a gradient that a rank does not have counts as zero. Frozen parameters have no gradient,
-    and tied ones are communicated once. Buffers that forward changes are not synchronized. `state_dict` has the
-    module's own names.
+    Wrapping gives every rank of the process group its first rank's parameters and buffers, to the bit; ranks outside
+    of the group take no part. It raises ValueError for a module with no trainable parameter, and, on every rank, when
+    the ranks' modules differ in a parameter's name, shape, dtype or `requires_grad`; that error names the first
+    parameter that does.
+
+    After `finish_gradient_synchronization`, between backward and `optimizer.step()`, each trainable parameter's `.grad`
+    is the average over the group's ranks of what backward passes added to it there, with that parameter's shape and
+    dtype. It is as exact as that dtype allows and the same on every rank to the bit, whatever order gradients arrive in
+    and however late a rank is. A gradient that a rank does not have counts as zero; where no rank has one, `.grad` is
+    None or zeros. Parameters frozen before wrapping have no gradient and are not communicated; tied ones are
+    communicated once. Buffers that forward changes are not synchronized. `state_dict` has the module's own names. Of a
+    wrapper that is an `nn.Module`, `parameters()` are the module's, and `train()` and `eval()` reach it.
+
+    Options that some take: `bucket_mb`, the size in MB of 2^20 bytes of what is communicated at once, which the last
+    parameter of a bucket may exceed; `reduce_dtype`, the dtype of communication, by default the gradients' own;
+    `find_unused_parameters`, without which every backward pass must reach every parameter.
 
     The suite's own wrappers raise RuntimeError at an `optimizer.step()` on gradients that were not averaged since
     backward produced them, in `no_sync` or outside of it; gradients that `zero_grad()` freed do not count. A
@@ -36,7 +47,8 @@ class DataParallelWrapper(Protocol):
         ...
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients of backward passes in this context stay local and accumulate."""
+        """Gradients of backward passes in this context stay local and accumulate, until a backward pass outside of it
+        and `finish_gradient_synchronization`. An error ends it as well."""
         ...
 
 
@@ -46,8 +58,9 @@ def _check(target: Any, device: str) -> None:
         inspect.signature(target).bind(nn.Linear(1, 1), process_group=None)
     except TypeError as error:
         raise RegistryError(f"it is called as Wrapper(module, *, process_group=None, **options): {error}") from None
+    made = target.func if isinstance(target, functools.partial) else target
     for method in ("finish_gradient_synchronization", "no_sync"):
-        if not callable(getattr(target, method, None)):
+        if inspect.isclass(made) and not callable(getattr(made, method, None)):
             raise RegistryError(f"it has no method {method}()")
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from impl.data_parallel.accounting import ddp_peak
-from impl.distributed import PlainStateDict, check_same_module
+from impl.distributed import PlainStateDict, broadcast_state, check_same_module
 from shardmark.registry import Race, register
 
 
@@ -29,9 +29,12 @@ class TorchDataParallel(PlainStateDict, DistributedDataParallel):
         find_unused_parameters: bool = False,
     ) -> None:
         check_same_module(module, process_group)
+        broadcast_state(module, process_group)
         super().__init__(
             module,
             process_group=process_group,
+            broadcast_buffers=False,  # or each forward pass gives every rank rank 0's again
+            init_sync=False,  # which without those would leave out the buffers
             bucket_cap_mb=bucket_mb,
             find_unused_parameters=find_unused_parameters,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -14,13 +15,28 @@ from shardmark.registry import Family, Race, RegistryError, add_family
 class FullySharded(Protocol):
     """`FullyShardedDataParallel(module, *, process_group=None, compute_dtype=None, reduce_dtype=None, ...)`.
 
-    Wrapping gives every rank rank 0's parameters and buffers. It raises ValueError for a module with no trainable
-    parameter, for one that is sharded already, and, on every rank, when the ranks' modules differ; that error names the
-    first parameter that does. From then on `parameters()` are this rank's shards, in the parameters' own dtype, and any
-    optimizer takes them; some may be empty. After `finish_gradient_synchronization`, between backward and
-    `optimizer.step()`, the `.grad` of each trainable shard has the shard's shape and dtype and is this rank's part of
-    the gradient averaged over the ranks. A gradient that a rank does not have counts as zero; gradients of several
-    backward passes add up; frozen parameters have none. `isinstance` says the same of each module as before.
+    Wrapping gives every rank the parameters and buffers of the group's first rank, rank 0 below; n is its world size.
+    ValueError for a module with no trainable parameter and for a wrapper; and, on every rank, when the ranks' modules
+    differ in names or shapes. From then on `parameters()` are this rank's shards, in the parameters' own dtype, and any
+    optimizer takes them; some may be empty. `isinstance` says the same of each module as before. Ranks that are not in
+    the process group do nothing.
+
+    A call is the module's own: the same arguments, the same outputs, the same gradients of inputs. After
+    `finish_gradient_synchronization`, between backward and `optimizer.step()`, the `.grad` of each trainable shard has
+    the shard's shape and dtype and is this rank's part of the gradient averaged over the ranks. A gradient that a rank
+    does not have counts as zero; one that no rank has is zero or None. Gradients of several backward passes add up,
+    whether each is synchronized or all are at once, until they are set to None. Frozen parameters have none. Tied
+    parameters stay one. Several forwards may precede their backwards, some may have none, and evaluation under
+    `torch.no_grad()` may come at any time.
+
+    A rank stores about 1/n of the model: once a step is synchronized nothing else of the parameters remains, and of
+    gradients their shards alone. What `state_dict` gives, where there is one, `load_state_dict` takes on the same
+    ranks.
+
+    With `compute_dtype` parameters and floating-point inputs are cast to it, and matrices are multiplied in it; with
+    `reduce_dtype` gradients are communicated in it. Two options more are used where an implementation takes them:
+    `wrap`, a function from a module to its submodules that become units, and `reshard_after_forward`, whether full
+    parameters are freed between forward and backward.
 
     Every rank must run the same units in the same order, in forward and in backward. A parameter may be read only while
     the forward of its own unit, or of a unit around it, runs.
@@ -35,13 +51,15 @@ class FullySharded(Protocol):
         ...
 
     def gather_full_parameters(self) -> dict[str, Tensor]:
-        """Every full parameter in its own dtype, by its name in the module; a tied one by each name. All ranks call."""
+        """Copies of all full parameters as they are stored, in their own dtype, by their names in the module before it
+        was wrapped; a tied one by each name. All ranks call.
+        """
         ...
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`. All ranks call.
 
-        Returns the norm before that, as `torch.nn.utils.clip_grad_norm_` does.
+        Returns the norm before that, as `torch.nn.utils.clip_grad_norm_` does. This method may be left out.
         """
         ...
 
@@ -54,6 +72,10 @@ def _check(target: Any, device: str) -> None:
         raise RegistryError(
             f"it is called as Wrapper(module, *, process_group=None, compute_dtype=None, reduce_dtype=None): {error}"
         ) from None
+    while isinstance(target, partial):
+        target = target.func
+    if not inspect.isclass(target):
+        return  # a function that makes the wrapper: what it returns is seen on ranks
     for method in ("finish_gradient_synchronization", "gather_full_parameters"):
         if not callable(getattr(target, method, None)):
             raise RegistryError(f"it has no method {method}()")

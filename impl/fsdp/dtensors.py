@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def gather_full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Every full parameter, by each of its names. All ranks call."""
-    full = {parameter: _full(parameter.detach()) for parameter in model.parameters()}
+    """A copy of every full parameter, by each of its names. All ranks call."""
+    full = {parameter: _copy(parameter.detach()) for parameter in model.parameters()}
     return {name: full[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
@@ -20,6 +20,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     All ranks call. Any placement will do: `torch.nn.utils.clip_grad_norm_` handles DTensors, and returns one.
     """
     return _full(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+
+
+def _copy(parameter: Tensor) -> Tensor:
+    full = _full(parameter)
+    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    # Of a single rank, what is gathered is the rank's shard itself.
+    return full.clone() if full.untyped_storage().data_ptr() == own.untyped_storage().data_ptr() else full
 
 
 def _full(tensor: Tensor) -> Tensor:

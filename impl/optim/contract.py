@@ -13,13 +13,23 @@ from shardmark.registry import Family, Race, RegistryError, add_family
 
 
 class Optimizer(Protocol):
-    """`Optimizer(params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2)`, a `torch.optim.Optimizer`.
+    """`Optimizer(params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2)` makes a `torch.optim.Optimizer`.
 
-    `step()` is algorithm 2 of the paper for every parameter that has a gradient; the others, their state and their step
-    count do not change. Each param group has its own arguments. ValueError, in one line, for no parameters, an lr, eps
-    or weight_decay that is no number or is negative, betas that are not two numbers in [0, 1), complex or integer
-    parameters, parameters on several devices, and sparse gradients. inf and NaN in a gradient reach the parameter and
-    its moments, as in torch's, unless stated otherwise below.
+    `step()` is algorithm 2 of the paper for every parameter that has a gradient, a zero gradient too, whatever their
+    number, sizes, strides and dtypes. Parameters whose `.grad` is None do not change, nor do their state and step
+    count. It updates parameters in place, where their data is at that step, and neither writes `.grad` nor uses its
+    memory after the step. Each parameter counts its own steps. Each param group has its own arguments, which a step
+    reads anew, as schedulers change them; groups may be added later. Of float64 parameters all arithmetic is in
+    float64, bias corrections included. inf and NaN in a gradient reach the parameter and its moments, as in torch's,
+    unless stated otherwise below. Optimizers share nothing, and after its first steps one keeps no more bytes.
+
+    State: after `load_state_dict` training goes on as if it had not stopped, in a new optimizer or in one that has
+    made other steps, with the param groups' arguments that were saved; ValueError where param groups have other
+    numbers of parameters. torch's AdamW goes on from the state as well.
+
+    ValueError, in one line, for no parameters, a negative lr, eps or weight_decay, and betas outside [0, 1). A sparse
+    gradient is an error, or treated as the dense one it stands for. Our own are stricter (`impl.optim.base`):
+    ValueError too for arguments that are no numbers, complex or integer parameters, several devices, sparse gradients.
 
     Two options, by name, that an implementation may have:
 
@@ -43,7 +53,8 @@ class Optimizer(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Each parameter's state has the keys "step", "exp_avg" and "exp_avg_sq", as that of torch's AdamW."""
+        """Each parameter's state has "step", "exp_avg" and "exp_avg_sq", with torch's meaning: the moments are without
+        bias correction. It may have more."""
         ...
 
 
@@ -52,10 +63,12 @@ DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "wei
 
 def _check(target: Any, device: str) -> None:
     """Two steps on x² must lead where torch's AdamW leads."""
-    if not isinstance(target, type) or not issubclass(target, torch.optim.Optimizer):
-        raise RegistryError(f"{target!r} is not a class of torch.optim.Optimizer")
+    if not callable(target):
+        raise RegistryError(f"{target!r} is neither a class of torch.optim.Optimizer nor makes one")
     x = torch.ones(3, device=device, requires_grad=True)
     optimizer: Any = target([x], **DEFAULTS)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise RegistryError(f"{target!r} makes {optimizer!r}, and no torch.optim.Optimizer")
     for _ in range(2):
         optimizer.zero_grad()
         (x * x).sum().backward()

@@ -14,10 +14,17 @@ from shardmark.registry import Family, Race, RegistryError, add_family
 class ShardedOptimizerContract(Protocol):
     """`ShardedOptimizer(params, optimizer_cls, *, process_group=None, **defaults)`, a real `torch.optim.Optimizer`.
 
-    Every rank passes the same parameters with the same values, and gradients that are averaged already, by any
-    data-parallel wrapper. After `step` the parameters on every rank are those that `optimizer_cls(params, **defaults)`
-    would give. A parameter without a gradient does not change, nor does its state. `param_groups` are the user's, so a
-    scheduler can change `lr` there. Every rank must make the same calls.
+    `params` are parameters or param groups, as torch's optimizers take them, of any shapes. Every rank of the process
+    group passes the same parameters with the same values, and gradients that are averaged already, by any
+    data-parallel wrapper. Every rank of the group must make the same calls; no other rank takes part, so that groups
+    may train side by side, as may several optimizers.
+
+    When `step` returns, the parameters on every rank are those that `optimizer_cls(params, **defaults)` would give. A
+    parameter without a gradient does not change, nor does its state. `param_groups` are the user's: any option that a
+    scheduler or the user changes there holds from the next step on.
+
+    The ranks share the state, in whole parameters or smaller parts, so that each of N ranks holds about an Nth; to
+    communicate, it may hold the parameters twice more.
 
     Two options that an implementation may have. With `average_gradients=True` gradients are each rank's own, and the
     optimizer averages them during backward, in place of a wrapper; it has `finish_gradient_synchronization`,
@@ -28,19 +35,27 @@ class ShardedOptimizerContract(Protocol):
     param_groups: list[dict[str, Any]]
 
     def step(self) -> Any:
-        """Update every parameter that has a gradient, on every rank."""
+        """Update every parameter that has a gradient, on every rank. As torch's, it takes a closure, calls it once with
+        gradients enabled, and returns its loss.
+        """
         ...
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; at any time between steps."""
+        """As torch's, with options of its own; at any time between steps. What is there already keeps its state."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The full, unsharded state, as `optimizer_cls` has it on one rank; the same on every rank."""
+        """The full, unsharded state, as `optimizer_cls` has it on one rank; the same on every rank.
+
+        What is no tensor belongs to it, too.
+        """
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state saved on any number of ranks, or by `optimizer_cls`; ValueError where it does not fit."""
+        """Load a state saved on any number of ranks, or by `optimizer_cls`, and its options, in place of its own.
+
+        ValueError on every rank where its groups have other numbers of parameters.
+        """
         ...
 
 

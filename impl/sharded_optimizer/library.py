@@ -54,7 +54,9 @@ def _zero_redundancy_class() -> Any:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     class ZeroRedundancy(ZeroRedundancyOptimizer):
-        """torch's, but `state_dict` returns the full state on every rank, where torch's does on one."""
+        """torch's, but `state_dict` returns the full state on every rank, where torch's does on one, and loading drops
+        the state of parameters that the loaded one has nothing for, where torch's keeps it.
+        """
 
         def state_dict(self) -> dict[str, Any]:
             self.consolidate_state_dict(to=0)
@@ -64,6 +66,7 @@ def _zero_redundancy_class() -> Any:
             return shared[0]
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.optim.state.clear()
             super().load_state_dict(state_dict | {"state": dict(state_dict["state"])})  # torch writes into it: a copy
 
     return ZeroRedundancy

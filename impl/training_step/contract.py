@@ -18,10 +18,19 @@ class TrainingStep(Protocol):
     """`Step(model, optimizer, *, precision=Precision())`: forward, backward and update, separately or in one call.
 
     `model` maps tokens (batch, context) to logits (batch, context, vocab), and its parameters have the precision's
-    dtype; `optimizer` updates those parameters. Tokens and targets are int64 (batch, context). Gradients accumulate in
-    `.grad` until the caller sets them to None. Targets of -100 are ignored; where all are, the loss is NaN, as
-    PyTorch's mean over nothing is, and the gradients are zero. In float16 a step whose gradients overflow is skipped
-    with a RuntimeWarning, and the loss scale is reduced.
+    dtype; `optimizer` updates those parameters. Tokens and targets are int64 (batch, context), of another shape in each
+    call if the caller likes. Products are in the precision's compute dtype, backward's too; the loss is float32.
+
+    Gradients accumulate in `.grad`, as they are, until the caller sets them to None; several losses may wait for their
+    backward. Each update is one step of the optimizer, with the options that it has then. The model's mode, the
+    parameters' dtype and which of them are trainable stay as they are.
+
+    Targets of -100 are ignored, and count in no mean; where all are, the loss is NaN, as PyTorch's mean over nothing
+    is, and the gradients are zero.
+
+    In float16 the loss is scaled, so that gradients arrive that float16 would round to zero; between backward and
+    update `.grad` may be scaled, too. A step whose gradients overflow is skipped with a RuntimeWarning, and the loss
+    scale is reduced, until gradients fit. A skipped step leaves parameters and the optimizer's state as they were.
 
     ValueError for a model, an optimizer and a precision that do not go together, and, eager on CPU, for tokens and
     targets that the vocabulary does not have; compiled code and CUDA raise assertions of their own.
@@ -43,6 +52,7 @@ class TrainingStep(Protocol):
         """All three. Returns the loss, detached.
 
         `mark` is called with "forward", "backward" and "optimizer" as each ends, or with "step" where they are one.
+        Once the loss is freed, nothing is left of the activations.
         """
         ...
 

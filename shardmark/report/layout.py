@@ -9,11 +9,16 @@ def layout(rows: Sequence[Mapping[str, str | None]], left: Sequence[str] = ()) -
     """Lines of a table whose columns are the rows' keys, those in `left` to the left; None is a dash."""
     columns = []
     for name in rows[0]:
-        texts = [name, *(row[name] or "-" for row in rows)]
+        texts = [name, *(printable(row[name] or "-") for row in rows)]
         width = max(map(len, texts))
         columns.append([text.ljust(width) if name in left else text.rjust(width) for text in texts])
     lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey: names come from users' files."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def mib(nbytes: float) -> str:

@@ -25,6 +25,8 @@ def write_summary(terminal: pytest.TerminalReporter, session: Session, every_col
         terminal.write_line("\n-v shows all columns")
     if rows and session.rows.path is not None:
         terminal.write_line(f"\n{len(rows)} row{'s' * (len(rows) != 1)} in {session.rows.path}")
+    if session.rows.trouble is not None:
+        terminal.write_line(f"--benchmark-json: {session.rows.trouble}", red=True)
     for budget in session.budgets:
         if budget.pattern not in session.matched_budgets:
             terminal.write_line(f'--budgets: no measured test matches "{budget.pattern}"', yellow=True)

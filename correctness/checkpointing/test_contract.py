@@ -1,0 +1,291 @@
+"""What every checkpointing policy promises: outputs and gradients to the bit, and a model that stays what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from correctness.support.checkpointing import (
+    SIZE,
+    Dropping,
+    assert_equal,
+    assert_same_bits,
+    dropping,
+    gradients,
+    gradients_of,
+    loss_of,
+    transformer,
+)
+from impl.checkpointing.contract import claims_to_save
+from shardmark.registry import Implementation
+
+pytestmark = pytest.mark.family("checkpointing")
+
+
+@pytest.fixture
+def tokens(device: str) -> Tensor:
+    return torch.randint(SIZE.vocab, (2, 13), device=device)
+
+
+@pytest.fixture
+def x(device: str) -> Tensor:
+    return torch.randn(6, 8, device=device)
+
+
+def test_outputs_are_bitwise_those_without(implementation: Implementation, tokens: Tensor, device: str) -> None:
+    expected = transformer(device)(tokens)
+    model = implementation.adapted(transformer(device))
+    assert_equal(model(tokens), expected, "the output")
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 5, 7])
+def test_gradients_are_bitwise_those_without(
+    implementation: Implementation, layers: int, tokens: Tensor, device: str
+) -> None:
+    plain = transformer(device, layers=layers)
+    model = implementation.adapted(transformer(device, layers=layers))
+    for step in ("", "accumulated, "):
+        expected = gradients(plain, tokens)
+        assert all(grad is not None and grad.any() for grad in expected.values())
+        assert_same_bits(gradients(model, tokens), expected, step)
+
+
+def test_an_input_that_needs_no_gradient_hides_no_parameters(
+    implementation: Implementation, x: Tensor, device: str
+) -> None:
+    """The first block's input is the batch itself, of which autograd records nothing."""
+    expected = gradients(dropping(device).eval(), x)
+    output = implementation.adapted(dropping(device).eval())(x)
+    assert output.requires_grad, "the output needs no gradient where the input needs none: parameters are forgotten"
+    assert_same_bits(gradients(implementation.adapted(dropping(device).eval()), x), expected)
+
+
+def test_the_inputs_gradient_is_that_without(implementation: Implementation, x: Tensor, device: str) -> None:
+    grads = []
+    for policy in (implementation.adapted, lambda model: model):
+        given = x.clone().requires_grad_()
+        loss_of(policy(dropping(device).eval()), given).backward()
+        grads.append(given.grad)
+    assert grads[0] is not None, "the input needs a gradient, and gets none"
+    assert_equal(grads[0], grads[1], "the input's gradient")
+
+
+@pytest.mark.parametrize("trained", ["last", "first", "biases"])
+def test_frozen_parameters_stay_without_gradients(
+    implementation: Implementation, trained: str, tokens: Tensor, device: str
+) -> None:
+    """As in fine-tuning: of some blocks, or of some parameters of each."""
+    plain, model = transformer(device), implementation.adapted(transformer(device))
+    for each in (plain, model):
+        for name, p in each.named_parameters():
+            block = {"last": f"blocks.{SIZE.layers - 1}.", "first": "blocks.0."}.get(trained, "norm")
+            p.requires_grad_(block in name)
+    assert_same_bits(gradients(model, tokens), gradients(plain, tokens))
+
+
+@pytest.mark.parametrize("backward_too", [False, True], ids=["forward", "forward_and_backward"])
+def test_gradients_under_autocast_are_bitwise_those_without(
+    implementation: Implementation, backward_too: bool, tokens: Tensor, device: str
+) -> None:
+    """Backward recomputes in forward's dtype, also where it runs outside of autocast."""
+
+    def under_autocast(model: nn.Module) -> dict[str, Tensor | None]:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            logits = model(tokens)
+            loss = logits.float().square().mean()
+            if backward_too:
+                loss.backward()
+        assert logits.dtype == torch.bfloat16, f"under autocast the output is in {logits.dtype}"
+        if not backward_too:
+            loss.backward()
+        return gradients_of(model)
+
+    expected = under_autocast(transformer(device))
+    assert_same_bits(under_autocast(implementation.adapted(transformer(device))), expected)
+
+
+def test_dropout_drops_the_same_again(implementation: Implementation, x: Tensor, device: str) -> None:
+    """Backward recomputes with the random numbers of forward, whatever was drawn since."""
+
+    def dropped(model: nn.Module) -> dict[str, Tensor | None]:
+        torch.manual_seed(1)
+        loss = loss_of(model, x)
+        torch.rand(5, device=device)
+        loss.backward()
+        return gradients_of(model)
+
+    assert_same_bits(dropped(implementation.adapted(dropping(device))), dropped(dropping(device)))
+
+
+def test_random_numbers_after_backward_are_those_without(
+    implementation: Implementation, x: Tensor, device: str
+) -> None:
+    def drawn(model: nn.Module) -> Tensor:
+        torch.manual_seed(1)
+        for _ in range(2):
+            loss_of(model, x).backward()
+        return torch.rand(5, device=device)
+
+    assert_equal(
+        drawn(implementation.adapted(dropping(device))), drawn(dropping(device)), "what is drawn after backward"
+    )
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["first_first", "last_first"])
+def test_two_forwards_before_either_backward(
+    implementation: Implementation, first: int, tokens: Tensor, x: Tensor, device: str
+) -> None:
+    """Of the same shape, with other inputs and other random numbers."""
+
+    def both(model: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor | None]:
+        torch.manual_seed(1)
+        losses = [loss_of(model, given) for given in inputs]
+        losses[first].backward()
+        losses[1 - first].backward()
+        return gradients_of(model)
+
+    for make, inputs in ((transformer, [tokens, tokens.flip(1)]), (dropping, [x, x.flip(0)])):
+        expected = both(make(device), inputs)
+        assert_same_bits(both(implementation.adapted(make(device)), inputs), expected)
+
+
+def test_the_same_model_twice_in_a_graph(implementation: Implementation, x: Tensor, device: str) -> None:
+    plain, model = dropping(device).eval(), implementation.adapted(dropping(device).eval())
+    for each in (plain, model):
+        (each(each(x)) + each(x)).square().mean().backward()
+    assert_same_bits(gradients_of(model), gradients_of(plain))
+
+
+def test_blocks_may_be_the_same_object(implementation: Implementation, x: Tensor, device: str) -> None:
+    """Layers that share all their parameters."""
+    plain, model = dropping(device, 6, 3).eval(), implementation.adapted(dropping(device, 6, 3).eval())
+    assert_same_bits(gradients(model, x), gradients(plain, x))
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (9, 3, 8)], ids=str)
+def test_inputs_may_have_another_shape_each_time(
+    implementation: Implementation, shape: tuple[int, ...], x: Tensor, device: str
+) -> None:
+    plain, model = dropping(device).eval(), implementation.adapted(dropping(device).eval())
+    for given in (x, torch.randn(shape, device=device)):
+        assert_same_bits(gradients(model, given), gradients(plain, given))
+
+
+def test_in_eval_mode_gradients_are_those_without(implementation: Implementation, tokens: Tensor, device: str) -> None:
+    plain, model = transformer(device).eval(), implementation.adapted(transformer(device)).eval()
+    assert_same_bits(gradients(model, tokens), gradients(plain, tokens))
+
+
+def test_without_gradients_outputs_are_those_without(
+    implementation: Implementation, tokens: Tensor, device: str
+) -> None:
+    model = implementation.adapted(transformer(device)).eval()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            found, expected = model(tokens), transformer(device)(tokens)
+        assert_equal(found, expected, f"the output under {context.__name__}")
+        assert not found.requires_grad, f"the output requires a gradient under {context.__name__}"
+
+
+class Told(Dropping):
+    """Its blocks take more than the output of the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.full_like(x[..., :1], 0.5)
+        for block in self.blocks:
+            x = block(x, scale, shift=1.0)
+        return x
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, scale: Tensor, *, shift: float) -> Tensor:
+        return torch.nn.functional.gelu(self.linear(x)) * scale + shift
+
+
+def test_blocks_may_take_further_arguments(
+    implementation: Implementation, x: Tensor, device: str, record_property: Callable[[str, object], None]
+) -> None:
+    """The same ones for all, as a mask is; a policy that does not take them says so by an error."""
+
+    def told(policy: Callable[[nn.Module], nn.Module]) -> dict[str, Tensor | None]:
+        torch.manual_seed(0)
+        return gradients(policy(Told().to(device)), x)
+
+    expected = told(lambda model: model)
+    try:
+        found = told(implementation.adapted)
+    except Exception as error:
+        record_property("note", f"blocks take no further arguments: {type(error).__name__}: {error}")
+        return
+    assert_same_bits(found, expected)
+
+
+def test_parameters_stay_the_same_objects(implementation: Implementation, device: str) -> None:
+    """An optimizer that has them already goes on with them."""
+    model = transformer(device)
+    model.blocks[1].requires_grad_(False).eval()
+    before = [*model.named_parameters()], [*model.blocks], [(p.requires_grad) for p in model.parameters()]
+    training = [module.training for module in model.modules()]
+    assert implementation.adapted(model) is model, "the policy returns another model than it was given"
+    for name, p in before[0]:
+        assert dict(model.named_parameters()).get(name) is p, f"{name} is not the parameter that it was"
+    assert isinstance(model.blocks, nn.ModuleList), f"model.blocks is a {type(model.blocks).__name__} now"
+    assert len(model.blocks) == len(before[1]), f"{len(before[1])} blocks became {len(model.blocks)}"
+    assert [p.requires_grad for p in model.parameters()] == before[2], "the policy changes requires_grad"
+    assert [module.training for module in model.modules()] == training, "the policy changes train() or eval()"
+
+
+def test_names_and_classes_stay(implementation: Implementation, device: str) -> None:
+    plain, model = transformer(device), implementation.adapted(transformer(device))
+    assert list(model.state_dict()) == list(plain.state_dict()), "the names in state_dict change"
+    for (name, mine), (_, theirs) in zip(model.named_modules(), plain.named_modules(), strict=True):
+        assert isinstance(mine, type(theirs)), f"{name} was a {type(theirs).__name__}, and is a {type(mine).__name__}"
+    for i, theirs in enumerate(plain.blocks):
+        assert isinstance(model.blocks[i], type(theirs)), f"block {i} is a {type(model.blocks[i]).__name__}"
+
+
+def test_a_state_dict_is_loaded(implementation: Implementation, tokens: Tensor, device: str) -> None:
+    plain, model = transformer(device), implementation.adapted(transformer(device))
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.mul_(1.5)
+    model.load_state_dict(plain.state_dict())
+    assert_same_bits(gradients(model, tokens), gradients(plain, tokens))
+
+
+def test_forward_hooks_of_blocks_run(implementation: Implementation, tokens: Tensor, device: str) -> None:
+    model = transformer(device)
+    called: list[int] = []
+    for i, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda module, inputs, output, i=i: called.append(i))
+    implementation.adapted(model)(tokens)
+    assert called == list(range(SIZE.layers)), f"forward hooks of {SIZE.layers} blocks ran for {called}"
+
+
+def test_a_model_without_blocks_is_a_value_error(implementation: Implementation) -> None:
+    empty: Any = nn.Module()
+    empty.blocks = nn.ModuleList()
+    for model in (nn.Linear(2, 2), empty):
+        with pytest.raises(ValueError, match=r"."):
+            implementation.adapted(model)
+
+
+def test_a_second_policy_is_a_value_error(implementation: Implementation) -> None:
+    """It would compute everything a third time."""
+    if not claims_to_save(implementation.target):
+        pytest.skip(f"{implementation} checkpoints nothing, so it may be applied twice")
+    model = implementation.adapted(Dropping())
+    with pytest.raises(ValueError, match=r"."):
+        implementation.adapted(model)

@@ -1,0 +1,137 @@
+"""The closed forms of checkpointing: bytes that are kept, the peak, FLOPs computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from correctness.support.checkpointing import SIZE
+from impl.accounting.programs.transformer import TransformerStep
+from impl.accounting.strategies.checkpointing import Recursive
+from impl.attention import eager_attention
+from impl.checkpointing.accounting import POLICIES, segment_length
+from impl.model import SIZES, Transformer
+from impl.training_step.cases import TrainingStepCase
+from perf.workloads.training_step import CheckpointedStep
+from shardmark.memory import Memory, meter
+from shardmark.registry import family
+
+DEPTHS = [1, 2, 3, 5, 7]
+
+
+def test_a_dtype_without_a_closed_form_is_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^checkpointing's bytes have a closed form in float32, not in bfloat16$"):
+        POLICIES["full"].peak(TrainingStepCase("tiny", 2, 32, "bfloat16"))
+
+
+@contextmanager
+def sized(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Iterator[str]:
+    """The name of a size that there is for a while."""
+    with monkeypatch.context() as patch:
+        patch.setitem(SIZES, "passing", replace(SIZE, **changes))
+        yield "passing"
+
+
+@pytest.mark.parametrize("layers", DEPTHS)
+@pytest.mark.parametrize("name", POLICIES)
+def test_recomputed_flops_are_those_counted(name: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted(policy: str) -> int:
+        model = Transformer(replace(SIZE, layers=layers), context_length=16, attention=eager_attention)
+        with FlopCounterMode(display=False) as counter:
+            family("checkpointing").implementations[policy].target(model)(tokens).sum().backward()
+        return counter.get_total_flops()
+
+    tokens = torch.zeros(2, 13, dtype=torch.int64)
+    with sized(monkeypatch, layers=layers) as model:
+        case = TrainingStepCase(model, *tokens.shape)
+        but_for_last, whole = POLICIES[name].again(case)
+        # The counter sees eager attention, whole; the formula counts half of it, as it is causal.
+        masked = 2 * tokens.numel() * tokens.shape[1] * SIZE.d_model * (but_for_last + whole)
+        assert counted(name) - counted("none") == POLICIES[name].recomputed(case) + masked
+
+
+def step_memory(name: str, case: TrainingStepCase) -> Memory:
+    """The meter's view of a step; "forward" is what forward leaves."""
+    with meter("cpu") as memory:
+        step = CheckpointedStep(family("checkpointing").implementations[name], case, "cpu")
+        step.step(lambda part: None)  # the optimizer's state comes with the first
+        step.prepare()
+        memory.mark("before")
+        memory.reset_peak()
+        step.step(memory.mark)
+    return memory
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    ("changes", "batch", "context"),
+    [
+        ({"layers": 5}, 3, 33),  # the largest moment is SwiGLU's product
+        ({"layers": 8, "d_model": 8, "d_ff": 32}, 3, 90),  # the same in the last block, as inputs outweigh gradients
+        ({"layers": 4, "vocab": 1000}, 2, 30),  # it is the loss
+        ({"layers": 1, "d_model": 32, "d_ff": 96}, 1, 200),
+        ({"layers": 3, "d_model": 60, "d_ff": 151, "heads": 3, "vocab": 121}, 3, 9),  # it is W1's backward
+        ({"layers": 2, "d_model": 40, "heads": 4, "vocab": 200}, 1, 5),  # it is the embedding
+    ],
+    ids=["product", "last_product", "loss", "one_block", "w1", "embedding"],
+)
+def test_kept_and_peak_bytes_are_the_formulas_to_the_byte(
+    name: str, changes: dict[str, int], batch: int, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sized(monkeypatch, **changes) as model:
+        case = TrainingStepCase(model, batch, context)
+        memory = step_memory(name, case)
+        assert memory.phases["forward"] - memory.phases["before"] == POLICIES[name].kept(case)
+        assert memory.tensors == POLICIES[name].peak(case)
+
+
+@pytest.mark.parametrize("model", ["medium", "large", "xl"])
+def test_each_policy_saves_what_it_is_for(model: str) -> None:
+    case = TrainingStepCase(model, batch=4, context=2048)
+    kept, peak, flops = (
+        {name: getattr(policy, form)(case) for name, policy in POLICIES.items()}
+        for form in ("kept", "peak", "recomputed")
+    )
+    assert kept["recursive"] < kept["full"] < kept["every_2"] < kept["selective"] < kept["none"]
+    assert peak["recursive"] == peak["full"] < peak["every_2"] < peak["selective"] < peak["none"]
+    assert flops["none"] == flops["selective"] == 0 < flops["every_2"] < flops["full"] < flops["recursive"]
+
+
+@pytest.mark.parametrize(("tokens", "saves"), [(15, False), (17, True)])
+def test_recursive_lowers_the_peak_where_a_block_has_a_larger_input_than_gradients(
+    tokens: int, saves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block leaves gradients of 16 d^2 where f is 4 d, and takes its input of T d away, as backward passes."""
+    with sized(monkeypatch, d_model=128, d_ff=512, layers=100, vocab=100) as model:
+        case = TrainingStepCase(model, batch=128, context=tokens)
+        assert (POLICIES["recursive"].peak(case) < POLICIES["full"].peak(case)) == saves
+
+
+class CountingInputs(Recursive):
+    """Counts the most inputs of blocks that are there as a block goes backward."""
+
+    most = 0
+
+    def enter_backward(self, unit: int) -> None:
+        super().enter_backward(unit)
+        live = self.ledger.live.entries
+        inputs = (live.get("residual stream", 0) + live.get("embedding output", 0)) // self.step.residual_bytes
+        self.most = max(self.most, inputs - 1)  # one lies between attention and the feed-forward
+
+
+@pytest.mark.parametrize("layers", [*range(1, 40), 1000])
+def test_recursive_keeps_no_more_than_two_roots_of_the_inputs(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sized(monkeypatch, layers=layers) as model:
+        case = TrainingStepCase(model, 1, 1)
+        strategy = CountingInputs(segment_length(layers))
+        TransformerStep(case, strategy).run()
+        most = strategy.most - 1  # beside the block's own
+        segments = -(-layers // segment_length(layers))
+        assert most == segments + min(segment_length(layers), layers) - 2 or layers % segment_length(layers)
+        assert most + 1 <= 2 * layers**0.5

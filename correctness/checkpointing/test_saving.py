@@ -1,0 +1,82 @@
+"""A policy saves memory: what forward keeps for backward, and the peak of both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from correctness.support.checkpointing import SIZE, Policy, loss_of
+from impl.attention import eager_attention
+from impl.checkpointing import none
+from impl.checkpointing.contract import claims_to_save
+from impl.model import Transformer
+from shardmark.memory import meter
+from shardmark.registry import Implementation
+
+pytestmark = pytest.mark.family("checkpointing")
+
+LAYERS, CONTEXT = 8, 48
+LEAST = 0.04
+"""Of the bytes without the policy, the part that it saves at least: a single block of the eight has more."""
+
+
+MEASURED: dict[tuple[int, str], dict[str, int]] = {}
+"""By the policy's `id`, as a user's own may have no hash."""
+
+
+def of_a_step(policy: Policy, device: str) -> dict[str, int]:
+    """Bytes beyond those before the second step: what forward keeps, the peak, and what is left afterwards."""
+    if (id(policy), device) not in MEASURED:
+        MEASURED[id(policy), device] = _measured(policy, device)
+    return MEASURED[id(policy), device]
+
+
+def _measured(policy: Policy, device: str) -> dict[str, int]:
+    size = replace(SIZE, layers=LAYERS, vocab=8)
+    model = policy(Transformer(size, context_length=CONTEXT, attention=eager_attention).to(device))
+    tokens = torch.zeros(2, CONTEXT, dtype=torch.int64, device=device)
+    with meter(device) as memory:
+        for i in range(2):
+            memory.mark(f"before {i}")
+            memory.reset_peak()
+            loss = loss_of(model, tokens)
+            memory.mark(f"forward {i}")
+            loss.backward()
+            model.zero_grad()
+            del loss
+        memory.mark("after")
+    before = memory.phases["before 1"]
+    return {
+        "kept": memory.phases["forward 1"] - before,
+        "peak": memory.tensors - before,
+        "added": memory.phases["after"] - before,
+    }
+
+
+def _saves(implementation: Implementation) -> None:
+    if not claims_to_save(implementation.target):
+        pytest.skip(f"{implementation} does not claim to save anything")
+
+
+def test_forward_keeps_less(implementation: Implementation, device: str) -> None:
+    _saves(implementation)
+    found, all_of_it = of_a_step(implementation.adapted, device)["kept"], of_a_step(none, device)["kept"]
+    assert found <= (1 - LEAST) * all_of_it, (
+        f"forward keeps {found:,} bytes for backward, and {all_of_it:,} without the policy: it checkpoints nothing"
+    )
+
+
+def test_the_peak_is_lower(implementation: Implementation, device: str) -> None:
+    """Not so where backward recomputes all blocks before it frees any."""
+    _saves(implementation)
+    found, all_of_it = of_a_step(implementation.adapted, device)["peak"], of_a_step(none, device)["peak"]
+    assert found <= (1 - LEAST) * all_of_it, (
+        f"the peak of forward and backward is {found:,} bytes, and {all_of_it:,} without the policy"
+    )
+
+
+def test_nothing_is_kept_after_backward(implementation: Implementation, device: str) -> None:
+    added = of_a_step(implementation.adapted, device)["added"]
+    assert added < 1000, f"a step leaves {added:,} more bytes behind, gradients not counted"

@@ -1,0 +1,161 @@
+"""Tensors that collectives take: of several segments and dimensions, views, and numbers of every magnitude."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from correctness.support.averaging import is_ours
+from correctness.support.summing import Call, Inputs, assert_right, largest, small_integers
+from impl.collectives.cases import COLLECTIVES
+from shardmark.registry import Implementation
+from shardmark.world import World
+
+pytestmark = pytest.mark.family("collectives")
+
+
+def several_segments(implementation: Implementation, name: str, device: str) -> list[str]:
+    """Each rank's part is several MiB large, and of no even size."""
+    wrong = []
+    for in_place in [False] if name == "all_reduce" else [False, True]:
+        elements = 2_400_011 if name == "all_reduce" else 800_003
+        call = Call(name, small_integers(torch.float32), elements, device, in_place=in_place)
+        call.start(implementation.adapted)
+        wrong += call.wrong()
+    return wrong
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_results_of_several_segments(implementation: Implementation, world: World, name: str, device: str) -> None:
+    assert_right(world.run(several_segments, implementation, name, device))
+
+
+def of_every_magnitude(dtype: torch.dtype) -> Inputs:
+    """Floating point of as many magnitudes as the dtype has with room for sums; integers of as many digits."""
+
+    def draw(rank: int, elements: int) -> Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        if not dtype.is_floating_point:
+            limit = torch.iinfo(dtype).max // 16
+            return torch.randint(-limit, limit, (elements,), generator=generator).to(dtype)
+        limit = {torch.float64: 300, torch.float16: 8}.get(dtype, 60)
+        exponents = torch.randint(-limit, limit + 1, (elements,), generator=torch.Generator().manual_seed(99))
+        numbers = torch.randn(elements, generator=generator, dtype=torch.float64)
+        return torch.ldexp(numbers, exponents).to(dtype)  # on all ranks of one magnitude
+
+    return draw
+
+
+def sums(implementation: Implementation, dtype: torch.dtype, device: str) -> list[str]:
+    target, wrong = implementation.adapted, []
+    for name, elements, async_op in product(("all_reduce", "reduce_scatter"), (101, 70_001), (False, True)):
+        call = Call(name, of_every_magnitude(dtype), elements, device)
+        handle = call.start(target, async_op)
+        if async_op:
+            handle.wait()
+        wrong += call.wrong()
+    return wrong
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_sums_are_as_exact_as_the_dtype(
+    implementation: Implementation, world: World, dtype: torch.dtype, device: str
+) -> None:
+    assert_right(world.run(sums, implementation, dtype, device))
+
+
+def random_sum(implementation: Implementation, device: str) -> Tensor:
+    total = torch.randn(3, 100_001, generator=torch.Generator().manual_seed(dist.get_rank())).to(device)
+    implementation.adapted.all_reduce(total)
+    return total.cpu()
+
+
+def test_every_rank_has_the_same_sum_to_the_bit(implementation: Implementation, world: World, device: str) -> None:
+    ranks = world.run(random_sum, implementation, device)
+    for rank, total in enumerate(ranks):
+        differ = int((total != ranks[0]).sum())
+        assert not differ, f"{differ} elements of an all-reduce on rank {rank} are rounded otherwise than on rank 0"
+
+
+def several_dimensions(implementation: Implementation, name: str, device: str) -> list[str]:
+    """What is wrong with views in the middle of larger tensors, of several dimensions, and with what is around them."""
+    target, ranks, wrong = implementation.adapted, dist.get_world_size(), []
+    small = (3, 2, 5)
+    for dtype in (torch.float32, torch.int64):
+        large = (ranks * small[0], *small[1:])
+        shapes = {"all_reduce": [small], "reduce_scatter": [small, large], "all_gather": [large, small]}[name]
+        call = Call(name, small_integers(dtype), 30, device)
+        around = [largest(dtype).to(device).repeat(tensor.numel() + 14) for tensor in call.tensors]
+        views = [tensor[7:-7].copy_(own) for tensor, own in zip(around, call.tensors, strict=True)]
+        call.tensors = [view.view(shape) for view, shape in zip(views, shapes, strict=True)]
+        call.start(target)
+        call.tensors[1:] = [tensor.flatten() for tensor in call.tensors[1:]]
+        wrong += [f"{line}, of the shapes {shapes}" for line in call.wrong()]
+        for tensor, shape in zip(around, shapes, strict=True):
+            if not bool((torch.cat([tensor[:7], tensor[-7:]]) == largest(dtype).to(device)).all()):
+                wrong.append(f"{name}: it writes around a tensor of shape {shape} that is a view of a larger one")
+    return wrong
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_tensors_of_several_dimensions_and_views(
+    implementation: Implementation, world: World, name: str, device: str
+) -> None:
+    assert_right(world.run(several_dimensions, implementation, name, device))
+
+
+def no_dimensions(implementation: Implementation, device: str) -> list[str]:
+    tensor = torch.tensor(dist.get_rank() + 1.0, device=device)
+    implementation.adapted.all_reduce(tensor)
+    ranks = dist.get_world_size()
+    expected = ranks * (ranks + 1) / 2
+    found = f"an all-reduce of a tensor without dimensions is {tensor.item()} and not {expected}"
+    return [] if tensor.item() == expected else [found]
+
+
+def test_a_tensor_without_dimensions(implementation: Implementation, world: World, device: str) -> None:
+    assert_right(world.run(no_dimensions, implementation, device))
+
+
+def second_calls(implementation: Implementation, device: str) -> list[str]:
+    """What is wrong with the results of several calls on tensors of one shape, looked at after all of them."""
+    target, wrong = implementation.adapted, []
+    calls: list[Any] = []
+    for seed in range(3):
+        for name in COLLECTIVES:
+            calls.append(Call(name, small_integers(torch.float32, seed), 1001, device))
+            calls[-1].start(target)
+    for i, call in enumerate(calls):
+        wrong += [f"call {i + 1} of {len(calls)}, {line}" for line in call.wrong()]
+    return wrong
+
+
+def test_a_second_call_on_tensors_of_the_same_shape(implementation: Implementation, world: World, device: str) -> None:
+    assert_right(world.run(second_calls, implementation, device))
+
+
+def parameter_sum(implementation: Implementation, device: str) -> bool:
+    """Whether a parameter is summed, as it is without `torch.no_grad()`."""
+    parameter = torch.nn.Parameter(torch.ones(3, device=device))
+    try:
+        implementation.adapted.all_reduce(parameter)
+    except RuntimeError:  # torch's, of an in-place change
+        return False
+    return bool((parameter == dist.get_world_size()).all())
+
+
+def test_a_parameter_is_summed(
+    implementation: Implementation, world: World, device: str, record_property: Callable[[str, object], None]
+) -> None:
+    if not all(world.run(parameter_sum, implementation, device)):
+        assert not is_ours(implementation)
+        record_property("note", "all_reduce takes no tensor that requires a gradient: call it in torch.no_grad()")

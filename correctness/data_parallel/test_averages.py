@@ -1,0 +1,276 @@
+"""What every data-parallel wrapper does, from the plainest case to the rarest: where it starts, and its averages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from correctness.support.averaging import (
+    Products,
+    assert_nothing_wrong,
+    backward,
+    bucket_sizes,
+    needs_backward_on_every_rank,
+    values,
+    wrap,
+    wrong_averages,
+)
+from shardmark.registry import Implementation
+from shardmark.world import World
+
+pytestmark = pytest.mark.family("data_parallel")
+
+Gradients = list[Tensor | None]
+OwnInStep = Callable[[int, int, list[Tensor]], Gradients]
+"""`own(step, rank, like)` is what the gradients of parameters like these are before they are averaged."""
+
+
+class Everything(nn.Module):
+    """Parameters and buffers of every kind, with each seed's own values."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        self.weight = nn.Parameter(draw(5, 3))
+        self.narrow = nn.Parameter(draw(7).bfloat16())
+        self.frozen = nn.Parameter(draw(4).float(), requires_grad=False)
+        self.register_buffer("mean", draw(6))
+        self.register_buffer("not_persistent", draw(3), persistent=False)
+        self.register_buffer("count", torch.tensor(2**53 + 1 + seed))
+        self.register_buffer("mask", draw(40) > 0)
+
+
+def differences_at_the_start(implementation: Implementation, device: str) -> list[str]:
+    module = wrap(implementation, Everything(dist.get_rank()).to(device)).module
+    found = dict(module.named_parameters()) | dict(module.named_buffers())
+    expected = Everything(0)
+    flags = [
+        f"after wrapping: {name!r} requires {'a' if found[name].requires_grad else 'no'} gradient, unlike before"
+        for name, parameter in expected.named_parameters()
+        if found[name].requires_grad != parameter.requires_grad
+    ]
+    return flags + [
+        f"after wrapping: {name!r} begins with {found[name].flatten()[:3].tolist()}, and rank 0's with "
+        f"{first.flatten()[:3].tolist()}"
+        for name, first in [*expected.named_parameters(), *expected.named_buffers()]
+        if not torch.equal(found[name].detach().cpu(), first.detach())
+    ]
+
+
+def test_every_rank_starts_with_rank_0s_parameters_and_buffers(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_nothing_wrong(world.run(differences_at_the_start, implementation, device))
+
+
+def normal(step: int, rank: int, like: list[Tensor]) -> Gradients:
+    return [*values(rank, *like, step=step)]
+
+
+def averages(
+    implementation: Implementation, like: list[Tensor], device: str, own: OwnInStep = normal, steps: int = 2
+) -> list[str]:
+    """What is wrong with the gradients after each of some steps; they are freed before each."""
+    rank, wrong = dist.get_rank(), []
+    for options in bucket_sizes(implementation):
+        module = Products(*map(torch.zeros_like, like)).to(device)
+        model = wrap(implementation, module, find_unused_parameters=True, **options)
+        for step in range(steps):
+            if any(set(own(step, other, like)) == {None} for other in range(dist.get_world_size())):
+                needs_backward_on_every_rank(model)
+            model.module.zero_grad()
+            backward(model, own(step, rank, like), device)
+            model.finish_gradient_synchronization()
+            when = f"in step {step + 1}" + (f" with {options}" if options else "")
+            wrong += wrong_averages(model, lambda other, step=step: own(step, other, like), when)
+    return wrong
+
+
+def test_gradients_are_the_average_over_the_ranks(implementation: Implementation, world: World, device: str) -> None:
+    like = [torch.empty(4, 3), torch.empty(5), torch.empty(6, 6)]
+    assert_nothing_wrong(world.run(averages, implementation, like, device, normal, 3))
+
+
+SHAPES = {
+    "odd": [torch.empty(1), torch.empty(97), torch.empty(11, 7), torch.empty(1025)],
+    "many": [torch.empty(1 + i % 4) for i in range(70)],
+    "no_dimensions": [torch.empty(()), torch.empty(2)],
+    "no_elements": [torch.empty(0, 3), torch.empty(3)],
+    "transposed": [torch.empty(5, 7).T, torch.empty(3)],
+    "channels_last": [torch.empty(3, 4, 5, 2).to(memory_format=torch.channels_last)],
+}
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_gradients_of_any_shape(implementation: Implementation, world: World, shapes: str, device: str) -> None:
+    assert_nothing_wrong(world.run(averages, implementation, SHAPES[shapes], device))
+
+
+def counted(step: int, rank: int, like: list[Tensor]) -> Gradients:
+    """Numbers of many digits, which are made quickly."""
+    return [(torch.arange(x.numel()) % 99_991 + 100 * rank + 0.37).to(x.dtype).view(x.shape) for x in like]
+
+
+def test_gradients_of_large_parameters(implementation: Implementation, world: World, device: str) -> None:
+    """Above 1 MiB, and of no even size."""
+    like = [torch.empty(n) for n in (7, 262_145, 100_003, 700_001)]
+    assert_nothing_wrong(world.run(averages, implementation, like, device, counted, 1))
+
+
+class Sums(nn.Module):
+    """The sum of all parameters, times a scale."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.p = nn.ParameterList(torch.zeros(n) for n in sizes)
+
+    def forward(self, scale: float) -> Tensor:
+        """()"""
+        return sum(p.sum() for p in self.p) * scale
+
+
+def averages_of_28_mib(implementation: Implementation, device: str) -> list[str]:
+    model = wrap(implementation, Sums(3_500_001, 5, 3_800_003).to(device))
+    model(1.0001 + dist.get_rank()).backward()
+    model.finish_gradient_synchronization()
+    mean = 0.5001 + dist.get_world_size() / 2
+    extremes = {name: [*map(float, p.grad.aminmax())] for name, p in model.module.named_parameters()}
+    return [
+        f"the gradient of {name!r} lies between {least} and {most}, and the average over the ranks is {mean}"
+        for name, (least, most) in extremes.items()
+        if not mean * (1 - 1e-6) <= least <= most <= mean * (1 + 1e-6)
+    ]
+
+
+def test_gradients_that_are_more_than_25_mib_together(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    """The usual size of a bucket."""
+    assert_nothing_wrong(world.run(averages_of_28_mib, implementation, device))
+
+
+def of_every_size(step: int, rank: int, like: list[Tensor]) -> Gradients:
+    """Numbers of as many magnitudes as the dtype has with room for sums; of one magnitude on all ranks."""
+    exponents = torch.Generator().manual_seed(step)
+    return [
+        torch.ldexp(x.double(), torch.randint(-limit, limit + 1, x.shape, generator=exponents)).to(x.dtype)
+        for x in values(rank, *like, step=step)
+        for limit in [{torch.float64: 300, torch.float16: 8}.get(x.dtype, 60)]
+    ]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:]
+)
+def test_gradients_are_reduced_in_their_own_precision(
+    implementation: Implementation, world: World, dtype: torch.dtype, device: str
+) -> None:
+    like = [torch.empty(1001, dtype=dtype), torch.empty(100_103, dtype=dtype)]
+    assert_nothing_wrong(world.run(averages, implementation, like, device, of_every_size, 1))
+
+
+def test_parameters_of_several_dtypes(implementation: Implementation, world: World, device: str) -> None:
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float64)
+    like = [torch.empty(3, dtype=dtype) for dtype in dtypes]
+    assert_nothing_wrong(world.run(averages, implementation, like, device))
+
+
+def gradients(implementation: Implementation, device: str) -> list[Tensor]:
+    like = [torch.empty(1001), torch.empty(33, 7)]
+    model = wrap(implementation, Products(*map(torch.zeros_like, like)).to(device))
+    backward(model, values(dist.get_rank(), *like), device)
+    model.finish_gradient_synchronization()
+    return [p.grad.cpu() for p in model.module.parameters()]
+
+
+def test_gradients_are_the_same_on_every_rank_to_the_bit(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    """Or the ranks' parameters drift apart."""
+    ranks = world.run(gradients, implementation, device)
+    for rank, found in enumerate(ranks):
+        differ = sum(int((mine != first).sum()) for mine, first in zip(found, ranks[0], strict=True))
+        assert not differ, f"{differ} elements of the averages on rank {rank} are rounded otherwise than on rank 0"
+
+
+THREE = [torch.empty(3), torch.empty(4), torch.empty(2, 2)]
+
+
+def only_rank_0_has_the_second(step: int, rank: int, like: list[Tensor]) -> Gradients:
+    """In every second step; in the others every rank has all of them."""
+    return [x if i != 1 or rank == 0 or step % 2 == 0 else None for i, x in enumerate(normal(step, rank, like))]
+
+
+def each_rank_lacks_another(step: int, rank: int, like: list[Tensor]) -> Gradients:
+    return [None if i == (rank + step) % len(like) else x for i, x in enumerate(normal(step, rank, like))]
+
+
+def zeros_on_rank_0(step: int, rank: int, like: list[Tensor]) -> Gradients:
+    return [x * (rank > 0) for x in values(rank, *like, step=step)]
+
+
+@pytest.mark.parametrize(
+    "own", [only_rank_0_has_the_second, each_rank_lacks_another, zeros_on_rank_0], ids=lambda own: own.__name__
+)
+def test_a_gradient_that_a_rank_does_not_have_counts_as_zero(
+    implementation: Implementation, world: World, own: Any, device: str
+) -> None:
+    assert_nothing_wrong(world.run(averages, implementation, THREE, device, own, 4))
+
+
+def no_rank_has_the_second(step: int, rank: int, like: list[Tensor]) -> Gradients:
+    return [x if i != 1 or step == 0 else None for i, x in enumerate(normal(step, rank, like))]
+
+
+def test_a_parameter_that_no_rank_uses_has_no_gradient_or_zeros(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_nothing_wrong(world.run(averages, implementation, THREE, device, no_rank_has_the_second, 3))
+
+
+def rank_0_has_none(step: int, rank: int, like: list[Tensor]) -> Gradients:
+    return [x if rank or step != 1 else None for x in normal(step, rank, like)]
+
+
+def test_a_rank_without_a_backward_pass_counts_as_zero(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_nothing_wrong(world.run(averages, implementation, THREE, device, rank_0_has_none, 3))
+
+
+def frozen_gradients(implementation: Implementation, device: str) -> list[str]:
+    module = Products(torch.zeros(3), torch.zeros(4), torch.zeros(2))
+    module.p[1].requires_grad_(False)
+    model = wrap(implementation, module.to(device))
+    own = [x if i != 1 else None for i, x in enumerate(values(dist.get_rank(), *module.p))]
+    backward(model, own, device)
+    model.finish_gradient_synchronization()
+    found = model.module.p[1].grad
+    return [] if found is None else [f"the gradient of the frozen 'p.1' is {found.tolist()} and not None"]
+
+
+def test_frozen_parameters_have_no_gradient(implementation: Implementation, world: World, device: str) -> None:
+    assert_nothing_wrong(world.run(frozen_gradients, implementation, device))
+
+
+def not_finite(step: int, rank: int, like: list[Tensor]) -> Gradients:
+    """An infinity and a NaN on rank 0, which a loss scaler must find on every rank."""
+    gradients = values(rank, *like, step=step)
+    if rank == 0:
+        gradients[0].view(-1)[1], gradients[1].view(-1)[0] = torch.inf, torch.nan
+    return [*gradients]
+
+
+def test_what_is_not_finite_on_one_rank_is_not_on_any(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_nothing_wrong(world.run(averages, implementation, THREE, device, not_finite, 1))

@@ -1,0 +1,221 @@
+"""Several backward or forward passes in a step, several models at once, and `no_sync`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from correctness.support.averaging import (
+    Products,
+    assert_nothing_wrong,
+    backward,
+    is_ours,
+    values,
+    wrap,
+    wrong_averages,
+)
+from correctness.support.wire import recorded
+from shardmark.registry import Implementation
+from shardmark.world import World
+
+pytestmark = pytest.mark.family("data_parallel")
+
+LIKE = [torch.empty(4, 3), torch.empty(5), torch.empty(7)]
+
+
+def _model(implementation: Implementation, device: str, like: list[Tensor] = LIKE) -> Any:
+    return wrap(implementation, Products(*map(torch.zeros_like, like)).to(device))
+
+
+def _own(*steps: int) -> Callable[[int], list[Tensor | None]]:
+    """The sum of some steps' gradients on a rank."""
+    return lambda rank: [sum(terms) for terms in zip(*(values(rank, *LIKE, step=step) for step in steps), strict=True)]
+
+
+def _backward(model: Any, step: int, device: str) -> None:
+    backward(model, values(dist.get_rank(), *LIKE, step=step), device)
+
+
+def without_zeroing(implementation: Implementation, device: str) -> list[str]:
+    """Gradients after two steps in a row that nothing zeroes, and after one more that is zeroed in place."""
+    model = _model(implementation, device)
+    for step in (1, 2):
+        _backward(model, step, device)
+        model.finish_gradient_synchronization()
+    wrong = wrong_averages(model, _own(1, 2), "after two synchronized steps without zero_grad()")
+    model.module.zero_grad(set_to_none=False)
+    _backward(model, 3, device)
+    model.finish_gradient_synchronization()
+    return wrong + wrong_averages(model, _own(3), "after zero_grad(set_to_none=False) and one more step")
+
+
+def test_gradients_accumulate_over_steps_until_they_are_zeroed(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_nothing_wrong(world.run(without_zeroing, implementation, device))
+
+
+def in_no_sync(implementation: Implementation, device: str) -> list[str]:
+    model, wrong = _model(implementation, device), []
+    for start in (1, 4):  # a second time, as the first step may be special
+        model.module.zero_grad()
+        with recorded() as sent, model.no_sync():
+            for step in (start, start + 1):
+                _backward(model, step, device)
+        wrong += _not_local(model, start, start + 1)
+        wrong += [f"in no_sync(): it communicates, in {each}" for each in sent if each.dtype.is_floating_point]
+        _backward(model, start + 2, device)
+        model.finish_gradient_synchronization()
+        passes = (start, start + 1, start + 2)
+        wrong += wrong_averages(model, _own(*passes), "after two backward passes in no_sync() and one outside of it")
+    return wrong
+
+
+def _not_local(model: Any, *steps: int) -> list[str]:
+    own = _own(*steps)(dist.get_rank())
+    return [
+        f"after no_sync(): the gradient of {name!r} is not this rank's own sum of its backward passes: "
+        f"found {None if p.grad is None else p.grad.flatten()[:3].tolist()}, expected {mine.flatten()[:3].tolist()}"
+        for (name, p), mine in zip(model.module.named_parameters(), own, strict=True)
+        if p.grad is None or not torch.allclose(p.grad.cpu(), mine)
+    ]
+
+
+def test_no_sync_leaves_gradients_local_and_the_next_step_averages_their_sum(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_nothing_wrong(world.run(in_no_sync, implementation, device))
+
+
+class ExpectedError(Exception):
+    """Raised by a test."""
+
+
+def after_an_error_in_no_sync(implementation: Implementation, device: str) -> list[str]:
+    model = _model(implementation, device)
+    with pytest.raises(ExpectedError), model.no_sync():
+        raise ExpectedError
+    _backward(model, 1, device)
+    model.finish_gradient_synchronization()
+    return wrong_averages(model, _own(1), "in the step after an error inside no_sync()")
+
+
+def test_no_sync_ends_with_an_error_too(implementation: Implementation, world: World, device: str) -> None:
+    assert_nothing_wrong(world.run(after_an_error_in_no_sync, implementation, device))
+
+
+def two_forward_passes(implementation: Implementation, device: str) -> list[str]:
+    """One backward pass through two forward passes, step by step."""
+    model, wrong, rank = _model(implementation, device), [], dist.get_rank()
+    for first in (1, 3, 5):
+        model.module.zero_grad()
+        losses = [model([x.to(device) for x in values(rank, *LIKE, step=step)]) for step in (first, first + 1)]
+        sum(losses).backward()
+        model.finish_gradient_synchronization()
+        wrong += wrong_averages(model, _own(first, first + 1), "after two forward passes and one backward pass")
+    return wrong
+
+
+def test_two_forward_passes_before_one_backward_pass(implementation: Implementation, world: World, device: str) -> None:
+    assert_nothing_wrong(world.run(two_forward_passes, implementation, device))
+
+
+def a_forward_pass_without_a_backward_pass(implementation: Implementation, device: str) -> list[str]:
+    """As to evaluate between two steps."""
+    model, wrong = _model(implementation, device), []
+    for step in (1, 2, 3):
+        model.module.zero_grad()
+        with torch.no_grad():
+            model([x.to(device) for x in values(dist.get_rank(), *LIKE)])
+        _backward(model, step, device)
+        model.finish_gradient_synchronization()
+        wrong += wrong_averages(model, _own(step), f"in step {step}, after a forward pass in no_grad()")
+    return wrong
+
+
+def test_a_forward_pass_without_a_backward_pass_changes_nothing(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_nothing_wrong(world.run(a_forward_pass_without_a_backward_pass, implementation, device))
+
+
+def in_eval_mode(implementation: Implementation, device: str) -> list[str]:
+    model = _model(implementation, device)
+    model.module.eval()
+    if isinstance(model, nn.Module):
+        model.eval()
+    _backward(model, 1, device)
+    model.finish_gradient_synchronization()
+    return wrong_averages(model, _own(1), "in eval mode")
+
+
+def test_gradients_are_averaged_in_eval_mode_too(implementation: Implementation, world: World, device: str) -> None:
+    assert_nothing_wrong(world.run(in_eval_mode, implementation, device))
+
+
+def two_models(implementation: Implementation, device: str) -> list[str]:
+    """Two wrapped models, whose passes take turns; what comes first in one step comes last in the next."""
+    models, wrong, rank = [_model(implementation, device) for _ in range(2)], [], dist.get_rank()
+    for step in range(4):
+        for model in models:
+            model.module.zero_grad()
+        losses = [
+            model([x.to(device) for x in values(rank, *LIKE, step=2 * step + i)]) for i, model in enumerate(models)
+        ]
+        for loss in losses[:: 1 if step < 2 else -1]:
+            loss.backward()
+        for model in models[:: -1 if step % 2 else 1]:
+            model.finish_gradient_synchronization()
+        for i, model in enumerate(models):
+            when = f"in step {step + 1} of the {['first', 'second'][i]} of two models side by side"
+            wrong += wrong_averages(model, _own(2 * step + i), when)
+    return wrong
+
+
+def test_two_models_side_by_side(implementation: Implementation, world: World, device: str) -> None:
+    assert_nothing_wrong(world.run(two_models, implementation, device))
+
+
+def kept_gradients(implementation: Implementation, device: str) -> bool:
+    """Whether gradients that the caller holds are still the first step's after a second one."""
+    model = _model(implementation, device)
+    _backward(model, 1, device)
+    model.finish_gradient_synchronization()
+    kept = [p.grad for p in model.module.parameters()]
+    copies = [gradient.clone() for gradient in kept]
+    model.module.zero_grad()
+    _backward(model, 2, device)
+    model.finish_gradient_synchronization()
+    return all(map(torch.equal, kept, copies))
+
+
+def test_gradients_that_are_kept(
+    implementation: Implementation, world: World, device: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Where gradients live in a buffer, as with DDP's `gradient_as_bucket_view`, the next step overwrites them."""
+    if not all(world.run(kept_gradients, implementation, device)) and not is_ours(implementation):
+        record_property("note", "a gradient that is kept changes in the next step: copy it to keep it")
+
+
+def nested(implementation: Implementation, device: str) -> list[str]:
+    model = _model(implementation, device)
+    with model.no_sync():
+        with model.no_sync():
+            _backward(model, 1, device)
+        _backward(model, 2, device)
+        return _not_local(model, 1, 2)
+
+
+def test_no_sync_inside_no_sync(
+    implementation: Implementation, world: World, device: str, record_property: Callable[[str, object], None]
+) -> None:
+    lines = world.run(nested, implementation, device)
+    if is_ours(implementation):
+        assert_nothing_wrong(lines)
+    elif any(lines):
+        record_property("note", "a no_sync() inside another ends both")

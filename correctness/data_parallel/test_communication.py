@@ -1,0 +1,185 @@
+"""What a data-parallel wrapper communicates in a step, and that no delay on any rank changes its averages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from correctness.support.averaging import (
+    Products,
+    assert_nothing_wrong,
+    backward,
+    bucket_sizes,
+    values,
+    wrap,
+    wrong_averages,
+)
+from correctness.support.wire import Communication, delayed, recorded, slow_gradients
+from shardmark.registry import Implementation
+from shardmark.world import World
+
+pytestmark = pytest.mark.family("data_parallel")
+
+FLAGS = 64
+"""Bytes that a wrapper may communicate beside gradients, as to agree on which parameters were used."""
+
+
+def with_a_late_rank(implementation: Implementation, late: int, device: str) -> list[str]:
+    """What is wrong as soon as the gradients are said to be there, where one rank starts its collectives late."""
+    like, rank, wrong = [torch.empty(5), torch.empty(3, 3), torch.empty(2)], dist.get_rank(), []
+    model = wrap(implementation, Products(*map(torch.zeros_like, like)).to(device))
+    for step in range(2):
+        model.module.zero_grad()
+        with delayed(before=0.04, on=late % dist.get_world_size()):
+            backward(model, values(rank, *like, step=step), device)
+            model.finish_gradient_synchronization()
+        when = f"as finish_gradient_synchronization() returns in step {step + 1}, with a rank that is late"
+        wrong += wrong_averages(model, lambda other, step=step: [*values(other, *like, step=step)], when)
+        dist.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("late", [0, -1], ids=["first", "last"])
+def test_averages_are_there_when_it_returns(
+    implementation: Implementation, world: World, late: int, device: str
+) -> None:
+    assert_nothing_wrong(world.run(with_a_late_rank, implementation, late, device))
+
+
+def in_the_ranks_own_order(implementation: Implementation, device: str) -> list[str]:
+    """Gradients of one shape, which arrive in another order on each rank and in each step."""
+    like, rank, wrong = [torch.empty(3, 2) for _ in range(4)], dist.get_rank(), []
+    for options in bucket_sizes(implementation):
+        model = wrap(implementation, Products(*map(torch.zeros_like, like)).to(device), **options)
+        for step in range(3):
+            model.module.zero_grad()
+            order = [(rank + step + i * (1 if rank % 2 else 3)) % 4 for i in range(4)]
+            with slow_gradients(model.module, lambda i: 0.003 * ((rank + i) % 2)):
+                backward(model, values(rank, *like, step=step), device, order=order)
+                model.finish_gradient_synchronization()
+            when = f"in step {step + 1}, with gradients that arrive in another order on each rank"
+            wrong += wrong_averages(model, lambda other, step=step: [*values(other, *like, step=step)], when)
+    return wrong
+
+
+def test_ranks_whose_gradients_arrive_in_another_order(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_nothing_wrong(world.run(in_the_ranks_own_order, implementation, device))
+
+
+def _communicated(
+    implementation: Implementation, module: Products, device: str, **options: Any
+) -> tuple[Any, list[Communication]]:
+    """The model after two steps, and what this rank communicated in the second, as the first may be special."""
+    model = wrap(implementation, module.to(device), **options)
+    for step in range(2):
+        model.module.zero_grad()
+        weights = [
+            x if p.requires_grad else None
+            for p, x in zip(module.p, values(dist.get_rank(), *module.p, step=step), strict=True)
+        ]
+        with recorded() as sent:
+            backward(model, weights, device)
+            model.finish_gradient_synchronization()
+    return model, [each for each in sent if each.name != "receive"]
+
+
+def tied(implementation: Implementation, device: str) -> tuple[list[str], int, int]:
+    """What is wrong with the gradients where the third parameter is the first; bytes communicated with and without."""
+    like = [torch.zeros(1003), torch.zeros(50, 3)]
+    module = Products(*map(torch.clone, like))
+    module.p.append(module.p[0])
+    model, sent = _communicated(implementation, module, device)
+    if len([*model.module.parameters()]) != 2:
+        return ["after wrapping: a parameter of two names has become two parameters"], 0, 0
+
+    def own(rank: int) -> list[Tensor | None]:
+        first, second, again = values(rank, *like, like[0], step=1)
+        return [first + again, second]
+
+    wrong = wrong_averages(model, own, "with a parameter that is used under two names")
+    _, untied = _communicated(implementation, Products(*like), device)
+    return wrong, sum(each.nbytes for each in sent), sum(each.nbytes for each in untied)
+
+
+def test_tied_parameters_are_averaged_and_communicated_once(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    ranks = world.run(tied, implementation, device)
+    assert_nothing_wrong([wrong for wrong, _, _ in ranks])
+    for _, found, untied in ranks:
+        assert found <= untied + FLAGS, (
+            f"with a parameter of 4012 bytes that has two names, a step communicates {found} bytes, and without its "
+            f"second name {untied}"
+        )
+
+
+def frozen(implementation: Implementation, device: str) -> tuple[int, int]:
+    """Bytes communicated with a frozen parameter, and without it."""
+    module = Products(torch.zeros(101), torch.zeros(1003))
+    module.p[1].requires_grad_(False)
+    _, sent = _communicated(implementation, module, device)
+    _, without = _communicated(implementation, Products(torch.zeros(101)), device)
+    return sum(each.nbytes for each in sent), sum(each.nbytes for each in without)
+
+
+def test_frozen_parameters_are_not_communicated(implementation: Implementation, world: World, device: str) -> None:
+    for found, without in world.run(frozen, implementation, device):
+        assert found <= without + FLAGS, (
+            f"with a frozen parameter of 4012 bytes a step communicates {found} bytes, and without it {without}"
+        )
+
+
+def in_buckets(implementation: Implementation, bucket_mb: float, device: str) -> tuple[int, int]:
+    """How often a step communicates 40 parameters of 40,028 bytes, and the largest bytes at once."""
+    module = Products(*(torch.zeros(10_007) for _ in range(40)))
+    _, sent = _communicated(implementation, module, device, bucket_mb=bucket_mb)
+    sizes = [each.nbytes for each in sent if each.nbytes > FLAGS]
+    return len(sizes), max(sizes)
+
+
+@pytest.mark.family("data_parallel", option="bucket_mb")
+def test_bucket_mb_is_the_size_of_what_is_communicated_at_once(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    """A bucket may exceed it by one parameter, the last that goes in."""
+    if world.size == 1:
+        pytest.skip("one rank may communicate nothing")
+    one, large = (world.run(in_buckets, implementation, size, device)[0] for size in (25, 0.1))
+    assert one[0] < 20, f"40 parameters of 40 kB, 1.5 MB together, are communicated {one[0]} times with bucket_mb=25"
+    assert large[0] > one[0], f"with bucket_mb=0.1 as with 25 they are communicated {large[0]} times"
+    limit = int(0.1 * 2**20) + 40_028
+    assert large[1] <= limit, f"with bucket_mb=0.1, {large[1]} bytes are communicated at once, more than {limit}"
+
+
+def reduced_in(implementation: Implementation, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, int]:
+    """(gradient, this rank's own, bytes communicated) of one parameter."""
+    like = torch.zeros(64, 65)
+    model, sent = _communicated(implementation, Products(like), device, reduce_dtype=dtype)
+    return model.module.p[0].grad.cpu(), values(dist.get_rank(), like, step=1)[0], sum(each.nbytes for each in sent)
+
+
+@pytest.mark.family("data_parallel", option="reduce_dtype")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_a_narrower_reduction_sends_half_and_rounds_each_term_once(
+    implementation: Implementation, world: World, dtype: torch.dtype, device: str
+) -> None:
+    ranks, wide = (
+        world.run(reduced_in, implementation, dtype, device),
+        world.run(reduced_in, implementation, torch.float32, device),
+    )
+    own = torch.stack([gradient for _, gradient, _ in ranks]).double()
+    unit = torch.finfo(dtype).eps / 2
+    # Each term is rounded once, each of the n - 1 sums, and an average: Higham, Accuracy and Stability, 4.2.
+    roundings = (world.size + 1) * unit
+    bound = roundings / (1 - roundings) * own.abs().mean(0)
+    for (found, _, sent), (_, _, before) in zip(ranks, wide, strict=True):
+        assert found.dtype == torch.float32, f"the gradient is of {found.dtype}, and its parameter of torch.float32"
+        assert sent <= before / 2 + FLAGS, f"reduce_dtype={dtype} sends {sent} bytes, and torch.float32 {before}"
+        assert ((found.double() - own.mean(0)).abs() <= bound).all(), f"the average is further off than {dtype} rounds"
+        assert not torch.equal(found, own.mean(0).float()), f"reduce_dtype={dtype} rounds nothing"

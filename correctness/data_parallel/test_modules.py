@@ -1,0 +1,144 @@
+"""What wrapping leaves of the module: its calls, parameters, buffers and state."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from correctness.support.averaging import assert_nothing_wrong, is_ours, wrap
+from correctness.support.processes import are_freed
+from shardmark.registry import Implementation
+from shardmark.world import World
+
+pytestmark = pytest.mark.family("data_parallel")
+
+
+class Scaled(nn.Module):
+    """Counts its forward passes and keeps the last input's mean in buffers; takes keywords, and returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5), nn.Linear(3, 2, bias=False))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("scratch", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Any]:
+        """(rows, 2) -> {"out": (rows, 2), "scale": scale}."""
+        self.calls += 1
+        self.mean.copy_(x.mean())
+        self.scratch.copy_(x.sum())
+        return {"out": self.inner(x) * scale, "scale": scale}
+
+
+def calls(implementation: Implementation, device: str) -> list[str]:
+    model = wrap(implementation, Scaled().to(device))
+    model.module.eval()
+    x = torch.ones(3, 2, device=device)
+    found, expected, lines = model(x, scale=2.0), model.module.inner(x) * 2.0, []
+    if not isinstance(found, dict) or found.keys() != {"out", "scale"} or found["scale"] != 2.0:
+        lines.append(f"the module returns a dict of 'out' and 'scale', and its wrapper {found!r}"[:300])
+    elif not torch.equal(found["out"], expected):
+        lines.append("the wrapper's output with scale=2.0 is not the module's")
+    if isinstance(model, nn.Module):
+        if {*map(id, model.parameters())} != {*map(id, model.module.parameters())}:
+            lines.append("the wrapper is an nn.Module, and its parameters() are not the module's")
+        model.train()
+        if not model.module.inner[1].training:
+            lines.append("the wrapper is an nn.Module, and its train() does not reach the module")
+    return lines
+
+
+def test_modules_work_as_before(implementation: Implementation, world: World, device: str) -> None:
+    assert_nothing_wrong(world.run(calls, implementation, device))
+
+
+def names(implementation: Implementation, device: str) -> list[str]:
+    model = wrap(implementation, Scaled().double().to(device))
+    found, expected = model.state_dict(), model.module.state_dict()
+    if list(found) != list(expected):
+        return [f"state_dict() has the names {list(found)}, and the module's has {list(expected)}"]
+    return [
+        f"state_dict() has another {name!r}: {found[name]}, and the module's has {expected[name]}"
+        for name in found
+        if found[name].dtype != expected[name].dtype or not torch.equal(found[name], expected[name])
+    ]
+
+
+def test_the_state_dict_has_the_modules_own_names_and_values(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_nothing_wrong(world.run(names, implementation, device))
+
+
+def load(implementation: Implementation, device: str) -> str:
+    """What comes of loading a state with the module's own names: "loaded", "an error" or "nothing"."""
+    model = wrap(implementation, Scaled().to(device))
+    state = {name: torch.full_like(tensor, 3) for name, tensor in model.module.state_dict().items()}
+    if not hasattr(model, "load_state_dict"):
+        return "an error"
+    try:
+        model.load_state_dict(state)
+    except RuntimeError:  # torch's, of names that are missing
+        return "an error"
+    return "loaded" if all(bool((x == 3).all()) for x in model.module.state_dict().values()) else "nothing"
+
+
+def test_a_state_dict_is_loaded(
+    implementation: Implementation, world: World, device: str, record_property: Callable[[str, object], None]
+) -> None:
+    found = set(world.run(load, implementation, device))
+    assert "nothing" not in found, "load_state_dict() with the module's own names raises nothing and loads nothing"
+    if found == {"an error"} and not is_ours(implementation):
+        record_property("note", "load_state_dict() does not take the module's own names: call the module's")
+    else:
+        assert found == {"loaded"}, found
+
+
+def buffers(implementation: Implementation, device: str) -> list[str]:
+    """What forward writes on each rank, one time more on rank 0, stays what that rank wrote."""
+    model, rank, lines = wrap(implementation, Scaled().to(device)), dist.get_rank(), []
+    for step in range(1, 4):
+        x = torch.full((2, 2), float(10 * step + rank), device=device)
+        model(x)["out"].sum().backward()
+        model.finish_gradient_synchronization()
+        if rank == 0:
+            model.module(x)
+        expected = {"calls": step * (1 + (rank == 0)), "mean": x.mean().item(), "scratch": x.sum().item()}
+        lines += [
+            f"in step {step}: the buffer {name!r}, which forward writes, is {found.item()} and not this rank's own "
+            f"{expected[name]}"
+            for name, found in model.module.named_buffers()
+            if found.item() != expected[name]
+        ]
+    return lines
+
+
+def test_buffers_that_forward_changes_are_not_synchronized(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_nothing_wrong(world.run(buffers, implementation, device))
+
+
+def wrap_and_let_go(implementation: Implementation, device: str) -> bool:
+    model = wrap(implementation, nn.Linear(2, 2).to(device))
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    model.finish_gradient_synchronization()
+    weight = weakref.ref(model.module.weight)
+    del model
+    return are_freed(weight, seconds=2.0)
+
+
+def test_a_wrapper_that_is_let_go_frees_its_parameters(
+    implementation: Implementation, world: World, device: str, record_property: Callable[[str, object], None]
+) -> None:
+    freed = all(world.run(wrap_and_let_go, implementation, device))
+    assert freed or not is_ours(implementation)
+    if not freed:
+        record_property("note", "parameters stay in memory when the wrapper is gone: a hook on them refers to it")

@@ -1,0 +1,72 @@
+"""Every data-parallel wrapper trains as one process that has the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from correctness.support.averaging import wrap
+from correctness.support.whole_batch import (
+    MODULES,
+    STEPS,
+    adam,
+    assert_equal_states,
+    batch,
+    loss,
+    module,
+    share,
+    single_process,
+)
+from shardmark.registry import Implementation
+from shardmark.world import World
+
+pytestmark = pytest.mark.family("data_parallel")
+
+
+def _train(model: Any, rank: int, ranks: int, device: str, accumulate: bool) -> None:
+    """Adam steps on this rank's share of each batch; `accumulate` splits each into two backward passes."""
+    optimizer = adam(model.module)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, y = (tensor[share(rank)] for tensor in batch(step, ranks, device))
+        if accumulate:
+            with model.no_sync():
+                loss(model, x[:1], y[:1]).backward()
+            x, y = x[1:], y[1:]
+        loss(model, x, y).backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+
+
+def train_on_rank(
+    implementation: Implementation, name: str, device: str, accumulate: bool, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Each rank starts from its own weights, so that rank 0's must reach the others."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = wrap(implementation, module(name, rank, device), **options)
+    _train(model, rank, ranks, device, accumulate)
+    return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+
+
+def _assert_equals_a_single_process(
+    implementation: Implementation, world: World, name: str, device: str, accumulate: bool, options: dict[str, Any]
+) -> None:
+    ranks = world.run(train_on_rank, implementation, name, device, accumulate, options)
+    assert_equal_states(ranks, single_process(name, world.size, device, accumulate=accumulate))
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["every_step", "no_sync"])
+@pytest.mark.parametrize("name", MODULES)
+def test_parameters_equal_a_single_process_on_the_whole_batch(
+    implementation: Implementation, world: World, name: str, accumulate: bool, device: str
+) -> None:
+    _assert_equals_a_single_process(implementation, world, name, device, accumulate, {})
+
+
+@pytest.mark.family("data_parallel", option="bucket_mb")
+@pytest.mark.parametrize("name", MODULES)
+def test_many_buckets_give_the_same(implementation: Implementation, world: World, name: str, device: str) -> None:
+    _assert_equals_a_single_process(implementation, world, name, device, False, {"bucket_mb": 0.001})

@@ -1,0 +1,212 @@
+"""Wrong checkpointing policies: each a right one with one mistake."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from correctness.support.planting import defect
+
+Forward = Callable[..., Any]
+
+
+def wrapped(model: nn.Module, wrap: Callable[[Forward, nn.Module], Forward]) -> nn.Module:
+    """The model, each of whose blocks has the forward that `wrap` makes of its own: right, but for what `wrap` does."""
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(blocks, nn.ModuleList) or not len(blocks):
+        raise ValueError("this model has no blocks")
+    if any("forward" in vars(block) for block in blocks):
+        raise ValueError("this model is checkpointed already")
+    for block in dict.fromkeys(blocks):
+        block.forward = wrap(block.forward, block)
+    return model
+
+
+def recomputed(forward: Forward, **options: Any) -> Forward:
+    return partial(checkpoint, forward, **{"use_reentrant": False, **options})
+
+
+@defect(cause="memory", caught_by="test_forward_keeps_less")
+def of_no_block(model: nn.Module) -> nn.Module:
+    """Each n-th of them, with an n larger than their number."""
+    return wrapped(model, lambda forward, block: lambda *args, **kwargs: forward(*args, **kwargs))
+
+
+@defect(cause="memory", caught_by="test_nothing_is_kept_after_backward")
+def activations_in_a_list(model: nn.Module) -> nn.Module:
+    """By hooks, of which backward knows nothing."""
+    kept: list[Any] = []
+
+    def keeping(forward: Forward, block: nn.Module) -> Forward:
+        for part in block.modules():
+            part.register_forward_hook(lambda module, inputs, output: kept.append((inputs, output)))
+        return recomputed(forward)
+
+    return wrapped(model, keeping)
+
+
+@defect(cause="memory", caught_by="test_the_peak_is_lower")
+def all_at_once(model: nn.Module) -> nn.Module:
+    """Backward recomputes all blocks before it goes through the last."""
+    wrapped(model, lambda forward, block: forward)
+    blocks = model.blocks
+
+    class Loop(nn.ModuleList):
+        def __iter__(self) -> Any:
+            parts = list(self._modules.values())
+            run = lambda x, *args, **kwargs: [x := part(x, *args, **kwargs) for part in parts][-1]  # noqa: E731
+            yield partial(checkpoint, run, use_reentrant=False) if torch.is_grad_enabled() else run
+
+    blocks.__class__ = Loop
+    return model
+
+
+@defect(cause="memory", caught_by="test_nothing_is_kept_after_backward")
+def keeps_inputs(model: nn.Module) -> nn.Module:
+    """In a list that is never emptied."""
+
+    def keeping(forward: Forward, block: nn.Module) -> Forward:
+        inputs: list[Tensor] = []
+
+        def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            inputs.append(x.detach())
+            return checkpoint(forward, x, *args, use_reentrant=False, **kwargs)
+
+        return run
+
+    return wrapped(model, keeping)
+
+
+@defect(cause="state", caught_by="test_dropout_drops_the_same_again")
+def other_random_numbers(model: nn.Module) -> nn.Module:
+    return wrapped(model, lambda forward, block: recomputed(forward, preserve_rng_state=False))
+
+
+@defect(cause="gradients", caught_by="test_an_input_that_needs_no_gradient")
+def reentrant(model: nn.Module) -> nn.Module:
+    """Where no input needs a gradient, autograd takes the block for a constant."""
+    return wrapped(model, lambda forward, block: recomputed(forward, use_reentrant=True))
+
+
+@defect(cause="state", caught_by="test_random_numbers_after_backward")
+def random_state_left_behind(model: nn.Module) -> nn.Module:
+    """Backward sets the random state of forward, and leaves it there."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            random, again = torch.get_rng_state(), False
+
+            def body(*inputs: Any, **named: Any) -> Any:
+                nonlocal again
+                if again:
+                    torch.set_rng_state(random)
+                again = True
+                return forward(*inputs, **named)
+
+            return checkpoint(body, x, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+        return run
+
+    return wrapped(model, wrap)
+
+
+@defect(cause="numerics", caught_by="test_gradients_under_autocast")
+def autocast_forgotten(model: nn.Module) -> nn.Module:
+    """In the recomputation."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            again = False
+
+            def body(*inputs: Any, **named: Any) -> Any:
+                nonlocal again
+                off, again = again, True
+                if not off or not torch.is_autocast_enabled("cpu"):
+                    return forward(*inputs, **named)
+                with torch.autocast("cpu", enabled=False):
+                    return forward(*inputs, **named).bfloat16().to(inputs[0].dtype)
+
+            return checkpoint(body, *args, use_reentrant=False, determinism_check="none", **kwargs)
+
+        return run
+
+    return wrapped(model, wrap)
+
+
+@defect(cause="two calls", caught_by="test_two_forwards_before_either_backward")
+def one_input_a_block(model: nn.Module) -> nn.Module:
+    """Kept on the block, where the next forward replaces it."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        last: list[Tensor] = []
+
+        def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            last[:] = [x]
+            again = False
+
+            def body(given: Tensor, *inputs: Any, **named: Any) -> Any:
+                nonlocal again
+                if again and last[0].shape == given.shape:
+                    given = last[0].detach().requires_grad_(given.requires_grad)
+                again = True
+                return forward(given, *inputs, **named)
+
+            return checkpoint(body, x, *args, use_reentrant=False, **kwargs)
+
+        return run
+
+    return wrapped(model, wrap)
+
+
+@defect(cause="state", caught_by="test_parameters_stay_the_same_objects")
+def of_copies(model: nn.Module) -> nn.Module:
+    """An optimizer made before has parameters that the model no longer uses."""
+    for i, block in enumerate(getattr(model, "blocks", ())):
+        model.blocks[i] = copy.deepcopy(block)
+    return wrapped(model, lambda forward, block: recomputed(forward))
+
+
+@defect(cause="state", caught_by="the contract's check")
+def in_wrappers(model: nn.Module) -> nn.Module:
+    """Which put their own name into those of the parameters."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return checkpoint(self.block, *args, use_reentrant=False, **kwargs)
+
+    model.blocks = nn.ModuleList(map(Wrapper, model.blocks))
+    return model
+
+
+@defect(cause="gradients", caught_by="test_in_eval_mode")
+def detached(model: nn.Module) -> nn.Module:
+    """The last block's inputs are cut from the graph, where the model is evaluated too."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        run = recomputed(forward)
+        return lambda *args, **kwargs: run(*args, **kwargs) if block.training else forward(*args, **kwargs).detach()
+
+    return wrapped(model, wrap)
+
+
+@defect(cause="errors", caught_by="test_a_model_without_blocks")
+def silent_without_blocks(model: nn.Module) -> nn.Module:
+    return wrapped(model, lambda forward, block: recomputed(forward)) if getattr(model, "blocks", None) else model
+
+
+@defect(cause="errors", caught_by="test_a_second_policy")
+def again_and_again(model: nn.Module) -> nn.Module:
+    """Each time more is computed again, and nothing is said."""
+    for block in getattr(model, "blocks", ()):
+        vars(block).setdefault("forward", recomputed(block.forward))
+    return wrapped(nn.Module(), recomputed) if not getattr(model, "blocks", None) else model

@@ -1,0 +1,359 @@
+"""Wrong collectives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from correctness.support.planting import defect
+
+Group = dist.ProcessGroup | None
+
+
+class Plain:
+    """Right ones, which the wrong ones change: torch's own."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        return dist.all_reduce(tensor, group=group, async_op=async_op)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        return dist.reduce_scatter_tensor(output, input, group=group, async_op=async_op)
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
+
+
+class After:
+    """A handle that does something once another one is done."""
+
+    def __init__(self, handle: Any, then: Callable[[], Any]) -> None:
+        self.handle, self.then = handle, then
+
+    def wait(self) -> None:
+        self.handle.wait()
+        self.then()
+
+
+def _finished(handle: Any, then: Callable[[], Any], async_op: bool) -> Any:
+    """Do it now, or return the handle that does it in `wait`."""
+    after = After(handle, then)
+    return after if async_op else after.wait()
+
+
+class Done:
+    """A handle of what is done already."""
+
+    def wait(self) -> None:
+        return None
+
+
+def _exchange(send: Tensor, receive: Tensor, to: int, source: int, group: Group) -> None:
+    messages = [
+        dist.P2POp(dist.isend, send, group=group, group_peer=to),
+        dist.P2POp(dist.irecv, receive, group=group, group_peer=source),
+    ]
+    for handle in dist.batch_isend_irecv(messages):
+        handle.wait()
+
+
+# World size and shapes
+
+
+class RingReduceScatter(Plain):
+    """A right ring, after which rank i has the sum of part i."""
+
+    def first(self, rank: int, step: int) -> int:
+        """The part that a rank sends in that step."""
+        return rank - step - 1
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        parts = input.reshape(ranks, -1).clone()
+        for step in range(ranks - 1):
+            send, receive = self.first(rank, step) % ranks, self.first(rank - 1, step) % ranks
+            received = torch.empty_like(parts[0])
+            if received.numel():
+                _exchange(parts[send], received, (rank + 1) % ranks, (rank - 1) % ranks, group)
+            parts[receive] += received
+        output.copy_(parts[rank].view_as(output))
+        return Done() if async_op else None
+
+
+@defect(cause="world size", caught_by="test_results_are_those_done_by_hand")
+class TurnsTheRingTheWrongWay(RingReduceScatter):
+    """Right on two ranks, where both ways are the same."""
+
+    def first(self, rank: int, step: int) -> int:
+        return rank + step + 1
+
+
+@defect(cause="world size", caught_by="test_results_are_those_done_by_hand")
+class DoublesOnTwoRanks(Plain):
+    """Exchanges with one partner, which is all there are on two ranks."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        partner, received = rank ^ 1, torch.empty_like(tensor)
+        if partner < ranks and tensor.numel():
+            _exchange(tensor, received, partner, partner, group)
+            tensor += received
+        return Done() if async_op else None
+
+
+@defect(cause="shapes", caught_by="test_results_are_those_done_by_hand")
+class LosesTheRemainder(Plain):
+    """Cuts into as many equal parts as there are ranks, and forgets what is left."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        ranks = dist.get_world_size(group)
+        even = tensor.view(-1)[: tensor.numel() // ranks * ranks]
+        return super().all_reduce(even, group, async_op=async_op)
+
+
+@defect(cause="shapes", caught_by="test_results_of_several_segments")
+class LosesTheLastSegment(Plain):
+    """Of a tensor larger than 1 MiB, gathers whole segments of that size."""
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        if input.nbytes <= 2**20:
+            return super().all_gather(output, input, group, async_op=async_op)
+        ranks, each = dist.get_world_size(group), 2**20 // input.element_size()
+        into = output.view(ranks, -1)
+        for start in range(0, input.numel() // each * each, each):
+            gathered = input.new_empty(ranks * each)
+            super().all_gather(gathered, input.view(-1)[start : start + each], group)
+            into[:, start : start + each] = gathered.view(ranks, -1)
+        return Done() if async_op else None
+
+
+@defect(cause="shapes", caught_by="test_tensors_of_several_dimensions")
+class GathersAlongTheLastDimension(Plain):
+    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        everyone = [torch.empty_like(input) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyone, input, group=group)
+        output.copy_(
+            torch.cat([part.flatten(0, -2) if part.ndim > 1 else part for part in everyone], -1).view_as(output)
+        )
+        return Done() if async_op else None
+
+
+@defect(cause="shapes", caught_by="test_tensors_of_several_dimensions")
+class WritesTheWholeStorage(Plain):
+    """Of a view it reduces all that the view's storage has."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+        return super().all_reduce(whole, group, async_op=async_op)
+
+
+# Numerics
+
+
+class Detour(Plain):
+    """Reduces in another dtype."""
+
+    through: ClassVar[dict[torch.dtype, torch.dtype]] = {}
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        other = tensor.to(self.through.get(tensor.dtype, tensor.dtype), copy=True)
+        handle = super().all_reduce(other, group, async_op=True)
+        return _finished(handle, lambda: tensor.copy_(other), async_op)
+
+
+@defect(cause="numerics", caught_by="test_sums_are_as_exact_as_the_dtype")
+class Float64ThroughFloat32(Detour):
+    through: ClassVar = {torch.float64: torch.float32}
+
+
+@defect(cause="numerics", caught_by="test_sums_are_as_exact_as_the_dtype")
+class Float32ThroughBfloat16(Detour):
+    through: ClassVar = {torch.float32: torch.bfloat16}
+
+
+@defect(cause="numerics", caught_by="test_sums_are_as_exact_as_the_dtype")
+class Bfloat16ThroughFloat16(Detour):
+    """More digits, and less room."""
+
+    through: ClassVar = {torch.bfloat16: torch.float16}
+
+
+@defect(cause="numerics", caught_by="test_sums_are_as_exact_as_the_dtype")
+class IntegersThroughFloats(Detour):
+    through: ClassVar = {torch.int64: torch.float64, torch.int32: torch.float32}
+
+
+@defect(cause="numerics", caught_by="test_every_rank_has_the_same_sum_to_the_bit")
+class AddsItsOwnFirst(Plain):
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        everyone = [torch.empty_like(tensor) for _ in range(ranks)]
+        dist.all_gather(everyone, tensor.detach(), group=group)
+        for i in range(1, ranks):
+            tensor.data += everyone[(rank + i) % ranks]
+        return Done() if async_op else None
+
+
+# Two calls
+
+
+@defect(cause="two calls", caught_by="test_many_may_be_under_way")
+class SharesItsBuffer(Plain):
+    """All sums of one shape are made in one buffer."""
+
+    buffers: ClassVar[dict[Any, Tensor]] = {}
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        buffer = self.buffers.setdefault((tensor.shape, tensor.dtype), torch.empty_like(tensor)).detach()
+        buffer.copy_(tensor.detach())
+        handle = super().all_reduce(buffer, group, async_op=True)
+        return _finished(handle, lambda: tensor.data.copy_(buffer), async_op)
+
+
+@defect(cause="two calls", caught_by="test_a_second_call")
+class RemembersTheInput(Plain):
+    """Cuts an input into parts once, as long as inputs have its shape."""
+
+    parts: ClassVar[dict[Any, Tensor]] = {}
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        known = self.parts.setdefault((input.shape, input.dtype, dist.get_world_size(group)), input.clone())
+        return super().reduce_scatter(output, known.clone(), group, async_op=async_op)
+
+
+@defect(cause="two calls", caught_by="test_many_may_be_under_way")
+class WaitsForTheOldest(Plain):
+    """Whichever handle is waited for."""
+
+    pending: ClassVar[list[Any]] = []
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        pending = self.pending
+        pending.append(super().all_gather(output, input, group, async_op=True))
+
+        class Oldest:
+            def wait(self) -> None:
+                pending.pop(0).wait()
+
+        return Oldest() if async_op else Oldest().wait()
+
+
+# Subgroups
+
+
+@defect(cause="subgroup", caught_by="test_groups_side_by_side")
+class IgnoresTheGroup(Plain):
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        return super().all_reduce(tensor, async_op=async_op)
+
+
+@defect(cause="subgroup", caught_by="test_groups_side_by_side")
+class TakesTheWorldsRank(Plain):
+    """For the place of this rank's part."""
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        total = input.clone()
+        super().all_reduce(total, group)
+        ranks = dist.get_world_size(group)
+        output.copy_(total.reshape(ranks, -1)[dist.get_rank() % ranks].view_as(output))
+        return Done() if async_op else None
+
+
+@defect(cause="subgroup", caught_by="test_groups_side_by_side")
+class BroadcastsFromRank0(Plain):
+    """Reduces to rank 0 and broadcasts from there, by the world's number."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        dist.reduce(tensor, 0, group=group)
+        return dist.broadcast(tensor, 0, group=group, async_op=async_op)
+
+
+# Handles
+
+
+@defect(cause="handles", caught_by="test_results_are_there_when_wait_returns")
+class DoesNotWait(Plain):
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        handle = super().all_reduce(tensor, group, async_op=True)
+        return Done() if async_op else handle.wait()
+
+
+@defect(cause="handles", caught_by="test_results_are_there_when_wait_returns")
+class CopiesAtOnce(Plain):
+    """The result of the rank's own buffer, before it is there."""
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        buffer = torch.zeros_like(output)
+        handle = super().all_gather(buffer, input, group, async_op=True)
+        if not async_op:
+            handle.wait()
+        output.copy_(buffer)
+        return handle if async_op else None
+
+
+@defect(cause="handles", caught_by="test_results_are_there_when_it_returns")
+class ReturnsBeforeItIsDone(Plain):
+    """Waits for the half that was started first."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        handles = [dist.all_reduce(part, group=group, async_op=True) for part in tensor.detach().view(-1).chunk(2)]
+        return handles[-1] if async_op else handles[0].wait()
+
+
+@defect(cause="handles", caught_by="test_a_collective_goes_on")
+class StartsInWait(Plain):
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        def start() -> Any:
+            return dist.all_reduce(tensor, group=group)
+
+        return After(Done(), start) if async_op else start()
+
+
+@defect(cause="handles", caught_by="test_many_may_be_under_way")
+class RunsOnThreadsOfTheirOwn(Plain):
+    """Each on its own thread, so that another one may overtake it."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        late = 0.02 * (dist.get_rank(group) % 2) if tensor.numel() and tensor.view(-1)[0] == 1 else 0.0
+        thread = threading.Timer(late, lambda: dist.all_reduce(tensor, group=group))
+        thread.start()
+        return After(Done(), thread.join) if async_op else thread.join()
+
+
+# Communication
+
+
+@defect(cause="communication", caught_by="test_results_are_those_done_by_hand")
+class OverwritesItsInput(Plain):
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        super().all_reduce(input, group)
+        ranks = dist.get_world_size(group)
+        output.copy_(input.reshape(ranks, -1)[dist.get_rank(group)].view_as(output))
+        return Done() if async_op else None
+
+
+@defect(cause="communication", caught_by="test_results_are_those_done_by_hand")
+class ClearsItsOutputFirst(Plain):
+    """Which loses an input that is part of it."""
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        output.zero_()
+        return super().all_gather(output, input, group, async_op=async_op)
+
+
+@defect(cause="communication", caught_by="test_results_are_those_done_by_hand")
+class Averages(Plain):
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        handle = super().reduce_scatter(output, input, group, async_op=True)
+        return _finished(handle, lambda: output.copy_(output / dist.get_world_size(group)), async_op)
+
+
+@defect(cause="shapes", caught_by="test_results_are_those_done_by_hand")
+class RefusesNoElements(Plain):
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        tensor.view(-1)[0].item()
+        return super().all_reduce(tensor, group, async_op=async_op)

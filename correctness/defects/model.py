@@ -1,0 +1,238 @@
+"""Wrong language models: a transformer of one function, with one of its parts wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+from correctness.support.planting import defect
+from impl.model import PlainTransformer
+
+LOGITS = "test_logits_are_the_plain_models"
+
+
+class Parts(PlainTransformer):
+    """The plain transformer, with a method for each part."""
+
+    eps, base = 1e-5, 10_000.0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.check(tokens)
+        w = dict(self.named_parameters())
+        x = w["embedding.weight"][tokens]
+        for i in range(self.size.layers):
+            x = self.block(x, {name.removeprefix(f"blocks.{i}."): p for name, p in w.items()})
+        return self.project(self.rms_norm(x, w["norm.weight"]), w)
+
+    def check(self, tokens: Tensor) -> None:
+        if tokens.ndim != 2 or tokens.shape[1] > self.context_length:
+            raise ValueError(f"a context of up to {self.context_length}, got {tuple(tokens.shape)}")
+        if tokens.device.type == "cpu" and not 0 <= tokens.min() <= tokens.max() < self.size.vocab:
+            raise ValueError(f"token ids below {self.size.vocab}, got another")
+
+    def block(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        normed = self.rms_norm(x, w["attention_norm.weight"])
+        q, k, v = (self.heads(normed @ w[f"attention.{name}.weight"].T) for name in ("query", "key", "value"))
+        x = x + self.attend(self.rotate(q), self.rotate(k), v) @ w["attention.output.weight"].T
+        normed = self.rms_norm(x, w["feed_forward_norm.weight"])
+        w1, w2, w3 = (w[f"feed_forward.w{n}.weight"] for n in (1, 2, 3))
+        return x + (self.gate(normed @ w1.T) * (normed @ w3.T)) @ w2.T
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.size.heads, -1)).transpose(1, 2)  # (batch, heads, context, head_dim)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT / math.sqrt(self.scale())
+        scores = scores.masked_fill(~self.mask(q.shape[-2], q.device), -math.inf)
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
+
+    def scale(self) -> int:
+        return self.size.head_dim
+
+    def mask(self, context: int, device: Any) -> Tensor:
+        return torch.ones(context, context, dtype=torch.bool, device=device).tril()
+
+    def rotate(self, x: Tensor) -> Tensor:
+        angles = self.angles(x)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        even, odd = x[..., 0::2], x[..., 1::2]
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+
+    def angles(self, x: Tensor) -> Tensor:
+        return torch.outer(self.positions(x.shape[-2], x), self.frequencies(x))
+
+    def positions(self, context: int, x: Tensor) -> Tensor:
+        return torch.arange(context, dtype=torch.float64, device=x.device)
+
+    def frequencies(self, x: Tensor) -> Tensor:
+        return self.base ** (-torch.arange(0, x.shape[-1], 2, dtype=torch.float64, device=x.device) / x.shape[-1])
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * weight
+
+    def gate(self, x: Tensor) -> Tensor:
+        return silu(x)
+
+    def project(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        return x @ w["output.weight"].T
+
+
+@defect(cause="masks", caught_by=LOGITS)
+class SeesTheNextToken(Parts):
+    def mask(self, context: int, device: Any) -> Tensor:
+        return torch.ones(context, context, dtype=torch.bool, device=device).tril(1)
+
+
+@defect(cause="two calls", caught_by="test_calls_of_other_shapes")
+class MaskOfTheFirstCall(Parts):
+    def mask(self, context: int, device: Any) -> Tensor:
+        if not hasattr(self, "kept"):
+            self.kept = super().mask(context, device)
+        return self.kept[:context, :context]
+
+
+@defect(cause="numerics", caught_by=LOGITS)
+class HalvesOfAHead(Parts):
+    """Rotates x[i] with x[i + head_dim / 2], as GPT-NeoX's weights ask."""
+
+    def rotate(self, x: Tensor) -> Tensor:
+        pairs = torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
+        return torch.cat(super().rotate(pairs).unflatten(-1, (-1, 2)).unbind(-1), dim=-1)
+
+
+@defect(cause="options", caught_by=LOGITS)
+class AnotherBase(Parts):
+    base = 500_000.0
+
+
+@defect(cause="shapes", caught_by="test_a_long_context")
+class PositionsStartAgain(Parts):
+    def positions(self, context: int, x: Tensor) -> Tensor:
+        return super().positions(context, x) % 1024
+
+
+@defect(cause="numerics", caught_by="test_a_long_context")
+class PositionsInBfloat16(Parts):
+    """Which has no integers beyond 256 but the even ones."""
+
+    def positions(self, context: int, x: Tensor) -> Tensor:
+        return super().positions(context, x).bfloat16().double()
+
+
+@defect(cause="numerics", caught_by="test_float64_is_float64_throughout")
+class AnglesInFloat32(Parts):
+    def angles(self, x: Tensor) -> Tensor:
+        return super().angles(x).float()
+
+
+@defect(cause="numerics", caught_by="test_small_activations")
+class SmallerEpsilon(Parts):
+    eps = 1e-6
+
+
+@defect(cause="numerics", caught_by="test_small_activations")
+class EpsilonOutside(Parts):
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True).sqrt() + self.eps) * weight
+
+
+@defect(cause="numerics", caught_by="test_float64_is_float64_throughout")
+class NormInFloat32(Parts):
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return super().rms_norm(x.float(), weight.float()).to(x.dtype)
+
+
+@defect(cause="numerics", caught_by="test_logits_have_the_parameters_dtype")
+class LogitsInFloat32(Parts):
+    def project(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        return super().project(x, w).float()
+
+
+@defect(cause="gradients", caught_by="test_gradients_are_the_plain_models")
+class NormIsConstant(Parts):
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.detach().square().mean(-1, keepdim=True) + self.eps) * weight
+
+
+@defect(cause="communication", caught_by="test_a_sequence_does_not_depend_on_the_others")
+class NormOverTheBatch(Parts):
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean((0, -1), keepdim=True) + self.eps) * weight
+
+
+@defect(cause="numerics", caught_by=LOGITS)
+class ScaleOfTheModel(Parts):
+    def scale(self) -> int:
+        return self.size.d_model
+
+
+@defect(cause="options", caught_by=LOGITS)
+class TiedWeights(Parts):
+    def project(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        return x @ w["embedding.weight"].T
+
+
+@defect(cause="numerics", caught_by=LOGITS)
+class GeluGate(Parts):
+    def gate(self, x: Tensor) -> Tensor:
+        return gelu(x)
+
+
+@defect(cause="shapes", caught_by=LOGITS)
+class HeadsInterleaved(Parts):
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.size.heads)).permute(0, 3, 1, 2)
+
+
+class _Into(torch.autograd.Function):
+    """A copy in that memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, memory: Tensor) -> Tensor:
+        return memory.copy_(x).view_as(memory)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@defect(cause="two calls", caught_by="test_two_forwards_before_either_backward")
+class WritesIntoOneOutput(Parts):
+    """Calls of one shape return the same memory."""
+
+    kept: Tensor | None = None
+
+    def project(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        logits = super().project(x, w)
+        if self.kept is None or self.kept.shape != logits.shape or self.kept.dtype != logits.dtype:
+            self.kept = torch.empty_like(logits)
+        return _Into.apply(logits, self.kept.detach())
+
+
+@defect(cause="errors", caught_by="test_a_context_too_long")
+class CutsLongContexts(Parts):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens[:, : self.context_length])
+
+
+@defect(cause="errors", caught_by="test_token_ids_out_of_range")
+class CountsFromTheEnd(Parts):
+    def check(self, tokens: Tensor) -> None:
+        super().check(tokens.clamp(min=0))
+
+
+@defect(cause="state", caught_by="test_tokens_stay_as_they_are")
+class ClampsInPlace(Parts):
+    def check(self, tokens: Tensor) -> None:
+        super().check(tokens)
+        tokens.clamp_(max=self.size.vocab - 2)
+
+
+@defect(cause="state", caught_by="test_training_mode_changes_nothing")
+class DropsOut(Parts):
+    def gate(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(silu(x), 0.1, self.training)

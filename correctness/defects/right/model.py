@@ -1,0 +1,70 @@
+"""Right language models, in unusual ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
+
+from correctness.support.planting import right
+from impl.model import Transformer, TransformerSize
+
+
+@right("PyTorch's own functions over a dict of weights, a rotation matrix for RoPE, and a mask that is saved")
+class Functional(nn.Module):
+    def __init__(self, size: TransformerSize, *, context_length: int) -> None:
+        super().__init__()
+        self.size, self.context_length = size, context_length
+        self.parts = Transformer(size, context_length=context_length)
+        for name, part in list(self.parts.named_children()):
+            self.add_module(name, part)
+        del self.parts
+        half = torch.arange(0, size.head_dim, 2, dtype=torch.float64)
+        angles = torch.outer(torch.arange(context_length, dtype=torch.float64), 10_000.0 ** (-half / size.head_dim))
+        rotation = torch.stack((angles.cos(), -angles.sin(), angles.sin(), angles.cos()), -1)
+        self.register_buffer("rotation", rotation.unflatten(-1, (2, 2)).to(torch.get_default_dtype()))
+        self.register_buffer("mask", torch.ones(context_length, context_length, dtype=torch.bool).tril())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        batch, context = tokens.shape
+        if context > self.context_length:
+            raise ValueError("too long")
+        if tokens.device.type == "cpu" and ((tokens < 0) | (tokens >= self.size.vocab)).any():
+            raise ValueError("no such token")
+        w = dict(self.named_parameters())
+        x = embedding(tokens, w["embedding.weight"])
+        for i in range(self.size.layers):
+            block = f"blocks.{i}."
+            normed = self._norm(x, w[f"{block}attention_norm.weight"])
+            q, k, v = (
+                linear(normed, w[f"{block}attention.{name}.weight"]).view(batch, context, self.size.heads, -1)
+                for name in ("query", "key", "value")
+            )
+            q, k, v = (each.transpose(1, 2) for each in (self._rotate(q), self._rotate(k), v))
+            mixed = scaled_dot_product_attention(q, k, v, attn_mask=self.mask[:context, :context])
+            x = x + linear(mixed.transpose(1, 2).flatten(-2), w[f"{block}attention.output.weight"])
+            normed = self._norm(x, w[f"{block}feed_forward_norm.weight"])
+            both = linear(normed, torch.cat([w[f"{block}feed_forward.w{n}.weight"] for n in (1, 3)]))
+            gate, up = both.chunk(2, -1)
+            x = x + linear(silu(gate) * up, w[f"{block}feed_forward.w2.weight"])
+        return linear(self._norm(x, w["norm.weight"]), w["output.weight"])
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, x.shape[-1:], weight.to(x.dtype), 1e-5)
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        rotation = self.rotation[: x.shape[1]].to(x.dtype)
+        return torch.einsum("tpij,bthpj->bthpi", rotation, x.unflatten(-1, (-1, 2))).flatten(-2)
+
+
+@right("a sequence at a time, and the tokens of it that are asked for in one batch")
+class OneByOne(Transformer):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.cat([super(OneByOne, self).forward(one[None]) for one in tokens])
+
+
+@right("a function that makes it, with options in between")
+def made(size: TransformerSize, *, context_length: int, **options: Any) -> nn.Module:
+    return Transformer(size, context_length=context_length, **options)

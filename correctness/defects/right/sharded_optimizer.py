@@ -1,0 +1,93 @@
+"""Right sharded optimizers, in unusual ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from correctness.support.planting import right
+from correctness.support.simple_zero import Group, SimpleZero, options
+from impl.sharded_optimizer import ShardedOptimizer
+
+
+@right("a function that makes it")
+def made(params: Any, optimizer_cls: Any, *, process_group: Any = None, **defaults: Any) -> torch.optim.Optimizer:
+    return SimpleZero(params, optimizer_cls, process_group=process_group, **defaults)
+
+
+@right("owners from the last rank to the first, and broadcasts that overlap")
+class Backwards(SimpleZero):
+    def owner(self, index: int) -> int:
+        return self.ranks - 1 - index // 2 % self.ranks
+
+    def exchange(self, parameters: Sequence[Tensor]) -> None:
+        handles = [
+            dist.broadcast(p.data, group=self.process_group, group_src=self.owner(i), async_op=True)
+            for i, p in enumerate(parameters)
+        ]
+        for handle in handles:
+            handle.wait()
+
+
+@right("what others update is zero until ranks add up what they have")
+class SumsUp(SimpleZero):
+    def exchange(self, parameters: Sequence[Tensor]) -> None:
+        for i, p in enumerate(parameters):
+            if self.owner(i) != self.rank:
+                p.data = torch.zeros_like(p)
+            dist.all_reduce(p.data, group=self.process_group)
+
+
+@right("the state is kept by parameter of one optimizer for each of them")
+class OneEach(SimpleZero):
+    """An optimizer for each parameter that this rank owns, which together look like one."""
+
+    def add_inner_group(self, group: Group) -> None:
+        self.inner = self.inner or _Many(self.optimizer_cls, self.defaults)
+        self.inner.add_param_group(group)
+
+
+class _Many:
+    """What `SimpleZero` asks of its inner optimizer, of one for each parameter."""
+
+    def __init__(self, optimizer_cls: Any, defaults: Group) -> None:
+        self.optimizer_cls, self.defaults = optimizer_cls, defaults
+        self.param_groups: list[Group] = []
+        self.optimizers: dict[Tensor, torch.optim.Optimizer] = {}
+
+    def add_param_group(self, group: Group) -> None:
+        empty = self.optimizer_cls([{**group, "params": []}], **self.defaults)
+        self.param_groups.append({**empty.param_groups[0], "params": group["params"]})
+        for p in group["params"]:
+            self.optimizers[p] = self.optimizer_cls([{**group, "params": [p]}], **self.defaults)
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.optimizers[p].param_groups[0].update(options(group))
+                self.optimizers[p].step()
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        return {p: each.state[p] for p, each in self.optimizers.items() if p in each.state}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": {}, "param_groups": [dict(group) for group in self.param_groups]}
+
+    def load_state_dict(self, loaded: dict[str, Any]) -> None:
+        for group, new in zip(self.param_groups, loaded["param_groups"], strict=True):
+            group.update(options(new))
+        for k, p in enumerate(self.optimizers):
+            one = self.optimizers[p].state_dict()
+            state = {0: loaded["state"][k]} if k in loaded["state"] else {}
+            self.optimizers[p].load_state_dict({**one, "state": state})
+
+
+@right("buckets of a few elements")
+class TinyBuckets(ShardedOptimizer):
+    def __init__(self, params: Any, optimizer_cls: Any, *, process_group: Any = None, **defaults: Any) -> None:
+        super().__init__(params, optimizer_cls, process_group=process_group, bucket_mb=1e-5, **defaults)

@@ -1,0 +1,30 @@
+"""Which implementations are tested every time: one of each kind, ours on more than two ranks; the rest in the sweep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardmark.session import SESSION
+
+EVERY_TIME = ("sharded", "simple", "fsdp1", "fsdp2")
+AT_EVERY_SIZE = "sharded"
+FOR_ALL = ("test_twenty_steps", "test_units_of_any_size")
+"""Tests that every implementation runs, on two ranks."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What a user names with --impl is tested in full."""
+    if "fsdp" in config.stash[SESSION].selected:
+        return
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        name = getattr(parameters.get("implementation"), "name", None)
+        if name is None or not item.path.is_relative_to(Path(__file__).parent):
+            continue
+        small = parameters.get("world", 2) <= 2
+        every_time = name in EVERY_TIME or item.name.startswith(FOR_ALL)
+        if not (name == AT_EVERY_SIZE or (small and every_time)):
+            item.add_marker(pytest.mark.sweep)

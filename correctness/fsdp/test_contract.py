@@ -1,0 +1,227 @@
+"""The contract of full sharding, one property a test: the start, then one step. What fails first names the fault."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from correctness.support.fully_sharded import (
+    ODD_MODULES,
+    Deep,
+    Odd,
+    as_expected,
+    assert_none,
+    averaged_gradients,
+    backward,
+    first,
+    full,
+    gradients_of,
+    local,
+    make,
+    own_batch,
+    parameters_of,
+    poisoned,
+    whole_backward,
+    wrap,
+)
+from correctness.support.whole_batch import (
+    DIM,
+    MODULES,
+    STEPS,
+    TiedAndFrozen,
+    adam,
+    batch,
+    loss,
+    module,
+    single_process,
+)
+from impl.fsdp import by_type, whole
+from shardmark.registry import Implementation
+from shardmark.world import World
+
+pytestmark = pytest.mark.family("fsdp")
+
+LINEARS = by_type(nn.Linear)
+
+
+def start_on_rank(implementation: Implementation, kind: type[nn.Module], device: str) -> str:
+    model = wrap(implementation, make(kind, dist.get_rank(), device), wrap=whole)
+    return as_expected("rank 0's", full(model), parameters_of(make(kind, 0, device)), tolerance=0)
+
+
+@pytest.mark.parametrize("kind", [Odd, TiedAndFrozen], ids=["odd", "tied_and_frozen"])
+def test_every_rank_starts_from_rank_0s_parameters(
+    implementation: Implementation, world: World, kind: type[nn.Module], device: str
+) -> None:
+    assert_none(world.run(start_on_rank, implementation, kind, device))
+
+
+def buffers_on_rank(implementation: Implementation, device: str) -> str:
+    model = wrap(implementation, make(TiedAndFrozen, dist.get_rank(), device), wrap=whole)
+    offset = make(TiedAndFrozen, 0, device).offset
+    found = next(buffer for name, buffer in model.module.named_buffers() if name.endswith("offset"))
+    return as_expected("rank 0's buffer", {"offset": local(found)}, {"offset": offset}, tolerance=0)
+
+
+def test_every_rank_starts_with_rank_0s_buffers(implementation: Implementation, world: World, device: str) -> None:
+    assert_none(world.run(buffers_on_rank, implementation, device))
+
+
+def names_on_rank(implementation: Implementation, device: str) -> str:
+    plain = make(Deep, 0, device)
+    model = wrap(implementation, make(Deep, 0, device), wrap=LINEARS)
+    expected, found = parameters_of(plain), full(model)
+    if extra := [name for name in found if name not in expected]:
+        return f"gather_full_parameters() has {extra[0]!r}; the module's names are {', '.join(expected)}"
+    return as_expected("the gathered", found, expected, tolerance=0)
+
+
+def test_names_are_the_unwrapped_modules(implementation: Implementation, world: World, device: str) -> None:
+    assert_none(world.run(names_on_rank, implementation, device))
+
+
+def classes_on_rank(implementation: Implementation, device: str) -> str:
+    model = wrap(implementation, make(Deep, 0, device), wrap=LINEARS)
+    found = list(model.module.modules())
+    for kind in {type(part) for part in Deep().modules()}:
+        before = sum(isinstance(part, kind) for part in Deep().modules())
+        after = sum(isinstance(part, kind) for part in found)
+        if after < before:
+            return f"of {before} modules that were a {kind.__name__} only {after} are still one by isinstance"
+    return ""
+
+
+def test_modules_keep_their_classes(implementation: Implementation, world: World, device: str) -> None:
+    """A wrapper may put modules of its own around them."""
+    assert_none(world.run(classes_on_rank, implementation, device))
+
+
+def forward_on_rank(implementation: Implementation, name: str, device: str) -> str:
+    kind = ODD_MODULES[name]
+    plain, model = make(kind, 0, device), wrap(implementation, make(kind, 0, device), wrap=LINEARS)
+    x, _ = own_batch(0, device)
+    before = x.clone()
+    with torch.no_grad():
+        output = as_expected("the output of", {"forward": model(x)}, {"forward": plain(x)})
+    return output or ("" if torch.equal(x, before) else "forward changed its input")
+
+
+@pytest.mark.parametrize("name", ODD_MODULES)
+def test_forward_computes_with_the_full_parameters(
+    implementation: Implementation, world: World, name: str, device: str
+) -> None:
+    assert_none(world.run(forward_on_rank, implementation, name, device))
+
+
+@poisoned
+def one_step_on_rank(implementation: Implementation, name: str, device: str) -> str:
+    kind = ODD_MODULES[name]
+    plain, model = make(kind, 0, device), wrap(implementation, make(kind, 0, device), wrap=LINEARS)
+    whole_backward(plain, 0, device)
+    backward(model, 0, device)
+    model.finish_gradient_synchronization()
+    return as_expected("the mean over the ranks of the gradient of", averaged_gradients(model), gradients_of(plain))
+
+
+@pytest.mark.parametrize("name", ODD_MODULES)
+def test_one_step_applies_the_mean_of_the_ranks_gradients(
+    implementation: Implementation, world: World, name: str, device: str
+) -> None:
+    assert_none(world.run(one_step_on_rank, implementation, name, device))
+
+
+def shapes_on_rank(implementation: Implementation, device: str) -> str:
+    options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "wrap": LINEARS}
+    model = wrap(implementation, make(Odd, 0, device, torch.float64), **options)
+    x, _ = own_batch(0, device)
+    model(x).sum().backward()
+    model.finish_gradient_synchronization()
+    for i, parameter in enumerate(model.parameters()):
+        if parameter.grad is None:
+            if local(parameter).numel():
+                return f"shard {i} of shape {tuple(parameter.shape)} has no gradient"
+        elif parameter.grad.shape != parameter.shape:
+            return f"shard {i} has the shape {tuple(parameter.shape)} and its gradient {tuple(parameter.grad.shape)}"
+        elif parameter.grad.dtype != parameter.dtype:
+            return f"shard {i} is of {parameter.dtype} and its gradient of {parameter.grad.dtype}"
+    return ""
+
+
+def test_each_gradient_has_the_shape_and_dtype_of_its_shard(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_none(world.run(shapes_on_rank, implementation, device))
+
+
+@poisoned
+def input_gradient_on_rank(implementation: Implementation, device: str) -> str:
+    plain, model = make(Odd, 0, device), wrap(implementation, make(Odd, 0, device), wrap=LINEARS)
+    x, y = own_batch(0, device)
+    mine, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+    loss(model, mine, y).backward()
+    model.finish_gradient_synchronization()
+    loss(plain, expected, y).backward()
+    if mine.grad is None:
+        return "the input requires a gradient and got none"
+    assert expected.grad is not None
+    return as_expected("this rank's own gradient of", {"the input": mine.grad}, {"the input": expected.grad})
+
+
+def test_an_inputs_gradient_is_the_ranks_own(implementation: Implementation, world: World, device: str) -> None:
+    assert_none(world.run(input_gradient_on_rank, implementation, device))
+
+
+class Arguments(nn.Module):
+    """Takes and gives what modules may: keywords, tensors of integers, nested outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(7, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, tokens: Tensor, pair: tuple[Tensor, float], *, scale: Tensor) -> dict[str, Any]:
+        """(rows) -> hidden (rows, DIM) and more."""
+        hidden = self.layer(self.embedding(tokens)) * scale + pair[0] * pair[1]
+        return {"hidden": hidden, "more": (hidden.sum(), len(tokens)), "nothing": None}
+
+
+def arguments_on_rank(implementation: Implementation, device: str) -> str:
+    plain, model = make(Arguments, 0, device), wrap(implementation, make(Arguments, 0, device), wrap=LINEARS)
+    tokens, (x, _) = torch.tensor([0, 3, 6], device=device), batch(0, 1, device)  # the same on every rank
+    found, expected = (each(tokens, (x, 0.5), scale=x.abs()) for each in (model, plain))
+    if not isinstance(found, dict) or list(found) != list(expected) or found["more"][1] != 3:
+        return f"the module returns a dict of {', '.join(expected)}, and the sharded one {type(found).__name__}"
+    for output in (found, expected):
+        (output["hidden"].square().mean() + output["more"][0]).backward()
+    model.finish_gradient_synchronization()
+    hidden = as_expected("the output", {"hidden": found["hidden"]}, {"hidden": expected["hidden"]})
+    return first([hidden, as_expected("the gradient of", averaged_gradients(model), gradients_of(plain))])
+
+
+def test_arguments_and_outputs_are_the_modules_own(implementation: Implementation, world: World, device: str) -> None:
+    assert_none(world.run(arguments_on_rank, implementation, device))
+
+
+def train_on_rank(implementation: Implementation, name: str, device: str) -> dict[str, Tensor]:
+    model = wrap(implementation, module(name, dist.get_rank(), device), wrap=LINEARS)
+    optimizer = adam(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(model, step, device)
+        model.finish_gradient_synchronization()
+        optimizer.step()
+    buffers = {name: local(buffer).cpu() for name, buffer in model.module.named_buffers()}
+    found = buffers | full(model)
+    return {name: found[name] for name in module(name, 0, "cpu").state_dict()}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_twenty_steps_equal_a_single_process_on_the_whole_batch(
+    implementation: Implementation, world: World, name: str, device: str
+) -> None:
+    expected = single_process(name, world.size, device)
+    ranks = world.run(train_on_rank, implementation, name, device)
+    assert_none([as_expected(f"after {STEPS} steps,", found, expected) for found in ranks])

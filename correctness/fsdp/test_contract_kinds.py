@@ -1,0 +1,153 @@
+"""The contract for parameters that are not as most are: unused, unused by some ranks, frozen, tied."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from correctness.support.fully_sharded import (
+    UNSUPPORTED,
+    SGDs,
+    as_expected,
+    assert_none,
+    averaged_gradients,
+    backward,
+    full,
+    gradients_of,
+    make,
+    own_batch,
+    parameters_of,
+    poisoned,
+    whole_backward,
+    wrap,
+)
+from correctness.support.whole_batch import DIM, TiedAndFrozen, batch, loss
+from impl.fsdp import by_type, whole
+from shardmark.registry import Implementation
+from shardmark.world import World
+
+pytestmark = pytest.mark.family("fsdp")
+
+LINEARS = by_type(nn.Linear)
+
+
+class Skipping(nn.Module):
+    """Two layers, of which the second may be left out, and a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.perhaps, self.last = (nn.Linear(DIM, n) for n in (DIM, DIM, 2 * DIM))
+        self.unused = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        """(rows, DIM) -> (rows, 2 DIM)."""
+        x = self.layer(x).tanh()
+        return self.last(x if skip else self.perhaps(x).tanh())
+
+
+@poisoned
+def unused_on_rank(implementation: Implementation, device: str) -> str:
+    """A step that uses all layers, one that leaves one out, and one that uses all again."""
+    plain, model = make(Skipping, 0, device), wrap(implementation, make(Skipping, 0, device), wrap=LINEARS)
+    optimizers = SGDs(plain, model)
+    for step, skip in enumerate((False, True, False)):
+        optimizers.zero_grad()
+        x, y = own_batch(step, device)
+        (model(x, skip=skip) - y).square().mean().backward()
+        model.finish_gradient_synchronization()
+        loss(lambda rows, skip=skip: plain(rows, skip=skip), *batch(step, dist.get_world_size(), device)).backward()
+        optimizers.step()
+        when = "which left a layer out, parameter" if skip else "parameter"
+        if problem := as_expected(f"after step {step + 1}, {when}", full(model), parameters_of(plain)):
+            return problem
+    return ""
+
+
+def test_an_unused_parameter_gets_no_gradient_and_stops_nothing(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_none(world.run(unused_on_rank, implementation, device))
+
+
+class Either(nn.Module):
+    """Two parameters that are read, and one of them used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.full((DIM,), value)) for value in (1.0, 2.0))
+        self.layer = nn.Linear(DIM, 2 * DIM)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        """(rows, DIM) -> (rows, 2 DIM)."""
+        either = self.a, self.b
+        return self.layer(x * either[which])
+
+
+@poisoned
+def one_ranks_on_rank(implementation: Implementation, device: str) -> str:
+    plain, model = make(Either, 0, device), wrap(implementation, make(Either, 0, device), wrap=whole)
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return f"{UNSUPPORTED}DTensors are reduced one by one, so every rank must have each gradient"
+    ranks = dist.get_world_size()
+    x, y = batch(0, ranks, device)
+    for rank in range(ranks):
+        rows = slice(rank * len(x) // ranks, (rank + 1) * len(x) // ranks)
+        ((plain(x[rows], min(rank, 1)) - y[rows]).square().mean() / ranks).backward()
+    x, y = own_batch(0, device)
+    (model(x, min(dist.get_rank(), 1)) - y).square().mean().backward()
+    model.finish_gradient_synchronization()
+    return as_expected(
+        "where some ranks do not use it, the gradient of", averaged_gradients(model), gradients_of(plain)
+    )
+
+
+def test_a_parameter_that_one_rank_uses_counts_as_zero_on_the_others(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_none(world.run(one_ranks_on_rank, implementation, device))
+
+
+def frozen_on_rank(implementation: Implementation, device: str) -> str:
+    """After a step of AdamW over all parameters, whose weight decay would change what has a gradient of zero."""
+    frozen = ("frozen.weight", "frozen.bias")
+    model = wrap(implementation, make(TiedAndFrozen, 0, device), wrap=whole)
+    start = parameters_of(make(TiedAndFrozen, 0, device))
+    count = sum(p.requires_grad for p in make(TiedAndFrozen, 0, device).parameters())
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if len(list(model.parameters())) == count + len(frozen) and len(trainable) != count:
+        return f"{len(trainable)} parameters require a gradient, expected {count}"
+    backward(model, 0, device)
+    model.finish_gradient_synchronization()
+    if any(p.grad is not None for p in model.parameters() if not p.requires_grad):
+        return "a frozen parameter has a gradient, expected None"
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
+    found = full(model)
+    return as_expected("after a step, the frozen", {n: found[n] for n in frozen}, {n: start[n] for n in frozen}, 0)
+
+
+def test_frozen_parameters_have_no_gradient_and_do_not_change(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_none(world.run(frozen_on_rank, implementation, device))
+
+
+def tied_on_rank(implementation: Implementation, device: str) -> str:
+    """Each name of a tied parameter has the same value, before and after steps of the sum of both gradients."""
+    plain, model = make(TiedAndFrozen, 0, device), wrap(implementation, make(TiedAndFrozen, 0, device), wrap=whole)
+    if problem := as_expected("at the start, the gathered", full(model), parameters_of(plain), tolerance=0):
+        return problem
+    whole_backward(plain, 0, device)
+    backward(model, 0, device)
+    model.finish_gradient_synchronization()
+    found = averaged_gradients(model)
+    same = torch.equal(found["embed.weight"], found["tied.weight"])
+    return as_expected("tied to another, the gradient of", found, gradients_of(plain)) or (
+        "" if same else "embed.weight and tied.weight are one parameter and got different gradients"
+    )
+
+
+def test_tied_parameters_stay_one(implementation: Implementation, world: World, device: str) -> None:
+    assert_none(world.run(tied_on_rank, implementation, device))

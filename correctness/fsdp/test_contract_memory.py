@@ -1,0 +1,135 @@
+"""What a rank stores: about 1/n of the model, and nothing more once a step is through. What sharding is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from correctness.support.fully_sharded import SGDs, local, wrap
+from impl.fsdp import by_type
+from shardmark.memory import meter
+from shardmark.registry import Implementation
+from shardmark.world import World
+
+pytestmark = pytest.mark.family("fsdp")
+
+WIDTH, LAYERS = 120, 6
+LINEARS = by_type(nn.Linear)
+TOTAL = 4 * LAYERS * (WIDTH + 1) * WIDTH
+"""Bytes of the model in float32."""
+SLACK = 0.1
+"""Of the model, for padding, uneven shards and small tensors."""
+
+
+def layers(device: str) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(device)
+
+
+def elements_on_rank(implementation: Implementation, device: str) -> int:
+    model = wrap(implementation, layers(device), wrap=LINEARS)
+    return sum(local(parameter).numel() for parameter in model.parameters())
+
+
+def test_parameters_are_shards_that_make_up_the_model(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    found = world.run(elements_on_rank, implementation, device)
+    total = TOTAL // 4
+    assert sum(found) >= total, f"the ranks' shards have {sum(found):,} elements, and the model {total:,}"
+    most = (1 / world.size + SLACK) * total
+    assert max(found) <= most, (
+        f"a rank's parameters() have {max(found):,} elements of the model's {total:,}, expected a share of about "
+        f"{total // world.size:,} on {world.size} ranks"
+    )
+
+
+def held_on_rank(implementation: Implementation, device: str) -> dict[str, int]:
+    """Bytes live when the module is wrapped, and after steps: what each of them leaves adds up."""
+    x = torch.ones(1, WIDTH, device=device)
+    with meter(device) as memory:
+        model = wrap(implementation, layers(device), wrap=LINEARS)
+        memory.mark("once the module is wrapped")
+        optimizers = SGDs(model)
+        for _ in range(4):
+            model(x).square().mean().backward()
+            model.finish_gradient_synchronization()
+            optimizers.step()
+            optimizers.zero_grad()
+        memory.mark("after four steps, gradients set to None")
+    return memory.phases
+
+
+def least(
+    world: World, limits: dict[str, float], function: Callable[..., dict[str, int]], *args: Any, passes: int = 3
+) -> str:
+    """What is over its limit in the pass in which it is smallest: a backend's thread may free a tensor unmetered."""
+    found: dict[str, int] = {}
+    for _ in range(passes):
+        ranks = world.run(function, *args)
+        for name in limits:
+            most = max(phases[name] for phases in ranks)
+            found[name] = min(most, found.get(name, most))
+        if all(found[name] <= limit for name, limit in limits.items()):
+            return ""
+    name = next(name for name, limit in limits.items() if found[name] > limit)
+    return (
+        f"{name}, a rank holds {found[name]:,} bytes: {found[name] / TOTAL:.2f} of the model's {TOTAL:,}, expected at "
+        f"most {limits[name] / TOTAL:.2f} on {world.size} ranks"
+    )
+
+
+def _assert_none(problem: str) -> None:
+    __tracebackhide__ = True
+    if problem:
+        pytest.fail(problem, pytrace=False)
+
+
+def test_each_rank_stores_its_share(implementation: Implementation, world: World, device: str) -> None:
+    limits = {"once the module is wrapped": (1 / world.size + SLACK) * TOTAL}
+    _assert_none(least(world, limits, held_on_rank, implementation, device))
+
+
+def test_after_a_step_only_shards_are_left(implementation: Implementation, world: World, device: str) -> None:
+    """And at most their gradients: FSDP1 keeps the flat tensor that those are views of until the next step."""
+    limits = {"after four steps, gradients set to None": (2 / world.size + SLACK) * TOTAL}
+    _assert_none(least(world, limits, held_on_rank, implementation, device))
+
+
+def between_on_rank(implementation: Implementation, options: dict[str, Any], device: str) -> dict[str, int]:
+    """Bytes live between forward and backward of a second step."""
+    x = torch.ones(1, WIDTH, device=device)
+    with meter(device) as memory:
+        model = wrap(implementation, layers(device), wrap=LINEARS, **options)
+        for _ in range(2):
+            squares = model(x).square().mean()
+            memory.mark(BETWEEN)
+            squares.backward()
+            model.finish_gradient_synchronization()
+            SGDs(model).zero_grad()
+            dist.barrier()
+    return memory.phases
+
+
+BETWEEN = "between forward and backward"
+
+
+def test_full_parameters_are_freed_after_forward_where_that_is_asked_for(
+    implementation: Implementation, world: World, device: str, record_property: Any
+) -> None:
+    """Of six layers one or two may stay; `reshard_after_forward=False` keeps them all. A note without the option."""
+    freed = {BETWEEN: (1 / world.size + 0.5 + SLACK) * TOTAL}
+    if not implementation.accepts("reshard_after_forward"):
+        if least(world, freed, between_on_rank, implementation, {}, device, passes=1):
+            record_property("note", "full parameters stay in memory between forward and backward")
+        return
+    _assert_none(least(world, freed, between_on_rank, implementation, {"reshard_after_forward": True}, device))
+    kept = world.run(between_on_rank, implementation, {"reshard_after_forward": False}, device)
+    found = min(phases[BETWEEN] for phases in kept)
+    assert found >= 0.9 * TOTAL, (
+        f"with reshard_after_forward=False a rank holds {found / TOTAL:.2f} of the model {BETWEEN}, expected all of it"
+    )

@@ -1,0 +1,291 @@
+"""The contract over several passes: accumulation, forwards before backwards, evaluation, two models, saved state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+
+from correctness.support.fully_sharded import (
+    UNSUPPORTED,
+    Odd,
+    SGDs,
+    as_expected,
+    assert_none,
+    averaged_gradients,
+    backward,
+    contains,
+    first,
+    full,
+    gradients_of,
+    make,
+    own_batch,
+    parameters_of,
+    whole_backward,
+    wrap,
+)
+from correctness.support.whole_batch import DIM, UsedTwice, batch, loss
+from impl.fsdp import by_type
+from shardmark.registry import Implementation
+from shardmark.world import World
+
+pytestmark = pytest.mark.family("fsdp")
+
+LINEARS = by_type(nn.Linear)
+
+
+def both(implementation: Implementation, kind: Any, device: str) -> tuple[Any, nn.Module]:
+    """A sharded and an unsharded module with the same weights."""
+    return wrap(implementation, make(kind, 0, device), wrap=LINEARS), make(kind, 0, device)
+
+
+def accumulate_on_rank(implementation: Implementation, finish_each: bool, device: str) -> str:
+    model, plain = both(implementation, Odd, device)
+    for step in range(3):
+        whole_backward(plain, step, device)
+        backward(model, step, device)
+        if finish_each:
+            model.finish_gradient_synchronization()
+    model.finish_gradient_synchronization()
+    return as_expected("of three backward passes, the gradient of", averaged_gradients(model), gradients_of(plain))
+
+
+@pytest.mark.parametrize("finish_each", [False, True], ids=["finish_once", "finish_each"])
+def test_several_backward_passes_add_up(
+    implementation: Implementation, world: World, finish_each: bool, device: str
+) -> None:
+    assert_none(world.run(accumulate_on_rank, implementation, finish_each, device))
+
+
+def steps_on_rank(implementation: Implementation, zeroing: bool, device: str) -> str:
+    """Three steps of SGD, with zero_grad() before each or without."""
+    model, plain = both(implementation, Odd, device)
+    optimizers = SGDs(model, plain)
+    for step in range(3):
+        if zeroing:
+            optimizers.zero_grad()
+        whole_backward(plain, step, device)
+        backward(model, step, device)
+        model.finish_gradient_synchronization()
+        optimizers.step()
+        if problem := as_expected(f"after step {step + 1},", full(model), parameters_of(plain)):
+            return problem
+    return ""
+
+
+def test_gradients_add_up_until_zero_grad(implementation: Implementation, world: World, device: str) -> None:
+    assert_none(world.run(steps_on_rank, implementation, False, device))
+
+
+def test_zero_grad_leaves_nothing_of_the_step_before(implementation: Implementation, world: World, device: str) -> None:
+    assert_none(world.run(steps_on_rank, implementation, True, device))
+
+
+def two_forwards_on_rank(implementation: Implementation, order: str, device: str) -> str:
+    """Twice, as an implementation may predict a step from the one before."""
+    model, plain = both(implementation, UsedTwice, device)
+    if order != "together" and contains(model, FSDP1):
+        return f"{UNSUPPORTED}PyTorch's FSDP1 takes one backward for all forwards before it"
+    optimizers = SGDs(model, plain)
+    for step in (0, 2):
+        optimizers.zero_grad()
+        for i in range(2):
+            whole_backward(plain, step + i, device)
+        losses = [loss(model, *own_batch(step + i, device)) for i in range(2)]
+        if order == "together":
+            (losses[0] + losses[1]).backward()
+        else:
+            for each in losses if order == "in_order" else losses[::-1]:
+                each.backward()
+        model.finish_gradient_synchronization()
+        optimizers.step()
+        if problem := as_expected("after two forwards and then their backwards,", full(model), parameters_of(plain)):
+            return problem
+    return ""
+
+
+@pytest.mark.parametrize("order", ["together", "in_order", "reversed"])
+def test_two_forwards_may_precede_their_backwards(
+    implementation: Implementation, world: World, order: str, device: str
+) -> None:
+    assert_none(world.run(two_forwards_on_rank, implementation, order, device))
+
+
+class Square(nn.Sequential):
+    """May be applied to its own output."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(DIM, 7), nn.Tanh(), nn.Linear(7, DIM))
+
+
+def applied_twice_on_rank(implementation: Implementation, device: str) -> str:
+    model, plain = both(implementation, Square, device)
+    x, _ = batch(0, dist.get_world_size(), device)
+    plain(plain(x)).square().mean().backward()
+    x, _ = own_batch(0, device)
+    model(model(x)).square().mean().backward()
+    model.finish_gradient_synchronization()
+    return as_expected("of the model of the model, the gradient of", averaged_gradients(model), gradients_of(plain))
+
+
+def test_a_model_may_be_applied_to_its_own_output(implementation: Implementation, world: World, device: str) -> None:
+    assert_none(world.run(applied_twice_on_rank, implementation, device))
+
+
+def two_models_on_rank(implementation: Implementation, device: str) -> str:
+    """Of the same shapes: forward of both, then backward of both, then steps of both."""
+    seeds = (0, 1)
+    models = [wrap(implementation, make(Odd, seed, device), wrap=LINEARS) for seed in seeds]
+    plains = [make(Odd, seed, device) for seed in seeds]
+    optimizers = SGDs(*models, *plains)
+    for step in range(2):
+        optimizers.zero_grad()
+        losses = [loss(model, *own_batch(step + 5 * i, device)) for i, model in enumerate(models)]
+        for i, plain in enumerate(plains):
+            whole_backward(plain, step + 5 * i, device)
+        for each in losses:
+            each.backward()
+        for model in models:
+            model.finish_gradient_synchronization()
+        optimizers.step()
+    found = [
+        as_expected(f"of two models, model {i + 1}'s", full(model), parameters_of(plain))
+        for i, (model, plain) in enumerate(zip(models, plains, strict=True))
+    ]
+    return first(found)
+
+
+def test_two_models_do_not_disturb_each_other(implementation: Implementation, world: World, device: str) -> None:
+    assert_none(world.run(two_models_on_rank, implementation, device))
+
+
+def evaluate_on_rank(implementation: Implementation, within: bool, device: str) -> str:
+    """Evaluation before each step, or between its forward and its backward; batches of other sizes."""
+    model, plain = both(implementation, Odd, device)
+    optimizers = SGDs(model, plain)
+    everyone, _ = batch(7, dist.get_world_size(), device)
+    for step in range(3):
+        _set_training(model, plain, to=False)
+        with torch.no_grad():
+            found, expected = model(everyone), plain(everyone)
+        if problem := as_expected(f"evaluation after {step} steps,", {"output": found}, {"output": expected}):
+            return problem
+        _set_training(model, plain, to=True)
+        optimizers.zero_grad()
+        whole_backward(plain, step, device)
+        forward = loss(model, *own_batch(step, device))
+        if within:
+            _set_training(model, plain, to=False)
+            with torch.no_grad():
+                model(everyone)
+            _set_training(model, plain, to=True)
+        forward.backward()
+        model.finish_gradient_synchronization()
+        optimizers.step()
+    return as_expected("after three steps with evaluation in between,", full(model), parameters_of(plain))
+
+
+def _set_training(model: Any, plain: nn.Module, to: bool) -> None:
+    for each in (model if isinstance(model, nn.Module) else model.module, plain):
+        each.train(to)
+
+
+def test_training_goes_on_after_evaluation(implementation: Implementation, world: World, device: str) -> None:
+    assert_none(world.run(evaluate_on_rank, implementation, False, device))
+
+
+def test_evaluation_between_forward_and_backward_changes_nothing(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_none(world.run(evaluate_on_rank, implementation, True, device))
+
+
+def thrown_away_on_rank(implementation: Implementation, device: str) -> str:
+    """A forward with gradients that no backward follows, before the optimizer's step and after it."""
+    model, plain = both(implementation, Odd, device)
+    if contains(model, FSDPModule) or contains(model, FSDP1):
+        return f"{UNSUPPORTED}PyTorch's FSDP keeps what such a forward gathers over the optimizer's step"
+    optimizers = SGDs(model, plain)
+    for step in range(3):
+        optimizers.zero_grad()
+        whole_backward(plain, step, device)
+        backward(model, step, device)
+        model.finish_gradient_synchronization()
+        loss(model, *own_batch(step + 3, device))
+        optimizers.step()
+        if problem := as_expected(f"after step {step + 1},", full(model), parameters_of(plain)):
+            return problem
+        loss(model, *own_batch(step + 5, device))
+    return ""
+
+
+def test_a_forward_that_no_backward_follows_changes_nothing(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_none(world.run(thrown_away_on_rank, implementation, device))
+
+
+def copies_on_rank(implementation: Implementation, device: str) -> str:
+    """What is gathered is kept while the model trains, and written to."""
+    model, plain = both(implementation, Odd, device)
+    optimizers = SGDs(model, plain)
+    gathered, before = model.gather_full_parameters(), parameters_of(plain)
+    for step in range(2):
+        optimizers.zero_grad()
+        whole_backward(plain, step, device)
+        backward(model, step, device)
+        model.finish_gradient_synchronization()
+        optimizers.step()
+        model.gather_full_parameters()
+    kept = as_expected("gathered before training, then changed by it:", _cpu(gathered), before, tolerance=0)
+    with torch.no_grad():
+        for tensor in model.gather_full_parameters().values():
+            tensor.fill_(7.0)
+    return kept or as_expected("after its gathered copy was written to,", full(model), parameters_of(plain))
+
+
+def _cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+def test_gathered_parameters_are_copies(implementation: Implementation, world: World, device: str) -> None:
+    assert_none(world.run(copies_on_rank, implementation, device))
+
+
+def load_on_rank(implementation: Implementation, device: str) -> str:
+    """Back to the state before two steps, and on from there."""
+    model, plain = both(implementation, Odd, device)
+    if not isinstance(model, nn.Module):
+        return ""
+    mine, reference = SGDs(model), SGDs(plain)
+    saved = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    before = parameters_of(plain)
+    for step in range(2):
+        _step(model, mine, step, device)
+    model.load_state_dict(saved)
+    if problem := as_expected("after load_state_dict(),", full(model), before, tolerance=0):
+        return problem
+    for step in range(2, 4):
+        _step(model, mine, step, device)
+        reference.zero_grad()
+        whole_backward(plain, step, device)
+        reference.step()
+    return as_expected("after load_state_dict() and two steps,", full(model), parameters_of(plain))
+
+
+def _step(model: Any, optimizers: SGDs, step: int, device: str) -> None:
+    optimizers.zero_grad()
+    backward(model, step, device)
+    model.finish_gradient_synchronization()
+    optimizers.step()
+
+
+def test_a_state_dict_loaded_brings_the_parameters_back(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_none(world.run(load_on_rank, implementation, device))

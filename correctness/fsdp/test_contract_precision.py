@@ -1,0 +1,223 @@
+"""compute_dtype and reduce_dtype: seen in the products and in what is communicated, not only in the errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from correctness.support.fully_sharded import (
+    Odd,
+    SGDs,
+    as_expected,
+    assert_none,
+    averaged_gradients,
+    full,
+    gradients_of,
+    local,
+    make,
+    own_batch,
+    parameters_of,
+    wrap,
+)
+from correctness.support.whole_batch import DIM, batch
+from correctness.support.wire import Communication, recorded
+from impl.fsdp import by_type
+from shardmark.registry import Implementation
+from shardmark.world import World
+
+pytestmark = pytest.mark.family("fsdp")
+
+LINEARS = by_type(nn.Linear)
+ELEMENTS = 64
+"""A communication of no more says something about gradients, such as their norm, and is none of them."""
+GATHERS = ("all_gather", "broadcast", "gather", "scatter")
+
+
+class Products(TorchDispatchMode):
+    """The dtypes that matrices are multiplied in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(name in function.name() for name in ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear")):
+            self.dtypes |= {x.dtype for x in args if isinstance(x, Tensor)}
+        return function(*args, **(kwargs or {}))
+
+
+def _named(dtypes: set[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "nothing"
+
+
+def _float32(implementation: Implementation, device: str, **options: Any) -> tuple[Any, Tensor, Tensor]:
+    """A sharded module of float32 and this rank's batch."""
+    model = wrap(implementation, make(Wide, 0, device, torch.float32), wrap=LINEARS, **options)
+    x, y = own_batch(0, device)
+    return model, x.float(), y.float()
+
+
+class Wide(nn.Sequential):
+    """Matrices alone, of so many elements that they are told apart from what else is communicated."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(DIM, 31, bias=False), nn.Tanh(), nn.Linear(31, 2 * DIM, bias=False))
+
+
+def products_on_rank(implementation: Implementation, compute: torch.dtype | None, device: str) -> list[str]:
+    """The dtypes of products in forward and in backward."""
+    model, x, y = _float32(implementation, device, compute_dtype=compute)
+    found = []
+    with Products() as products:
+        forward = (model(x).float() - y).square().mean()
+    found.append(_named(products.dtypes))
+    with Products() as products:
+        forward.backward()
+    model.finish_gradient_synchronization()
+    return [*found, _named(products.dtypes)]
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16", "float16"])
+def test_compute_dtype_is_what_matrices_are_multiplied_in(
+    implementation: Implementation, world: World, compute: str, device: str
+) -> None:
+    dtype = None if compute == "float32" else getattr(torch, compute)
+    for forward, backward in world.run(products_on_rank, implementation, dtype, device):
+        assert forward == compute, f"forward multiplied in {forward}, with compute_dtype={compute}"
+        assert backward == compute, f"backward multiplied in {backward}, with compute_dtype={compute}"
+
+
+def communicated_on_rank(
+    implementation: Implementation, compute: torch.dtype | None, reduce: torch.dtype | None, device: str
+) -> tuple[list[Communication], list[Communication], int]:
+    """What forward sends, what backward and synchronization send, and the elements of the full gradients."""
+    model, x, y = _float32(implementation, device, compute_dtype=compute, reduce_dtype=reduce)
+    elements = sum(p.numel() for p in Wide().parameters())
+    with recorded() as forward:
+        squares = (model(x).float() - y).square().mean()
+    with recorded() as backward:
+        squares.backward()
+        model.finish_gradient_synchronization()
+    return forward, backward, elements
+
+
+def _nbytes(sent: Sequence[Communication], dtype: torch.dtype) -> int:
+    return sum(each.nbytes for each in sent if each.dtype == dtype)
+
+
+@pytest.mark.parametrize(
+    ("compute", "reduce"),
+    [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")],
+)
+def test_reduce_dtype_is_what_gradients_are_communicated_in(
+    implementation: Implementation, world: World, compute: str, reduce: str, device: str
+) -> None:
+    dtypes = [
+        None if name == "float32" and name == compute == reduce else getattr(torch, name) for name in (compute, reduce)
+    ]
+    for _, sent, elements in world.run(communicated_on_rank, implementation, *dtypes, device):
+        if world.size == 1 or not sent:
+            pytest.skip("nothing is communicated through the process group")
+        wanted: torch.dtype = getattr(torch, reduce)
+        least = elements * wanted.itemsize * (world.size - 1) // world.size
+        found = _nbytes(sent, wanted)
+        assert found >= least, (
+            f"with reduce_dtype={reduce} the gradients are at least {least} bytes of {reduce} on their way, and "
+            f"{found} were seen; communicated: {'; '.join(map(str, sent))}"
+        )
+        sums = [each for each in sent if each.name in ("all_reduce", "reduce_scatter", "reduce")]
+        other = [each for each in sums if each.dtype != wanted and each.nbytes > ELEMENTS * each.dtype.itemsize]
+        assert not other, f"with reduce_dtype={reduce} there is a {other[0]}"
+        if compute != reduce and not sums:  # messages, of gathers and of sums: each dtype has its own share
+            gathered = _nbytes(sent, getattr(torch, compute))
+            assert gathered <= elements * getattr(torch, compute).itemsize * 2, (
+                "gradients are sent in the compute dtype"
+            )
+
+
+def gathers_on_rank(implementation: Implementation, device: str) -> list[Communication]:
+    return communicated_on_rank(implementation, torch.bfloat16, None, device)[0]
+
+
+def test_parameters_are_gathered_in_the_compute_dtype(
+    implementation: Implementation, world: World, device: str, record_property: Any
+) -> None:
+    """Not a promise: it is what halves the bytes."""
+    for sent in world.run(gathers_on_rank, implementation, device):
+        if _nbytes(sent, torch.float32) > _nbytes(sent, torch.bfloat16):
+            record_property("note", "with compute_dtype=bfloat16 parameters are gathered in float32: twice the bytes")
+            return
+
+
+def stored_on_rank(implementation: Implementation, device: str) -> str:
+    """Values that bfloat16 cannot hold, and a step so small that it would round it away."""
+    plain = make(Odd, 0, device, torch.float32)
+    options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16, "wrap": LINEARS}
+    model = wrap(implementation, make(Odd, 0, device, torch.float32), **options)
+    gathered = model.gather_full_parameters()
+    for name, tensor in gathered.items():
+        if tensor.dtype != torch.float32:
+            return f"with compute_dtype=bfloat16 the gathered {name} is of {tensor.dtype}, and its own is torch.float32"
+    for parameter in model.parameters():
+        if parameter.dtype != torch.float32:
+            return f"with compute_dtype=bfloat16 a shard is of {parameter.dtype}, and its own dtype is torch.float32"
+    if problem := as_expected("with compute_dtype=bfloat16, the stored", full(model), parameters_of(plain), 0):
+        return problem
+    x, _ = own_batch(0, device)
+    model(x.float()).float().sum().backward()
+    model.finish_gradient_synchronization()
+    shards = [local(p).detach().clone() for p in model.parameters()]
+    gradients = [None if p.grad is None else local(p.grad).clone() for p in model.parameters()]
+    SGDs(model, lr=1e-4).step()
+    for before, gradient, after in zip(shards, gradients, model.parameters(), strict=True):
+        expected = before if gradient is None else before - 1e-4 * gradient
+        if not torch.allclose(local(after), expected, rtol=1e-6, atol=1e-7):
+            return "with compute_dtype=bfloat16 a small step of the optimizer is rounded away"
+    expected_steps = {
+        name: value - before for (name, value), before in zip(full(model).items(), gathered.values(), strict=True)
+    }
+    return "" if any(step.any() for step in expected_steps.values()) else "a small step of the optimizer is lost"
+
+
+def test_parameters_are_kept_in_their_own_dtype(implementation: Implementation, world: World, device: str) -> None:
+    assert_none(world.run(stored_on_rank, implementation, device))
+
+
+def rounded_on_rank(implementation: Implementation, reduce: torch.dtype | None, device: str) -> str:
+    """Against float64: the error is no more than twice that of an unsharded module in bfloat16."""
+    ranks = dist.get_world_size()
+    exact, rounded = make(Wide, 0, device), make(Wide, 0, device, torch.bfloat16)
+    sums: dict[str, Tensor] = {}
+    x, y = batch(0, ranks, device)
+    for rows in torch.arange(len(x), device=device).chunk(ranks):
+        ((exact(x[rows]) - y[rows]).square().mean() / ranks).backward()
+        rounded.zero_grad()
+        (rounded(x[rows].bfloat16()).double() - y[rows]).square().mean().backward()
+        for name, gradient in gradients_of(rounded).items():
+            sums[name] = sums.get(name, torch.zeros_like(gradient)) + gradient / ranks  # in bfloat16
+    options = {"compute_dtype": torch.bfloat16, "reduce_dtype": reduce, "wrap": LINEARS}
+    model = wrap(implementation, make(Wide, 0, device, torch.float32), **options)
+    x, y = own_batch(0, device)
+    (model(x.float()).double() - y).square().mean().backward()
+    model.finish_gradient_synchronization()
+    found, expected = averaged_gradients(model), gradients_of(exact)
+
+    def error(gradients: dict[str, Tensor]) -> float:
+        errors = [(gradients[name].double() - expected[name]).norm() / expected[name].norm() for name in expected]
+        return max(errors).item()  # of all, as one tensor's own is luck
+
+    allowed = 2 * (error(sums) + torch.finfo(torch.bfloat16).eps)
+    return "" if error(found) <= allowed else f"relative error of a gradient {error(found):.2e}, allowed {allowed:.2e}"
+
+
+@pytest.mark.parametrize("reduce", [None, torch.float32], ids=["reduced_in_bfloat16", "reduced_in_float32"])
+def test_low_precision_errs_no_more_than_twice_as_much_as_one_process(
+    implementation: Implementation, world: World, reduce: torch.dtype | None, device: str
+) -> None:
+    assert_none(world.run(rounded_on_rank, implementation, reduce, device))

@@ -1,0 +1,181 @@
+"""The contract between ranks: groups that are not the world, slow collectives, clipping, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from correctness.support.fully_sharded import (
+    HANG,
+    Odd,
+    SGDs,
+    as_expected,
+    assert_none,
+    averaged_gradients,
+    backward,
+    full,
+    gradients_of,
+    make,
+    parameters_of,
+    poisoned,
+    whole_backward,
+    wrap,
+)
+from correctness.support.wire import delayed
+from impl.fsdp import by_type, whole
+from shardmark.registry import Implementation
+from shardmark.world import World
+
+pytestmark = pytest.mark.family("fsdp")
+
+LINEARS = by_type(nn.Linear)
+
+
+def in_groups(implementation: Implementation, groups: list[list[int]], device: str) -> str:
+    """Each group trains a model of its own, from its first rank's weights; other ranks do nothing."""
+    mine = None
+    for ranks in groups:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine, first = group, ranks[0]
+    problem = ""
+    if mine is not None:
+        model = wrap(implementation, make(Odd, dist.get_rank(), device), process_group=mine, wrap=LINEARS)
+        plain = make(Odd, first, device)
+        problem = as_expected("the group's first rank's", full(model), parameters_of(plain), tolerance=0)
+        whole_backward(plain, 0, device, mine)
+        backward(model, 0, device, mine)
+        model.finish_gradient_synchronization()
+        found, expected = averaged_gradients(model), gradients_of(plain)
+        problem = problem or as_expected("the mean over the group's ranks of the gradient of", found, expected)
+        del model
+        dist.destroy_process_group(mine)
+    return problem
+
+
+@pytest.mark.parametrize("side_by_side", [True, False], ids=["side_by_side", "some_ranks_are_in_none"])
+def test_groups_that_are_not_the_world(
+    implementation: Implementation, world: World, side_by_side: bool, device: str
+) -> None:
+    last = world.size - 1
+    first = [0] if world.size > 1 else []
+    groups = [first, list(range(1, world.size))] if side_by_side else [[0, last] if world.size > 2 else [last]]
+    assert_none(world.run(in_groups, implementation, [g for g in groups if g] or [[0]], device, deadline=HANG))
+
+
+@poisoned
+def slow_on_rank(implementation: Implementation, slow: int, device: str) -> str:
+    """Two steps while one rank starts everything late; memory that is read before it is written is NaN."""
+    plain, model = make(Odd, 0, device), wrap(implementation, make(Odd, 0, device), wrap=LINEARS)
+    optimizers = SGDs(plain, model)
+    for step in range(2):
+        optimizers.zero_grad()
+        whole_backward(plain, step, device)
+        with delayed(before=0.01, on=slow):
+            backward(model, step, device)
+            model.finish_gradient_synchronization()
+            optimizers.step()
+    return as_expected(f"where rank {slow} starts its collectives late,", full(model), parameters_of(plain))
+
+
+def test_collectives_may_be_slow(implementation: Implementation, world: World, device: str) -> None:
+    for slow in {0, world.size - 1}:
+        assert_none(world.run(slow_on_rank, implementation, slow, device))
+
+
+def same_on_rank(implementation: Implementation, device: str) -> dict[str, torch.Tensor]:
+    model = wrap(implementation, make(Odd, 0, device), wrap=LINEARS)
+    optimizers = SGDs(model)
+    for step in range(2):
+        optimizers.zero_grad()
+        backward(model, step, device)
+        model.finish_gradient_synchronization()
+        optimizers.step()
+    return full(model)
+
+
+def test_every_rank_gathers_the_same_parameters(implementation: Implementation, world: World, device: str) -> None:
+    ranks = world.run(same_on_rank, implementation, device)
+    assert_none([as_expected("rank 0's", found, ranks[0], tolerance=0) for found in ranks])
+
+
+def clip_on_rank(implementation: Implementation, max_norm: float, device: str) -> str:
+    plain, model = make(Odd, 0, device), wrap(implementation, make(Odd, 0, device), wrap=whole)
+    if not hasattr(model, "clip_grad_norm_"):
+        return "unsupported: it has no clip_grad_norm_(), which may be left out"
+    whole_backward(plain, 0, device)
+    backward(model, 0, device)
+    model.finish_gradient_synchronization()
+    norm = float(model.clip_grad_norm_(max_norm))
+    expected = float(nn.utils.clip_grad_norm_(plain.parameters(), max_norm))
+    if abs(norm - expected) > 1e-12 * expected:
+        return f"clip_grad_norm_() returns {norm:.6g}, and the norm of all gradients over all ranks is {expected:.6g}"
+    return as_expected(f"clipped to {max_norm}, the gradient of", averaged_gradients(model), gradients_of(plain))
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 100.0], ids=["too_large", "small_enough"])
+def test_clipping_is_by_the_norm_over_all_ranks(
+    implementation: Implementation, world: World, max_norm: float, device: str
+) -> None:
+    assert_none(world.run(clip_on_rank, implementation, max_norm, device))
+
+
+def refused(implementation: Implementation, module: nn.Module) -> str:
+    """What is said of the module on this rank: the error's type and text, or "nothing"."""
+    try:
+        wrap(implementation, module)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def nothing_to_train(implementation: Implementation, device: str) -> list[str]:
+    frozen = nn.Linear(4, 4).to(device).requires_grad_(False)
+    return [refused(implementation, module) for module in (nn.Sequential(nn.ReLU()), frozen)]
+
+
+def test_a_module_with_nothing_to_train_is_a_value_error(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    for without, frozen in world.run(nothing_to_train, implementation, device, deadline=HANG):
+        for said, what in ((without, "no parameters"), (frozen, "frozen parameters alone")):
+            assert said.startswith("ValueError"), f"a module with {what} must be a ValueError, and was {said}"
+
+
+def shard_again(implementation: Implementation, device: str) -> list[str]:
+    plain = nn.Sequential(nn.Linear(4, 4)).to(device)
+    model: Any = wrap(implementation, plain)
+    return [refused(implementation, model), refused(implementation, plain)]
+
+
+def test_a_wrapper_is_not_wrapped_again(
+    implementation: Implementation, world: World, device: str, record_property: Any
+) -> None:
+    for wrapper, module in world.run(shard_again, implementation, device, deadline=HANG):
+        assert wrapper.startswith("ValueError"), f"to wrap the wrapper must be a ValueError, and was {wrapper}"
+        if not module.startswith("ValueError"):
+            record_property("note", f"a module that is sharded already may be wrapped again: {module}")
+
+
+def different_on_rank(implementation: Implementation, what: str, device: str) -> str:
+    last = dist.get_rank() == dist.get_world_size() - 1
+    second = nn.Linear(4, 4)
+    if last:
+        second = nn.Linear(4, 5) if what == "shape" else nn.Linear(4, 4, bias=False)
+    return refused(implementation, nn.Sequential(nn.Linear(4, 4), second).to(device))
+
+
+@pytest.mark.parametrize(("what", "name"), [("shape", "1.weight"), ("missing", "1.bias")], ids=["shape", "missing"])
+def test_ranks_with_different_modules_all_get_a_value_error(
+    implementation: Implementation, world: World, what: str, name: str, device: str, record_property: Any
+) -> None:
+    if world.size == 1:
+        pytest.skip("one rank has nothing to differ from")
+    for rank, said in enumerate(world.run(different_on_rank, implementation, what, device, deadline=HANG)):
+        assert said.startswith("ValueError"), f"rank {rank} must raise ValueError, as {name} differs; it was {said}"
+        if name not in said:
+            record_property("note", f"where the ranks' modules differ at {name} the error does not name it: {said}")

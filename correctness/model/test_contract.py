@@ -1,0 +1,196 @@
+"""The language model's contract, a property a test: every implementation against the plain one, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
+
+from correctness.support.language_models import CLOSE, CONTEXT, SIZE, assert_logits, draw, models
+from impl.model import PlainTransformer, TransformerSize
+from shardmark.registry import Implementation
+
+pytestmark = pytest.mark.family("model")
+
+float64 = pytest.mark.usefixtures("in_float64")
+
+
+@float64
+def test_a_position_does_not_depend_on_later_tokens(implementation: Implementation, device: str) -> None:
+    model, _ = models(implementation, device)
+    tokens = draw(device)
+    other = tokens.clone()
+    other[:, 7:] = (other[:, 7:] + 1) % SIZE.vocab
+    assert_logits(model(other)[:, :7], model(tokens)[:, :7], 1e-9, " after tokens from position 7 on have changed,")
+
+
+@float64
+def test_a_sequence_does_not_depend_on_the_others_in_its_batch(implementation: Implementation, device: str) -> None:
+    model, _ = models(implementation, device)
+    tokens = draw(device, batch=3)
+    assert_logits(model(tokens)[1:2], model(tokens[1:2]), 1e-9, " in a batch, against that of the sequence alone,")
+
+
+SIZES = {
+    "three_layers": SIZE,
+    "one_layer": TransformerSize(d_model=24, d_ff=40, layers=1, heads=2, vocab=50),
+    "one_head": TransformerSize(d_model=10, d_ff=7, layers=2, heads=1, vocab=11),
+    "head_dim_2": TransformerSize(d_model=10, d_ff=33, layers=2, heads=5, vocab=3),
+}
+
+
+@float64
+@pytest.mark.parametrize("size", SIZES.values(), ids=list(SIZES))
+def test_logits_are_the_plain_models(implementation: Implementation, size: TransformerSize, device: str) -> None:
+    model, plain = models(implementation, device, size)
+    tokens = draw(device, size=size)
+    assert_logits(model(tokens), plain(tokens))
+
+
+@float64
+def test_small_activations(implementation: Implementation, device: str) -> None:
+    """Whose mean square is below the norm's epsilon of 1e-5, which is added to the mean square under the root."""
+    model, plain = models(implementation, device)
+    with torch.no_grad():
+        for each in (model, plain):
+            each.get_parameter("embedding.weight").mul_(1e-3)
+    tokens = draw(device)
+    assert_logits(model(tokens), plain(tokens), where=", of small activations,")
+
+
+@float64
+def test_large_scores(implementation: Implementation, device: str) -> None:
+    """Whose exponentials float64 does not have."""
+    model, plain = models(implementation, device)
+    with torch.no_grad():
+        for each in (model, plain):
+            for i in range(SIZE.layers):
+                for name in ("query", "key"):
+                    each.get_parameter(f"blocks.{i}.attention.{name}.weight").mul_(40)
+    tokens = draw(device)
+    assert_logits(model(tokens), plain(tokens), where=", of scores in the thousands,")
+
+
+@float64
+def test_gradients_are_the_plain_models(implementation: Implementation, device: str) -> None:
+    model, plain = models(implementation, device)
+    tokens = draw(device)
+    weights = torch.randn(*tokens.shape, SIZE.vocab, device=device)
+    for each in (model, plain):
+        (each(tokens) * weights).sum().backward()
+    for name, p in plain.named_parameters():
+        found = model.get_parameter(name).grad
+        assert found is not None, f"{name} has no gradient"
+        error = (found - p.grad).norm() / p.grad.norm()
+        assert error < CLOSE, f"the gradient of {name} has a relative error of {error.item():.2g}, allowed {CLOSE}"
+
+
+@float64
+@pytest.mark.parametrize("context", [1024, 2049])
+def test_a_long_context(implementation: Implementation, context: int, device: str) -> None:
+    size = TransformerSize(d_model=8, d_ff=8, layers=1, heads=2, vocab=5)
+    model, plain = models(implementation, device, size, context)
+    with torch.no_grad():
+        for each in (model, plain):  # so that scores, and with them positions, count
+            for name in ("query", "key"):
+                each.get_parameter(f"blocks.0.attention.{name}.weight").mul_(4)
+        tokens = draw(device, 1, context, size)
+        assert_logits(model(tokens), plain(tokens), where=f" of {context} tokens")
+
+
+@float64
+def test_float64_is_float64_throughout(implementation: Implementation, device: str) -> None:
+    model, plain = models(implementation, device)
+    tokens = draw(device)
+    assert_logits(model(tokens), plain(tokens), 1e-11, " of a model made in float64")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_logits_have_the_parameters_dtype(implementation: Implementation, dtype: torch.dtype, device: str) -> None:
+    """And an error of a few of its roundings, in each of the layers."""
+    model, plain = models(implementation, device)
+    tokens = draw(device)
+    expected = plain.double()(tokens)
+    model(tokens)  # so that what is kept of a call is converted, too
+    logits = model.to(dtype)(tokens)
+    assert logits.dtype == dtype, f"logits are {logits.dtype} where the parameters are {dtype}"
+    assert_logits(logits, expected, max(1e-6, 16 * torch.finfo(dtype).eps), f" in {dtype}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_it_trains_under_autocast(implementation: Implementation, dtype: torch.dtype, device: str) -> None:
+    model, plain = models(implementation, device)
+    tokens = draw(device)
+    with torch.autocast(device, dtype=dtype):
+        logits = model(tokens)
+    assert_logits(logits, plain(tokens), 16 * torch.finfo(torch.bfloat16).eps, f" under autocast to {dtype}")
+    logits.float().sum().backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None and p.grad.isfinite().all(), f"{name} has no finite gradient under autocast"
+
+
+def test_its_own_weights_learn(implementation: Implementation, device: str) -> None:
+    torch.manual_seed(0)
+    model = implementation.adapted(SIZE, context_length=CONTEXT).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    tokens = draw(device)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0], f"ten steps from its own weights took the loss from {losses[0]} to {losses[-1]}"
+
+
+def test_weights_load_into_the_plain_model_and_back(
+    implementation: Implementation, record_property: Callable[[str, Any], None]
+) -> None:
+    model = implementation.adapted(SIZE, context_length=CONTEXT)
+    plain = PlainTransformer(SIZE, context_length=CONTEXT)
+    state, names = model.state_dict(), set(plain.state_dict())
+    assert names <= set(state), f"its state_dict has no {sorted(names - set(state))}"
+    plain.load_state_dict({name: state[name] for name in names})
+    if buffers := sorted(set(state) - names):
+        record_property("note", f"its state_dict also has {', '.join(buffers)}, which others do not load")
+    model.load_state_dict(state | plain.state_dict())
+
+
+def test_a_context_too_long_is_refused(implementation: Implementation, device: str) -> None:
+    model = implementation.adapted(SIZE, context_length=8).to(device)
+    model(draw(device, 2, 8))
+    with pytest.raises(ValueError, match=r"."):
+        model(draw(device, 2, 9))
+
+
+@pytest.mark.parametrize("wrong", [-1, SIZE.vocab])
+def test_token_ids_out_of_range_are_refused(implementation: Implementation, wrong: int) -> None:
+    """On CPU; on CUDA it is the device's assertion, which ends the process."""
+    model = implementation.adapted(SIZE, context_length=8)
+    tokens = draw("cpu", 2, 8)
+    tokens[1, 3] = wrong
+    with pytest.raises(ValueError, match=r"."):
+        model(tokens)
+
+
+@float64
+@pytest.mark.parametrize("examples", [20, pytest.param(2000, marks=pytest.mark.sweep)])
+def test_any_size_and_any_batch(implementation: Implementation, examples: int, device: str) -> None:
+    few = st.integers(1, 4)
+
+    @seed(torch.initial_seed())
+    @settings(max_examples=examples, deadline=None, database=None)
+    @given(heads=few, half=few, layers=few, d_ff=st.integers(1, 20), vocab=few, batch=few, context=st.integers(1, 20))
+    def holds(heads: int, half: int, layers: int, d_ff: int, vocab: int, batch: int, context: int) -> None:
+        size = TransformerSize(2 * half * heads, d_ff, layers, heads, vocab)
+        model, plain = models(implementation, device, size, context)
+        tokens = draw(device, batch, context, size)
+        assert_logits(model(tokens), plain(tokens))
+
+    holds()

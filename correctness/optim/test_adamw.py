@@ -1,0 +1,118 @@
+"""What AdamW computes. The first tests are of one part of the formula each, the others of steps over parameters of any
+kind, number and size."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from correctness.support.optimizing import (
+    ARGUMENTS,
+    assert_as_accurate_as_plain,
+    assert_near,
+    gradients,
+    interpreted,
+    leaves,
+    run,
+    tensors,
+    train,
+)
+from impl.optim import AdamW
+from shardmark.registry import Implementation
+
+pytestmark = [pytest.mark.family("optimizer"), pytest.mark.usefixtures("poisoned")]
+
+
+def test_the_first_step_has_the_length_of_lr(implementation: Implementation, device: str) -> None:
+    """Bias corrections make both moments those of the gradient itself, whatever its size."""
+    start = torch.tensor([1.0, 2.0, -3.0], dtype=torch.float64, device=device)
+    grad = torch.tensor([1e-3, 5.0, -200.0], dtype=torch.float64, device=device)
+    (found,) = train(implementation.target, [start], [[grad]], lr=0.1, eps=0.0, weight_decay=0.0)
+    assert_near(start - found, 0.1 * grad.sign(), 1e-10, "the first step")
+
+
+def test_weight_decay_is_apart_from_the_gradient(implementation: Implementation, device: str) -> None:
+    """It takes lr * weight_decay of the parameter, and does not enter the moments."""
+    start = tensors(device)
+    (grads,) = gradients(start, 1)
+    for lr in (0.1, 0.01):
+        plain, decayed = (train(implementation.target, start, [grads], lr=lr, weight_decay=x) for x in (0.0, 0.5))
+        for i, x in enumerate(start):
+            assert_near(plain[i] - decayed[i], lr * 0.5 * x, 1e-10, f"decay of parameter {i} at lr {lr}")
+
+
+def test_eps_is_added_to_the_root(implementation: Implementation, device: str) -> None:
+    start, grad = (torch.full((3,), x, dtype=torch.float64, device=device) for x in (1.0, 1e-3))
+    (found,) = train(implementation.target, [start], [[grad]], lr=0.1, eps=3e-3, weight_decay=0.0)
+    assert_near(start - found, 0.1 * grad / (grad + 3e-3), 1e-10, "the step lr * g / (|g| + eps)")
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_leads_where_adamw_does(implementation: Implementation, arguments: dict[str, Any], device: str) -> None:
+    start = tensors(device)
+    assert_as_accurate_as_plain(implementation.target, start, gradients(start, 5), **arguments)
+
+
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.float32, 20), (torch.bfloat16, 2)], ids=str)
+def test_is_as_accurate_in_its_dtype(
+    implementation: Implementation, dtype: torch.dtype, steps: int, device: str
+) -> None:
+    start = tensors(device, dtype, ((3, 5), (130,)))
+    grads = gradients(start, steps)
+    assert_as_accurate_as_plain(implementation.target, start, grads, **ARGUMENTS["language_model"])
+
+
+def test_each_of_300_steps(implementation: Implementation, device: str) -> None:
+    """More than a count in bfloat16 or in 8 bits can hold, and than corrections that end early last."""
+    start = tensors(device, shapes=((3,),))
+    steps = 30 if interpreted(implementation, device) else 300
+    assert_as_accurate_as_plain(implementation.target, start, gradients(start, steps), lr=1e-2)
+
+
+@pytest.mark.parametrize("steps", [3_000, 70_000])
+def test_late_steps(implementation: Implementation, steps: int, device: str) -> None:
+    """Of a run that torch's AdamW began: 1 - beta2**step still matters."""
+    start = tensors(device, shapes=((5,), (2, 3)))
+    grads = gradients(start, 3)
+    options = {"lr": 1e-2, "betas": (0.9, 0.99999)}
+    theirs = torch.optim.AdamW(leaves(start), **options)
+    run(theirs, grads[:1])
+    for state in theirs.state.values():
+        state["step"].fill_(steps)
+    found = []
+    for target in (implementation.target, AdamW):
+        optimizer = target(leaves(start), **options)
+        try:
+            optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+            found.append(run(optimizer, grads[1:]))
+        except Exception as error:
+            if target is AdamW:
+                raise
+            pytest.skip(f"{implementation} does not go on from the state of torch's AdamW: {error}")
+    for i, (x, y) in enumerate(zip(*found, strict=True)):
+        assert_near(x.detach(), y.detach(), 1e-10, f"parameter {i} after step {steps} + 2")
+
+
+def test_a_large_parameter(implementation: Implementation, device: str) -> None:
+    """More than 1 MiB, and a last chunk that is not full, whatever a chunk is."""
+    size = 33_001 if interpreted(implementation, device) else 300_001
+    start = tensors(device, torch.float32, ((size,), (3, 5)))
+    assert_as_accurate_as_plain(implementation.target, start, gradients(start, 2), **ARGUMENTS["language_model"])
+
+
+def test_many_parameters(implementation: Implementation, device: str) -> None:
+    """More than any table of one launch takes."""
+    count = 260 if interpreted(implementation, device) else 1_100
+    start = tensors(device, shapes=[(1 + i % 3,) for i in range(count)])
+    assert_as_accurate_as_plain(implementation.target, start, gradients(start, 1))
+
+
+def test_dtypes_may_be_mixed(implementation: Implementation, device: str) -> None:
+    start = [
+        x for dtype in (torch.float32, torch.float64, torch.bfloat16) for x in tensors(device, dtype, ((40,), (3,)))
+    ]
+    grads = gradients(start, 2)
+    assert_as_accurate_as_plain(implementation.target, start, grads, **ARGUMENTS["language_model"])

@@ -1,0 +1,86 @@
+"""What an optimizer refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from correctness.support.optimizing import assert_near, train
+from impl.optim import AdamW
+from shardmark.registry import Implementation, RegistryError, check_contract, resolve
+
+pytestmark = pytest.mark.family("optimizer")
+
+
+def _parameter(**options: Any) -> list[Tensor]:
+    return [torch.ones(3, requires_grad=True, **options)]
+
+
+ONE_LINE = r"\A[^\n]+\Z"
+
+BAD: dict[str, dict[str, Any]] = {
+    "lr": {"lr": -1.0},
+    "eps": {"eps": -1.0},
+    "weight_decay": {"weight_decay": -1.0},
+    "beta1": {"betas": (1.0, 0.9)},
+    "beta2": {"betas": (0.9, -0.1)},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_a_value_error(implementation: Implementation, name: str, device: str) -> None:
+    with pytest.raises(ValueError, match=ONE_LINE):
+        implementation.target(_parameter(device=device), **BAD[name])
+
+
+def test_no_parameters_are_a_value_error(implementation: Implementation, device: str) -> None:
+    with pytest.raises(ValueError, match=ONE_LINE):
+        implementation.target([])
+
+
+def test_a_sparse_gradient_is_an_error_or_what_it_stands_for(implementation: Implementation, device: str) -> None:
+    start = torch.ones(3, device=device, dtype=torch.float64)
+    grad = torch.tensor([1.0, 0.0, 2.0], device=device, dtype=torch.float64)
+    p = start.clone().requires_grad_()
+    try:
+        optimizer = implementation.target([p])
+        for _ in range(2):
+            p.grad = grad.to_sparse()
+            optimizer.step()
+    except Exception:
+        return
+    assert_near(p.detach(), train(AdamW, [start], [[grad]] * 2)[0], 1e-12, "a parameter with a sparse gradient")
+
+
+def test_complex_parameters_are_an_error_or_pairs(
+    implementation: Implementation, device: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Of real and imaginary part, as in torch's AdamW. To do neither is not right, and common."""
+    start = torch.tensor([1 + 1j, 2 - 1j], device=device, dtype=torch.complex128)
+    grad = torch.tensor([3 + 4j, 1 + 0j], device=device, dtype=torch.complex128)
+    try:
+        (found,) = train(implementation.target, [start], [[grad]] * 2)
+    except Exception:
+        return
+    pairs = train(AdamW, [torch.view_as_real(start)], [[torch.view_as_real(grad)]] * 2)[0]
+    if not torch.allclose(torch.view_as_real(found), pairs, rtol=1e-9):
+        record_property("note", "complex parameters are neither refused nor updated as torch's AdamW does")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "says"),
+    [("a_function", "makes None, and no torch.optim.Optimizer"), ("Sgd", "two steps from 1 down x² led to")],
+)
+def test_what_is_not_adamw_is_told(attribute: str, says: str, tmp_path: Any, device: str) -> None:
+    mine = tmp_path / f"mine_{attribute}.py"
+    mine.write_text(
+        "import torch\ndef a_function(params, **arguments): pass\n"
+        "class Sgd(torch.optim.SGD):\n"
+        "    def __init__(self, params, lr, betas, eps, weight_decay): super().__init__(params, lr)\n"
+    )
+    with pytest.raises(RegistryError, match=says):
+        check_contract(resolve("optimizer", f"{mine}:{attribute}"), device)

@@ -1,0 +1,235 @@
+"""Which parameters a step changes, and what it does with their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from correctness.support.optimizing import assert_all_near, assert_same, gradients, leaves, run, tensors, train
+from impl.optim import AdamW
+from shardmark.memory import meter
+from shardmark.registry import Implementation
+
+pytestmark = [pytest.mark.family("optimizer"), pytest.mark.usefixtures("poisoned")]
+
+
+def _steps_of(optimizer: Any, p: Tensor) -> float:
+    """What the state counts for a parameter; without a state, none."""
+    return float(optimizer.state.get(p, {}).get("step", 0))
+
+
+def test_a_zero_gradient_is_a_gradient(implementation: Implementation, device: str) -> None:
+    """Weight decay and the first moment go on."""
+    start = tensors(device)
+    grads = gradients(start, 3)
+    grads[1:2] = [[torch.zeros_like(x) for x in start]]
+    assert_all_near(train(implementation.target, start, grads, lr=0.1), train(AdamW, start, grads, lr=0.1))
+
+
+def test_a_parameter_without_a_gradient_does_not_change(implementation: Implementation, device: str) -> None:
+    """Neither do its moments, once it has some: a frozen layer does not decay."""
+    without, with_grad = params = [torch.ones(5, device=device, requires_grad=True) for _ in range(2)]
+    optimizer = implementation.target(params, lr=0.1)
+    optimizer.step()  # no gradient at all
+    for frozen, moving in ((without, with_grad), (with_grad, without)):
+        before, steps = frozen.detach().clone(), _steps_of(optimizer, frozen)
+        for _ in range(2):
+            frozen.grad, moving.grad = None, torch.ones_like(moving)
+            optimizer.step()
+        assert torch.equal(frozen.detach(), before), (
+            f"a parameter whose .grad is None changed from {before} to {frozen}"
+        )
+        assert _steps_of(optimizer, frozen) == steps, "the step count of a parameter whose .grad is None went on"
+        assert frozen.grad is None, "a .grad that was None is not any more"
+        assert _steps_of(optimizer, moving) == 2, (
+            "the step count of a parameter with a gradient is not that of its steps"
+        )
+
+
+def test_each_parameter_counts_its_own_steps(implementation: Implementation, device: str) -> None:
+    """Those in which it had a gradient: its bias corrections are theirs."""
+    start = tensors(device, shapes=((3,), (4,), (5,)))
+    grads = gradients(start, 4)
+    found, expected = (leaves(start) for _ in range(2))
+    for target, params in ((implementation.target, found), (AdamW, expected)):
+        optimizer = target(params, lr=0.1)
+        for i, step in enumerate(grads):
+            for k, (p, grad) in enumerate(zip(params, step, strict=True)):
+                p.grad = grad.clone() if (i + k) % (k + 1) == 0 else None
+            optimizer.step()
+    assert_all_near(found, expected)
+
+
+def test_gradients_are_not_written(implementation: Implementation, device: str) -> None:
+    start = tensors(device)
+    grads = gradients(start, 3)
+    for p, grad in zip(run(implementation.target(leaves(start), weight_decay=0.5), grads), grads[-1], strict=True):
+        assert torch.equal(p.grad, grad), f"step() changed the .grad of a parameter of shape {tuple(p.shape)}"
+
+
+def test_gradients_may_be_overwritten_after_the_step(implementation: Implementation, device: str) -> None:
+    """As by `zero_grad(set_to_none=False)`: the moments do not share their memory."""
+    start = tensors(device)
+    grads = gradients(start, 4)
+    optimizer = implementation.target(params := leaves(start))
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    for step in grads:
+        for p, grad in zip(params, step, strict=True):
+            p.grad.copy_(grad)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    assert_all_near(params, train(AdamW, start, grads))
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_reaches_its_own_element_alone(
+    implementation: Implementation, bad: float, device: str
+) -> None:
+    start = tensors(device, torch.float32)
+    grads = gradients(start, 2)
+    good = train(implementation.target, start, grads)
+    grads[0][3][7] = bad
+    optimizer = implementation.target(leaves(start))
+    found = run(optimizer, grads)
+    assert found[3][7].isnan(), f"the gradient was {bad}, and the parameter is {found[3][7].item()}"
+    with torch.no_grad():
+        found[3][7] = good[3][7]
+    assert_same(found, good)
+    for name in ("exp_avg", "exp_avg_sq"):
+        moment = optimizer.state[found[3]][name][7]
+        assert not moment.isfinite(), f"the gradient was {bad}, and {name} is {moment.item()}"
+
+
+def test_parameters_are_updated_in_place(implementation: Implementation, device: str) -> None:
+    """Who has a view of a parameter sees its update: a bucket, a tied weight, a shard."""
+    start = tensors(device)
+    grads = gradients(start, 2)
+    params = leaves(start)
+    views = [p.detach() for p in params]
+    run(implementation.target(params), grads)
+    assert_all_near(views, train(AdamW, start, grads))
+
+
+def test_parameters_data_may_be_replaced(implementation: Implementation, device: str) -> None:
+    """What it was before is not written any more."""
+    start = tensors(device)
+    grads = gradients(start, 5)
+    optimizer = implementation.target(leaves(start))
+    params = run(optimizer, grads[:2])
+    kept = []
+    for step in grads[2:]:
+        for p in params:
+            kept.append((p.data, p.data.clone()))
+            p.data = p.data.clone()
+        run(optimizer, [step])
+    assert all(torch.equal(old, value) for old, value in kept), "step() wrote to data that the parameter had before"
+    assert_all_near(params, train(AdamW, start, grads))
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.t().contiguous().t(),
+    "columns_apart": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "odd_offset": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+}
+
+
+@pytest.mark.parametrize("grad_layout", ["contiguous", *LAYOUTS])
+@pytest.mark.parametrize("layout", ["contiguous", *LAYOUTS])
+def test_any_layout_of_parameters_and_gradients(
+    implementation: Implementation, layout: str, grad_layout: str, device: str
+) -> None:
+    kinds = {"contiguous" if kind == "odd_offset" else kind for kind in (layout, grad_layout)}
+    if implementation.name == "torch_fused" and (len(kinds) > 1 or "columns_apart" in kinds):
+        pytest.skip("torch's fused AdamW takes dense gradients laid out as their parameters; on CPU it misreads others")
+    start = tensors(device, torch.float64, ((30, 40), (3, 5)))
+    grads = gradients(start, 3)
+    lay = LAYOUTS.get(layout, lambda x: x)
+    params = [lay(x.clone()).detach().requires_grad_() for x in start]
+    optimizer = implementation.target(params)
+    for step in grads:
+        for p, g in zip(params, step, strict=True):
+            p.grad = LAYOUTS.get(grad_layout, lambda x: x)(g.clone())
+        optimizer.step()
+    assert_all_near(params, train(AdamW, start, grads))
+
+
+def test_a_gradient_may_be_expanded(implementation: Implementation, device: str) -> None:
+    """All its elements are one, as that of a sum is."""
+    if implementation.name == "torch_fused":
+        pytest.skip("torch's fused AdamW takes dense gradients laid out as their parameters; on CPU it misreads others")
+    start = tensors(device, shapes=((3, 5), (40,)))
+    params = leaves(start)
+    optimizer = implementation.target(params)
+    for _ in range(2):
+        for p in params:
+            p.grad = p.new_ones(()).expand(p.shape)
+        optimizer.step()
+    assert_all_near(params, train(AdamW, start, [[torch.ones_like(x) for x in start]] * 2))
+
+
+def test_a_closure_is_evaluated_with_gradients(implementation: Implementation, device: str) -> None:
+    x = torch.ones(5, device=device, requires_grad=True)
+    optimizer = implementation.target([x], lr=0.1, weight_decay=0.0)
+    calls = 0
+
+    def closure() -> Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = (x * x).sum()
+        assert loss.requires_grad, "step() evaluates its closure without gradients"
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    assert isinstance(loss, Tensor), f"step(closure) returns {loss}, and not the closure's result"
+    assert loss.item() == 5, f"step(closure) returns {loss.item()}, and the closure 5"
+    assert calls == 1, f"step(closure) evaluates it {calls} times"
+    assert_all_near([x.double()], [torch.full_like(x, 0.9).double()], rtol=1e-6)
+
+
+def test_a_closure_may_come_with_gradients_disabled(implementation: Implementation, device: str) -> None:
+    """And without one, `step()` needs no `torch.no_grad()` around it, and returns None."""
+    x = torch.ones(5, device=device, requires_grad=True)
+    optimizer = implementation.target([x])
+    with torch.no_grad():
+        optimizer.step(lambda: x.sum().backward())
+    assert optimizer.step() is None, "step() without a closure returns something"
+    assert x.requires_grad and x.is_leaf, "after step() the parameter is no leaf that requires a gradient"
+
+
+def test_gradient_scaler_unscales_and_skips(implementation: Implementation, device: str) -> None:
+    start = tensors(device, torch.float32)
+    grads = gradients(start, 3)
+    optimizer = implementation.target(leaves(start))
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, step in enumerate([*grads[:2], grads[0], grads[2]]):
+        optimizer.zero_grad()
+        loss = sum((p * g).sum() for p, g in zip(params, step, strict=True)) * (torch.inf if i == 2 else 1)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 512
+    counts = {_steps_of(optimizer, p) for p in params}
+    assert counts == {3}, f"of 4 steps the scaler skips one, and the state counts {counts}"
+    assert_same(params, train(implementation.target, start, grads))  # scaled by powers of two: exact
+
+
+def test_steps_after_the_first_keep_nothing_more(implementation: Implementation, device: str) -> None:
+    start = tensors(device, torch.float32, ((1000,), (30, 40)))
+    optimizer = implementation.target(params := leaves(start))
+    with meter(device) as memory:
+        for i in range(8):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            optimizer.zero_grad()
+            memory.mark(str(i))
+    more = memory.phases["7"] - memory.phases["2"]
+    assert more < 1000, f"steps 4 to 8 leave {more} more bytes behind, {more // 5} each"

@@ -1,0 +1,111 @@
+"""Param groups, arguments that change between steps, and optimizers beside each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from correctness.support.optimizing import assert_all_near, gradients, leaves, run, tensors, train
+from impl.optim import AdamW
+from shardmark.registry import Implementation
+
+pytestmark = [pytest.mark.family("optimizer"), pytest.mark.usefixtures("poisoned")]
+
+OWN: dict[str, dict[str, Any]] = {
+    "lr": {"lr": 0.3},
+    "betas": {"betas": (0.5, 0.6)},
+    "eps": {"eps": 0.1},
+    "weight_decay": {"weight_decay": 0.9},
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_param_groups_have_each_its_own_arguments(implementation: Implementation, name: str, device: str) -> None:
+    start = tensors(device)
+    grads = gradients(start, 3)
+    halves = [leaves(start[:3]), leaves(start[3:])]
+    found = run(implementation.target([{"params": halves[0]}, {"params": halves[1], **OWN[name]}], lr=0.01), grads)
+    expected = [
+        *train(AdamW, start[:3], [step[:3] for step in grads], lr=0.01),
+        *train(AdamW, start[3:], [step[3:] for step in grads], **{"lr": 0.01, **OWN[name]}),
+    ]
+    assert_all_near(found, expected)
+
+
+def test_a_group_may_be_added_later(implementation: Implementation, device: str) -> None:
+    """Its parameters begin with their first step; what it does not say is as the optimizer was made."""
+    start = tensors(device)
+    grads = gradients(start, 4)
+    first, second = leaves(start[:3]), leaves(start[3:])
+    optimizer = implementation.target(first, lr=0.1, weight_decay=0.3)
+    run(optimizer, [step[:3] for step in grads[:2]])
+    optimizer.add_param_group({"params": second, "lr": 0.01, "betas": (0.5, 0.6)})
+    found = run(optimizer, grads[2:])
+    expected = [
+        *train(AdamW, start[:3], [step[:3] for step in grads], lr=0.1, weight_decay=0.3),
+        *train(AdamW, start[3:], [step[3:] for step in grads[2:]], lr=0.01, betas=(0.5, 0.6), weight_decay=0.3),
+    ]
+    assert_all_near(found, expected)
+
+
+def test_a_schedulers_lr_is_used(implementation: Implementation, device: str) -> None:
+    """Each step reads the group's lr anew."""
+    start = tensors(device)
+    grads = gradients(start, 4)
+    found, expected = (leaves(start) for _ in range(2))
+    for target, params in ((implementation.target, found), (AdamW, expected)):
+        optimizer = target(params, lr=0.1)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.1)
+        for step in grads:
+            run(optimizer, [step])
+            schedule.step()
+    assert_all_near(found, expected)
+
+
+@pytest.mark.parametrize("name", ["betas", "eps", "weight_decay"])
+def test_other_arguments_may_change_between_steps(implementation: Implementation, name: str, device: str) -> None:
+    """As OneCycleLR changes betas."""
+    start = tensors(device)
+    grads = gradients(start, 4)
+    found, expected = (leaves(start) for _ in range(2))
+    for target, params in ((implementation.target, found), (AdamW, expected)):
+        optimizer = target(params, lr=0.1)
+        run(optimizer, grads[:2])
+        optimizer.param_groups[0].update(OWN[name])
+        run(optimizer, grads[2:])
+    assert_all_near(found, expected)
+
+
+def test_two_optimizers_at_once(implementation: Implementation, device: str) -> None:
+    """Over parameters of equal shapes, with steps in turn: neither knows of the other."""
+    starts = [tensors(device) for _ in range(2)]
+    grads = [gradients(start, 4) for start in starts]
+    options = [{"lr": 0.1}, {"lr": 0.01, "betas": (0.5, 0.6)}]
+    optimizers = [implementation.target(leaves(x), **o) for x, o in zip(starts, options, strict=True)]
+    for i in range(4):
+        found = [run(optimizer, step[i : i + 1]) for optimizer, step in zip(optimizers, grads, strict=True)]
+    for params, start, steps, arguments in zip(found, starts, grads, options, strict=True):
+        assert_all_near(params, train(AdamW, start, steps, **arguments))
+
+
+def test_an_optimizer_knows_nothing_of_those_before_it(implementation: Implementation, device: str) -> None:
+    """Whose parameters may have had the same addresses and the same `id`."""
+    start = tensors(device)
+    grads = gradients(start, 3)
+    expected = train(AdamW, start, grads, lr=0.1)
+    for _ in range(4):
+        assert_all_near(train(implementation.target, start, grads, lr=0.1), expected)
+
+
+def test_params_may_be_any_iterable(implementation: Implementation, device: str) -> None:
+    """A generator, as `model.parameters()` is, also in a group."""
+    start = tensors(device)
+    grads = gradients(start, 2)
+    expected = train(AdamW, start, grads)
+    params = leaves(start)
+    for given in (iter(params), [{"params": iter(params)}]):
+        for p, x in zip(params, start, strict=True):
+            p.data.copy_(x)
+        assert_all_near(run(implementation.target(given), grads), expected)

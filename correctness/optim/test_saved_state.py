@@ -1,0 +1,148 @@
+"""Saved state: training goes on from it as if it had not stopped."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from correctness.support.optimizing import assert_all_near, assert_near, gradients, leaves, run, saved, tensors, train
+from impl.optim import AdamW
+from shardmark.registry import Implementation
+
+pytestmark = [pytest.mark.family("optimizer"), pytest.mark.usefixtures("poisoned")]
+
+KEYS = ("step", "exp_avg", "exp_avg_sq")
+
+
+def test_the_state_has_the_names_of_torchs(implementation: Implementation, device: str) -> None:
+    optimizer = implementation.target(leaves(tensors(device)))
+    run(optimizer, gradients(tensors(device), 1))
+    for i, state in optimizer.state_dict()["state"].items():
+        missing = [key for key in KEYS if key not in state]
+        assert not missing, f"the state of parameter {i} has no {' and no '.join(missing)}, but {', '.join(state)}"
+
+
+def test_training_goes_on_from_a_saved_state(implementation: Implementation, device: str) -> None:
+    start = tensors(device)
+    grads = gradients(start, 6)
+    first = implementation.target(leaves(start), lr=0.1)
+    halfway = run(first, grads[:3])
+    second = implementation.target(leaves(halfway), lr=0.1)
+    second.load_state_dict(saved(first))
+    assert_all_near(run(second, grads[3:]), train(AdamW, start, grads, lr=0.1))
+
+
+def test_training_goes_back_to_a_saved_state(implementation: Implementation, device: str) -> None:
+    """In the same optimizer, after more steps."""
+    start = tensors(device)
+    grads = gradients(start, 4)
+    optimizer = implementation.target(leaves(start), lr=0.1)
+    params = run(optimizer, grads[:2])
+    state, values = saved(optimizer), [p.detach().clone() for p in params]
+    run(optimizer, gradients(start, 3))
+    optimizer.load_state_dict(state)
+    with torch.no_grad():
+        for p, value in zip(params, values, strict=True):
+            p.copy_(value)
+    assert_all_near(run(optimizer, grads[2:]), train(AdamW, start, grads, lr=0.1))
+
+
+def test_loaded_hyperparameters_replace_its_own(implementation: Implementation, device: str) -> None:
+    start = tensors(device)
+    grads = gradients(start, 4)
+    options = {"lr": 0.1, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.5}
+    first = implementation.target(leaves(start), **options)
+    halfway = run(first, grads[:2])
+    second = implementation.target(leaves(halfway))
+    second.load_state_dict(saved(first))
+    assert_all_near(run(second, grads[2:]), train(AdamW, start, grads, **options))
+
+
+def test_a_saved_state_has_each_groups_state(implementation: Implementation, device: str) -> None:
+    """By the order of the parameters, of which some have had no gradient."""
+    start = tensors(device, shapes=((3,), (3,), (3,)))
+    grads = gradients(start, 4)
+
+    def make(target: Callable[..., Any], values: Any) -> Any:
+        a, b, c = leaves(values)
+        return target([{"params": [a, b]}, {"params": [c], "lr": 0.3}], lr=0.1)
+
+    def steps(optimizer: Any, some: list[Any]) -> Any:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        for step in some:
+            for i, (p, grad) in enumerate(zip(params, step, strict=True)):
+                p.grad = None if i == 0 and step is not grads[-1] else grad.clone()
+            optimizer.step()
+        return params
+
+    first = make(implementation.target, start)
+    halfway = steps(first, grads[:2])
+    second = make(implementation.target, halfway)
+    second.load_state_dict(saved(first))
+    assert_all_near(steps(second, grads[2:]), steps(make(AdamW, start), grads))
+
+
+def test_a_state_without_steps_can_be_loaded(implementation: Implementation, device: str) -> None:
+    start = tensors(device)
+    grads = gradients(start, 2)
+    optimizer = implementation.target(leaves(start), lr=0.5)
+    optimizer.load_state_dict(saved(implementation.target(leaves(start), lr=0.1)))
+    assert_all_near(run(optimizer, grads), train(AdamW, start, grads, lr=0.1))
+
+
+def test_a_state_of_other_groups_is_a_value_error(implementation: Implementation, device: str) -> None:
+    start = tensors(device)
+    state = saved(implementation.target([{"params": leaves(start[:2])}, {"params": leaves(start[2:])}]))
+    for params in (leaves(start), [{"params": leaves(start[:3])}, {"params": leaves(start[3:])}]):
+        with pytest.raises(ValueError, match=r"."):
+            implementation.target(params).load_state_dict(state)
+
+
+def test_torchs_adamw_goes_on_from_the_state(implementation: Implementation, device: str) -> None:
+    """So the moments are what torch's are, without bias corrections."""
+    start = tensors(device)
+    grads = gradients(start, 4)
+    optimizer = implementation.target(leaves(start), lr=0.1)
+    theirs = torch.optim.AdamW(leaves(run(optimizer, grads[:2])), foreach=False)
+    theirs.load_state_dict(saved(optimizer))
+    assert_all_near(run(theirs, grads[2:]), train(AdamW, start, grads, lr=0.1))
+
+
+def test_it_goes_on_from_the_state_of_torchs_adamw(
+    implementation: Implementation, device: str, record_property: Callable[[str, object], None]
+) -> None:
+    start = tensors(device)
+    grads = gradients(start, 4)
+    theirs = torch.optim.AdamW(leaves(start), lr=0.1)
+    halfway = run(theirs, grads[:2])
+    optimizer = implementation.target(leaves(halfway))
+    try:
+        optimizer.load_state_dict(saved(theirs))
+        found = run(optimizer, grads[2:])
+    except Exception as error:
+        record_property("note", f"it does not go on from the state of torch's AdamW: {type(error).__name__}: {error}")
+        return
+    for i, (x, y) in enumerate(zip(found, train(AdamW, start, grads, lr=0.1), strict=True)):
+        if y.numel():  # a step count that is now a float32 tensor may round the bias corrections
+            assert_near(x.detach(), y, 1e-4, f"parameter {i}")
+
+
+def test_the_state_dict_is_of_now(implementation: Implementation, device: str) -> None:
+    """And one that was copied stays what it was."""
+    start = tensors(device, shapes=((3, 5), (4,)))
+    grads = gradients(start, 5)
+    optimizer, expected = implementation.target(leaves(start)), AdamW(leaves(start))
+    for step in grads:
+        run(optimizer, [step])
+        run(expected, [step])
+        state, theirs = (copy.deepcopy(x.state_dict()["state"]) for x in (optimizer, expected))
+        for i in theirs:
+            missing = [key for key in KEYS if key not in state.get(i, {})]
+            assert not missing, f"the state of parameter {i} has no {' and no '.join(missing)}"
+            assert float(state[i]["step"]) == float(theirs[i]["step"]), f"step of parameter {i}: {state[i]['step']}"
+            for name in KEYS[1:]:
+                assert_near(state[i][name].double(), theirs[i][name], 1e-10, f"{name} of parameter {i}")

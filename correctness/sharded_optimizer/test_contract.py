@@ -1,0 +1,227 @@
+"""A sharded optimizer's contract, a property a test: on every rank, parameters are what the optimizer itself makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from correctness.support.optimizer_scripts import (
+    OPTIMIZERS,
+    Add,
+    Change,
+    Group,
+    Played,
+    Script,
+    Step,
+    assert_played,
+    assert_value,
+    play,
+    play_on_rank,
+    playing,
+    unsharded,
+)
+from correctness.support.sharding import parameters, raised, set_gradients
+from correctness.support.wire import delayed
+from shardmark.registry import Implementation
+from shardmark.world import World
+
+pytestmark = pytest.mark.family("sharded_optimizer")
+
+SHAPES = ((5, 3), (7,), (), (2, 1, 3), (11,), (1,), (4, 4))
+
+
+def check(implementation: Implementation, world: World, script: Script, device: str) -> None:
+    """Played on the ranks, the script leaves what it leaves without sharding."""
+    found = world.run(play_on_rank, implementation, script, device)
+    assert_played(found, play(unsharded, script, device))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_is_the_optimizers_own_on_every_rank(
+    implementation: Implementation, world: World, optimizer: str, device: str
+) -> None:
+    cls, defaults = OPTIMIZERS[optimizer]
+    check(implementation, world, Script([Group(SHAPES)], [Step()] * 3, cls, defaults), device)
+
+
+def test_fewer_elements_than_ranks(implementation: Implementation, world: World, device: str) -> None:
+    check(implementation, world, Script([Group([(1,)])], [Step()] * 2), device)
+
+
+def test_large_parameters(implementation: Implementation, world: World, device: str) -> None:
+    """Above 100,000 elements and 1 MB, with small ones between them."""
+    shapes = [(3,), (701, 401), (5,), (100_003,), (2, 2)]
+    check(implementation, world, Script([Group(shapes)], [Step()], dtypes=[torch.float32]), device)
+
+
+def test_parameters_of_several_dtypes(implementation: Implementation, world: World, device: str) -> None:
+    dtypes = [torch.float64, torch.float32]
+    check(implementation, world, Script([Group(SHAPES)], [Step()] * 2, dtypes=dtypes), device)
+
+
+def test_each_group_has_its_own_options(implementation: Implementation, world: World, device: str) -> None:
+    groups = [
+        Group([(5, 3), (3,)]),
+        Group([(7,), (2, 2), ()], {"lr": 0.3, "betas": (0.5, 0.6)}),
+        Group([(4,)], {"weight_decay": 0.5, "maximize": True}),
+    ]
+    check(implementation, world, Script(groups, [Step()] * 3), device)
+
+
+def test_options_changed_between_steps_hold(implementation: Implementation, world: World, device: str) -> None:
+    """As a scheduler changes them, or the user."""
+    actions = [Step(), Change(0, {"lr": 0.5}), Step(), Change(1, {"weight_decay": 0.3, "betas": (0.5, 0.9)}), Step()]
+    check(implementation, world, Script([Group([(5, 3), (3,)]), Group([(7,), ()])], actions), device)
+
+
+def test_an_added_group_keeps_its_own_options(implementation: Implementation, world: World, device: str) -> None:
+    actions = [Add(Group([(7,), (3, 3)], {"lr": 0.4, "weight_decay": 0.5})), Step(), Step()]
+    check(implementation, world, Script([Group([(5, 3), (3,)])], actions), device)
+
+
+def test_a_group_added_between_steps_leaves_the_others_state(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    actions = [Step(), Step(), Add(Group([(7,), (3, 3), ()], {"lr": 0.4})), Step(), Add(Group([(2,)])), Step()]
+    check(implementation, world, Script([Group([(5, 3), (3,), (2, 2)])], actions), device)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_a_parameter_without_a_gradient_stays_and_so_does_its_state(
+    implementation: Implementation, world: World, optimizer: str, device: str
+) -> None:
+    cls, defaults = OPTIMIZERS[optimizer]
+    actions = [Step(without=(1,)), Step(without=(0, 2, 3)), Step(), Step(without=tuple(range(5))), Step()]
+    check(implementation, world, Script([Group(SHAPES[:5])], actions, cls, defaults), device)
+
+
+def schedule(implementation: Implementation, device: str) -> tuple[list[float], Tensor]:
+    (p,) = parameters(device, (5, 3))
+    optimizer = implementation.adapted([p], torch.optim.SGD, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    rates = []
+    for _ in range(4):
+        rates.append(optimizer.param_groups[0]["lr"])
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        scheduler.step()
+    return rates, p.detach().cpu()
+
+
+def test_a_scheduler_changes_the_rate(implementation: Implementation, world: World, device: str) -> None:
+    start = parameters("cpu", (5, 3))[0].detach()
+    for rank, (rates, parameter) in enumerate(world.run(schedule, implementation, device)):
+        assert rates == [0.1, 0.1, 0.05, 0.05], f"param_groups of rank {rank} had the rates {rates}"
+        assert_value(f"the parameter on rank {rank}", parameter, start - 0.3)
+
+
+def from_a_generator(implementation: Implementation, device: str) -> list[Tensor]:
+    params = parameters(device, *SHAPES)
+    optimizer = implementation.adapted((p for p in params), torch.optim.SGD, lr=0.1)
+    assert isinstance(optimizer, torch.optim.Optimizer), f"{type(optimizer)} is no torch.optim.Optimizer"
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert [id(p) for p in held] == [id(p) for p in params], "param_groups have other parameters than the user gave"
+    set_gradients(params, 0)
+    optimizer.step()
+    return [p.detach().cpu() for p in params]
+
+
+def test_param_groups_have_the_users_parameters(implementation: Implementation, world: World, device: str) -> None:
+    params = parameters(device, *SHAPES)
+    set_gradients(params, 0)
+    torch.optim.SGD(params, lr=0.1).step()
+    for rank, found in enumerate(world.run(from_a_generator, implementation, device)):
+        for i, (x, p) in enumerate(zip(found, params, strict=True)):
+            assert_value(f"parameter {i} on rank {rank}", x, p.detach())
+
+
+def with_a_closure(implementation: Implementation, device: str) -> tuple[Any, int, Tensor]:
+    (p,) = parameters(device, (3,))
+    optimizer = implementation.adapted([p], torch.optim.SGD, lr=0.25)
+    calls = 0
+
+    def closure() -> Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss.detach() + calls
+
+    return optimizer.step(closure), calls, p.detach().cpu()
+
+
+def test_a_closure_is_called_once_with_gradients_and_its_loss_returned(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    start = parameters("cpu", (3,))[0].detach()
+    for rank, (loss, calls, parameter) in enumerate(world.run(with_a_closure, implementation, device)):
+        assert calls == 1, f"step(closure) called the closure {calls} times on rank {rank}"
+        assert loss is not None, f"step(closure) returned None on rank {rank}, and not the closure's loss"
+        assert_value(f"the closure's loss on rank {rank}", loss, start.square().sum() + 1)
+        assert_value(f"the parameter on rank {rank}", parameter, start / 2)
+
+
+def clear(implementation: Implementation, device: str, set_to_none: bool) -> list[str]:
+    """What is left of gradients."""
+    params = parameters(device, *SHAPES)
+    optimizer = implementation.adapted(params, torch.optim.SGD, lr=0.1)
+    set_gradients(params, 0)
+    optimizer.zero_grad(set_to_none)
+    return [f"parameter {i}" for i, p in enumerate(params) if p.grad is not None and p.grad.any()]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["to_none", "to_zero"])
+def test_zero_grad_clears_every_gradient(
+    implementation: Implementation, world: World, set_to_none: bool, device: str
+) -> None:
+    for rank, left in enumerate(world.run(clear, implementation, device, set_to_none)):
+        assert not left, f"after zero_grad there are gradients on rank {rank}, of {', '.join(left)}"
+
+
+def step_late(implementation: Implementation, script: Script, device: str, late: int) -> Played:
+    with delayed(before=0.02, on=late):
+        return play_on_rank(implementation, script, device)
+
+
+def test_parameters_are_updated_when_step_returns(implementation: Implementation, world: World, device: str) -> None:
+    """Though each rank in turn is late in each of its collectives."""
+    script = Script([Group([(5, 3), (7,), (4,)])], [Step()] * 2)
+    expected = play(unsharded, script, device)
+    for late in range(world.size):
+        assert_played(world.run(step_late, implementation, script, device, late), expected)
+
+
+def interleave(implementation: Implementation, scripts: list[Script], device: str) -> list[Played]:
+    found = [Played() for _ in scripts]
+    running = [playing(implementation.adapted, script, device, p) for script, p in zip(scripts, found, strict=True)]
+    for _ in scripts[0].actions:
+        for each in running:
+            next(each)
+    return found
+
+
+def test_two_optimizers_side_by_side(implementation: Implementation, world: World, device: str) -> None:
+    """Of parameters of the same shapes, in turn, as people train a generator and a discriminator."""
+    scripts = [Script([Group(SHAPES)], [Step()] * 3, defaults={"lr": lr}, seed=i) for i, lr in enumerate((0.1, 0.3))]
+    ranks = world.run(interleave, implementation, scripts, device)
+    for i, script in enumerate(scripts):
+        assert_played([found[i] for found in ranks], play(unsharded, script, device))
+
+
+def add_again(implementation: Implementation, device: str) -> str:
+    p, q = parameters(device, (3,), (4,))
+    optimizer = implementation.adapted([p, q], torch.optim.SGD, lr=0.1)
+    return raised(lambda: optimizer.add_param_group({"params": [p]}))
+
+
+def test_a_parameter_that_is_there_already_is_not_added(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    for rank, line in enumerate(world.run(add_again, implementation, device)):
+        assert line.startswith("ValueError"), (
+            f"add_param_group with a parameter of another group raised {line} on rank {rank}, expected ValueError"
+        )

@@ -1,0 +1,136 @@
+"""Gradients that are known exactly, to hold data-parallel wrappers to their averages; failures in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardmark.registry import Implementation, Unsupported, family
+
+Own = Callable[[int], list[Tensor | None]]
+"""`own(rank)` is what each parameter's gradient is on that rank, None where its loss does not reach the parameter."""
+
+
+class Products(nn.Module):
+    """The sum of parameters times given weights: each weight is its parameter's gradient, to the bit."""
+
+    def __init__(self, *values: Tensor) -> None:
+        super().__init__()
+        self.p = nn.ParameterList(nn.Parameter(value) for value in values)
+
+    def forward(self, weights: Sequence[Tensor | None], order: Sequence[int] | None = None) -> Tensor:
+        """() in float64; the parameters are used in that order."""
+        used = [i for i in order or range(len(weights)) if weights[i] is not None]
+        return sum(((self.p[i] * weights[i]).double().sum() for i in used), torch.zeros((), dtype=torch.float64))
+
+
+def wrap(implementation: Implementation, module: nn.Module, **options: Any) -> Any:
+    """The module in that wrapper, with those of the options that it takes."""
+    return implementation.adapted(module, **{k: v for k, v in options.items() if implementation.accepts(k)})
+
+
+def bucket_sizes(implementation: Implementation) -> list[dict[str, float]]:
+    """Options for one bucket of small gradients, and for a bucket of each; of a wrapper without buckets none."""
+    return [{}, {"bucket_mb": 1e-5}] if implementation.accepts("bucket_mb") else [{}]
+
+
+def is_ours(implementation: Implementation) -> bool:
+    """Whether it is one of the suite's own, of which more is asked than the contract."""
+    return implementation.spec in family(implementation.family).implementations
+
+
+def needs_backward_on_every_rank(model: Any) -> None:
+    """Raise Unsupported for torch's DDP, which communicates in backward, so that each rank must call it."""
+    if any(isinstance(each, DistributedDataParallel) for each in (model, *vars(model).values())):
+        raise Unsupported("torch's DistributedDataParallel communicates in backward, so every rank must have one")
+
+
+def values(rank: int, *like: Tensor, step: int = 0) -> list[Tensor]:
+    """Random numbers of that rank and step, the same wherever they are asked for, in these shapes and dtypes."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in like]
+
+
+def backward(model: Any, weights: Sequence[Tensor | None], device: str, **kwargs: Any) -> None:
+    """Backward of `Products`; a rank whose loss reaches nothing has none."""
+    if any(weight is not None for weight in weights):
+        model([weight if weight is None else weight.to(device) for weight in weights], **kwargs).backward()
+
+
+def group_ranks(group: dist.ProcessGroup | None) -> list[int]:
+    """The global ranks in a process group; of the world where there is none."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
+def wrong_averages(model: Any, own: Own, when: str, group: dist.ProcessGroup | None = None) -> list[str]:
+    """What is wrong with this rank's gradients: a line for each that is not the average of what the ranks had."""
+    terms = [own(rank) for rank in group_ranks(group)]
+    here = dist.get_rank(group)
+    lines = []
+    for (name, p), *of_ranks in zip(model.module.named_parameters(), *terms, strict=True):
+        if wrong := _wrong_average(p, of_ranks, here):
+            kind = f"{str(p.dtype).removeprefix('torch.')} of shape {tuple(p.shape)}"
+            lines.append(f"{when}: the gradient of {name!r}, {kind}, {wrong}")
+    return lines
+
+
+def _wrong_average(p: nn.Parameter, of_ranks: Sequence[Tensor | None], here: int) -> str | None:
+    ranks, found = len(of_ranks), p.grad
+    terms = torch.stack([torch.zeros(p.shape) if term is None else term.cpu() for term in of_ranks]).double()
+    if found is None:
+        nobody = all(term is None for term in of_ranks)
+        return None if nobody else "is None, and not the average over the ranks"
+    if found.shape != p.shape or found.dtype != p.dtype:
+        return f"has another shape or dtype: {tuple(found.shape)} of {found.dtype}"
+    found, mean = found.detach().cpu().double(), terms.mean(0)
+    # Each of n terms is divided, or their sum is, by a rounded 1/n at worst, and each of n - 1 sums is rounded:
+    # Higham, Accuracy and Stability, 4.2. What underflows loses one smallest number of the dtype for each.
+    number = torch.finfo(p.dtype)
+    # In float64 the expected mean is rounded as often.
+    roundings = (ranks + 1) * (2 if p.dtype == torch.float64 else 1)
+    unit, smallest = roundings * number.eps / 2, number.smallest_normal * number.eps
+    bound = unit / (1 - unit) * terms.abs().mean(0) + ranks * smallest
+    bad = ~(((found - mean).abs() <= bound) | (found == mean) | (found.isnan() & mean.isnan()))
+    if not bad.any():
+        return None
+    where = tuple(bad.nonzero()[0].tolist())
+    numbers = f"found {found[where].item():.9g}, expected {mean[where].item():.9g} at {list(where)}"
+    return (
+        f"is not the average over the ranks: {_likeness(found, mean, terms, here)}{numbers}, "
+        f"and {int(bad.sum())} of {bad.numel()} elements are wrong"
+    )
+
+
+def _likeness(found: Tensor, mean: Tensor, terms: Tensor, here: int) -> str:
+    """What it is instead, where that is something with a name."""
+
+    def equal(other: Tensor) -> bool:
+        return torch.allclose(found, other, rtol=1e-6, atol=0)
+
+    if not found.any():
+        return "it is zero; "
+    if equal(terms[here]):
+        return "it is this rank's own; "
+    if equal(terms.sum(0)):
+        return "it is the sum over the ranks; "
+    for rank, term in enumerate(terms):
+        if equal(term):
+            return f"it is rank {rank}'s own; "
+    ratio = (found.flatten() @ mean.flatten() / (mean.flatten() @ mean.flatten())).item()
+    if equal(ratio * mean):
+        return f"it is {ratio:.4g} times the average; "
+    return ""
+
+
+def assert_nothing_wrong(ranks: Sequence[Sequence[str]]) -> None:
+    """Fail with what ranks found wrong: the first lines of each."""
+    __tracebackhide__ = True
+    said = [f"rank {rank} of {len(ranks)}, {line}" for rank, lines in enumerate(ranks) for line in lines[:3]]
+    if said:
+        pytest.fail("\n".join(said), pytrace=False)

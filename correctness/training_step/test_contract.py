@@ -1,0 +1,208 @@
+"""A training step's contract, a property a test: loss, gradients, the optimizer's step, and what stays as it is."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from correctness.support.stepping import (
+    BATCH,
+    SIZE,
+    assert_gradients,
+    assert_loss,
+    batch,
+    exact,
+    gradients,
+    relative_error,
+    setting,
+    taken,
+    values,
+)
+from impl.model.mlp import MLPLanguageModel
+from impl.optim import AdamW
+from impl.precision import PRECISIONS
+from shardmark.registry import FAMILIES, Implementation
+
+pytestmark = pytest.mark.family("training_step")
+
+
+def test_the_loss_and_its_gradients_are_those_of_the_mean_cross_entropy(
+    implementation: Implementation, device: str
+) -> None:
+    of = setting(implementation, device)
+    loss, expected = exact(of.model, of.tokens, of.targets)
+    assert_loss(of.step(of.tokens, of.targets), loss)
+    assert_gradients(gradients(of.model), expected)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_loss_is_a_float32_scalar_and_detached_from_a_full_step(
+    implementation: Implementation, precision: str, device: str
+) -> None:
+    dtype = PRECISIONS[precision].parameter
+    model = MLPLanguageModel(SIZE).to(device, dtype)
+    master = PRECISIONS[precision].master is not None
+    optimizer = AdamW(model.parameters(), lr=0.0, master_weights=master)
+    step = implementation.adapted(model, optimizer, precision=PRECISIONS[precision])
+    for what, loss in {"forward": step.forward(*batch(device)), "the full step": step(*batch(device))}.items():
+        assert loss.shape == (), f"{what} returned a loss of shape {tuple(loss.shape)}"
+        assert loss.dtype == torch.float32, f"{what} returned a loss of {loss.dtype}, expected torch.float32"
+        assert loss.requires_grad == (what == "forward"), f"the loss of {what} has requires_grad={loss.requires_grad}"
+
+
+def test_ignored_targets_count_in_no_mean(implementation: Implementation, device: str) -> None:
+    """One sequence has none that count, and another a few."""
+    of = setting(implementation, device)
+    of.targets[0] = -100
+    of.targets[1, 3:] = -100
+    loss, expected = exact(of.model, of.tokens, of.targets)
+    assert_loss(of.step(of.tokens, of.targets), loss, "the loss, of targets of which some are -100,")
+    assert_gradients(gradients(of.model), expected)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_where_all_targets_are_ignored_the_loss_is_nan_and_nothing_is_learnt(
+    implementation: Implementation, precision: str, device: str
+) -> None:
+    of = setting(implementation, device, precision, lr=1.0)
+    before = values(of.model)
+    loss = of.step(of.tokens, torch.full_like(of.targets, -100))
+    assert loss.isnan(), f"where all targets are -100 the loss is {loss.item()}, expected NaN"
+    for name, p in of.model.named_parameters():
+        assert p.grad is None or not p.grad.any(), f"where all targets are -100, {name} has a gradient that is not zero"
+        assert torch.equal(p, before[name]), f"where all targets are -100, {name} has changed"
+
+
+def _skip_where_graphs_own_gradients(implementation: Implementation) -> None:
+    options = getattr(implementation.target, "options", None)
+    if options and options.get("triton.cudagraphs"):
+        pytest.skip("a CUDA graph gives its gradients out for one step")
+
+
+def test_gradients_accumulate_until_the_caller_clears_them(implementation: Implementation, device: str) -> None:
+    _skip_where_graphs_own_gradients(implementation)
+    of = setting(implementation, device)
+    expected = [exact(of.model, of.tokens, of.targets)[1], exact(of.model, *(other := batch(device)))[1]]
+    of.step(of.tokens, of.targets)
+    of.step(*other)
+    total = {name: grad + expected[1][name] for name, grad in expected[0].items()}
+    assert_gradients(gradients(of.model), total, what="gradient of two steps")
+
+
+def test_two_forwards_before_either_backward(implementation: Implementation, device: str) -> None:
+    _skip_where_graphs_own_gradients(implementation)
+    of = setting(implementation, device)
+    other = batch(device)
+    losses = [of.step.forward(of.tokens, of.targets), of.step.forward(*other)]
+    expected = [exact(of.model, of.tokens, of.targets), exact(of.model, *other)]
+    for i, (found, (loss, _)) in enumerate(zip(losses, expected, strict=True), 1):
+        assert_loss(found, loss, f"the loss of forward {i}")
+    of.step.backward(losses[0])
+    assert_gradients(gradients(of.model), expected[0][1], what="first loss's gradient")
+    of.step.backward(losses[1])
+    total = {name: grad + expected[1][1][name] for name, grad in expected[0][1].items()}
+    assert_gradients(gradients(of.model), total, what="sum of both losses' gradients")
+
+
+def test_batches_of_other_shapes(implementation: Implementation, device: str) -> None:
+    of = setting(implementation, device)
+    for shape in (BATCH, (1, 5), (4, 9), BATCH):
+        of.optimizer.zero_grad()
+        inputs = batch(device, shape)
+        loss, expected = exact(of.model, *inputs)
+        assert_loss(of.step(*inputs), loss, f"the loss of a batch of {shape[0]} sequences of {shape[1]} tokens")
+        assert_gradients(gradients(of.model), expected)
+
+
+@pytest.mark.parametrize("examples", [20, pytest.param(1000, marks=pytest.mark.sweep)])
+def test_any_targets_and_any_scale_of_the_logits(implementation: Implementation, examples: int, device: str) -> None:
+    of = setting(implementation, device)  # one for all examples, as a step may have to be compiled
+    ids = st.lists(
+        st.sampled_from([-100, 0, 1, SIZE.vocab - 1]), min_size=of.targets.numel(), max_size=of.targets.numel()
+    )
+
+    @seed(torch.initial_seed())
+    @settings(max_examples=examples, deadline=None, database=None)
+    @given(std=st.sampled_from([1e-3, 0.1, 10.0]), ids=ids.filter(lambda ids: max(ids) >= 0))
+    def holds(std: float, ids: list[int]) -> None:
+        nn.init.normal_(of.model.get_parameter("output.weight"), std=std)
+        of.optimizer.zero_grad()
+        targets = torch.tensor(ids, device=device).view(BATCH)
+        loss, expected = exact(of.model, of.tokens, targets)
+        assert_loss(of.step(of.tokens, targets), loss)
+        error = relative_error(gradients(of.model), expected)
+        assert error < 1e-4, f"the gradients' relative error is {error:.2g}, allowed 1e-4"
+
+    holds()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_products_are_in_the_precisions_dtype(implementation: Implementation, precision: str, device: str) -> None:
+    """So the error against float64 is as eager's in that dtype: no larger, and where it is half, no smaller."""
+    model, inputs, lr = MLPLanguageModel(SIZE).to(device), batch(device), 100.0
+    _, wanted = exact(model, *inputs)
+    errors = []
+    for each in (implementation, FAMILIES["training_step"].implementations["eager"]):
+        of = setting(each, device, precision, copy.deepcopy(model), lr=lr)
+        of.step(*inputs)
+        errors.append(relative_error(taken(values(model), values(of.model), lr), wanted))
+    found, eager = errors
+    of_dtype = f"products in {precision} have a relative error of {eager:.2g}"
+    assert found < 2.8 * eager, f"the gradients' relative error is {found:.2g}, where {of_dtype}"  # 8 between halves
+    assert precision == "float32" or found > eager / 2.8, (
+        f"the gradients' relative error is {found:.2g}, so that its products are not in {precision}: {of_dtype}"
+    )
+
+
+@pytest.mark.parametrize("by_parts", [False, True], ids=["in_one_call", "by_parts"])
+def test_each_update_is_one_step_of_the_optimizer(implementation: Implementation, by_parts: bool, device: str) -> None:
+    """With its momentum, and the rate that a scheduler has set."""
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    of = setting(implementation, device, **options)
+    wide = copy.deepcopy(of.model).double()
+    reference = torch.optim.SGD(wide.parameters(), **options)
+    for lr in (0.1, 0.1, 0.02, 0.5):
+        for group in (*reference.param_groups, *of.optimizer.param_groups):
+            group["lr"] = lr
+        for p, grad in zip(wide.parameters(), exact(wide, of.tokens, of.targets)[1].values(), strict=True):
+            p.grad = grad
+        reference.step()
+        of.optimizer.zero_grad()
+        if by_parts:
+            of.step.backward(of.step.forward(of.tokens, of.targets))
+            of.step.update()
+        else:
+            of.step(of.tokens, of.targets)
+    assert_gradients(values(of.model), values(wide), 1e-4, "value after four steps")
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_each_step_uses_the_last_ones_parameters(implementation: Implementation, precision: str, device: str) -> None:
+    """Not a copy that was cast before: after steps that halve the loss, the next one's is that of the parameters."""
+    of = setting(implementation, device, precision, lr=1.0)
+    first = expected = exact(of.model, of.tokens, of.targets)[0]
+    for _ in range(40):
+        if expected < first / 2:
+            break
+        of.optimizer.zero_grad()
+        of.step(of.tokens, of.targets)
+        expected, _ = exact(of.model, of.tokens, of.targets)
+    assert expected < first / 2, f"40 steps took the loss from {first:.4g} to {expected:.4g}, not to half of it"
+    found = of.step.forward(of.tokens, of.targets).item()
+    assert abs(found - expected) < 0.1 * expected, f"the loss is {found:.4g}, of the parameters it is {expected:.4g}"
+
+
+def test_large_gradients_are_not_clipped(implementation: Implementation, device: str) -> None:
+    model = MLPLanguageModel(SIZE).to(device)
+    with torch.no_grad():
+        model.output.weight.mul_(30)
+    of = setting(implementation, device, model=model, lr=1.0)
+    before = values(of.model)
+    _, expected = exact(of.model, of.tokens, of.targets)
+    of.step(of.tokens, of.targets)
+    assert_gradients(taken(before, values(of.model), 1.0), expected, 1e-3, "step")

@@ -1,0 +1,113 @@
+"""A training step in float16: the loss is scaled, gradients are unscaled, and where they overflow it is skipped."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from correctness.support.stepping import SIZE, assert_gradients, batch, exact, relative_error, setting, taken, values
+from impl.model.mlp import MLPLanguageModel
+from shardmark.registry import Implementation
+
+pytestmark = pytest.mark.family("training_step")
+
+CLOSE = 0.02
+"""Relative error that float16's gradients may have: of all its roundings, each 0.001 or less."""
+
+
+def test_float16_takes_the_step_of_unscaled_gradients(implementation: Implementation, device: str) -> None:
+    of = setting(implementation, device, "float16", lr=1.0)
+    before, (_, expected) = values(of.model), exact(of.model, of.tokens, of.targets)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the first scale may be too large for a model; for this one it is not
+        of.step(of.tokens, of.targets)
+    assert_gradients(taken(before, values(of.model), 1.0), expected, CLOSE, "float16 step")
+
+
+def test_float16_gradients_accumulate_before_an_update(implementation: Implementation, device: str) -> None:
+    of = setting(implementation, device, "float16", lr=1.0)
+    batches = [(of.tokens, of.targets), batch(device)]
+    before, (first, second) = values(of.model), [exact(of.model, *each)[1] for each in batches]
+    for each in batches:
+        of.step.backward(of.step.forward(*each))
+    of.step.update()
+    total = {name: grad + second[name] for name, grad in first.items()}
+    assert_gradients(taken(before, values(of.model), 1.0), total, CLOSE, "float16 step after two backwards")
+
+
+@pytest.mark.parametrize(
+    ("bad", "name"),
+    [(torch.inf, "output.weight"), (-torch.inf, "embedding.weight"), (torch.nan, "blocks.0.w1.bias")],
+    ids=["inf", "minus_inf", "nan"],
+)
+def test_a_float16_step_that_overflows_is_skipped_with_a_warning(
+    implementation: Implementation, bad: float, name: str, device: str
+) -> None:
+    """And leaves nothing in the optimizer: the next step is as if it were the first."""
+    of = setting(implementation, device, "float16", lr=1.0, momentum=0.9)
+    before, (_, expected) = values(of.model), exact(of.model, of.tokens, of.targets)
+
+    def overflow(grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad[-1] = bad
+        return grad
+
+    hook = of.model.get_parameter(name).register_hook(overflow)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        of.step(of.tokens, of.targets)
+    for changed, value in values(of.model).items():
+        assert torch.equal(value, before[changed]), f"gradients of {bad} have changed {changed}: it is not skipped"
+    kinds = [each.category for each in caught]
+    assert any(issubclass(kind, RuntimeWarning) for kind in kinds), (
+        f"gradients of {bad} gave {[kind.__name__ for kind in kinds] or 'no warning'}, expected RuntimeWarning"
+    )
+    hook.remove()
+    of.optimizer.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        of.step(of.tokens, of.targets)
+    assert_gradients(taken(before, values(of.model), 1.0), expected, CLOSE, "step after the skipped one")
+
+
+MOST = 64
+"""The largest scale whose gradients fit."""
+
+
+def test_the_loss_scale_falls_until_gradients_fit(implementation: Implementation, device: str) -> None:
+    of = setting(implementation, device, "float16", lr=1.0)
+    before, (_, expected) = values(of.model), exact(of.model, of.tokens, of.targets)
+    largest = MOST * 1.1 * expected["output.weight"].abs().max().item()
+    weight = of.model.get_parameter("output.weight")
+    weight.register_hook(lambda grad: torch.where(grad.abs() > largest, torch.inf, grad))
+    steps = 40
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        while steps and torch.equal(weight, before["output.weight"]):
+            of.optimizer.zero_grad()
+            of.step(of.tokens, of.targets)
+            steps -= 1
+    assert steps, f"gradients fit into float16 at a loss scale of {MOST} and below; 40 steps were skipped"
+    assert_gradients(taken(before, values(of.model), 1.0), expected, CLOSE, "first step that fits")
+
+
+class Faint(MLPLanguageModel):
+    """Its logits, and so its gradients, are made smaller than float16's smallest."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * 2.0**-24
+
+
+def test_gradients_too_small_for_float16_arrive(implementation: Implementation, device: str) -> None:
+    lr = 1e8
+    of = setting(implementation, device, "float16", Faint(SIZE), lr=lr)
+    before, (_, expected) = values(of.model), exact(of.model, of.tokens, of.targets)
+    of.step(of.tokens, of.targets)
+    error = relative_error(taken(before, values(of.model), lr), expected)
+    assert error < 0.5, (
+        f"the step of gradients of 1e-9, which float16 has only where the loss is scaled, has a relative error of "
+        f"{error:.2g}"
+    )

@@ -1,0 +1,127 @@
+"""What a training step leaves as it is, what it says of its parts, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from correctness.support.stepping import SIZE, assert_loss, batch, exact, setting, values
+from impl.model.mlp import MLPLanguageModel
+from impl.precision import PRECISIONS
+from shardmark.memory import meter
+from shardmark.registry import Implementation
+
+pytestmark = pytest.mark.family("training_step")
+
+
+def test_frozen_parameters_stay_and_those_that_are_not_used(implementation: Implementation, device: str) -> None:
+    model = MLPLanguageModel(SIZE)
+    model.embedding.requires_grad_(False)
+    model.unused = nn.Parameter(torch.ones(3))
+    of = setting(implementation, device, model=model, lr=0.1)
+    before = values(of.model)
+    of.step(of.tokens, of.targets)
+    assert not model.embedding.weight.requires_grad, "embedding.weight was frozen, and is trainable after a step"
+    for name in ("embedding.weight", "unused"):
+        p = model.get_parameter(name)
+        assert torch.equal(p, before[name]), f"{name} has changed"
+        assert p.grad is None or not p.grad.any(), f"{name} has a gradient"
+    assert not torch.equal(model.output.weight, before["output.weight"]), "output.weight has not changed"
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_parameters_keep_their_dtype_and_their_place(
+    implementation: Implementation, precision: str, device: str
+) -> None:
+    """They are those that the optimizer updates, and their gradients have their dtype."""
+    products = torch.get_float32_matmul_precision()
+    of = setting(implementation, device, precision, lr=0.1)
+    inputs = of.tokens.clone(), of.targets.clone()
+    of.step(of.tokens, of.targets)
+    updated = {id(p) for group in of.optimizer.param_groups for p in group["params"]}
+    for name, p in of.model.named_parameters():
+        assert p.dtype == torch.float32, f"{name} was of torch.float32, and is of {p.dtype} after a step"
+        assert p.grad is not None and p.grad.dtype == p.dtype, f"{name} has no gradient of its dtype"
+        assert id(p) in updated, f"{name} is no longer the parameter that the optimizer updates"
+    assert torch.equal(of.tokens, inputs[0]) and torch.equal(of.targets, inputs[1]), "the batch has changed"
+    assert not torch.is_autocast_enabled(device), "autocast is still on after the step"
+    assert torch.get_float32_matmul_precision() == products, "the precision of all float32 products has changed"
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
+def test_the_models_mode_stays(implementation: Implementation, training: bool, device: str) -> None:
+    """Dropout of everything, in training mode alone, leaves logits of zero: the loss is log(vocab)."""
+    model = MLPLanguageModel(SIZE)
+    model.norm = nn.Sequential(model.norm, nn.Dropout(1.0))
+    of = setting(implementation, device, model=model.train(training))
+    expected, _ = (math.log(SIZE.vocab), None) if training else exact(of.model, of.tokens, of.targets)
+    mode = "training" if training else "evaluation"
+    assert_loss(of.step(of.tokens, of.targets), expected, f"the loss of a model with dropout, in {mode} mode,")
+    changed = [name for name, module in of.model.named_modules() if module.training != training]
+    assert not changed, f"the model was in {mode} mode, and after a step {changed[0] or 'it'} is not"
+
+
+def test_no_activations_are_left_after_a_step(implementation: Implementation, device: str) -> None:
+    of = setting(implementation, device)
+    tokens, targets = batch(device, (8, 64))  # logits of 128 KiB
+    of.step(tokens, targets)
+    of.optimizer.zero_grad()
+    with meter(device) as memory:
+        memory.mark("before")
+        for _ in range(2):
+            of.step(tokens, targets)
+            of.optimizer.zero_grad()
+            memory.mark("after")
+    left = memory.phases["after"] - memory.phases["before"]
+    assert left <= 1024, f"{left:,} bytes are left after a step, when its loss and the gradients are freed"
+
+
+def test_parts_mark_their_end(implementation: Implementation, device: str) -> None:
+    of = setting(implementation, device, lr=0.1)
+    before = values(of.model)
+    marks: dict[str, tuple[bool, bool]] = {}
+
+    def mark(part: str) -> None:
+        weight = of.model.get_parameter("output.weight")
+        marks[part] = weight.grad is not None, not torch.equal(weight, before["output.weight"])
+
+    of.step(of.tokens, of.targets, mark)
+    assert list(marks) in (["forward", "backward", "optimizer"], ["step"]), (
+        f"mark was called with {list(marks)}, expected 'forward', 'backward' and 'optimizer', or 'step'"
+    )
+    for part, (has_gradient, is_updated) in marks.items():
+        assert has_gradient == (part != "forward"), (
+            f"when {part!r} was marked there were {'' if has_gradient else 'no '}gradients"
+        )
+        assert is_updated == (part in ("optimizer", "step")), (
+            f"when {part!r} was marked the parameters were {'updated already' if is_updated else 'not updated yet'}"
+        )
+
+
+@pytest.mark.compiled_every_time
+def test_parameters_of_another_precision_are_refused(implementation: Implementation, device: str) -> None:
+    model = MLPLanguageModel(SIZE).to(device, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^[^\n]+$"):
+        implementation.adapted(model, torch.optim.SGD(model.parameters()), precision=PRECISIONS["float32"])(
+            *batch(device)
+        )
+
+
+@pytest.mark.parametrize("wrong", [SIZE.vocab, -1])
+def test_wrong_targets_are_refused(implementation: Implementation, wrong: int, device: str) -> None:
+    """With a ValueError where it is eager; compiled code has errors of its own."""
+    if device == "cuda":
+        pytest.skip("on CUDA the device's own assertion would end the process")
+    of = setting(implementation, device)
+    of.targets[1, 2] = wrong
+    compiled = counters["frames"]["total"]
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        of.step(of.tokens, of.targets)
+    eager = counters["frames"]["total"] == compiled
+    assert not eager or isinstance(caught.value, ValueError), (
+        f"a target of {wrong} raised {type(caught.value).__name__}, expected ValueError"
+    )
