@@ -8,7 +8,7 @@ case: the sum of one rounding of each term.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,31 +22,39 @@ def random_inputs(q_shape: Sequence[int], k_shape: Sequence[int], dtype: torch.d
 
 
 def results(attention: Attention, inputs: list[Tensor], is_causal: bool) -> dict[str, Tensor]:
-    """Output and gradients."""
-    q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
+    """Output and gradients. The inputs are not copied: a copy may have other strides."""
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
     out = attention(q, k, v, is_causal=is_causal)
     grads = torch.autograd.grad(out, (q, k, v), inputs[3])
     return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 
 
-def assert_as_accurate_as_eager(attention: Attention, inputs: list[Tensor], is_causal: bool) -> None:
-    """Check the output and every gradient, and their shapes and dtypes."""
+def assert_as_accurate_as_eager(attention: Attention, inputs: list[Tensor], is_causal: bool, times: float = 2) -> None:
+    """Check the output and every gradient, their shapes and dtypes: the largest error, and the root mean square."""
     dtype = inputs[0].dtype
-    exact = results(eager_attention, [x.double() for x in inputs], is_causal)
-    plain = results(eager_attention, inputs, is_causal)
     wide = [x.double() for x in inputs]
-    typical, worst = _terms(wide, is_causal, power=2), _terms(wide, is_causal, power=1)
+    exact, plain = results(eager_attention, wide, is_causal), results(eager_attention, inputs, is_causal)
+    eps, summing_eps = (torch.finfo(d).eps for d in (dtype, torch.promote_types(dtype, torch.float32)))
+    typical, worst = (_terms(wide, is_causal, power) for power in (2, 1))
     for name, found in results(attention, inputs, is_causal).items():
-        assert found.dtype == dtype and found.shape == exact[name].shape
-        error, plain_error = ((x.double() - exact[name]).abs().max().item() for x in (found, plain[name]))
-        summing = torch.promote_types(dtype, torch.float32)
-        rounding = max(torch.finfo(dtype).eps * typical[name], torch.finfo(summing).eps * worst[name])
-        allowed = 2 * max(plain_error, rounding)
-        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}, ratio {error / allowed:.2f}"
+        assert found.dtype == dtype, f"{name} is {found.dtype}, expected q's {dtype}"
+        assert found.shape == exact[name].shape, f"{name} is {tuple(found.shape)}, expected {tuple(exact[name].shape)}"
+        rounding = torch.maximum(eps * typical[name], summing_eps * worst[name])
+        error, of_eager = (x.double() - exact[name] for x in (found, plain[name]))
+        for what, norm in NORMS.items():
+            is_off, allowed = norm(error), times * max(norm(of_eager), norm(rounding))
+            ratio = is_off / allowed if allowed else float("inf")
+            assert is_off <= allowed, f"{name}: {what} {is_off:.2e}, allowed {allowed:.2e}, ratio {ratio:.2f}"
 
 
-def _terms(inputs: list[Tensor], is_causal: bool, power: int) -> dict[str, float]:
-    """The largest sum of terms in each result: of their absolute values, or the root of that of their squares."""
+NORMS: dict[str, Callable[[Tensor], float]] = {
+    "error": lambda x: x.abs().max().item(),
+    "error (root mean square)": lambda x: x.square().mean().sqrt().item(),
+}
+
+
+def _terms(inputs: list[Tensor], is_causal: bool, power: int) -> dict[str, Tensor]:
+    """The sum of terms in each element: of their absolute values, or the root of that of their squares."""
     q, k, v, grad = inputs
     group = kv_group(q, k)
     k, v = (per_query_head(x, group) for x in (k, v))
@@ -54,15 +62,16 @@ def _terms(inputs: list[Tensor], is_causal: bool, power: int) -> dict[str, float
     scores = q @ k.mT * scale
     if is_causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    probs = scores.softmax(-1)
+    probs, lse = scores.softmax(-1), scores.logsumexp(-1, keepdim=True)
     out = probs @ v
     q, k, v, grad, out = (x.abs() ** power for x in (q, k, v, grad, out))
     scale = scale**power
-    p = probs**power * (1 + scale * q @ k.mT)  # exp turns a score's absolute error into a relative one
+    # exp turns absolute errors into relative ones: a score's, and that of the log-sum-exp, kept in the dtype of sums.
+    p = probs**power * (1 + scale * q @ k.mT + (lse.abs() if power == 1 else 0))
     # Of ds = p (dp - delta): dp and delta are sums over head_dim, and may cancel.
     ds = p * (grad @ v.mT + (grad * out).sum(-1, keepdim=True))
     per_head = {"dk": scale * ds.mT @ q, "dv": p.mT @ grad}
     if group > 1:
         per_head = {name: x.unflatten(-3, (-1, group)).sum(-3) for name, x in per_head.items()}
     terms = {"out": p @ v, "dq": scale * ds @ k, **per_head}
-    return {name: x.max().item() ** (1 / power) for name, x in terms.items()}
+    return {name: x ** (1 / power) for name, x in terms.items()}

@@ -15,15 +15,25 @@ from shardmark.registry import Family, Race, RegistryError, Unsupported, add_fam
 class Attention(Protocol):
     """`attention(q, k, v, *, is_causal=False) -> out`, differentiable in q, k and v.
 
-    q: (..., q_len, head_dim), k and v: (..., k_len, head_dim), any number of leading dims, the same in all three; out
-    is softmax(q kᵀ / sqrt(head_dim)) v and has q's shape and dtype. Causal means that query i attends to keys 0 to i
-    (aligned top-left, as SDPA's `is_causal`). Grouped-query attention (Ainslie et al., "GQA", 2023): the last leading
-    dim, the heads, may be smaller in k and v by an integer factor `group`; query head h then attends to head
-    h // group. A row of scores that are all -inf gives NaN.
+    q: (..., q_len, head_dim), k and v: (..., k_len, head_dim), any number of leading dims, the same in all three, any
+    strides, one dtype: float64, float32, bfloat16 or float16. out is softmax(q kᵀ / sqrt(head_dim)) v and has q's shape
+    and dtype. It and the gradients are as accurate as eager's in that dtype: at most twice the error, against float64.
+    Causal means that query i attends to keys 0 to i (aligned top-left, as SDPA's `is_causal`). Grouped-query attention
+    (Ainslie et al., "GQA", 2023): the last leading dim, the heads, may be smaller in k and v by an integer factor
+    `group`; query head h then attends to head h // group.
 
-    A `torch.autograd.Function` whose `apply` takes (q, k, v, is_causal) meets the contract, too. ValueError for shapes,
-    dtypes or devices that do not go together. `shardmark.registry.Unsupported`, a ValueError, for inputs that the
-    contract allows and this implementation does not take.
+    Calls are independent: no input changes, nothing that a call returned changes later, and a second call may come
+    between one's forward and its backward. The output is the same under `torch.no_grad()`. A gradient of the
+    gradients is right, or raises an error.
+
+    A NaN in k or v reaches every output that attends to its key. What else is not finite may give what it gives: a row
+    of scores that are all -inf is NaN in eager and zero in SDPA.
+
+    A `torch.autograd.Function` whose `apply` takes (q, k, v, is_causal) meets the contract, too. It is taken for a
+    FlashAttention: between forward and backward it holds nothing of q_len times k_len elements.
+
+    ValueError for shapes, dtypes or devices that do not go together. `shardmark.registry.Unsupported`, a ValueError,
+    for inputs that the contract allows and this implementation does not take.
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor: ...

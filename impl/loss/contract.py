@@ -15,16 +15,23 @@ from shardmark.registry import Family, Race, RegistryError, Unsupported, add_fam
 class Loss(Protocol):
     """`loss(hidden, weight, targets, *, ...) -> scalar`, differentiable in hidden and weight.
 
-    hidden: (tokens, dim), weight: (vocab, dim), the output projection, both of one floating dtype; targets: (tokens)
-    int64. The logits are hidden weightᵀ, and the loss is their cross entropy, the mean over the targets that are not
-    `ignore_index`. `label_smoothing` is that of torch's cross_entropy (Szegedy et al., "Rethinking the Inception
-    Architecture for Computer Vision", 2015, section 7). `z_loss` adds z_loss * the mean of logsumexp(logits)²
-    (Chowdhery et al., "PaLM", 2022, section 5). The logits are rounded to the inputs' dtype, as a Linear's are; all
-    later steps, and the loss, are in float32 or more. Under autocast hidden and weight may have any dtypes: their
-    product has autocast's.
+    hidden: (tokens, dim), weight: (vocab, dim), the output projection, of any strides, both of one dtype: float64,
+    float32, bfloat16 or float16; targets: (tokens) int64. The logits are hidden weightᵀ, and the loss is their cross
+    entropy, the mean over the targets that are not `ignore_index`, which may be any integer, a word of the vocabulary
+    as well. `label_smoothing`, from 0 to 1, is that of torch's cross_entropy (Szegedy et al., "Rethinking the Inception
+    Architecture for Computer Vision", 2015, section 7). `z_loss`, not below 0, adds z_loss * the mean of
+    logsumexp(logits)² over the same targets (Chowdhery et al., "PaLM", 2022, section 5). The logits are rounded to the
+    inputs' dtype, as a Linear's are; all later steps, and the loss, are in float32 or more. Loss and gradients are as
+    accurate as eager's: at most twice the error, against float64. Under autocast hidden and weight may have any dtypes:
+    their product has autocast's.
 
     Where every target is ignored, or there is none, the loss and its gradients are 0. torch's cross_entropy divides
-    zero by zero there, and one NaN on one rank would make every parameter NaN.
+    zero by zero there, and one NaN on one rank would make every parameter NaN. A NaN in a token whose target counts
+    makes the loss NaN.
+
+    Calls are independent: no input changes, nothing that a call returned changes later, and a second call may come
+    between one's forward and its backward. The loss is the same under `torch.no_grad()`. A gradient of the gradients,
+    and a second backward pass, are right or raise an error.
 
     ValueError for shapes, dtypes, devices and options that do not go together, and on CPU for targets out of range. On
     CUDA the range is checked on the device (`torch._assert_async`), so that the host need not wait: a target out of

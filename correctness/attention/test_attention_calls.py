@@ -1,0 +1,212 @@
+"""Calls of attention beside and after one another: nothing is shared, changed, or held longer than needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from correctness.support.accuracy import random_inputs, results
+from correctness.support.contracts import (
+    Note,
+    assert_near,
+    assert_unchanged,
+    gradient_of_gradient,
+    growth,
+    held_by,
+    is_ours,
+)
+from impl.attention import Attention, eager_attention
+from shardmark.registry import Implementation, Unsupported
+
+pytestmark = [pytest.mark.family("attention"), pytest.mark.usefixtures("poisoned")]
+
+NAMES = ("q", "k", "v", "gradient of the output")
+
+
+def _inputs(device: str, q_len: int = 33, k_len: int = 33, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return random_inputs((2, q_len, 16), (2, k_len, 16), dtype, device)
+
+
+def _exact(inputs: list[Tensor], is_causal: bool) -> dict[str, Tensor]:
+    return results(eager_attention, [x.double() for x in inputs], is_causal)
+
+
+def test_leaves_its_inputs_as_they_are(implementation: Implementation, device: str) -> None:
+    for is_causal in (True, False):
+        inputs = _inputs(device)
+        before = {name: x.clone() for name, x in zip(NAMES, inputs, strict=True)}
+        results(implementation.adapted, inputs, is_causal)
+        assert_unchanged(before, dict(zip(NAMES, inputs, strict=True)), "after forward and backward")
+
+
+@pytest.mark.parametrize("first_backward", [0, 1], ids=["in_order", "in_reverse"])
+def test_two_forwards_before_either_backward(implementation: Implementation, first_backward: int, device: str) -> None:
+    """Of the same shape, with other values and another mask, as two layers of a model, or two batches."""
+    calls = [(_inputs(device), True), (_inputs(device), False)]
+    leaves = [[x.detach().requires_grad_() for x in inputs[:3]] for inputs, _ in calls]
+    outputs = [implementation.adapted(*qkv, is_causal=causal) for qkv, (_, causal) in zip(leaves, calls, strict=True)]
+    for i in (first_backward, 1 - first_backward):
+        inputs, is_causal = calls[i]
+        gradients = torch.autograd.grad(outputs[i], leaves[i], inputs[3])
+        found = {"out": outputs[i], **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+        assert_near(found, _exact(inputs, is_causal), f"of two calls, the {'first' if i == 0 else 'second'}")
+
+
+@pytest.mark.parametrize("with_gradients", [True, False], ids=["gradients", "no_gradients"])
+def test_results_stay_while_other_calls_run(implementation: Implementation, with_gradients: bool, device: str) -> None:
+    def call() -> dict[str, Tensor]:
+        inputs = _inputs(device)
+        if with_gradients:
+            return results(implementation.adapted, inputs, is_causal=True)
+        with torch.no_grad():
+            return {"out": implementation.adapted(*inputs[:3], is_causal=True)}
+
+    first = call()
+    before = {name: x.clone() for name, x in first.items()}
+    call()
+    assert_unchanged(before, first, "while a second call ran, of the first")
+
+
+def test_the_same_tensors_twice_in_a_graph(implementation: Implementation, device: str) -> None:
+    """Attention over attention's output, with the same k and v; and over one tensor as q, k and v."""
+
+    def twice(attention: Attention, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> dict[str, Tensor]:
+        q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        once = attention(q, k, v, is_causal=True)
+        out = attention(once, k, v, is_causal=False) + attention(k, k, k, is_causal=True) + once
+        return dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, grad), strict=True))
+
+    inputs = _inputs(device)
+    wanted = twice(eager_attention, *(x.double() for x in inputs))
+    assert_near(twice(implementation.adapted, *inputs), wanted, "called three times in one graph")
+
+
+SEQUENCE = [  # q_len, k_len, dtype, is_causal
+    (6, 6, torch.float32, True),
+    (4, 9, torch.float32, True),
+    (9, 4, torch.float32, True),
+    (6, 6, torch.bfloat16, True),
+    (6, 6, torch.float32, False),
+    (3, 12, torch.float32, True),
+    (6, 6, torch.float64, True),
+    (6, 9, torch.float32, True),
+    (6, 6, torch.float32, True),
+]
+
+
+def test_calls_of_other_shapes_and_dtypes_between(implementation: Implementation, device: str) -> None:
+    """What is kept between calls, a mask or a buffer, fits no call but its own."""
+    ran = 0
+    for q_len, k_len, dtype, is_causal in SEQUENCE:
+        inputs = _inputs(device, q_len, k_len, dtype)
+        try:
+            found = results(implementation.adapted, inputs, is_causal)
+        except Unsupported:
+            continue
+        share = 0.1 if dtype == torch.bfloat16 else 1e-3
+        assert_near(found, _exact(inputs, is_causal), f"q_len {q_len}, k_len {k_len}, {dtype} after others", share)
+        ran += 1
+    if not ran:
+        pytest.skip("takes none of these shapes and dtypes")
+
+
+def test_inputs_that_changed_in_place_give_other_results(implementation: Implementation, device: str) -> None:
+    """As parameters do from step to step, and buffers of tokens."""
+    inputs = _inputs(device)
+    results(implementation.adapted, inputs, is_causal=True)
+    for x in inputs[:3]:
+        x.mul_(-0.5)
+    assert_near(results(implementation.adapted, inputs, is_causal=True), _exact(inputs, True), "after a change")
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "nothing_requires_grad"])
+def test_gives_the_same_output_without_gradients(implementation: Implementation, mode: str, device: str) -> None:
+    *qkv, _ = inputs = _inputs(device, 40, 33)
+    contexts = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+    for is_causal in (True, False):
+        with contexts.get(mode, torch.enable_grad)():
+            leaves = [x.detach().requires_grad_(mode == "no_grad") for x in qkv]
+            out = implementation.adapted(*leaves, is_causal=is_causal)
+        assert not out.requires_grad, "the output requires a gradient where none is asked for"
+        assert_near({"out": out}, {"out": _exact(inputs, is_causal)["out"]}, mode, share=1e-4)
+
+
+def _penalty_gradient(attention: Attention, inputs: list[Tensor]) -> Tensor:
+    """The gradient in k of a loss with a penalty on the gradient of q.
+
+    The output's gradient depends on the output, and all leaves get theirs: else `once_differentiable` does not raise.
+    """
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    loss = (inputs[3] * attention(q, k, v, is_causal=True).square()).sum()
+    (grad_q,) = torch.autograd.grad(loss, q, create_graph=True)
+    (loss + grad_q.square().sum()).backward()
+    assert k.grad is not None, "k has no gradient"
+    return k.grad
+
+
+@pytest.mark.compiled_every_time
+def test_a_second_derivative_is_right_or_a_clear_error(implementation: Implementation, device: str) -> None:
+    inputs = _inputs(device)
+    wording = r"double backward|derivative for \S+ is not implemented|create_graph=False"
+    found = gradient_of_gradient(implementation, lambda: _penalty_gradient(implementation.adapted, inputs), wording)
+    if found is not None:
+        wanted = _penalty_gradient(eager_attention, [x.double() for x in inputs])
+        assert_near({"dk": found}, {"dk": wanted}, "differentiated twice")
+
+
+def test_a_gradient_with_create_graph_is_no_constant(
+    implementation: Implementation, device: str, record_property: Note
+) -> None:
+    """Where the output's gradient is one, `once_differentiable` lets it pass without a word."""
+    q, k, v, grad = _inputs(device)
+    out = implementation.adapted(q.requires_grad_(), k, v)
+    (grad_q,) = torch.autograd.grad(out, q, grad, create_graph=True)
+    if not grad_q.requires_grad:
+        assert not is_ours(implementation), "with create_graph=True the gradient of q is a constant"
+        record_property("note", "with create_graph=True its gradients may be constants, without an error")
+
+
+def test_a_second_backward_pass_is_the_same_or_an_error(implementation: Implementation, device: str) -> None:
+    inputs = _inputs(device)
+    qkv = [x.detach().requires_grad_() for x in inputs[:3]]
+    out = implementation.adapted(*qkv, is_causal=True)
+    torch.autograd.grad(out, qkv, inputs[3], retain_graph=True)
+    try:
+        gradients = torch.autograd.grad(out, qkv, inputs[3])
+    except RuntimeError:
+        return
+    wanted = _exact(inputs, True)
+    del wanted["out"]
+    assert_near(dict(zip(wanted, gradients, strict=True)), wanted, "in a second backward pass")
+
+
+def test_nothing_quadratic_is_held_until_backward(implementation: Implementation, device: str) -> None:
+    """Of twice the length a Function holds twice the bytes; a matrix of scores, or a mask, would be four times."""
+    if not (isinstance(implementation.target, type) and issubclass(implementation.target, torch.autograd.Function)):
+        pytest.skip(f"{implementation.name} is not a torch.autograd.Function, so its contract says nothing of memory")
+    short, long = 256, 512
+    held = {}
+    for length in (short, long):
+        q, k, v, _ = _inputs(device, length, length)
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        call = lambda q=q, k=k, v=v: implementation.adapted(q, k, v, is_causal=True)  # noqa: E731
+        held[length] = held_by(call, device)
+    scores = short * short  # bytes, were they of one byte each
+    found = ", ".join(f"{nbytes:,} bytes at length {length}" for length, nbytes in held.items())
+    assert held[long] - 2 * held[short] < scores / 4, f"holds {found}: what it keeps for backward is quadratic"
+
+
+def test_calls_leave_nothing_behind(implementation: Implementation, device: str) -> None:
+    inputs = _inputs(device, 48, 48)
+    left = growth(lambda: results(implementation.adapted, inputs, is_causal=True), device)
+    assert left < 1000, f"four calls, whose results are gone, leave {left:,} bytes behind"
+
+
+def test_is_deterministic(implementation: Implementation, device: str, record_property: Note) -> None:
+    inputs = _inputs(device)
+    first, second = (results(implementation.adapted, inputs, is_causal=True) for _ in range(2))
+    differ = [name for name in first if not torch.equal(first[name], second[name])]
+    if differ:
+        assert not is_ours(implementation), f"{', '.join(differ)} of two equal calls differ"
+        record_property("note", f"{', '.join(differ)} of two equal calls differ in their last bits")

@@ -1,0 +1,82 @@
+"""What attention refuses: ValueError for any implementation; ours say in one line what was wrong."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from correctness.support.accuracy import random_inputs
+from correctness.support.contracts import Note, assert_refused, is_ours
+from shardmark.registry import Implementation
+
+pytestmark = [pytest.mark.family("attention"), pytest.mark.compiled_every_time]
+
+MISMATCHED = {  # shapes of q, k, v, and what our message says of them
+    "head_dim": ((2, 4, 8), (2, 5, 16), (2, 5, 16), r"q \(2, 4, 8\), k \(2, 5, 16\)"),
+    "leading_dims": ((2, 4, 8), (3, 4, 8), (3, 4, 8), "same leading dims"),
+    "more_key_heads": ((1, 4, 8), (2, 4, 8), (2, 4, 8), "same leading dims"),
+    "no_whole_groups": ((2, 3, 4, 8), (2, 2, 4, 8), (2, 2, 4, 8), "integer factor"),
+    "batch": ((2, 3, 4, 8), (1, 3, 4, 8), (1, 3, 4, 8), "same leading dims"),
+    "number_of_dims": ((2, 4, 8), (4, 8), (4, 8), r"k \(4, 8\)"),
+    "k_and_v": ((2, 4, 8), (2, 5, 8), (2, 6, 8), r"v \(2, 6, 8\)"),
+    "no_seq": ((8,), (8,), (8,), r"q \(8,\)"),
+}
+
+
+@pytest.mark.parametrize("how", MISMATCHED)
+def test_shapes_that_do_not_go_together_are_refused(
+    implementation: Implementation, how: str, device: str, record_property: Note
+) -> None:
+    *shapes, wording = MISMATCHED[how]
+    inputs = [torch.randn(shape, device=device) for shape in shapes]
+    what = "q {}, k {}, v {}".format(*shapes)
+    assert_refused(implementation, what, partial(implementation.adapted, *inputs), wording, record_property)
+
+
+def test_dtypes_that_do_not_go_together_are_refused(
+    implementation: Implementation, device: str, record_property: Note
+) -> None:
+    q, k, v, _ = random_inputs((2, 1, 16), (2, 5, 16), torch.float32, device)
+    call = partial(implementation.adapted, q, k.double(), v)
+    wording = "one floating dtype .*got torch.float32, torch.float64, torch.float32"
+    assert_refused(implementation, "k of float64 beside q and v of float32", call, wording, record_property)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, torch.complex64], ids=str)
+def test_dtypes_that_attention_is_not_defined_for_are_refused(
+    implementation: Implementation, dtype: torch.dtype, device: str, record_property: Note
+) -> None:
+    """Of any implementation whole numbers, which would round the output; ours takes the four dtypes and no others."""
+    inputs = [x.to(dtype) for x in random_inputs((2, 1, 16), (2, 5, 16), torch.float32, device)[:3]]
+    if is_ours(implementation):
+        call = partial(implementation.adapted, *inputs)
+        assert_refused(implementation, str(dtype), call, "one floating dtype", record_property)
+        return
+    try:
+        found = implementation.adapted(*inputs)
+    except Exception as error:
+        if not isinstance(error, ValueError):
+            record_property("note", f"for {dtype} it raises {type(error).__name__}, and not ValueError")
+        return
+    assert isinstance(found, Tensor), f"for {dtype} it returned {found!r}"
+    assert dtype != torch.int32, f"takes whole numbers, and returns {found.dtype}"
+    record_property("note", f"takes {dtype}, of which the contract says nothing")
+
+
+def test_nothing_to_attend_to_is_refused(implementation: Implementation, device: str) -> None:
+    if not is_ours(implementation):
+        pytest.skip("the contract says nothing of attention over nothing")
+    with pytest.raises(ValueError, match=r"^attention over nothing[^\n]*$"):
+        implementation.adapted(*torch.randn(3, 2, 0, 8, device=device))
+
+
+def test_devices_that_do_not_go_together_are_refused(
+    implementation: Implementation, device: str, record_property: Note
+) -> None:
+    q, k, v, _ = random_inputs((2, 1, 16), (2, 5, 16), torch.float32, device)
+    wording = rf"attention takes q, k, v on one device, got {device}\S*, meta, {device}"
+    call = partial(implementation.adapted, q, k.to("meta"), v)
+    assert_refused(implementation, "k on another device", call, wording, record_property)

@@ -1,0 +1,133 @@
+"""Attention over large numbers, numbers that are not finite, and under autocast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from correctness.support.accuracy import assert_as_accurate_as_eager, random_inputs, results
+from correctness.support.contracts import Note, is_ours
+from impl.attention import eager_attention
+from shardmark.registry import Implementation
+
+pytestmark = [pytest.mark.family("attention"), pytest.mark.usefixtures("poisoned")]
+
+SDPA = {"sdpa", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn"}
+"""PyTorch's own, as they are."""
+
+WIDE = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+
+
+def _inputs(device: str, dtype: torch.dtype = torch.float32, length: int = 7) -> list[Tensor]:
+    return random_inputs((length, 8), (length, 8), dtype, device)
+
+
+@WIDE
+def test_large_scores_do_not_overflow(implementation: Implementation, dtype: torch.dtype, device: str) -> None:
+    """Their exponentials would, unless each row's largest is subtracted first."""
+    q, k, v, grad = random_inputs((2, 150, 64), (2, 150, 64), dtype, device)
+    found = results(implementation.adapted, [100 * q, 100 * k, v, grad], is_causal=True)
+    for name, x in found.items():
+        assert x.isfinite().all(), f"{name} is not finite, with scores of up to {1e4 * 64**0.5:.0e}"
+    assert_as_accurate_as_eager(implementation.adapted, [20 * q, 20 * k, v, grad], is_causal=True)
+
+
+@WIDE
+@pytest.mark.parametrize("added", [-1e5, -3000.0, 3000.0], ids=str)
+def test_what_is_added_to_every_score_changes_nothing(
+    implementation: Implementation, added: float, dtype: torch.dtype, device: str
+) -> None:
+    """Scores that are all below zero, too: a running maximum that begins at zero would leave nothing of them."""
+    inputs = random_inputs((2, 70, 16), (2, 70, 16), dtype, device)
+    inputs[0][..., 0] = 100.0
+    inputs[1][..., 0] = added * 16**0.5 / 100
+    assert_as_accurate_as_eager(implementation.adapted, inputs, is_causal=True)
+
+
+@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+def test_a_nan_in_k_or_v_reaches_what_attends_to_it(
+    implementation: Implementation, is_causal: bool, where: str, device: str
+) -> None:
+    inputs = _inputs(device)
+    inputs["qkv".index(where)][3, 2] = float("nan")
+    out = implementation.adapted(*inputs[:3], is_causal=is_causal)
+    attending = out[3 if is_causal else 0 :, 2]
+    assert attending.isnan().all(), f"with a NaN in {where} at key 3 the output of queries that see it is a number"
+
+
+NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize("value", NOT_FINITE, ids=str)
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+def test_what_is_not_finite_reaches_what_it_concerns_and_no_more_than_in_eager(
+    implementation: Implementation, is_causal: bool, value: float, where: str, device: str, record_property: Note
+) -> None:
+    """Eager multiplies what a query does not see by zero, which is NaN; an implementation may leave it out instead."""
+    if implementation.spec in SDPA:
+        pytest.skip(
+            "PyTorch's SDPA differs: on CPU its flash kernel loses a NaN in q, and its math kernel adds the mask"
+        )
+    inputs = _inputs(device)
+    inputs[0][:, 2] = inputs[0][:, 2].abs() + 0.1  # so that the sign of an infinity in k is the scores' as well
+    inputs["qkv".index(where)][3, 2] = value
+    found, eager, seen = (
+        {name: ~x.isfinite() for name, x in results(attention, inputs, is_causal).items()}
+        for attention in (implementation.adapted, eager_attention, _row_by_row)
+    )
+    for name, of_seen in seen.items():
+        lost, extra = (of_seen & ~found[name]).any(), (found[name] & ~eager[name]).any()
+        if lost or extra:
+            what = "finite where it depends on it" if lost else "not finite where eager's is"
+            assert not is_ours(implementation), f"{name} is {what}, with a {value} in {where}"
+            record_property("note", f"what is not finite: with a {value} in {where}, {name} is {what}")
+            return
+
+
+def _row_by_row(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+    """Each query over the keys it sees and no others."""
+    if not is_causal:
+        return eager_attention(q, k, v)
+    return torch.cat([eager_attention(q[i : i + 1], k[: i + 1], v[: i + 1]) for i in range(q.shape[0])])
+
+
+def test_a_row_of_scores_that_are_all_minus_infinity_is_nan_or_zero(
+    implementation: Implementation, device: str
+) -> None:
+    """NaN in ours; PyTorch's SDPA defines it as zero."""
+    q, k, v, _ = _inputs(device)
+    q[3], k[:, 0] = 0.0, k[:, 0].abs() + 1
+    q[3, 0] = -float("inf")
+    out = implementation.adapted(q, k, v)
+    zero = (out[3] == 0).all() and (not is_ours(implementation) or implementation.spec in SDPA)
+    assert out[3].isnan().all() or zero, f"a row of scores that are all -inf gives {out[3].tolist()}"
+    others = out[[0, 1, 2, 4, 5, 6]]
+    assert others.isfinite().all(), "a row of scores that are all -inf makes other rows not finite"
+
+
+def test_keys_at_minus_infinity_count_for_nothing(
+    implementation: Implementation, device: str, record_property: Note
+) -> None:
+    """More of them than a tile has, and before the others: the first tile leaves nothing to subtract."""
+    q, k, v, _ = random_inputs((2, 5, 16), (2, 600, 16), torch.float32, device)
+    q[..., 0], k[:, :550, 0] = q[..., 0].abs() + 0.1, -float("inf")
+    found, wanted = implementation.adapted(q, k, v), eager_attention(q, k[:, 550:], v[:, 550:])
+    if is_ours(implementation):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    elif not torch.allclose(found, wanted, rtol=1e-3, atol=1e-4):
+        record_property("note", "keys whose scores are all -inf do not count for nothing")
+
+
+def test_autocast_does_not_change_the_result_of_float32_inputs_much(
+    implementation: Implementation, device: str
+) -> None:
+    """Implementations may follow autocast or not; they may not fail under it, or be worse than bfloat16."""
+    inputs = random_inputs((2, 2, 301, 32), (2, 2, 97, 32), torch.float32, device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = results(implementation.adapted, inputs, is_causal=True)
+    exact = results(eager_attention, [x.double() for x in inputs], is_causal=True)
+    for name, value in found.items():
+        torch.testing.assert_close(value.double(), exact[name], rtol=0.1, atol=0.1, msg=lambda m, n=name: f"{n}: {m}")

@@ -1,0 +1,205 @@
+"""Calls of a loss beside and after one another: nothing is shared, changed, or held longer than needed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from correctness.support.contracts import (
+    Note,
+    assert_near,
+    assert_unchanged,
+    gradient_of_gradient,
+    growth,
+    is_ours,
+)
+from correctness.support.losses import Inputs, random_inputs, results
+from impl.loss import Loss, eager_loss
+from shardmark.registry import Implementation, Unsupported
+
+pytestmark = [pytest.mark.family("loss"), pytest.mark.usefixtures("poisoned")]
+
+
+def _tensors(inputs: Inputs) -> dict[str, Tensor]:
+    return {"hidden": inputs.hidden, "weight": inputs.weight, "targets": inputs.targets}
+
+
+def _exact(inputs: Inputs, **options: Any) -> dict[str, Tensor]:
+    return results(eager_loss, inputs.to(torch.float64), **options)
+
+
+def test_leaves_its_inputs_as_they_are(implementation: Implementation, device: str) -> None:
+    inputs = random_inputs(40, 16, 31, device)
+    before = {name: x.clone() for name, x in _tensors(inputs).items()}
+    results(implementation.adapted, inputs)
+    assert_unchanged(before, _tensors(inputs), "after forward and backward")
+
+
+@pytest.mark.parametrize("first_backward", [0, 1], ids=["in_order", "in_reverse"])
+def test_two_forwards_before_either_backward(implementation: Implementation, first_backward: int, device: str) -> None:
+    """Of the same shape, with other values, and other targets ignored, as two heads of a model, or two batches."""
+    calls = [(random_inputs(40, 16, 31, device), -100), (random_inputs(40, 16, 31, device, ignored=5), 5)]
+    calls[1][0].targets[20:] = 5
+    leaves, losses = [], []
+    for inputs, ignored in calls:
+        hidden, weight = (x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight))
+        leaves.append((hidden, weight))
+        losses.append(implementation.adapted(hidden, weight, inputs.targets, ignore_index=ignored))
+    for i in (first_backward, 1 - first_backward):
+        inputs, ignored = calls[i]
+        gradients = torch.autograd.grad(inputs.grad * losses[i], leaves[i])
+        found = {"loss": losses[i], **dict(zip(("grad_hidden", "grad_weight"), gradients, strict=True))}
+        wanted = _exact(inputs, ignore_index=ignored)
+        assert_near(found, wanted, f"of two calls, the {'first' if i == 0 else 'second'}", share=1e-5)
+
+
+@pytest.mark.parametrize("with_gradients", [True, False], ids=["gradients", "no_gradients"])
+def test_results_stay_while_other_calls_run(implementation: Implementation, with_gradients: bool, device: str) -> None:
+    def call() -> dict[str, Tensor]:
+        inputs = random_inputs(40, 16, 31, device)
+        if with_gradients:
+            return results(implementation.adapted, inputs)
+        with torch.no_grad():
+            return {"loss": implementation.adapted(inputs.hidden, inputs.weight, inputs.targets)}
+
+    first = call()
+    before = {name: x.clone() for name, x in first.items()}
+    call()
+    assert_unchanged(before, first, "while a second call ran, of the first")
+
+
+def test_two_losses_of_one_weight_add_up(implementation: Implementation, device: str) -> None:
+    """Each with a factor of its own, and the weight in another use, as one tied to an embedding."""
+    first, second = (random_inputs(40, 16, 31, device) for _ in range(2))
+
+    def gradients(loss_of: Loss, dtype: torch.dtype) -> dict[str, Tensor]:
+        inputs = first.hidden, first.weight, second.hidden
+        hidden, weight, other = leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
+        loss = 2 * loss_of(hidden, weight, first.targets) + 5 * loss_of(other, weight, second.targets)
+        loss = loss + loss_of(hidden, weight, second.targets) ** 2 + weight[:40].square().sum()
+        found = torch.autograd.grad(loss, leaves)
+        return dict(zip(("grad_hidden", "grad_weight", "gradient of the other hidden"), found, strict=True))
+
+    wanted = gradients(eager_loss, torch.float64)
+    assert_near(gradients(implementation.adapted, torch.float32), wanted, "of three losses' sum", share=1e-5)
+
+
+SEQUENCE: list[tuple[int, int, torch.dtype, dict[str, Any]]] = [  # tokens, vocab, dtype, options
+    (12, 31, torch.float32, {}),
+    (9, 31, torch.float32, {"label_smoothing": 0.3}),
+    (12, 40, torch.float32, {}),
+    (12, 31, torch.bfloat16, {}),
+    (12, 31, torch.float32, {"z_loss": 0.1}),
+    (31, 12, torch.float32, {"ignore_index": 2}),
+    (12, 31, torch.float64, {}),
+    (12, 31, torch.float32, {}),
+]
+
+
+def test_calls_of_other_sizes_and_options_between(implementation: Implementation, device: str) -> None:
+    """What is kept between calls, a buffer or an option, fits no call but its own."""
+    ran = 0
+    for tokens, vocab, dtype, options in SEQUENCE:
+        inputs = random_inputs(tokens, 16, vocab, device, dtype)
+        inputs.targets[inputs.targets < 0] = options.get("ignore_index", -100)
+        try:
+            found = results(implementation.adapted, inputs, **options)
+        except Unsupported:
+            continue
+        when = f"{tokens} tokens, {vocab} words, {dtype}, {options or 'no options'}, after other calls"
+        assert_near(found, _exact(inputs, **options), when, share=0.1 if dtype == torch.bfloat16 else 1e-4)
+        ran += 1
+    if not ran:
+        pytest.skip("takes none of these sizes and options")
+
+
+def test_inputs_that_changed_in_place_give_other_results(implementation: Implementation, device: str) -> None:
+    """As parameters do from step to step, and buffers of tokens."""
+    inputs = random_inputs(40, 16, 31, device)
+    results(implementation.adapted, inputs)
+    for x in (inputs.hidden, inputs.weight):
+        x.mul_(-0.5)
+    inputs.targets.copy_(inputs.targets.roll(1))
+    assert_near(results(implementation.adapted, inputs), _exact(inputs), "after a change in place", share=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "nothing_requires_grad"])
+def test_gives_the_same_loss_without_gradients(implementation: Implementation, mode: str, device: str) -> None:
+    inputs = random_inputs(40, 16, 31, device)
+    contexts = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+    ran = 0
+    for options in ({}, {"label_smoothing": 0.2}, {"z_loss": 0.1}):
+        with contexts.get(mode, torch.enable_grad)():
+            hidden, weight = (x.detach().requires_grad_(mode == "no_grad") for x in (inputs.hidden, inputs.weight))
+            try:
+                loss = implementation.adapted(hidden, weight, inputs.targets, **options)
+            except Unsupported:
+                continue
+        assert not loss.requires_grad, "the loss requires a gradient where none is asked for"
+        assert_near({"loss": loss}, {"loss": _exact(inputs, **options)["loss"]}, f"{mode}, {options}", share=1e-5)
+        ran += 1
+    assert ran, "takes no options, and nothing without them"
+
+
+def _penalty_gradient(loss_of: Loss, inputs: Inputs) -> Tensor:
+    """The gradient in weight of a loss with a penalty on the gradient of hidden.
+
+    The loss is squared, so that its own gradient is no constant, and all leaves get their gradients: else
+    `once_differentiable` does not raise.
+    """
+    hidden, weight = (x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight))
+    loss = loss_of(hidden, weight, inputs.targets).square()
+    (grad_hidden,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    (loss + grad_hidden.square().sum()).backward()
+    assert weight.grad is not None, "weight has no gradient"
+    return weight.grad
+
+
+@pytest.mark.compiled_every_time
+def test_a_second_derivative_is_right_or_a_clear_error(implementation: Implementation, device: str) -> None:
+    inputs = random_inputs(20, 8, 13, device)
+    wording = r"double backward|derivative for \S+ is not implemented|does not require grad"
+    found = gradient_of_gradient(implementation, lambda: _penalty_gradient(implementation.adapted, inputs), wording)
+    if found is not None:
+        wanted = _penalty_gradient(eager_loss, inputs.to(torch.float64))
+        assert_near({"grad_weight": found}, {"grad_weight": wanted}, "differentiated twice")
+
+
+def test_a_second_backward_pass_is_right_or_a_clear_error(implementation: Implementation, device: str) -> None:
+    inputs = random_inputs(20, 8, 13, device)
+    hidden, weight = (x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight))
+    loss = inputs.grad * implementation.adapted(hidden, weight, inputs.targets)
+    loss.backward(retain_graph=True)
+    wanted = _exact(inputs)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        if is_ours(implementation) and not re.search("second|twice", str(error)):
+            pytest.fail(f"no word of a second pass in {error!r}")
+        passes = 1
+    else:
+        passes = 2
+    assert hidden.grad is not None, "hidden has no gradient"
+    assert weight.grad is not None, "weight has no gradient"
+    found = {"grad_hidden": hidden.grad / passes, "grad_weight": weight.grad / passes}
+    del wanted["loss"]
+    assert_near(found, wanted, "of two backward passes", share=1e-5)
+
+
+def test_calls_leave_nothing_behind(implementation: Implementation, device: str) -> None:
+    inputs = random_inputs(128, 16, 64, device)
+    left = growth(lambda: results(implementation.adapted, inputs), device)
+    assert left < 1000, f"four calls, whose results are gone, leave {left:,} bytes behind"
+
+
+def test_is_deterministic(implementation: Implementation, device: str, record_property: Note) -> None:
+    inputs = random_inputs(40, 24, 97, device)
+    first, second = (results(implementation.adapted, inputs) for _ in range(2))
+    differ = [name for name in first if not torch.equal(first[name], second[name])]
+    if differ:
+        assert not is_ours(implementation), f"{', '.join(differ)} of two equal calls differ"
+        record_property("note", f"{', '.join(differ)} of two equal calls differ in their last bits")

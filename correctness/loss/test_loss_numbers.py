@@ -1,0 +1,136 @@
+"""The loss of large logits, of numbers that are not finite, under autocast, and with a gradient scaler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from correctness.support.contracts import Note, is_ours
+from correctness.support.losses import HALF_LOSS, assert_as_accurate_as_eager, random_inputs, results, rounding
+from impl.loss import eager_loss, linear_cross_entropy
+from shardmark.registry import Implementation, family
+
+pytestmark = [pytest.mark.family("loss"), pytest.mark.usefixtures("poisoned")]
+
+WIDE = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+
+
+@WIDE
+def test_large_logits_do_not_overflow(implementation: Implementation, dtype: torch.dtype, device: str) -> None:
+    """Their exponentials would, unless each row's largest is subtracted first."""
+    inputs = random_inputs(40, 16, 31, device, dtype)
+    assert_as_accurate_as_eager(implementation.adapted, replace(inputs, hidden=1000 * inputs.hidden))
+
+
+@WIDE
+@pytest.mark.parametrize("added", [-1e5, -1000.0, 1000.0], ids=str)
+def test_what_is_added_to_every_logit_changes_nothing(
+    implementation: Implementation, added: float, dtype: torch.dtype, device: str
+) -> None:
+    """Logits that are all below zero, too: a running maximum that begins at zero would leave nothing of them."""
+    inputs = random_inputs(40, 16, 31, device, dtype)
+    inputs.hidden[:, 0], inputs.weight[:, 0] = 100.0, added / 100
+    assert_as_accurate_as_eager(implementation.adapted, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_statistics_of_half_precision_are_in_float32(
+    implementation: Implementation, dtype: torch.dtype, device: str
+) -> None:
+    """Of logits near zero, whose rounding is small, and the log-sum-exp near 8, whose rounding would not be."""
+    inputs = random_inputs(40, 16, 3000, device)
+    inputs = replace(inputs, hidden=inputs.hidden / 64).to(dtype)
+    assert_as_accurate_as_eager(implementation.adapted, inputs)
+
+
+@pytest.mark.parametrize("where", ["hidden", "weight"])
+def test_a_nan_makes_the_loss_nan(
+    implementation: Implementation, where: str, device: str, record_property: Note
+) -> None:
+    inputs = random_inputs(40, 16, 31, device)
+    getattr(inputs, where)[3, 5] = float("nan")
+    found = results(implementation.adapted, inputs)
+    assert found["loss"].isnan(), f"with a NaN in {where} the loss is {found['loss']:.4g}"
+    if not (found["grad_hidden"][3].isnan().all() and found["grad_weight"].isnan().any()):
+        assert not is_ours(implementation), f"with a NaN in {where} the gradients are numbers"
+        record_property("note", f"with a NaN in {where} its loss is NaN, and its gradients are numbers")
+
+
+AUTOCAST = {"float32": (torch.float32, torch.float32), "mixed": (torch.bfloat16, torch.float32)}
+
+
+@pytest.mark.parametrize("how", AUTOCAST)
+def test_under_autocast_products_are_in_its_dtype_and_the_loss_in_float32(
+    implementation: Implementation, how: str, device: str
+) -> None:
+    """As a Linear and torch's cross_entropy do; mixed: the last layer's output is in half precision already."""
+    inputs = random_inputs(60, 32, 97, device)
+    dtypes = AUTOCAST[how]
+
+    def under_autocast(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return implementation.adapted(hidden.to(dtypes[0]), weight.to(dtypes[1]), targets)
+
+    def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            logits = torch.nn.functional.linear(hidden.to(dtypes[0]), weight.to(dtypes[1]))
+            assert logits.dtype == torch.bfloat16
+            return torch.nn.functional.cross_entropy(logits, targets)
+
+    exact = results(eager_loss, inputs.to(torch.float64))
+    found, wanted = results(under_autocast, inputs), results(plain, inputs)
+    half = rounding(inputs.to(torch.float64), torch.finfo(torch.bfloat16).eps, torch.finfo(torch.float32).eps, {})
+    for name, x in found.items():
+        assert x.dtype == torch.float32, f"under autocast {name} is {x.dtype}, expected torch.float32"
+        if name == "loss" and implementation.target is linear_cross_entropy:
+            half[name] += HALF_LOSS * torch.finfo(torch.bfloat16).eps * exact[name].abs().item()
+        error, plain_error = ((y.double() - exact[name]).abs().max().item() for y in (x, wanted[name]))
+        assert error <= 2 * max(plain_error, half[name]), f"{name}: {error:.2e} against {plain_error:.2e}"
+    full = results(implementation.adapted, inputs)["loss"]
+    assert found["loss"] != full, "the loss under autocast is the same as without: the products are not in bfloat16"
+
+
+@pytest.mark.parametrize(("tokens", "vocab"), [(128, 1500), pytest.param(1024, 8000, marks=pytest.mark.large)])
+def test_a_gradient_scaler_lifts_small_gradients_of_half_precision(
+    implementation: Implementation, tokens: int, vocab: int, device: str
+) -> None:
+    """Of a mean over many tokens each one's gradient is too small for float16, unless the loss is scaled.
+
+    Largest are those of the words that are targets, so the others are looked at.
+    """
+    inputs = replace(random_inputs(tokens, 8, vocab, device, torch.float16, ignored=None), grad=2.0**16)
+    inputs.targets.remainder_(100)
+    exact = results(eager_loss, inputs.to(torch.float64))["grad_weight"][100:]
+    found = results(implementation.adapted, inputs)["grad_weight"].double()[100:]
+    error = ((found - exact).norm() / exact.norm()).item()
+    assert error <= 0.01, f"weight's gradient with a scale of 2^16: relative error {error:.4f}, allowed 0.01"
+
+
+SCALES = {  # dtypes of the inputs and of autocast, and what the gradients of the sum are multiplied by
+    "bfloat16": (torch.bfloat16, None, 1 / 7777),
+    "float16": (torch.float16, None, 100_003.0),
+    "autocast": (torch.float32, torch.bfloat16, 1 / 7777),
+}
+
+
+@pytest.mark.parametrize("how", SCALES)
+@pytest.mark.parametrize("name", ["fused_pytorch", "fused_triton"])
+def test_the_scale_of_gradients_is_not_rounded_to_half_precision(name: str, how: str, device: str) -> None:
+    """Else all were too large or too small by up to half of what bfloat16 resolves, or infinite in float16."""
+    implementation = family("loss").implementations[name]
+    if reason := implementation.unavailable_reason(device):
+        pytest.skip(reason)
+    dtype, product, scale = SCALES[how]
+    inputs = random_inputs(16, 1024, 40, device, ignored=None)
+    inputs = replace(inputs, hidden=2.0**6 * inputs.hidden, weight=2.0**-6 * inputs.weight).to(dtype)
+
+    def loss_of(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(device, dtype=product, enabled=product is not None):
+            return implementation.adapted(hidden, weight, targets)
+
+    summed, found = (results(loss_of, replace(inputs, grad=16 * by))["grad_hidden"].double() for by in (1.0, scale))
+    bias = ((found - scale * summed) * summed.sign()).sum() / (scale * summed).abs().sum()  # random errors cancel
+    assert abs(bias.item()) < 2**-12, f"{bias.item() * 2**12:.2f} of 2^-12"
