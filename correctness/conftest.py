@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -26,7 +27,9 @@ FOLDER = Path(__file__).parent
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Have two cores take half the time for whole folders."""
+    """Have two cores take half the time for whole folders, and the sweep draw inputs that no run has seen."""
+    if "sweep" in config.option.markexpr and not config.option.seed:
+        config.option.seed = random.randrange(1, 2**32)
     share_the_cores(config)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,7 +44,7 @@ class Session:
         self.ranks = _ranks(option("ranks"), self.device)
         self.contract_ranks = self.ranks if option("ranks") else _contract_ranks(self.ranks, self.device)
         """World sizes of tests that measure nothing: what is right on two ranks alone is wrong."""
-        self.seed = _seed(config)
+        self.seed: int = option("seed")
         self.refused: dict[str, str] = {}
         """The `--impl` targets that do not meet their contract, and in one line why, where others do."""
         self.selected = _selected(option("impl"), self.device, self.refused)
@@ -160,13 +159,6 @@ def _contract_ranks(ranks: list[int], device: str) -> list[int]:
         return ranks
     sizes = {2, 3} if device == "cpu" else {*ranks, 3}
     return sorted(size for size in sizes if size <= available_ranks(device))
-
-
-def _seed(config: pytest.Config) -> int:
-    """That of --seed, or a fresh one; workers of pytest-xdist get that of the process which started them."""
-    if config.option.seed is None:
-        config.option.seed = random.randrange(2**32)
-    return config.option.seed
 
 
 def _link(rate: str | None, device: str) -> Link | None:

@@ -107,7 +107,14 @@ def test_a_planted_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch, 
     module = with_fault(triton_kernels, tmp_path, *FAULTS[fault])
     monkeypatch.setattr(fused_triton, "triton_kernels", module)
     monkeypatch.setattr(fused_triton, "configuration", lambda vocab: (16, 4))
-    with pytest.raises(AssertionError):  # rows enough that in some the largest logit is not in the first block
+    with pytest.raises(AssertionError):
+        _assert_right_in_five_draws(device)
+
+
+def _assert_right_in_five_draws(device: str) -> None:
+    """As what is left out may sum to little in one; of so many rows that in some the largest logit is not in the first
+    block."""
+    for _ in range(5):
         _assert_right(30, 41, torch.float32, TERMS["everything"], device)
 
 
