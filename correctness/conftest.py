@@ -20,6 +20,7 @@ from impl.interpreting import requires_triton
 from shardmark.machine import requires_compiler
 from shardmark.rank import threads_of_a_rank
 from shardmark.report.layout import layout
+from shardmark.session import SESSION
 from shardmark.world import World, available_ranks
 
 FOLDER = Path(__file__).parent
@@ -45,19 +46,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave most of what is slow to the sweep, and the sweep to those who ask for it.
 
     Slow are tests of an implementation that compiles, as each new shape takes seconds, and large sizes in Triton's
-    interpreter.
+    interpreter, or of PyTorch's own.
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     for item in items:
         if not item.path.is_relative_to(FOLDER) or not hasattr(item, "callspec"):
             continue
-        requires = getattr(item.callspec.params.get("implementation"), "requires", ())
+        implementation = item.callspec.params.get("implementation")
+        requires = getattr(implementation, "requires", ())
         every_time = item.get_closest_marker("compiled_every_time")
         compiles = requires_compiler in requires and not (
             every_time and item.callspec.id.endswith(every_time.args or "")
         )
-        interprets = interpreted and requires_triton in requires and item.get_closest_marker("large")
-        if compiles or interprets:
+        large = item.get_closest_marker("large") is not None
+        interprets = interpreted and requires_triton in requires and large
+        # PyTorch's own, each in a file `library.py`, have PyTorch's tests; what --impl names is tested in full.
+        of_pytorch = getattr(getattr(implementation, "target", None), "__module__", "").endswith(".library")
+        chosen = getattr(implementation, "family", None) in config.stash[SESSION].selected
+        if compiles or interprets or (large and of_pytorch and not chosen):
             item.add_marker(pytest.mark.sweep)
     if "sweep" not in config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("sweep")])
