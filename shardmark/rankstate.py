@@ -76,7 +76,8 @@ class RankState:
                     del os.environ[variable]
         for owner, before in zip(PATCHED, self._attributes, strict=True):
             for attribute, value in before.items():
-                if vars(owner).get(attribute, value) is not value and callable(value):
+                own = attribute.startswith("__")  # PyTorch's compiler puts its own in place of nn.Module's
+                if not own and vars(owner).get(attribute, value) is not value and callable(value):
                     setattr(owner, attribute, value)
                     changed.append(f"{getattr(owner, '__name__', owner)}.{attribute}")
         in_main_thread = threading.current_thread() is threading.main_thread()
