@@ -66,6 +66,7 @@ def run(copy: Path, *arguments: str) -> str:
 IMPLEMENTATION = '''
 """The cross entropy by PyTorch's own function."""
 
+import torch
 from torch.nn.functional import cross_entropy
 
 from impl.loss.accounting import eager_peak
@@ -75,7 +76,9 @@ from shardmark.registry import Race, Unsupported, register
 def library_loss(hidden, weight, targets, *, ignore_index=-100, label_smoothing=0.0, z_loss=0.0):
     if z_loss:
         raise Unsupported("it has no z_loss")
-    return cross_entropy((hidden @ weight.T).float(), targets, ignore_index=ignore_index, reduction="mean")
+    logits = hidden @ weight.T
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return cross_entropy(logits, targets, ignore_index=ignore_index, reduction="mean")
 
 
 register("loss", "in_one_file", library_loss, memory=eager_peak, time=Race("eager"))

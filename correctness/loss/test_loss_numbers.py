@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -44,6 +45,19 @@ def test_statistics_of_half_precision_are_in_float32(
     inputs = random_inputs(40, 16, 3000, device)
     inputs = replace(inputs, hidden=inputs.hidden / 64).to(dtype)
     assert_as_accurate_as_eager(implementation.adapted, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [259, pytest.param(2051, marks=pytest.mark.large)])
+def test_divides_by_the_exact_number_of_targets(
+    implementation: Implementation, tokens: int, dtype: torch.dtype, device: str
+) -> None:
+    """Which half precision may not have. Of logits that are all zero the loss is the logarithm of the vocabulary."""
+    if implementation.target is linear_cross_entropy:
+        pytest.skip("PyTorch's own sums the loss of half precision in half precision")
+    inputs = random_inputs(tokens, 8, 11, device, dtype, ignored=None)
+    loss = implementation.adapted(torch.zeros_like(inputs.hidden), inputs.weight, inputs.targets).item()
+    assert loss == pytest.approx(math.log(11), rel=1e-4), f"the mean over {tokens} targets"
 
 
 @pytest.mark.parametrize("where", ["hidden", "weight"])

@@ -134,7 +134,7 @@ def _check(target: Any, device: str) -> None:
 
 
 def _tiny_call(target: Any, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Any, float]:
-    hidden, weight = (torch.randn(n, 16, device=device, dtype=dtype, requires_grad=True) for n in (6, 32))
+    hidden, weight = (torch.randn(n, 16, device=device).div(2).to(dtype).requires_grad_() for n in (6, 32))
     targets = torch.tensor([3, -100, 0, 31, 7, -100], device=device)
     wanted = torch.nn.functional.cross_entropy((hidden.detach() @ weight.detach().T).float(), targets)
     loss = target(hidden, weight, targets, ignore_index=-100, label_smoothing=0.0, z_loss=0.0)
