@@ -69,7 +69,8 @@ class RowFile:
         """Write the file once more, with all that pytest-benchmark has, in its place; where that fails, elsewhere."""
         if self._file is None:
             return
-        if self.rows or self._benchmarks.benchmarks:
+        ran = self._benchmarks is not None  # not where options alone are looked at
+        if ran and (self.rows or self._benchmarks.benchmarks):
             self._attempt(self._append, self._file)
             self._attempt(self._write_whole, self._file)
             if self.trouble is not None and self._file.is_whole(len(self.rows)):
