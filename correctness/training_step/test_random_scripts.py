@@ -121,14 +121,15 @@ scripts = st.builds(Script, st.lists(events, min_size=4, max_size=14), st.lists(
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
-@pytest.mark.parametrize("examples", [25, pytest.param(1000, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("examples", [25, pytest.param(300, marks=pytest.mark.sweep)])
 def test_any_order_of_events(implementation: Implementation, examples: int, precision: str, device: str) -> None:
     """Losses, gradients, parameters and momentum are those of autograd and SGD, after each event."""
     skip_where_graphs_own_gradients(implementation)
-    compiles = requires_compiler in implementation.requires  # for each mode that the modules are in
+    if requires_compiler in implementation.requires:
+        pytest.skip("it compiles anew for each example; the orders above stand for them")
 
     @seed(torch.initial_seed())
-    @settings(max_examples=2 if compiles else examples, deadline=None, database=None, report_multiple_bugs=False)
+    @settings(max_examples=examples, deadline=None, database=None, report_multiple_bugs=False)
     @given(scripts)
     def holds(script: Script) -> None:
         with warnings.catch_warnings():
