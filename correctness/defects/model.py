@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from correctness.support.planting import defect
-from impl.model import PlainTransformer
+from impl.model import PlainTransformer, TransformerSize
 
 LOGITS = "test_logits_are_the_plain_models"
 
@@ -236,3 +236,51 @@ class ClampsInPlace(Parts):
 class DropsOut(Parts):
     def gate(self, x: Tensor) -> Tensor:
         return torch.nn.functional.dropout(silu(x), 0.1, self.training)
+
+
+@defect(cause="state", caught_by="test_a_call_has_the_weights_of_now")
+class RemembersAPrompt(Parts):
+    """In evaluation, the logits of the last call, if the tokens are the same."""
+
+    last: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.training or torch.is_grad_enabled():
+            return super().forward(tokens)
+        if self.last is None or not torch.equal(self.last[0], tokens):
+            self.last = tokens.clone(), super().forward(tokens)
+        return self.last[1]
+
+
+@defect(cause="state", caught_by="test_a_call_has_the_weights_of_now")
+class CastsOnce(Parts):
+    cast: Tensor | None = None
+
+    def project(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        if not torch.is_autocast_enabled(x.device.type):
+            return super().project(x, w)
+        dtype = torch.get_autocast_dtype(x.device.type)
+        if self.cast is None or self.cast.dtype != dtype:
+            self.cast = w["output.weight"].to(dtype)
+        return x.to(dtype) @ self.cast.T
+
+
+@defect(cause="gradients", caught_by="test_its_own_weights_learn")
+class NothingToAskFor(Parts):
+    """Query and key are zero at first: neither has a gradient, ever."""
+
+    def __init__(self, size: TransformerSize, *, context_length: int) -> None:
+        super().__init__(size, context_length=context_length)
+        for name, p in self.named_parameters():
+            if "query" in name or "key" in name:
+                torch.nn.init.zeros_(p)
+
+
+@defect(cause="shapes", caught_by="test_contexts_beside_heads_and_head_dim")
+class TakesTheLongerForTheContext(Parts):
+    """Of two dims, where RoPE wants the context."""
+
+    def rotate(self, x: Tensor) -> Tensor:
+        if 1 < x.shape[2] < x.shape[1]:
+            return super().rotate(x.transpose(1, 2)).transpose(1, 2)
+        return super().rotate(x)

@@ -255,3 +255,39 @@ class ThawsEverything(EagerStep):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.model.requires_grad_(True)
         return super().forward(tokens, targets)
+
+
+@defect(cause="state", caught_by="test_each_modules_mode_stays_through_each_part")
+class RestoresTheRootsMode(EagerStep):
+    """To each submodule, whatever its own was."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.model.train(self.model.training)
+        return super().forward(tokens, targets)
+
+
+@defect(cause="memory", caught_by="test_no_activations_are_left_once_losses_are_freed")
+class LogsTheLoss(EagerStep):
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.last = super().forward(tokens, targets)
+        return self.last
+
+
+@defect(cause="masks", caught_by="test_an_update_after_ignored_targets_is_one_step")
+class SkipsWhereTheLossIsNaN(EagerStep):
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        self.bad = bool(loss.isnan())
+
+    def update(self) -> None:
+        if not self.bad:
+            super().update()
+
+
+@defect(cause="gradients", caught_by="test_orders_that_trainings_have")
+class AddsScaledToUnscaled(EagerStep):
+    """To what an update has left."""
+
+    def backward(self, loss: Tensor) -> None:
+        self._scaled = True
+        super().backward(loss)

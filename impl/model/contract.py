@@ -14,9 +14,10 @@ class Model(Protocol):
     """`Model(size, *, context_length)` is a `torch.nn.Module` from tokens to logits.
 
     Called on int64 tokens (batch, context) with context up to `context_length`, it returns logits
-    (batch, context, vocab) in its parameters' dtype: those of `impl.model.PlainTransformer` with the same weights. Each
-    call stands for itself, of any shape, in training mode as in evaluation. Made while torch's default dtype is
-    float64, it computes in float64 throughout. It trains from its own first weights, and under autocast.
+    (batch, context, vocab) in its parameters' dtype: those of `impl.model.PlainTransformer` with the weights that it
+    has then. Each call stands for itself, of any shape, in training mode as in evaluation, with autograd and without,
+    whatever has been called before. Made while torch's default dtype is float64, it computes in float64 throughout. It
+    trains, under autocast too: from its own first weights every parameter gets a gradient.
 
     ValueError for a longer context and, on CPU, for token ids that the vocabulary does not have; on CUDA a check would
     make the host wait, and the device's assertion ends the process. Parameters have `Transformer`'s names and shapes,

@@ -22,22 +22,28 @@ class TrainingStep(Protocol):
     call if the caller likes. Products are in the precision's compute dtype, backward's too; the loss is float32.
 
     Gradients accumulate in `.grad`, as they are, until the caller sets them to None; several losses may wait for their
-    backward. Each update is one step of the optimizer, with the options that it has then. The model's mode, the
-    parameters' dtype and which of them are trainable stay as they are.
+    backward. Each `update` is one step of the optimizer, on what `.grad` holds and with the options that it has then,
+    whatever the loss was. The mode of each module, and each parameter's dtype and whether it is trainable, stay as they
+    are, through each part.
 
     Targets of -100 are ignored, and count in no mean; where all are, the loss is NaN, as PyTorch's mean over nothing
-    is, and the gradients are zero.
+    is, and the gradients are zero: weight decay and momentum still move parameters.
 
     In float16 the loss is scaled, so that gradients arrive that float16 would round to zero; between backward and
-    update `.grad` may be scaled, too. A step whose gradients overflow is skipped with a RuntimeWarning, and the loss
-    scale is reduced, until gradients fit. A skipped step leaves parameters and the optimizer's state as they were.
+    update `.grad` may be scaled, too, and after an update it is unscaled, unless the parameters themselves are float16:
+    then the caller sets it to None before the next backward. A step whose gradients overflow is skipped with a
+    RuntimeWarning, and the loss scale is reduced, until gradients fit. A skipped step leaves parameters and the
+    optimizer's state as they were.
 
     ValueError for a model, an optimizer and a precision that do not go together, and, eager on CPU, for tokens and
     targets that the vocabulary does not have; compiled code and CUDA raise assertions of their own.
     """
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross entropy of the targets: a float32 scalar."""
+        """The mean cross entropy of the targets: a float32 scalar.
+
+        Once it is freed, nothing is left of the activations, after backward or without it.
+        """
         ...
 
     def backward(self, loss: Tensor) -> None:
@@ -52,7 +58,7 @@ class TrainingStep(Protocol):
         """All three. Returns the loss, detached.
 
         `mark` is called with "forward", "backward" and "optimizer" as each ends, or with "step" where they are one.
-        Once the loss is freed, nothing is left of the activations.
+        Nothing is left of the activations.
         """
         ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ class EagerStep:
             )
         self.device = parameter.device.type
         self.scaler = precision.scaler(self.device)
+        self._scaled = False
+        """Whether `.grad` has what a backward since the last update has added, which is scaled."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with self.precision.autocast(self.device):
@@ -49,11 +52,22 @@ class EagerStep:
                 ) from None
 
     def backward(self, loss: Tensor) -> None:
+        if self.scaler.is_enabled() and not self._scaled:
+            if left := self._gradients():  # since before the last update, and unscaled
+                torch._foreach_mul_(left, self.scaler.get_scale())
+            self._scaled = True
         self.scaler.scale(loss).backward()
 
     def update(self) -> None:
         """The optimizer's step, which is skipped where float16 gradients overflowed."""
+        scaled, self._scaled = self._scaled and bool(self._gradients()), False
+        if not scaled:
+            self.optimizer.step()
+            return
         scale = self.scaler.get_scale()
+        if self.precision.parameter != torch.float16:
+            with suppress(RuntimeError):  # the caller has unscaled them, to clip them, say
+                self.scaler.unscale_(self.optimizer)  # an optimizer that would itself may leave `.grad` scaled
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.scaler.get_scale() < scale:
@@ -63,6 +77,10 @@ class EagerStep:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def _gradients(self) -> list[Tensor]:
+        """Those that the optimizer reads."""
+        return [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
 
     def __call__(self, tokens: Tensor, targets: Tensor, mark: Callable[[str], None] = lambda part: None) -> Tensor:
         loss = self.forward(tokens, targets)

@@ -1,0 +1,209 @@
+"""A language model of any size, called in any order, in any mode, with weights that change in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from correctness.support.language_models import CONTEXT, assert_logits, copy_weights, draw, models
+from impl.model import TransformerSize
+from shardmark.registry import Implementation
+
+pytestmark = pytest.mark.family("model")
+
+few = st.integers(1, 4)
+
+
+RATIOS = [(heads, context) for heads in (1, 3, 5) for context in (1, 2, 3, 4, 6, 13)]
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize(("heads", "context"), RATIOS, ids=lambda value: str(value))
+def test_contexts_beside_heads_and_head_dim(
+    implementation: Implementation, heads: int, context: int, device: str
+) -> None:
+    """Fewer tokens than heads, as many, and more; and so with a head's dim, and the batch."""
+    for half, (d_ff, batch) in product((1, 2), ((3, 1), (40, heads))):
+        size = TransformerSize(2 * half * heads, d_ff, 1, heads, vocab=7)
+        assert_as_plain(implementation, device, size, CONTEXT, context, batch)
+
+
+def assert_as_plain(
+    implementation: Implementation, device: str, size: TransformerSize, longest: int, context: int, batch: int
+) -> None:
+    model, plain = models(implementation, device, size, longest)
+    tokens = draw(device, batch, context, size)
+    where = f" with {size.heads} heads of {size.head_dim}, {batch} sequences of {context} tokens of up to {longest},"
+    with torch.no_grad():
+        assert_logits(model(tokens), plain(tokens), where=where)
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("examples", [20, pytest.param(2000, marks=pytest.mark.sweep)])
+def test_any_size_and_any_batch(implementation: Implementation, examples: int, device: str) -> None:
+    @seed(torch.initial_seed())
+    @settings(max_examples=examples, deadline=None, database=None, report_multiple_bugs=False)
+    @given(heads=st.integers(1, 6), half=few, layers=few, d_ff=st.integers(1, 20), vocab=few, batch=few, data=st.data())
+    def holds(heads: int, half: int, layers: int, d_ff: int, vocab: int, batch: int, data: st.DataObject) -> None:
+        size = TransformerSize(2 * half * heads, d_ff, layers, heads, vocab)
+        longest = data.draw(st.integers(1, 20), label="context_length")
+        context = data.draw(st.integers(1, longest), label="context")
+        assert_as_plain(implementation, device, size, longest, context, batch)
+
+    holds()
+
+
+class Mode(NamedTuple):
+    """What a call is made in, and the error that its logits may have."""
+
+    context: Callable[[str], AbstractContextManager[object]]
+    training: bool = True
+    tolerance: float = 1e-5
+
+
+BF16, F16 = torch.bfloat16, torch.float16
+HALF = 16 * torch.finfo(BF16).eps
+
+
+def _half(device: str, dtype: torch.dtype) -> AbstractContextManager[object]:
+    return torch.autocast(device, dtype=dtype)
+
+
+MODES = {
+    "training": Mode(lambda device: nullcontext()),
+    "evaluation": Mode(lambda device: nullcontext(), training=False),
+    "no_grad": Mode(lambda device: torch.no_grad(), training=False),
+    "no_grad_in_training": Mode(lambda device: torch.no_grad()),
+    "inference": Mode(lambda device: torch.inference_mode(), training=False),
+    "bfloat16": Mode(partial(_half, dtype=BF16), tolerance=HALF),
+    "bfloat16_evaluation": Mode(partial(_half, dtype=BF16), training=False, tolerance=HALF),
+    "float16": Mode(partial(_half, dtype=F16), tolerance=HALF),
+}
+
+
+def _called(model: nn.Module, plain: nn.Module, tokens: Tensor, mode: str, device: str, where: str) -> Tensor:
+    """The model's logits, which are the plain one's, computed without autocast."""
+    model.train(MODES[mode].training)
+    with MODES[mode].context(device):
+        found = model(tokens)
+    with torch.no_grad():
+        assert_logits(found, plain(tokens), MODES[mode].tolerance, f" in {mode} mode, {where},")
+    return found
+
+
+def _shift(weight: Tensor) -> None:
+    """By more than half precision's tolerance."""
+    weight.mul_(0.5).add_(0.5 * torch.randn_like(weight) * weight.std(correction=0))
+
+
+@torch.no_grad()
+def _in_place(model: nn.Module, plain: nn.Module) -> None:
+    for p in model.parameters():
+        _shift(p)
+    copy_weights(model, plain)
+
+
+@torch.no_grad()
+def _data(model: nn.Module, plain: nn.Module) -> None:
+    """Autograd's version counters do not see it."""
+    for p in model.parameters():
+        _shift(p.data)
+    copy_weights(model, plain)
+
+
+@torch.no_grad()
+def _one(model: nn.Module, plain: nn.Module) -> None:
+    name = list(dict(model.named_parameters()))[int(torch.randint(len(list(model.parameters())), ()))]
+    _shift(model.get_parameter(name))
+    copy_weights(model, plain)
+
+
+def _loaded(model: nn.Module, plain: nn.Module) -> None:
+    with torch.no_grad():
+        for p in plain.parameters():
+            _shift(p)
+    model.load_state_dict(model.state_dict() | plain.state_dict())
+
+
+def _optimized(model: nn.Module, plain: nn.Module) -> None:
+    tokens = draw(next(model.parameters()).device.type)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    model(tokens).float().square().mean().backward()
+    optimizer.step()
+    copy_weights(model, plain)
+
+
+CHANGES = {"in_place": _in_place, "data": _data, "loaded": _loaded, "optimized": _optimized}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_call_has_the_weights_of_now(implementation: Implementation, mode: str, change: str, device: str) -> None:
+    """Twice with the same tokens in the same mode: what a first call has cast, or looked up, may not stay."""
+    model, plain = models(implementation, device)
+    tokens = draw(device)
+    _called(model, plain, tokens, mode, device, "of a first call")
+    for _ in range(2):
+        CHANGES[change](model, plain)
+        _called(model, plain, tokens, mode, device, f"with weights {change.replace('_', ' ')} since the last call")
+
+
+class Event(NamedTuple):
+    """A call in a mode, or a change of weights."""
+
+    kind: str
+    tokens: int = 0
+    backward: bool = False
+
+
+events = st.builds(Event, st.sampled_from([*MODES, *CHANGES, "one"]), st.integers(0, 3), st.booleans())
+
+
+@pytest.mark.parametrize("examples", [20, pytest.param(300, marks=pytest.mark.sweep)])
+def test_any_calls_and_changes(implementation: Implementation, examples: int, device: str) -> None:
+    """Gradients, too, are those of the weights of now."""
+    shapes = ((2, 13), (2, 13), (1, CONTEXT), (3, 1))
+    inputs = [draw(device, *shape) for shape in shapes]
+
+    @seed(torch.initial_seed())
+    @settings(max_examples=examples, deadline=None, database=None, report_multiple_bugs=False)
+    @given(st.lists(events, min_size=2, max_size=8))
+    def holds(script: list[Event]) -> None:
+        torch.manual_seed(torch.initial_seed())  # the same weights each time that a script is played
+        model, plain = models(implementation, device)
+        for i, event in enumerate(script):
+            if event.kind not in MODES:
+                (CHANGES | {"one": _one})[event.kind](model, plain)
+                continue
+            tokens = inputs[event.tokens]
+            past = f"after {', '.join(each.kind for each in script[:i]) or 'nothing'}"
+            logits = _called(model, plain, tokens, event.kind, device, past)
+            if event.backward and logits.requires_grad:
+                _compare_gradients(model, plain, logits, tokens, MODES[event.kind].tolerance, past)
+
+    holds()
+
+
+def _compare_gradients(
+    model: nn.Module, plain: nn.Module, logits: Tensor, tokens: Tensor, tolerance: float, past: str
+) -> None:
+    for each, of in ((model, logits), (plain, plain(tokens))):
+        each.zero_grad()
+        of.float().square().mean().backward()
+    found, expected = (
+        torch.cat([p.grad.flatten() if p.grad is not None else torch.zeros_like(p).flatten() for p in parameters])
+        for parameters in ([model.get_parameter(name) for name, _ in plain.named_parameters()], plain.parameters())
+    )
+    error = ((found - expected).norm() / expected.norm()).item()
+    allowed = max(1e-3, 2 * tolerance)
+    assert error <= allowed, f"the gradients' relative error is {error:.2g}, allowed {allowed:.2g}, {past}"

@@ -1,0 +1,139 @@
+"""A training step under any order of forward, backward, update and call, and of what callers do in between."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+
+from correctness.support.step_scripts import (
+    EVENTS,
+    OPTIONS,
+    Event,
+    Script,
+    assert_stays,
+    moody_model,
+    play,
+    set_modes,
+    what_stays,
+)
+from correctness.support.stepping import assert_gradients, batch, setting, skip_where_graphs_own_gradients, values
+from shardmark.machine import requires_compiler
+from shardmark.memory import meter
+from shardmark.registry import Implementation
+
+pytestmark = pytest.mark.family("training_step")
+
+ORDERS = {
+    "a_step_after_an_update": ["call", "forward", "backward", "update"],
+    "two_updates": ["forward", "backward", "update", "update", "forward", "backward"],
+    "gradients_over_calls": ["call", "call", "clear", "call", "forward", "backward", "backward", "update"],
+    "cleared_before_an_update": ["forward", "backward", "clear", "update", "forward", "backward", "update"],
+    "accumulation": ["forward", "forward", "backward", "backward", "update", "zero", "forward", "backward", "update"],
+    "validation_in_between": ["forward", "drop", "call", "modes", "forward", "drop", "weights", "call"],
+}
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders_that_trainings_have(implementation: Implementation, order: str, precision: str, device: str) -> None:
+    skip_where_graphs_own_gradients(implementation)
+    play(implementation, Script([Event(kind, 4 * i + 1) for i, kind in enumerate(ORDERS[order])]), precision, device)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_an_update_after_ignored_targets_is_one_step(
+    implementation: Implementation, precision: str, device: str
+) -> None:
+    """Their gradients are zero, and momentum and weight decay go on."""
+    of = setting(implementation, device, precision, **OPTIONS)
+    of.step(of.tokens, of.targets)
+    of.optimizer.zero_grad()
+    before = values(of.model)
+    momenta = {name: of.optimizer.state[p]["momentum_buffer"].clone() for name, p in of.model.named_parameters()}
+    of.step(of.tokens, torch.full_like(of.targets, -100))
+    for name, value in before.items():  # v = momentum * v + decay * p; p = p - lr * v
+        velocity = OPTIONS["momentum"] * momenta[name] + OPTIONS["weight_decay"] * value
+        before[name] = value - OPTIONS["lr"] * velocity
+    assert_gradients(values(of.model), before, 1e-6, "value after an update on targets of -100 alone")
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_each_modules_mode_stays_through_each_part(implementation: Implementation, number: int, device: str) -> None:
+    of = setting(implementation, device, model=moody_model(), lr=0.1)
+    set_modes(of.model, number)
+    before = what_stays(of.model)
+    loss = of.step.forward(of.tokens, of.targets)
+    assert_stays(of.model, before, "after forward")
+    of.step.backward(loss)
+    assert_stays(of.model, before, "after backward")
+    of.step.update()
+    assert_stays(of.model, before, "after update")
+    of.step(of.tokens, of.targets)
+    assert_stays(of.model, before, "after a full step")
+
+
+PREFIXES = {
+    "forward": "f",
+    "forward_without_autograd": "v",
+    "forward_and_backward": "fb",
+    "all_three": "fbu",
+    "two_forwards_one_backward": "ffb",
+    "two_forwards_the_last_ones_backward": "ffl",
+    "forward_after_a_step": "fbuf",
+}
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_no_activations_are_left_once_losses_are_freed(
+    implementation: Implementation, prefix: str, device: str
+) -> None:
+    of = setting(implementation, device)
+    tokens, targets = batch(device, (8, 64))  # logits of 128 KiB
+    of.step(tokens, targets)
+    of.optimizer.zero_grad()
+    with meter(device) as memory:
+        memory.mark("before")
+        losses = []
+        for part in PREFIXES[prefix]:
+            if part in "fv":
+                with torch.set_grad_enabled(part == "f"):
+                    losses.append(of.step.forward(tokens, targets))
+            elif part == "u":
+                of.step.update()
+            else:
+                of.step.backward(losses[0 if part == "b" else -1])
+        losses.clear()
+        of.optimizer.zero_grad()
+        gc.collect()
+        memory.mark("after")
+    left = memory.phases["after"] - memory.phases["before"]
+    parts = prefix.replace("_", " ")
+    assert left <= 1024, f"{left:,} bytes are left after {parts}, when the losses and the gradients are freed"
+
+
+events = st.builds(Event, st.sampled_from(list(EVENTS)), st.integers(0, 7))
+scripts = st.builds(Script, st.lists(events, min_size=4, max_size=14), st.lists(st.integers(0, 11), max_size=2))
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize("examples", [25, pytest.param(300, marks=pytest.mark.sweep)])
+def test_any_order_of_events(implementation: Implementation, examples: int, precision: str, device: str) -> None:
+    """Losses, gradients, parameters and momentum are those of autograd and SGD, after each event."""
+    skip_where_graphs_own_gradients(implementation)
+    if requires_compiler in implementation.requires:
+        pytest.skip("it compiles anew for each example; the orders above stand for them")
+
+    @seed(torch.initial_seed())
+    @settings(max_examples=examples, deadline=None, database=None, report_multiple_bugs=False)
+    @given(scripts)
+    def holds(script: Script) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)  # none overflows
+            play(implementation, script, precision, device)
+
+    holds()
