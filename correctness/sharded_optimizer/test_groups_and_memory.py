@@ -76,7 +76,8 @@ class Division:
 
 def random_division(draw: Random, largest: int) -> Division:
     """With up to `largest` parameters in a group."""
-    columns = draw.choice([(WIDE,) * COUNT, tuple(draw.choice([1, 8, WIDE, 2 * WIDE]) for _ in range(COUNT))])
+    mixed = tuple(draw.choice([1, 8, WIDE, 2 * WIDE]) for _ in range(COUNT))
+    columns = (WIDE,) * COUNT if largest == 1 else draw.choice([(WIDE,) * COUNT, mixed])
     groups: list[int] = []
     while (left := COUNT - sum(groups)) > 0:
         groups.append(draw.randint(1, min(largest, left)))

@@ -52,7 +52,7 @@ def random_script(draw: Random, length: int) -> Script:
         return tuple(i for i in range(n) if draw.random() < chance)
 
     def group() -> Group:
-        return Group(draw.choices(SHAPES, k=draw.randint(1, 4)), options(), some(4, 0.1))
+        return Group(draw.choices(SHAPES, k=draw.randint(1, 4)), options(), some(4, 0.2))
 
     def options() -> Options:
         values = {"lr": [0.0, 0.01, 0.3], "weight_decay": [0.0, 0.2], **OF_ITS_OWN[optimizer]}
@@ -78,7 +78,8 @@ def random_script(draw: Random, length: int) -> Script:
     optimizer, defaults = draw.choice(list(PLAYED.values()))
     dtype = draw.choice([torch.float64, torch.bfloat16]) if optimizer is Wide else torch.float64
     groups = [group() for _ in range(draw.randint(1, 3))]
-    actions = [*(action() for _ in range(length)), Step()]
+    ends = [[Step()], [Step(), Freeze(None), Step()], [Step(), Reload(), Step()]]
+    actions = [*(action() for _ in range(length)), *draw.choice(ends)]
     return Script(groups, actions, optimizer, defaults, [dtype], seed=draw.randrange(1000))
 
 
@@ -99,6 +100,8 @@ def test_any_script_ends_as_without_sharding(
     for i in range(scripts):
         script = random_script(draw, 1 + 8 * i // scripts)
         in_groups = i % 3 == 2
+        if in_groups:
+            script = replace(script, actions=[*script.actions, Reload(), Step()])
         found = world.run(play_in_groups if in_groups else play_on_rank, implementation, script, device)
         try:
             if in_groups:

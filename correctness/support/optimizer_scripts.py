@@ -44,7 +44,8 @@ class Step:
 class Freeze:
     """`requires_grad` of a parameter, by its index, counted round, becomes its opposite."""
 
-    parameter: int
+    parameter: int | None
+    """Without one, all are trained again."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,10 @@ def playing(make: Make, script: Script, device: str, played: Played, start: Any 
                 optimizer.add_param_group(new(action.group))
                 own = _listed(action.group.options)
                 events.append(f"group {played.group_of[-1]} added with {own or 'the defaults'}")
+            case Freeze(None):
+                for p in everything:
+                    p.requires_grad_()
+                events.append("all parameters thawed")
             case Freeze():
                 i = action.parameter % len(everything)
                 everything[i].requires_grad_(not everything[i].requires_grad)
