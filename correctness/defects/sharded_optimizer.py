@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -256,3 +257,43 @@ class LoadsAnything(SimpleZero):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if len(self.all_parameters) == sum(len(group["params"]) for group in state_dict["param_groups"]):
             super().load_state_dict(state_dict)
+
+
+@defect(cause="memory", caught_by="test_a_rank_holds_its_part_of_the_state")
+class DealsEachGroupFromRankZero(SimpleZero):
+    """Right for one group; with a group for each parameter rank 0 has the whole state."""
+
+    def owner(self, index: int) -> int:
+        first = [i for group in self.param_groups for i in range(len(group["params"]))]
+        return first[index] % self.ranks
+
+
+@defect(cause="subgroup", caught_by="test_any_script_ends")
+class LoadsByRankOfTheWorld(SimpleZero):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict["state"]
+        own = {i: state for i, state in saved.items() if self.owner(i) == dist.get_rank()}
+        super().load_state_dict(state_dict | {"state": own})
+
+
+@defect(cause="state", caught_by="test_a_state_is_loaded_as_the_optimizer_loads_it")
+class LoadsInTheParametersDtype(SimpleZero):
+    """With torch's own `load_state_dict`, past that of `optimizer_cls`."""
+
+    def add_inner_group(self, group: Group) -> None:
+        super().add_inner_group(group)
+        self.inner.load_state_dict = partial(torch.optim.Optimizer.load_state_dict, self.inner)
+
+
+@defect(cause="gradients", caught_by="test_any_script_ends")
+class ForgetsTheFrozen(SimpleZero):
+    """What is frozen when its group is added is never sent."""
+
+    def add_param_group(self, param_group: Group) -> None:
+        super().add_param_group(param_group)
+        self.sent = [*getattr(self, "sent", []), *(p.requires_grad for p in self.param_groups[-1]["params"])]
+
+    def exchange(self, parameters: Sequence[Tensor]) -> None:
+        for i, p in enumerate(parameters):
+            if self.sent[i]:
+                dist.broadcast(p.data, group=self.process_group, group_src=self.owner(i))

@@ -8,21 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from correctness.support.optimizer_outcomes import assert_played, assert_value
 from correctness.support.optimizer_scripts import (
-    OPTIMIZERS,
     Add,
     Change,
     Group,
     Played,
     Script,
     Step,
-    assert_played,
-    assert_value,
     play,
     play_on_rank,
     playing,
     unsharded,
 )
+from correctness.support.script_optimizers import OPTIMIZERS
 from correctness.support.sharding import parameters, raised, set_gradients
 from correctness.support.wire import delayed
 from shardmark.registry import Implementation
@@ -162,7 +161,7 @@ def test_a_closure_is_called_once_with_gradients_and_its_loss_returned(
         assert calls == 1, f"step(closure) called the closure {calls} times on rank {rank}"
         assert loss is not None, f"step(closure) returned None on rank {rank}, and not the closure's loss"
         assert_value(f"the closure's loss on rank {rank}", loss, start.square().sum() + 1)
-        assert_value(f"the parameter on rank {rank}", parameter, start / 2)
+        assert_value(f"after step(closure), the parameter on rank {rank}", parameter, start / 2, before=start)
 
 
 def clear(implementation: Implementation, device: str, set_to_none: bool) -> list[str]:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import islice
+from random import Random
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.support.optimizer_scripts import (
-    Group,
-    Script,
-    Step,
-    assert_played,
-    assert_value,
-    play,
-    play_in_groups,
-    unsharded,
-)
+from correctness.support.optimizer_outcomes import assert_played, assert_value
+from correctness.support.optimizer_scripts import Group, Script, Step, play, play_in_groups, unsharded
+from correctness.support.script_optimizers import Heavy
 from correctness.support.sharding import parameters
 from shardmark.memory import meter
 from shardmark.registry import Implementation
@@ -58,51 +55,89 @@ def test_only_the_groups_ranks_take_part(implementation: Implementation, world: 
     assert_value("the parameter of the last rank's own group", found, parameters("cpu", (5,))[0].detach() - 0.5)
 
 
-class Heavy(torch.optim.Optimizer):
-    """Keeps many tensors of each parameter's shape."""
-
-    COPIES = 8
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    for i in range(self.COPIES):
-                        state.setdefault(f"copy_{i}", torch.zeros_like(p)).add_(p.grad)
-                    p.sub_(state["copy_0"], alpha=group["lr"])
+COUNT, WIDE = 12, 32
+"""Parameters, and the rows of each."""
 
 
-MANY, WIDE = 12, 64
+@dataclass(frozen=True)
+class Division:
+    """Parameters in groups; those of index `added` and above are added one step later."""
+
+    columns: tuple[int, ...]
+    """Of each parameter."""
+    groups: tuple[int, ...]
+    """Parameters in each group."""
+    added: int
+
+    @property
+    def bytes_of_each(self) -> list[int]:
+        return [4 * WIDE * columns for columns in self.columns]
 
 
-def state_held(implementation: Implementation, device: str) -> int:
-    """Bytes of this rank after a step, beyond parameters and gradients."""
-    params = [nn.Parameter(torch.zeros(WIDE, WIDE, device=device)) for _ in range(MANY)]
+def random_division(draw: Random, largest: int) -> Division:
+    """With up to `largest` parameters in a group."""
+    mixed = tuple(draw.choice([1, 8, WIDE, 2 * WIDE]) for _ in range(COUNT))
+    columns = (WIDE,) * COUNT if largest == 1 else draw.choice([(WIDE,) * COUNT, mixed])
+    groups: list[int] = []
+    while (left := COUNT - sum(groups)) > 0:
+        groups.append(draw.randint(1, min(largest, left)))
+    return Division(columns, tuple(groups), added=draw.choice([len(groups), draw.randint(1, len(groups))]))
+
+
+def state_held(implementation: Implementation, divisions: list[Division], device: str) -> list[dict[str, int]]:
+    """For each division, bytes of this rank beyond parameters and gradients, after each of what is done."""
+    return [_held(implementation, division, device) for division in divisions]
+
+
+def _held(implementation: Implementation, division: Division, device: str) -> dict[str, int]:
+    params = [nn.Parameter(torch.zeros(WIDE, columns, device=device)) for columns in division.columns]
     for p in params:
         p.grad = torch.ones_like(p)
+    rest = iter(params)
+    groups = [{"params": list(islice(rest, n))} for n in division.groups]
     with meter(device) as memory:
         memory.mark("before")
-        optimizer = implementation.adapted(params, Heavy)
+        optimizer = implementation.adapted(groups[: division.added], Heavy)
         optimizer.step()
-        memory.mark("after")
+        for group in groups[division.added :]:
+            optimizer.add_param_group(group)
+        optimizer.step()
+        memory.mark("step")
+        saved = optimizer.state_dict()
+        del saved
+        gc.collect()
+        memory.mark("state_dict, whose result is dropped")
+        saved = deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(saved)
+        del saved
+        gc.collect()
+        memory.mark("load_state_dict, whose argument is dropped")
+        optimizer.step()
+        memory.mark("a step after loading")
+    held = {phase: n - memory.phases["before"] for phase, n in memory.phases.items() if phase != "before"}
     del optimizer
-    return memory.phases["after"] - memory.phases["before"]
+    return held
 
 
-def test_a_rank_holds_its_part_of_the_state(implementation: Implementation, world: World, device: str) -> None:
-    """Of whole parameters at most, and room for the parameters twice, to communicate them."""
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.sweep)])
+def test_a_rank_holds_its_part_of_the_state(
+    implementation: Implementation, world: World, times: int, device: str
+) -> None:
+    """Of whole parameters at most, and room for the parameters twice, to communicate them; however the parameters are
+    divided into groups, after steps and after loading.
+    """
     if implementation.name == "unsharded" or world.size == 1:
         pytest.skip("there is nothing to shard")
-    one = 4 * WIDE * WIDE
-    allowed = Heavy.COPIES * -(-MANY // world.size) * one + 2 * MANY * one
-    held = world.run(state_held, implementation, device)
-    for rank, found in enumerate(held):
-        assert found <= allowed, (
-            f"rank {rank} of {world.size} holds {found:,} bytes after a step, more than its part of the state and "
-            f"buffers of twice the parameters, {allowed:,}; all of the state is {Heavy.COPIES * MANY * one:,}"
-        )
+    draw = Random(torch.initial_seed())
+    divisions = [random_division(draw, largest) for _ in range(times) for largest in (1, 2, COUNT)]
+    for rank, found in enumerate(world.run(state_held, implementation, divisions, device)):
+        for division, phases in zip(divisions, found, strict=True):
+            sizes = division.bytes_of_each
+            allowed = Heavy.COPIES * (sum(sizes) // world.size + max(sizes)) + 2 * sum(sizes)
+            for phase, held in phases.items():
+                assert held <= allowed, (
+                    f"rank {rank} of {world.size} holds {held:,} bytes after {phase}, more than its part of the state "
+                    f"and buffers of twice the parameters, {allowed:,}; all of the state is "
+                    f"{Heavy.COPIES * sum(sizes):,}, of {COUNT} parameters in groups of {list(division.groups)}, the "
+                    f"first {division.added} of them there from the start"
+                )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.support.optimizer_scripts import assert_value
+from correctness.support.optimizer_outcomes import assert_value
 from correctness.support.whole_batch import (
     MODULES,
     STEPS,

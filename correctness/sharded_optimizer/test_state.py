@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from correctness.support.optimizer_outcomes import assert_played, assert_state, assert_value
 from correctness.support.optimizer_scripts import (
     Change,
     Group,
     Reload,
+    Restore,
     Save,
     Script,
     Step,
-    assert_played,
-    assert_state,
-    assert_value,
     play,
     play_from,
     play_on_rank,
     unsharded,
 )
+from correctness.support.script_optimizers import Counting, Wide
 from correctness.support.sharding import parameters, raised, set_gradients
 from shardmark.plugin import WorldsBySize
 from shardmark.registry import Implementation
@@ -99,26 +100,6 @@ def test_a_loaded_state_brings_its_options(implementation: Implementation, world
         assert found == expected, f"after loading, rank {rank} has lr, betas, weight_decay, initial_lr {found}"
 
 
-class Counting(torch.optim.Optimizer):
-    """Its state has a number, a word, a tensor without dimensions and one of the parameter's shape."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                if not state:
-                    state.update(steps=0, phase="odd", rate=torch.ones((), dtype=p.dtype), sum=torch.zeros_like(p))
-                state["steps"] += 1
-                state["phase"] = "odd" if state["steps"] % 2 else "even"
-                state["rate"] = state["rate"] * (0.5 if state["phase"] == "even" else 0.9)
-                state["sum"] += p.grad
-                p.sub_(group["lr"] * state["rate"].item() / state["steps"] * state["sum"])
-
-
 def test_state_that_is_no_tensor_is_saved_and_loaded(implementation: Implementation, world: World, device: str) -> None:
     counting = Script(GROUPS[:1], [Step(), Step(without=(0,)), Reload(), Step(), Step()], Counting)
     assert_played(world.run(play_on_rank, implementation, counting, device), play(unsharded, counting, device))
@@ -145,28 +126,59 @@ def test_the_optimizer_itself_loads_the_state_and_the_other_way_round(
     assert_played(world.run(play_from, implementation, after, device, own), expected)
 
 
+def divisions(parameters: int) -> list[list[int]]:
+    """Numbers of parameters by group: every way to make groups of that many parameters, in their order."""
+    rest = [[first, *more] for first in range(1, parameters) for more in divisions(parameters - first)]
+    return [*rest, [parameters]]
+
+
+def in_groups(division: list[int], device: str) -> list[dict[str, Any]]:
+    params = iter(parameters(device, *((i + 1, 2) for i in range(sum(division)))))
+    return [{"params": list(islice(params, n))} for n in division]
+
+
 def load_what_does_not_fit(implementation: Implementation, device: str) -> list[str]:
-    """What loading states of other models raises, by what is wrong."""
-    params = parameters(device, (5,), (3, 2))
-    optimizer = implementation.adapted(params, torch.optim.Adam)
-    set_gradients(params, 0)
-    optimizer.step()
-    (group,) = optimizer.state_dict()["param_groups"]
-    state = optimizer.state_dict()["state"]
-    others = {
-        "fewer parameters": {"state": {0: state[0]}, "param_groups": [group | {"params": [0]}]},
-        "more parameters": {"state": state, "param_groups": [group | {"params": [0, 1, 2]}]},
-        "two groups": {"state": state, "param_groups": [group | {"params": [0]}, group | {"params": [1]}]},
-    }
-    lines = {what: raised(lambda other=other: optimizer.load_state_dict(other)) for what, other in others.items()}
-    return [f"{what}: {line}" for what, line in lines.items() if not line.startswith("ValueError")]
+    """What loading raises that is no ValueError, for the state of every other division of as many parameters into
+    groups, and of one more and one less.
+    """
+    wrong = []
+    for own in ([3], [2, 1], [1, 1, 1], [1, 2]):
+        groups = in_groups(own, device)
+        optimizer = implementation.adapted(groups, torch.optim.Adam)
+        for other in (division for n in (2, 3, 4) for division in divisions(n) if division != own):
+            saved = torch.optim.Adam(in_groups(other, device))
+            set_gradients([p for group in saved.param_groups for p in group["params"]], 0)
+            saved.step()
+            line = raised(lambda saved=saved, load=optimizer.load_state_dict: load(saved.state_dict()))
+            if not line.startswith("ValueError"):
+                wrong.append(f"{line} for a state whose groups have {other} parameters, where its own have {own}")
+    return wrong
 
 
 def test_a_state_that_does_not_fit_is_refused_on_every_rank(
     implementation: Implementation, world: World, device: str
 ) -> None:
     for rank, wrong in enumerate(world.run(load_what_does_not_fit, implementation, device)):
-        assert not wrong, f"load_state_dict must raise ValueError on rank {rank}; it raised {'; '.join(wrong)}"
+        assert not wrong, (
+            f"load_state_dict must raise ValueError on rank {rank}, and in {len(wrong)} cases does not: "
+            f"it raised {wrong[0]}"
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_a_state_is_loaded_as_the_optimizer_loads_it(
+    implementation: Implementation, world: World, dtype: torch.dtype, device: str
+) -> None:
+    """Of an optimizer whose state is wider than its parameters, and that loads it so; each loading changes no bit."""
+    actions = [Step(), Step(without=(1,)), Reload(), Step(), Save(), Step(), Restore(), Reload(), Step()]
+    wide = Script(GROUPS[:1] * 2, actions, Wide, {"lr": 0.01}, [dtype])
+    found, expected = world.run(play_on_rank, implementation, wide, device), play(unsharded, wide, device)
+    assert_played(found, expected)
+    for rank, played in enumerate(found):
+        assert_state(played.state, expected.state, f"in the end, on rank {rank}")
+    after = Script(wide.groups, [Reload(), Step(), Step()], Wide, {"lr": 0.01}, [dtype], seed=1)
+    continued = world.run(play_from, implementation, after, device, expected)
+    assert_played(continued, play_from(None, after, device, expected))
 
 
 def load_twice(implementation: Implementation, device: str) -> list[Tensor]:

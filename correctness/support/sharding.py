@@ -13,7 +13,7 @@ def raised(call: Callable[[], Any]) -> str:
     """What it raises: its type, and its message."""
     try:
         call()
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, LookupError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from impl.collectives import Collectives
-from impl.distributed import described, of_every_rank
+from impl.distributed import check_dense, described, of_every_rank
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """torch's optimizers in which the update of one element depends on the parameter's other elements."""
@@ -37,6 +37,17 @@ def check_same_group(group: dict[str, Any], process_group: dist.ProcessGroup) ->
             raise ValueError(
                 f"the ranks' parameters differ at index {i}: {first[i]} on rank 0, {other[i]} on rank {rank}"
             )
+
+
+def check_parameters(parameters: Sequence[nn.Parameter], moved: Sequence[nn.Parameter]) -> None:
+    """RuntimeError where some have moved, so that their update would not reach the model; ValueError if not dense."""
+    if moved:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(moved[0].shape)} is no longer where the optimizer keeps it: make the "
+            "optimizer after the model is moved or converted, and load into the model without assign=True"
+        )
+    for p in parameters:
+        check_dense(p)
 
 
 def check_averaged(

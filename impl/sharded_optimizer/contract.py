@@ -20,11 +20,13 @@ class ShardedOptimizerContract(Protocol):
     may train side by side, as may several optimizers.
 
     When `step` returns, the parameters on every rank are those that `optimizer_cls(params, **defaults)` would give. A
-    parameter without a gradient does not change, nor does its state. `param_groups` are the user's: any option that a
-    scheduler or the user changes there holds from the next step on.
+    parameter without a gradient does not change, nor does its state; parameters may be frozen (`requires_grad=False`)
+    and trained again at any time between steps, those too that were frozen at first. `param_groups` are the user's: any
+    option that a scheduler or the user changes there holds from the next step on, whether it was given or a default.
 
-    The ranks share the state, in whole parameters or smaller parts, so that each of N ranks holds about an Nth; to
-    communicate, it may hold the parameters twice more.
+    The ranks share the state, in whole parameters or smaller parts, so that each of N ranks holds about an Nth, and at
+    most one whole parameter's state more, however the parameters are divided into groups, whenever these are added,
+    and after loading as well; to communicate, it may hold the parameters twice more.
 
     Two options that an implementation may have. With `average_gradients=True` gradients are each rank's own, and the
     optimizer averages them during backward, in place of a wrapper; it has `finish_gradient_synchronization`,
@@ -41,20 +43,24 @@ class ShardedOptimizerContract(Protocol):
         ...
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, with options of its own; at any time between steps. What is there already keeps its state."""
+        """As torch's: an option that it does not give is the default that the optimizer was made with.
+
+        At any time between steps. What is there already keeps its state.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:
         """The full, unsharded state, as `optimizer_cls` has it on one rank; the same on every rank.
 
-        What is no tensor belongs to it, too.
+        What is no tensor belongs to it, too. A parameter that was never updated may have none.
         """
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state saved on any number of ranks, or by `optimizer_cls`, and its options, in place of its own.
 
-        ValueError on every rank where its groups have other numbers of parameters.
+        It is loaded as `optimizer_cls.load_state_dict` does, in the same dtypes. ValueError on every rank where it has
+        another number of groups, or any group another number of parameters, also where the totals agree.
         """
         ...
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from impl.sharded_optimizer.accounting import unsharded_peak, zero_redundancy_peak
+from impl.sharded_optimizer.state import check_groups
 from shardmark.registry import Race, Unsupported, register
 
 
@@ -62,12 +63,15 @@ def _zero_redundancy_class() -> Any:
             self.consolidate_state_dict(to=0)
             shared = [super().state_dict() if self.rank == 0 else None]
             dist.broadcast_object_list(shared, group=self.process_group, group_src=0)
+            self._all_state_dicts = []  # in which torch keeps the full state
             assert shared[0] is not None
             return shared[0]
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            check_groups(state_dict, self.param_groups)  # torch's IndexError, and what it would have loaded by then
             self.optim.state.clear()
             super().load_state_dict(state_dict | {"state": dict(state_dict["state"])})  # torch writes into it: a copy
+            self.state.clear()  # a second copy of this rank's part, which nothing reads
 
     return ZeroRedundancy
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from impl.collectives import collectives_for
 from impl.data_parallel.buckets import partition
 from impl.distributed import backward_twice, call_on_gradient, check_dense
+from impl.sharded_optimizer import checks
 from impl.sharded_optimizer.accounting import sharded_peak
-from impl.sharded_optimizer.checks import check_averaged, check_elementwise, check_same_group, total_norm
 from impl.sharded_optimizer.overlap import ForwardOverlap
 from impl.sharded_optimizer.shards import BUCKET_MB, IN_FLIGHT, Segment, ShardedBucket
-from impl.sharded_optimizer.state import check_state, gather_state, split_state
+from impl.sharded_optimizer.state import arguments, check_state, gather_state, split_state
 from shardmark.registry import Race, register
 
 
@@ -61,7 +61,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if not bucket_mb > 0:
             raise ValueError(f"bucket_mb is a positive number of megabytes, not {bucket_mb}")
-        check_elementwise(optimizer_cls, defaults)
+        checks.check_elementwise(optimizer_cls, defaults)
         self.process_group = process_group or dist.distributed_c10d._get_default_group()
         self.average_gradients = average_gradients
         self._collectives = collectives_for(self.process_group)
@@ -113,17 +113,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         assert self._inner is not None
         self.finish_parameter_synchronization()  # in case no forward ran since the last step
-        self._check_parameters()
+        checks.check_parameters(self._parameters(), [p for bucket in self._buckets for p in bucket.moved()])
         self.finish_gradient_synchronization()
         if not self.average_gradients:
-            check_averaged(self._bucket_of, self.process_group, self._collectives)
-        for segment in self._segments():
-            segment.view_gradient()
+            checks.check_averaged(self._parameters(), self.process_group, self._collectives)
+            self._shard_thawed(lambda p: p.grad is not None)
+        self._view_gradients()
         for inner, group in zip(self._inner.param_groups, self.param_groups, strict=True):
-            inner.update(_arguments(group))
+            inner.update(arguments(group))
         self._inner.step()
         for inner, group in zip(self._inner.param_groups, self.param_groups, strict=True):
-            group.update(_arguments(inner))
+            group.update(arguments(inner))
         self._inner.zero_grad()  # the segments' views would keep gradients alive
         if self.average_gradients:
             self._free_gradients()
@@ -137,6 +137,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """With `average_gradients`: reduce the buckets that backward did not fill, and wait for all; `step` does."""
         if not self.average_gradients:
             return
+        self._shard_thawed(lambda p: p.requires_grad)
         self._launch(len(self._buckets))
         for bucket in self._buckets:
             bucket.finish_reduction()
@@ -169,12 +170,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self.average_gradients:
             return nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], max_norm)
         self.finish_gradient_synchronization()
-        for segment in self._segments():
-            segment.view_gradient()
+        self._view_gradients()
         grads = [segment.shard.grad for segment in self._segments() if segment.shard.grad is not None]
         square = torch.zeros(1, dtype=torch.float64, device=self.param_groups[0]["params"][0].device)
         if grads:
-            square += total_norm(grads).square()
+            square += checks.total_norm(grads).square()
         self._collectives.all_reduce(square, self.process_group)
         norm = square.sqrt().squeeze()
         if grads:  # with few elements a rank may own none
@@ -186,33 +186,42 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            check_same_group(group, self.process_group)
+            checks.check_same_group(group, self.process_group)
         except ValueError:
             self.param_groups.pop()
             raise
-        trainable = [p for p in group["params"] if p.requires_grad and p.numel()]
-        # Reversed, because backward reaches the last parameters first.
-        runs = partition(trainable[::-1], self._bucket_bytes, least_bytes=self._bucket_bytes)
+        self._add_inner_group(group, self._shard([p for p in group["params"] if p.requires_grad and p.numel()]))
+
+    def _shard(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Move parameters into new buckets, the last first, as backward reaches them; returns this rank's shards."""
+        runs = partition(parameters[::-1], self._bucket_bytes, least_bytes=self._bucket_bytes)
         new = [ShardedBucket(run, self.process_group, self._collectives) for run in runs]
         for bucket in new:
             dist.broadcast(bucket.flat, group=self.process_group, group_src=0)
             self._bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
         if self.average_gradients or self._overlap is not None:
-            for p in trainable:
+            for p in (p for p in parameters if p.requires_grad):
                 call_on_gradient(p, self._on_gradient)
         self._buckets += new
-        self._order_is_known = False
-        self._add_inner_group(group, [segment.shard for bucket in new for segment in bucket.segments])
+        self._order_is_known &= not new
+        return [segment.shard for bucket in new for segment in bucket.segments]
+
+    def _shard_thawed(self, thawed: Callable[[nn.Parameter], bool]) -> None:
+        """Shard those parameters that were frozen when their group was added and now are not."""
+        assert self._inner is not None
+        for inner, group in zip(self._inner.param_groups, self.param_groups, strict=True):
+            new = [p for p in group["params"] if p not in self._bucket_of and p.numel() and thawed(p)]
+            inner["params"] += self._shard(new)
 
     def _add_inner_group(self, group: dict[str, Any], shards: list[nn.Parameter]) -> None:
         """Add a group of these shards to the inner optimizer; `group` gets the defaults of `optimizer_cls` from it."""
-        inner = {**_arguments(group), "params": shards}
+        inner = {**arguments(group), "params": shards}
         if self._inner is None:
             self._inner = self._optimizer_cls([inner], **self.defaults)
             self.defaults, self.state = self._inner.defaults, self._inner.state
         else:
             self._inner.add_param_group(inner)
-        group.update(_arguments(self._inner.param_groups[-1]))
+        group.update(arguments(self._inner.param_groups[-1]))
 
     def state_dict(self) -> dict[str, Any]:
         """The full state that `optimizer_cls` would have without sharding, on every rank. All ranks call."""
@@ -243,12 +252,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ids = [i for group in loaded["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         index_of = dict(zip(params, ids, strict=True))
+        self._shard_thawed(lambda p: bool(loaded["state"].get(index_of[p])))
         segment_of = {segment.shard: segment for segment in self._segments()}
         inner = self._inner.state_dict()
         shards = [shard for group in self._inner.param_groups for shard in group["params"]]
         parts = [split_state(loaded["state"], segment_of[s], index_of[segment_of[s].parameter]) for s in shards]
         for group, saved in zip(inner["param_groups"], loaded["param_groups"], strict=True):
-            group.update(_arguments(saved))
+            group.update(arguments(saved))
         self._inner.load_state_dict(inner | {"state": {i: part for i, part in enumerate(parts) if part}})
         return {**loaded, "state": {}}
 
@@ -266,29 +276,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._next = 0
         self._filled.clear()
 
-    def _check_parameters(self) -> None:
-        """RuntimeError for a parameter whose update would not reach the model, and for one that would get none."""
-        if moved := [p for bucket in self._buckets for p in bucket.moved()]:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(moved[0].shape)} is no longer where the optimizer keeps it: make the "
-                "optimizer after the model is moved or converted, and load into the model without assign=True"
-            )
-        for p in (p for group in self.param_groups for p in group["params"]):
-            if p.grad is not None and p.numel() and p not in self._bucket_of:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(p.shape)} has a gradient, and was frozen when the optimizer was "
-                    "made: make a new optimizer"
-                )
-            check_dense(p)
+    def _view_gradients(self) -> None:
+        """Give this rank's shards their gradients: none where a frozen parameter's counted as zero in a reduction."""
+        for segment in self._segments():
+            segment.view_gradient()
+            if self.average_gradients and not segment.parameter.requires_grad:
+                segment.shard.grad = None
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"] if p.numel()]
 
     def _segments(self) -> Iterator[Segment]:
         for bucket in self._buckets:
             yield from bucket.segments
-
-
-def _arguments(group: dict[str, Any]) -> dict[str, Any]:
-    """A param group's arguments, such as `lr`: all but its parameters."""
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 register(

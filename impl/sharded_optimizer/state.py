@@ -53,9 +53,7 @@ def check_state(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(f"this is no optimizer's state: it has no {key!r}, but {sorted(map(str, state_dict))}")
-    saved, own = ([len(group["params"]) for group in g] for g in (state_dict["param_groups"], groups))
-    if saved != own:
-        raise ValueError(f"the state is of another model: its groups have {saved} parameters, the optimizer's {own}")
+    check_groups(state_dict, groups)
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     params = [p for group in groups for p in group["params"]]
     tensors = [
@@ -72,6 +70,18 @@ def check_state(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any
                 f"the state is of another model: {name!r} of parameter {i} has shape {tuple(value.shape)}, "
                 f"and the parameter {tuple(p.shape)}"
             )
+
+
+def arguments(group: dict[str, Any]) -> dict[str, Any]:
+    """A param group's arguments, such as `lr`: all but its parameters."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def check_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """ValueError where the state's groups have other numbers of parameters than these."""
+    saved, own = ([len(group["params"]) for group in g] for g in (state_dict["param_groups"], groups))
+    if saved != own:
+        raise ValueError(f"the state is of another model: its groups have {saved} parameters, the optimizer's {own}")
 
 
 def is_elementwise(name: str, value: Any, parameter: Tensor) -> bool:

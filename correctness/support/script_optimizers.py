@@ -1,0 +1,90 @@
+"""Optimizers that scripts are played with: torch's, and some whose state is unlike theirs."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True, "fused": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+}
+
+
+class Heavy(torch.optim.Optimizer):
+    """Keeps many tensors of each parameter's shape."""
+
+    COPIES = 10
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    for i in range(self.COPIES):
+                        state.setdefault(f"copy_{i}", torch.zeros_like(p)).add_(p.grad)
+                    p.sub_(state["copy_0"], alpha=group["lr"])
+
+
+class Counting(torch.optim.Optimizer):
+    """Its state has a number, a word, a tensor without dimensions and one of the parameter's shape."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state.update(steps=0, phase="odd", rate=torch.ones((), dtype=p.dtype), sum=torch.zeros_like(p))
+                state["steps"] += 1
+                state["phase"] = "odd" if state["steps"] % 2 else "even"
+                state["rate"] = state["rate"] * (0.5 if state["phase"] == "even" else 0.9)
+                state["sum"] += p.grad
+                p.sub_(group["lr"] * state["rate"].item() / state["steps"] * state["sum"])
+
+
+class Wide(torch.optim.Optimizer):
+    """Float64 weights and sums, a count of nonzero gradients in int64, whatever the parameter's dtype.
+
+    torch's own `load_state_dict` would cast what is floating to the parameter's dtype: this one does not.
+    """
+
+    def __init__(self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    weight = p.double()
+                    state.update(weight=weight.clone(), sum=torch.zeros_like(weight), seen=torch.zeros_like(p).long())
+                grad = p.grad.double() + group["weight_decay"] * state["weight"]
+                state["sum"].mul_(group["momentum"]).add_(grad)
+                state["seen"] += p.grad != 0
+                state["weight"] -= group["lr"] * state["sum"]
+                p.copy_(state["weight"])
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for i, p in zip(ids, (p for group in self.param_groups for p in group["params"]), strict=True):
+            for name, value in state_dict["state"].get(i, {}).items():
+                self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else deepcopy(value)
