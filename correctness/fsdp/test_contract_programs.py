@@ -79,7 +79,9 @@ class Program:
             if not self.unsynchronized:
                 events += [self.step, self.step, self.clear_gradients]
                 events += [self.save, self.load] if self.saved is not None else []
-                events += [self.clip] if hasattr(self.model, "clip_grad_norm_") else []
+                events += (
+                    [self.clip] if hasattr(self.model, "clip_grad_norm_") and not contains(self.model, FSDP1) else []
+                )
         if self.unsynchronized:
             events += 2 * [self.finish]
         return events
