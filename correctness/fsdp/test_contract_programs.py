@@ -57,7 +57,8 @@ class Program:
         self.unsynchronized, self.step_number = False, 0
         self.used = False  # a call that was no backward's came since the last backward
         self.saved = self._state()
-        self.ending = (self.forward, self.backward, self.finish, self.step, self.gather, self.evaluate)
+        unused = () if self.of_torch else (self.forward,)  # a forward that no backward follows
+        self.ending = (self.forward, self.backward, self.finish, *unused, self.step, self.evaluate, self.gather)
 
     def _state(self) -> Any:
         if not hasattr(self.model, "state_dict"):
