@@ -60,15 +60,65 @@ def test_every_rank_starts_from_rank_0s_parameters(
     assert_none(world.run(start_on_rank, implementation, kind, device))
 
 
-def buffers_on_rank(implementation: Implementation, device: str) -> str:
-    model = wrap(implementation, make(TiedAndFrozen, dist.get_rank(), device), wrap=whole)
-    offset = make(TiedAndFrozen, 0, device).offset
-    found = next(buffer for name, buffer in model.module.named_buffers() if name.endswith("offset"))
-    return as_expected("rank 0's buffer", {"offset": local(found)}, {"offset": offset}, tolerance=0)
+class Table(nn.Module):
+    """Buffers and no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.randn(3, 2))
+        self.register_buffer("hidden", torch.randn(5), persistent=False)
+        self.register_buffer("count", torch.randint(2**40, ()))
+        self.register_buffer("absent", None)
 
 
-def test_every_rank_starts_with_rank_0s_buffers(implementation: Implementation, world: World, device: str) -> None:
-    assert_none(world.run(buffers_on_rank, implementation, device))
+class Buffered(nn.Module):
+    """Buffers in the root, in a module with parameters, in bare modules, and in one deep below bare modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+        self.layer.register_buffer("mask", torch.rand(7) > 0.5)
+        self.register_buffer("offset", torch.randn(DIM))
+        self.table = Table()
+        self.deep = nn.Sequential(nn.Identity(), nn.ModuleList([Table()]))
+
+
+def buffers_on_rank(implementation: Implementation, units: type[nn.Module] | None, device: str) -> str:
+    model = wrap(
+        implementation, make(Buffered, dist.get_rank(), device), wrap=by_type(units) if units is not None else whole
+    )
+    expected = dict(make(Buffered, 0, device).named_buffers())
+    found = {name.replace("_fsdp_wrapped_module.", ""): local(b) for name, b in model.module.named_buffers()}
+    if missing := [name for name in expected if name not in found]:
+        return f"the buffer {missing[0]} is gone"
+    return as_expected("rank 0's buffer", found, expected, tolerance=0)
+
+
+@pytest.mark.parametrize("units", [None, nn.Linear], ids=["whole", "linears"])
+def test_every_rank_starts_with_rank_0s_buffers(
+    implementation: Implementation, world: World, units: type[nn.Module] | None, device: str
+) -> None:
+    assert_none(world.run(buffers_on_rank, implementation, units, device))
+
+
+def current_on_rank(implementation: Implementation, device: str) -> str:
+    """The shards are changed in place, as by an optimizer, after a look at what they make up."""
+    model, plain = wrap(implementation, make(Odd, 0, device), wrap=LINEARS), make(Odd, 0, device)
+    for _ in range(2):
+        full(model)
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *plain.parameters()):
+                parameter.mul_(-2)
+        what = "gather_full_parameters() after the shards were multiplied by -2: the parameter"
+        if problem := as_expected(what, full(model), parameters_of(plain), tolerance=0):
+            return problem
+    return ""
+
+
+def test_gathered_parameters_are_what_the_shards_are_now(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_none(world.run(current_on_rank, implementation, device))
 
 
 def names_on_rank(implementation: Implementation, device: str) -> str:

@@ -133,3 +133,46 @@ def test_full_parameters_are_freed_after_forward_where_that_is_asked_for(
     assert found >= 0.9 * TOTAL, (
         f"with reshard_after_forward=False a rank holds {found / TOTAL:.2f} of the model {BETWEEN}, expected all of it"
     )
+
+
+def reachable_on_rank(implementation: Implementation, event: str, device: str) -> int:
+    """Bytes of the storages behind parameters() and their .grad once a step is synchronized, each counted once."""
+    x = torch.ones(1, WIDTH, device=device)
+    model = wrap(implementation, layers(device), wrap=LINEARS)
+    for _ in range(1 + (event == "after a second backward")):
+        model(x).square().mean().backward()
+        model.finish_gradient_synchronization()
+    if event == "after clipping" and hasattr(model, "clip_grad_norm_"):
+        model.clip_grad_norm_(0.1)
+    if event == "after the optimizer's step":
+        SGDs(model).step()
+    if event == "after evaluation":
+        with torch.no_grad():
+            model(x)
+    tensors = [local(each) for p in model.parameters() for each in (p, p.grad) if each is not None]
+    return sum({s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}.values())
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        "after one backward",
+        "after a second backward",
+        "after clipping",
+        "after the optimizer's step",
+        "after evaluation",
+    ],
+    ids=["one_backward", "two_backwards", "clipped", "stepped", "evaluated"],
+)
+def test_shards_and_their_gradients_keep_nothing_larger_alive(
+    implementation: Implementation, world: World, event: str, device: str
+) -> None:
+    """A view keeps all the memory of the tensor that it was cut from."""
+    limit = (2 / world.size + SLACK) * TOTAL
+    found = max(world.run(reachable_on_rank, implementation, event, device))
+    _assert_none(
+        f"{event}, the storages behind parameters() and their .grad are {found:,} bytes: {found / TOTAL:.2f} of the "
+        f"model's {TOTAL:,}, expected at most {limit / TOTAL:.2f} on {world.size} ranks"
+        if found > limit
+        else ""
+    )

@@ -16,6 +16,7 @@ from correctness.support.fully_sharded import (
     Odd,
     SGDs,
     as_expected,
+    as_sum_of,
     assert_none,
     averaged_gradients,
     backward,
@@ -46,13 +47,16 @@ def both(implementation: Implementation, kind: Any, device: str) -> tuple[Any, n
 
 def accumulate_on_rank(implementation: Implementation, finish_each: bool, device: str) -> str:
     model, plain = both(implementation, Odd, device)
+    each = []
     for step in range(3):
+        plain.zero_grad()
         whole_backward(plain, step, device)
+        each.append(gradients_of(plain))
         backward(model, step, device)
         if finish_each:
             model.finish_gradient_synchronization()
     model.finish_gradient_synchronization()
-    return as_expected("of three backward passes, the gradient of", averaged_gradients(model), gradients_of(plain))
+    return as_sum_of("of three backward passes, the gradient of", averaged_gradients(model), each)
 
 
 @pytest.mark.parametrize("finish_each", [False, True], ids=["finish_once", "finish_each"])
@@ -91,11 +95,14 @@ def two_forwards_on_rank(implementation: Implementation, order: str, device: str
     model, plain = both(implementation, UsedTwice, device)
     if order != "together" and contains(model, FSDP1):
         return f"{UNSUPPORTED}PyTorch's FSDP1 takes one backward for all forwards before it"
-    optimizers = SGDs(model, plain)
+    optimizers = SGDs(model, plain, lr=1.0)
     for step in (0, 2):
         optimizers.zero_grad()
-        for i in range(2):
+        each_backward = []
+        for i in (1, 0) if order == "reversed" else (0, 1):
+            plain.zero_grad()
             whole_backward(plain, step + i, device)
+            each_backward.append(gradients_of(plain))
         losses = [loss(model, *own_batch(step + i, device)) for i in range(2)]
         if order == "together":
             (losses[0] + losses[1]).backward()
@@ -103,9 +110,10 @@ def two_forwards_on_rank(implementation: Implementation, order: str, device: str
             for each in losses if order == "in_order" else losses[::-1]:
                 each.backward()
         model.finish_gradient_synchronization()
-        optimizers.step()
-        if problem := as_expected("after two forwards and then their backwards,", full(model), parameters_of(plain)):
+        what = "of two forwards and then their backwards, the gradient of"
+        if problem := as_sum_of(what, averaged_gradients(model), each_backward):
             return problem
+        plain.load_state_dict(full(model))  # to see the gradients, a step was made
     return ""
 
 

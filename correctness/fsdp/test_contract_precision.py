@@ -111,34 +111,36 @@ def _nbytes(sent: Sequence[Communication], dtype: torch.dtype) -> int:
     return sum(each.nbytes for each in sent if each.dtype == dtype)
 
 
-@pytest.mark.parametrize(
-    ("compute", "reduce"),
-    [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")],
-)
+@pytest.mark.parametrize("reduce", ["none", "float32", "bfloat16"])
+@pytest.mark.parametrize("compute", ["none", "float32", "bfloat16"])
 def test_reduce_dtype_is_what_gradients_are_communicated_in(
     implementation: Implementation, world: World, compute: str, reduce: str, device: str
 ) -> None:
-    dtypes = [
-        None if name == "float32" and name == compute == reduce else getattr(torch, name) for name in (compute, reduce)
-    ]
-    for _, sent, elements in world.run(communicated_on_rank, implementation, *dtypes, device):
+    """Each option alone and both; without reduce_dtype the compute dtype will do, and so will the parameters' own."""
+    options = [None if name == "none" else getattr(torch, name) for name in (compute, reduce)]
+    for _, sent, elements in world.run(communicated_on_rank, implementation, *options, device):
         if world.size == 1 or not sent:
             pytest.skip("nothing is communicated through the process group")
-        wanted: torch.dtype = getattr(torch, reduce)
+        sums = [each for each in sent if each.name in ("all_reduce", "reduce_scatter", "reduce")]
+        large = [each for each in sums if each.nbytes > ELEMENTS * each.dtype.itemsize]
+        if reduce == "none" and compute == "bfloat16":
+            other = [each for each in large if each.dtype not in (torch.bfloat16, torch.float32)]
+            assert not other, f"without reduce_dtype there is a {other[0]}"
+            continue
+        wanted: torch.dtype = options[1] or torch.float32
         least = elements * wanted.itemsize * (world.size - 1) // world.size
         found = _nbytes(sent, wanted)
         assert found >= least, (
-            f"with reduce_dtype={reduce} the gradients are at least {least} bytes of {reduce} on their way, and "
-            f"{found} were seen; communicated: {'; '.join(map(str, sent))}"
+            f"with compute_dtype={compute} and reduce_dtype={reduce} the gradients are at "
+            f"least {least} bytes of {wanted} on their way, and {found} were seen; communicated: "
+            f"{'; '.join(map(str, sent))}"
         )
-        sums = [each for each in sent if each.name in ("all_reduce", "reduce_scatter", "reduce")]
-        other = [each for each in sums if each.dtype != wanted and each.nbytes > ELEMENTS * each.dtype.itemsize]
-        assert not other, f"with reduce_dtype={reduce} there is a {other[0]}"
-        if compute != reduce and not sums:  # messages, of gathers and of sums: each dtype has its own share
-            gathered = _nbytes(sent, getattr(torch, compute))
-            assert gathered <= elements * getattr(torch, compute).itemsize * 2, (
-                "gradients are sent in the compute dtype"
-            )
+        other = [each for each in large if each.dtype != wanted]
+        assert not other, f"with compute_dtype={compute} and reduce_dtype={reduce} there is a {other[0]}"
+        computed: torch.dtype = options[0] or torch.float32
+        if computed != wanted and not sums:  # messages, of gathers and of sums: each dtype has its own share
+            gathered = _nbytes(sent, computed)
+            assert gathered <= elements * computed.itemsize * 2, "gradients are sent in the compute dtype"
 
 
 def gathers_on_rank(implementation: Implementation, device: str) -> list[Communication]:

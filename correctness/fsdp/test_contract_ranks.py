@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -162,20 +163,40 @@ def test_a_wrapper_is_not_wrapped_again(
 
 
 def different_on_rank(implementation: Implementation, what: str, device: str) -> str:
-    last = dist.get_rank() == dist.get_world_size() - 1
-    second = nn.Linear(4, 4)
-    if last:
-        second = nn.Linear(4, 5) if what == "shape" else nn.Linear(4, 4, bias=False)
-    return refused(implementation, nn.Sequential(nn.Linear(4, 4), second).to(device))
+    """The last rank's module differs in one parameter."""
+    parameters = {"first": torch.ones(3), "matrix": torch.ones(6, 2), "end": torch.ones(4)}
+    if dist.get_rank() == dist.get_world_size() - 1:
+        parameters = DIFFERENT[what][1](parameters)
+    module = nn.Module()
+    for name, value in parameters.items():
+        module.register_parameter(name, nn.Parameter(value))
+    return refused(implementation, module.to(device))
 
 
-@pytest.mark.parametrize(("what", "name"), [("shape", "1.weight"), ("missing", "1.bias")], ids=["shape", "missing"])
+Parameters = dict[str, torch.Tensor]
+DIFFERENT: dict[str, tuple[str, Callable[[Parameters], Parameters]]] = {
+    "larger": ("matrix", lambda p: p | {"matrix": torch.ones(6, 3)}),
+    "transposed": ("matrix", lambda p: p | {"matrix": torch.ones(2, 6)}),
+    "reshaped": ("matrix", lambda p: p | {"matrix": torch.ones(4, 3)}),
+    "flat": ("matrix", lambda p: p | {"matrix": torch.ones(12)}),
+    "one_dimension_more": ("matrix", lambda p: p | {"matrix": torch.ones(6, 2, 1)}),
+    "last": ("end", lambda p: p | {"end": torch.ones(1, 4)}),
+    "name": ("matrix", lambda p: {"other" if name == "matrix" else name: value for name, value in p.items()}),
+    "missing": ("end", lambda p: {name: value for name, value in p.items() if name != "end"}),
+    "one_more": ("more", lambda p: p | {"more": torch.ones(1)}),
+}
+"""The name of the parameter in which the last rank's module differs, and how."""
+
+
+@pytest.mark.parametrize(("what", "name"), [(what, name) for what, (name, _) in DIFFERENT.items()], ids=DIFFERENT)
 def test_ranks_with_different_modules_all_get_a_value_error(
     implementation: Implementation, world: World, what: str, name: str, device: str, record_property: Any
 ) -> None:
     if world.size == 1:
         pytest.skip("one rank has nothing to differ from")
     for rank, said in enumerate(world.run(different_on_rank, implementation, what, device, deadline=HANG)):
-        assert said.startswith("ValueError"), f"rank {rank} must raise ValueError, as {name} differs; it was {said}"
+        assert said.startswith("ValueError"), (
+            f"rank {rank} must raise ValueError, as {name} differs ({what}); it was {said}"
+        )
         if name not in said:
             record_property("note", f"where the ranks' modules differ at {name} the error does not name it: {said}")

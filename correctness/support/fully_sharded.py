@@ -176,6 +176,18 @@ def as_expected(what: str, found: dict[str, Tensor], expected: dict[str, Tensor]
     return ""
 
 
+def as_sum_of(what: str, found: dict[str, Tensor], backwards: Sequence[dict[str, Tensor]]) -> str:
+    """The same for the sum of what several backward passes gave; where it is one's alone, the line says so."""
+    total = {name: sum((each[name] for each in backwards), torch.zeros_like(backwards[0][name])) for name in found}
+    for name in found:
+        if problem := as_expected(what, {name: found[name]}, {name: total[name]}):
+            for i, each in enumerate(backwards):
+                if len(backwards) > 1 and not as_expected("", {name: found[name]}, {name: each[name]}):
+                    return f"{problem}; it is backward pass {i + 1}'s alone, of {len(backwards)}"
+            return problem
+    return ""
+
+
 def _difference(found: Tensor, expected: Tensor) -> str:
     """In words: a constant factor where there is one, how many elements are concerned, and the first of them."""
     if not found.isfinite().all():

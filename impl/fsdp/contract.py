@@ -15,28 +15,29 @@ from shardmark.registry import Family, Race, RegistryError, add_family
 class FullySharded(Protocol):
     """`FullyShardedDataParallel(module, *, process_group=None, compute_dtype=None, reduce_dtype=None, ...)`.
 
-    Wrapping gives every rank the parameters and buffers of the group's first rank, rank 0 below; n is its world size.
-    ValueError for a module with no trainable parameter and for a wrapper; and, on every rank, when the ranks' modules
-    differ in names or shapes. From then on `parameters()` are this rank's shards, in the parameters' own dtype, and any
-    optimizer takes them; some may be empty. `isinstance` says the same of each module as before. Ranks that are not in
-    the process group do nothing.
+    Wrapping gives every rank the parameters and all buffers of the group's first rank, rank 0 below; n is its world
+    size. ValueError for a module with no trainable parameter and for a wrapper; and, on every rank, when the ranks'
+    modules differ in parameters' names or shapes. From then on `parameters()` are this rank's shards, in the
+    parameters' own dtype, and any optimizer takes them; some may be empty. `isinstance` says the same of each module as
+    before. Ranks that are not in the process group do nothing.
 
-    A call is the module's own: the same arguments, the same outputs, the same gradients of inputs. After
-    `finish_gradient_synchronization`, between backward and `optimizer.step()`, the `.grad` of each trainable shard has
-    the shard's shape and dtype and is this rank's part of the gradient averaged over the ranks. A gradient that a rank
-    does not have counts as zero; one that no rank has is zero or None. Gradients of several backward passes add up,
-    whether each is synchronized or all are at once, until they are set to None. Frozen parameters have none. Tied
-    parameters stay one. Several forwards may precede their backwards, some may have none, and evaluation under
-    `torch.no_grad()` may come at any time.
+    A call is the module's own: the same arguments, its own hooks, the same outputs (a loss may use any of them), the
+    same gradients of inputs. After `finish_gradient_synchronization`, between backward and `optimizer.step()`, the
+    `.grad` of each trainable shard has the shard's shape and dtype and is this rank's part of the gradient averaged
+    over the ranks. A gradient that a rank does not have counts as zero; one that no rank has is zero or None. Gradients
+    of several backward passes add up, whether each is synchronized or all are at once, until they are set to None.
+    Frozen parameters have none. Tied parameters stay one. Several forwards may precede their backwards, some may have
+    none, and evaluation under `torch.no_grad()` may come at any time.
 
     A rank stores about 1/n of the model: once a step is synchronized nothing else of the parameters remains, and of
-    gradients their shards alone. What `state_dict` gives, where there is one, `load_state_dict` takes on the same
-    ranks.
+    gradients their shards alone, and no view of them keeps the full ones in memory. What `state_dict` gives, where
+    there is one, `load_state_dict` takes on the same ranks.
 
-    With `compute_dtype` parameters and floating-point inputs are cast to it, and matrices are multiplied in it; with
-    `reduce_dtype` gradients are communicated in it. Two options more are used where an implementation takes them:
-    `wrap`, a function from a module to its submodules that become units, and `reshard_after_forward`, whether full
-    parameters are freed between forward and backward.
+    With `compute_dtype` parameters and floating-point inputs (positional, keyword, and in tuples, lists and dicts) are
+    cast to it, and matrices are multiplied in it; with `reduce_dtype` gradients are communicated in it. Each works
+    without the other; without `reduce_dtype` gradients are communicated in the compute dtype or their own. Two options
+    more are used where an implementation takes them: `wrap`, a function from a module to its submodules that become
+    units, and `reshard_after_forward`, whether full parameters are freed between forward and backward.
 
     Every rank must run the same units in the same order, in forward and in backward. A parameter may be read only while
     the forward of its own unit, or of a unit around it, runs.
@@ -51,8 +52,8 @@ class FullySharded(Protocol):
         ...
 
     def gather_full_parameters(self) -> dict[str, Tensor]:
-        """Copies of all full parameters as they are stored, in their own dtype, by their names in the module before it
-        was wrapped; a tied one by each name. All ranks call.
+        """Copies of all full parameters as the shards are now, in their own dtype, by their names in the module before
+        it was wrapped; a tied one by each name. All ranks call.
         """
         ...
 

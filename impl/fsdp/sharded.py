@@ -159,7 +159,6 @@ class FullyShardedDataParallel(PlainStateDict):
     def _reduce(self, unit: Unit) -> None:
         """Reshard the unit and start to reduce its gradients, after the previous unit's are reduced."""
         unit.reshard()
-        unit.in_backward = False
         if self._reducing is not None:
             self._reducing.finish_reduce()
         unit.begin_reduce()

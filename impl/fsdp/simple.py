@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -229,8 +230,7 @@ class _Root(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         reading, policy = self._reading, self._reading.policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
-            args = tuple(_cast(value, policy.param_dtype) for value in args)
-            kwargs = {name: _cast(value, policy.param_dtype) for name, value in kwargs.items()}
+            args, kwargs = tree_map(partial(_cast, dtype=policy.param_dtype), (args, kwargs))
         if reading.reshard and not torch.compiler.is_compiling():
             with reading.regathering():
                 output = super().forward(*args, **kwargs)

@@ -227,6 +227,7 @@ class Unit:
         self.calls = 0
         """Forward passes whose backward is not complete."""
         self.in_backward = False
+        """Whether backward has begun, and full parameters are gathered for it since."""
         self.reduced = False
 
     def begin_gather(self) -> None:
@@ -250,6 +251,7 @@ class Unit:
         self.install_shards()
         for flat in self.flats:
             flat.release()
+        self.in_backward = False
 
     @property
     def has_gradients(self) -> bool:
@@ -277,4 +279,4 @@ class Unit:
         self.reshard()
         for flat in self.flats:
             flat.discard_gradients()
-        self.calls, self.in_backward, self.reduced = 0, False, False
+        self.calls, self.reduced = 0, False

@@ -102,9 +102,9 @@ class FullyShard(nn.Module):
         every: list[Any] = [None] * group.size()
         dist.all_gather_object(every, own, group=group)
         for other in every:
-            for name in every[0]:
-                if other.get(name) != every[0][name]:
-                    raise ValueError(f"{name}: {other.get(name)}, and {every[0][name]} on the first rank")
+            for name in every[0] | other:
+                if other.get(name) != every[0].get(name):
+                    raise ValueError(f"{name}: {other.get(name)}, and {every[0].get(name)} on the first rank")
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), group=group, group_src=0)
         mesh = DeviceMesh.from_group(group, next(module.parameters()).device.type)

@@ -1,0 +1,187 @@
+"""The contract of a call: what reaches the module, hooks of its own, and outputs of which a loss uses only some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from correctness.support.fully_sharded import (
+    Odd,
+    SGDs,
+    as_expected,
+    assert_none,
+    averaged_gradients,
+    first,
+    gradients_of,
+    make,
+    poisoned,
+    wrap,
+)
+from correctness.support.whole_batch import DIM, batch
+from impl.fsdp import by_type
+from shardmark.registry import Implementation
+from shardmark.world import World
+
+pytestmark = pytest.mark.family("fsdp")
+
+LINEARS = by_type(nn.Linear)
+
+FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "tuple": lambda a, b: (a, b),
+    "dict": lambda a, b: {"a": a, "b": b, "rows": len(a)},
+    "nested": lambda a, b: [{"a": (None, a)}, ({"b": b}, torch.arange(3))],
+}
+LEAVES: dict[str, Callable[[Any], tuple[Tensor, Tensor]]] = {
+    "tuple": lambda out: out,
+    "dict": lambda out: (out["a"], out["b"]),
+    "nested": lambda out: (out[0]["a"][1], out[1][0]["b"]),
+}
+
+
+class Fork(nn.Module):
+    """Two outputs, each of a layer of its own and of a parameter that is shared by both."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.scale = nn.Parameter(torch.rand(DIM))
+        self.form = form
+
+    def forward(self, x: Any) -> Any:
+        """(rows, DIM), or a dict with it -> two of the same, in the form."""
+        x = x["x"] if isinstance(x, dict) else x
+        return FORMS[self.form](self.left(x * self.scale).tanh(), self.right(self.scale * x).sin())
+
+
+class Forks(nn.Module):
+    """A fork of each form; the root has parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(DIM))
+        self.forks = nn.ModuleDict({form: Fork(form) for form in FORMS})
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        x = (x * self.weight).tanh()
+        tuples, dicts, nested = self.forks.values()
+        return {"tuple": tuples(x), "dict": dicts(x=x), "nested": nested({"x": x})}
+
+
+@poisoned
+def outputs_on_rank(implementation: Implementation, units: type[nn.Module], device: str) -> str:
+    plain, model = make(Forks, 0, device), wrap(implementation, make(Forks, 0, device), wrap=by_type(units))
+    optimizers = SGDs(model, plain, lr=1.0)
+    for form in FORMS:
+        for used in ((0,), (1,), (0, 1)):
+            optimizers.zero_grad()
+            x, _ = batch(len(used), 1, device)  # the same on every rank
+            for each in (model, plain):
+                leaves = LEAVES[form](each(x)[form])
+                sum(leaves[i].square().mean() for i in used).backward()  # type: ignore[union-attr]
+            model.finish_gradient_synchronization()
+            some = " and ".join(("first", "second")[i] for i in used)
+            what = f"where the loss uses the {some} output of a {form}, the gradient of"
+            expected = gradients_of(plain)
+            if problem := as_expected(what, averaged_gradients(model), expected):
+                return problem
+            optimizers.optimizers[1].step()
+    return ""
+
+
+@pytest.mark.parametrize("units", [Fork, nn.Linear], ids=["forks", "linears"])
+def test_a_loss_may_use_some_of_a_units_outputs(
+    implementation: Implementation, world: World, units: type[nn.Module], device: str
+) -> None:
+    assert_none(world.run(outputs_on_rank, implementation, units, device))
+
+
+class Recording(nn.Module):
+    """Notes the dtype of each tensor that it receives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(DIM))
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x: Tensor, pair: Any, *, named: Tensor, deep: Any, rows: Tensor, mask: Tensor) -> Tensor:
+        """(rows, DIM) -> (rows, DIM)."""
+        received = {
+            "positional": x,
+            "in a positional tuple": pair[0],
+            "in a dict in a tuple": pair[1]["wide"],
+            "keyword": named,
+            "in a list of a keyword": deep[0],
+            "in a dict of a keyword": deep[1]["in"],
+            "integer": rows,
+            "boolean": mask,
+        }
+        self.seen |= {name: tensor.dtype for name, tensor in received.items()}
+        return x * self.weight
+
+
+def recorded_on_rank(implementation: Implementation, compute: torch.dtype | None, device: str) -> str:
+    inner = make(Recording, 0, device, torch.float32)
+    model = wrap(implementation, inner, compute_dtype=compute, wrap=LINEARS)
+    x = torch.ones(2, DIM, device=device)
+    rows, mask = torch.arange(2, device=device), torch.ones(2, dtype=torch.bool, device=device)
+    model(x, (x, {"wide": x.double()}), named=x, deep=[x, {"in": x}], rows=rows, mask=mask).sum().backward()
+    model.finish_gradient_synchronization()
+    own = {"in a dict in a tuple": torch.float64, "integer": torch.int64, "boolean": torch.bool}
+    for name, found in inner.seen.items():
+        before = own.get(name, torch.float32)
+        expected = compute if compute and before.is_floating_point else before
+        if found != expected:
+            return f"with compute_dtype={compute} the input that is {name} arrives as {found}, expected {expected}"
+    return "" if inner.seen else "the module's forward was not called"
+
+
+@pytest.mark.parametrize("compute", [None, torch.bfloat16, torch.float16], ids=["none", "bfloat16", "float16"])
+def test_floating_point_inputs_are_cast_wherever_they_are(
+    implementation: Implementation, world: World, compute: torch.dtype | None, device: str
+) -> None:
+    assert_none(world.run(recorded_on_rank, implementation, compute, device))
+
+
+def _double(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tuple(2 * x for x in args), {name: 2 * x for name, x in kwargs.items()}
+
+
+def _triple(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return 3 * output
+
+
+def hooks_on_rank(implementation: Implementation, when: str, keyword: bool, device: str) -> str:
+    """Hooks of the root and of a layer in it, which change what goes in and what comes out."""
+    plain, inner = make(Odd, 0, device), make(Odd, 0, device)
+
+    def register(root: nn.Module) -> None:
+        for each in (root, next(part for part in root.modules() if isinstance(part, nn.Linear))):
+            each.register_forward_pre_hook(_double, with_kwargs=True)
+            each.register_forward_hook(_triple)
+
+    if when == "before":
+        register(inner)
+    model = wrap(implementation, inner, wrap=LINEARS)
+    if when == "after":
+        register(model.module)
+    register(plain)
+    x, _ = batch(0, 1, device)  # the same on every rank
+    found, expected = (each(x=x) if keyword else each(x) for each in (model, plain))
+    for output in (found, expected):
+        output.square().mean().backward()
+    model.finish_gradient_synchronization()
+    where = f"with hooks registered {when} the module is wrapped, the"
+    output = as_expected(where, {"output": found.detach()}, {"output": expected.detach()})
+    return first([output, as_expected(f"{where} gradient of", averaged_gradients(model), gradients_of(plain))])
+
+
+@pytest.mark.parametrize("keyword", [False, True], ids=["positional", "keyword"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_modules_own_hooks_run(
+    implementation: Implementation, world: World, when: str, keyword: bool, device: str
+) -> None:
+    assert_none(world.run(hooks_on_rank, implementation, when, keyword, device))
