@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -80,3 +81,72 @@ def test_the_peak_is_lower(implementation: Implementation, device: str) -> None:
 def test_nothing_is_kept_after_backward(implementation: Implementation, device: str) -> None:
     added = of_a_step(implementation.adapted, device)["added"]
     assert added < 1000, f"a step leaves {added:,} more bytes behind, gradients not counted"
+
+
+MODES = (("train", "nothing"), ("train", "embedding"), ("eval", "nothing"), ("eval", "first_half"))
+
+
+def _freeze(model: Transformer, frozen: str) -> None:
+    """Where the embedding is frozen the first block's input needs no gradient."""
+    if frozen != "nothing":
+        model.embedding.weight.requires_grad_(False)
+    if frozen == "first_half":
+        for block in model.blocks[: LAYERS // 2]:
+            block.requires_grad_(False)
+
+
+@pytest.mark.parametrize(("mode", "frozen"), MODES)
+def test_it_saves_in_each_mode_whatever_is_frozen(
+    implementation: Implementation, mode: str, frozen: str, device: str
+) -> None:
+    """And keeps nothing after backward, after a forward without gradients, or of an output that is dropped."""
+    found = _in_mode(implementation.adapted, mode, frozen, device)
+    plain = _without(mode, frozen, device)
+    when = f"in {mode} mode with {frozen} frozen"
+    for name in ("a forward without gradients", "an output that is dropped", "backward"):
+        assert found[name] < 1000, f"{when} {name} leaves {found[name]:,} bytes behind"
+    if claims_to_save(implementation.target):
+        for name in ("kept", "peak"):
+            what = "forward keeps" if name == "kept" else "the peak of forward and backward is"
+            assert found[name] <= (1 - LEAST) * plain[name], (
+                f"{when} {what} {found[name]:,} bytes, and {plain[name]:,} without the policy"
+            )
+
+
+@cache
+def _without(mode: str, frozen: str, device: str) -> dict[str, int]:
+    return _in_mode(none, mode, frozen, device)
+
+
+def _in_mode(policy: Policy, mode: str, frozen: str, device: str) -> dict[str, int]:
+    size = replace(SIZE, layers=LAYERS, vocab=8)
+    model = Transformer(size, context_length=CONTEXT, attention=eager_attention).to(device)
+    _freeze(model, frozen)  # before the policy: a loop over the blocks may give segments afterwards
+    policy(model)
+    model.train(mode == "train")
+    tokens = torch.zeros(2, CONTEXT, dtype=torch.int64, device=device)
+    loss_of(model, tokens).backward()
+    model.zero_grad()
+    with meter(device) as memory:
+        memory.mark("before")
+        with torch.no_grad():
+            model(tokens)
+        memory.mark("no grad")
+        loss = loss_of(model, tokens)
+        del loss
+        memory.mark("dropped")
+        memory.reset_peak()
+        loss = loss_of(model, tokens)
+        memory.mark("forward")
+        loss.backward()
+        model.zero_grad()
+        del loss
+        memory.mark("after")
+    at = memory.phases
+    return {
+        "a forward without gradients": at["no grad"] - at["before"],
+        "an output that is dropped": at["dropped"] - at["no grad"],
+        "kept": at["forward"] - at["dropped"],
+        "peak": memory.tensors - at["dropped"],
+        "backward": at["after"] - at["dropped"],
+    }

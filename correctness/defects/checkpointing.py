@@ -210,3 +210,56 @@ def again_and_again(model: nn.Module) -> nn.Module:
     for block in getattr(model, "blocks", ()):
         vars(block).setdefault("forward", recomputed(block.forward))
     return wrapped(nn.Module(), recomputed) if not getattr(model, "blocks", None) else model
+
+
+@defect(cause="memory", caught_by="test_it_saves_in_each_mode")
+def only_in_training(model: nn.Module) -> nn.Module:
+    """In eval mode everything is saved."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        run = recomputed(forward)
+        return lambda *args, **kwargs: (run if block.training else forward)(*args, **kwargs)
+
+    return wrapped(model, wrap)
+
+
+@defect(cause="memory", caught_by="test_it_saves_in_each_mode")
+def keeps_inputs_of_frozen(model: nn.Module) -> nn.Module:
+    """Each block keeps its last input where that needs no gradient, for a backward that comes or does not."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        run = recomputed(forward)
+
+        def keeping(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not x.requires_grad:
+                vars(block)["last"] = x
+            return run(x, *args, **kwargs)
+
+        return keeping
+
+    return wrapped(model, wrap)
+
+
+@defect(cause="state", caught_by="test_any_model")
+def dropout_among_children(model: nn.Module) -> nn.Module:
+    """Deeper ones drop others again."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        drops = any(isinstance(part, nn.Dropout) for part in block.children())
+        return recomputed(forward, preserve_rng_state=drops)
+
+    return wrapped(model, wrap)
+
+
+@defect(cause="gradients", caught_by="test_any_model")
+def keywords_detached(model: nn.Module) -> nn.Module:
+    """Tensors given by name get no gradient."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            cut = {name: x.detach() if isinstance(x, Tensor) else x for name, x in kwargs.items()}
+            return checkpoint(forward, *args, use_reentrant=False, **cut)
+
+        return run
+
+    return wrapped(model, wrap)

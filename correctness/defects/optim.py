@@ -293,3 +293,57 @@ class MasterWeightsRoundedOnLoading(Master):
 
     def load_state_dict(self, state_dict: State) -> None:
         Simple.load_state_dict(self, state_dict)
+
+
+@defect(cause="state", caught_by="test_any_training_leads_where_the_plain_one_leads")
+class MergesLoadedState(Simple):
+    """Parameters of which the loaded state has nothing keep their old moments."""
+
+    def load_state_dict(self, state_dict: State) -> None:
+        old = dict(self.state)
+        super().load_state_dict(state_dict)
+        for p, values in old.items():
+            self.state[p] = self.state.get(p) or values
+
+
+@defect(cause="state", caught_by="test_any_training_of_master_weights")
+class MasterFromConstruction(Master):
+    """Weights that the model loads later are lost."""
+
+    def add_param_group(self, param_group: State) -> None:
+        super().add_param_group(param_group)
+        early = self.__dict__.setdefault("early", {})
+        early.update({p: p.detach().float() for p in self.param_groups[-1]["params"]})
+
+    def state_of(self, p: Tensor) -> State:
+        is_new = not self.state[p]
+        state = super().state_of(p)
+        if is_new and "master_weight" in state:
+            state["master_weight"] = self.early[p].clone()
+        return state
+
+
+@defect(cause="options", caught_by="test_any_clipped_training")
+class ClipsFirstGroups(Clipping):
+    """Groups that are added after a step are scaled, and not counted."""
+
+    first: int | None = None
+
+    def norm(self, grads: list[Tensor]) -> Tensor:
+        params = [p for group in self.param_groups[: self.first] for p in group["params"]]
+        return super().norm([p.grad for p in params if p.grad is not None] or [grads[0].new_zeros(1)])
+
+    def add_param_group(self, param_group: State) -> None:
+        if "state" in vars(self) and self.state and self.first is None:
+            self.first = len(self.param_groups)
+        super().add_param_group(param_group)
+
+
+@defect(cause="memory", caught_by="test_steps_after_the_first_keep_nothing_more")
+class KeepsEveryRate(Simple):
+    """A row for each learning rate that was used."""
+
+    def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
+        rates = self.__dict__.setdefault("rates", {})
+        rates.setdefault((group["lr"], p.shape[-1:]), torch.full(p.shape[-1:], group["lr"], device=p.device))
+        super().move(p, grad, state, group, t)

@@ -1,103 +1,27 @@
 """Any training leads where the plain AdamW leads: Hypothesis chooses parameters, groups, gradients and what happens
-between steps, and shrinks what fails."""
+between steps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from correctness.support.optimizing import assert_near, interpreted, saved
-from impl.optim import AdamW
+from correctness.support.optimizing import interpreted
+from correctness.support.training_scripts import Event, assert_leads_where_adamw_does, plans, scripts
 from shardmark.registry import Implementation
 
-pytestmark = pytest.mark.family("optimizer")
+CLIPPING = pytest.mark.family("optimizer", option="max_grad_norm")
+MASTER = pytest.mark.family("optimizer", option="master_weights")
 
-LRS, DECAYS, EPSILONS = (0.0, 1e-3, 0.3), (0.0, 0.1, 1.0), (1e-8, 1e-3, 1.0)
-BETAS = tuple((beta1, beta2) for beta1 in (0.0, 0.5, 0.9) for beta2 in (0.5, 0.95, 0.999))
-
-
-@dataclass(frozen=True)
-class Event:
-    """A step with a gradient for each parameter, some 0 or None; before it, perhaps, another lr or a restart."""
-
-    sizes: tuple[float | None, ...]
-    """Of each parameter's gradient, used in turn."""
-    lr: float | None
-    restarts: bool
-    same_tensors: bool
-    """The gradients are written into the tensors that the last ones were in, where there are some."""
-
-
-shapes = st.one_of(
-    st.lists(st.integers(0, 5), max_size=3).map(tuple),
-    st.tuples(st.integers(0, 10).map(lambda k: 2**k) | st.sampled_from((31, 33, 127, 129, 1023, 1025))),
-)
-arguments = st.fixed_dictionaries(
-    {}, optional={
-        "lr": st.sampled_from(LRS),
-        "betas": st.sampled_from(BETAS),
-        "eps": st.sampled_from(EPSILONS),
-        "weight_decay": st.sampled_from(DECAYS),
-    },
-)  # fmt: skip
-groups = st.lists(st.tuples(st.lists(shapes, min_size=1, max_size=3), arguments), min_size=1, max_size=3)
-events = st.lists(
-    st.builds(
-        Event,
-        sizes=st.lists(st.sampled_from((None, 0.0, 1e-3, 1.0, 1e3)), min_size=1, max_size=4).map(tuple),
-        lr=st.none() | st.sampled_from(LRS),
-        restarts=st.booleans(),
-        same_tensors=st.booleans(),
-    ),
-    min_size=1,
-    max_size=6,
-)
-
-
-def trained(target: Any, plan: list[Any], happens: list[Event], added: int, device: str) -> list[Tensor]:
-    """The parameters afterwards; the last groups are added later, after so many steps."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64, generator=generator).to(device)
-
-    made = [{"params": [random(s).requires_grad_() for s in shapes], **own} for shapes, own in plan]
-    optimizer = target([dict(made[0])])
-    for i, event in enumerate(happens):
-        if i == min(added, len(happens) - 1):
-            for group in made[1:]:
-                optimizer.add_param_group(dict(group))
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        if event.restarts:
-            state = saved(optimizer)
-            optimizer = target([{"params": group["params"]} for group in optimizer.param_groups])
-            optimizer.load_state_dict(state)
-        if event.lr is not None:
-            optimizer.param_groups[-1]["lr"] = event.lr
-        for k, p in enumerate(params):
-            size = event.sizes[k % len(event.sizes)]
-            grad = None if size is None else size * random(tuple(p.shape))
-            if event.same_tensors and p.grad is not None and grad is not None:
-                p.grad.copy_(grad)
-            else:
-                p.grad = grad
-        optimizer.step()
-    return [p.detach() for group in made for p in group["params"]]
-
-
-def _leads_where_plain_leads(
-    implementation: Implementation, plan: list[Any], happens: list[Event], added: int, device: str
-) -> None:
-    found, expected = (trained(x, plan, happens, added, device) for x in (implementation.target, AdamW))
-    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
-        if y.numel():
-            assert_near(x, y, 1e-9 * (1 + y.abs().max().item()), f"parameter {i} of shape {tuple(y.shape)}")
+DTYPES = st.lists(
+    st.sampled_from((torch.bfloat16, torch.float16, torch.float32, torch.float64)), min_size=1, max_size=3
+).map(lambda some: (torch.bfloat16, *some))
+MOST = st.sampled_from((0.1, 1.0, 1e6))
 
 
 def _fuzzed(examples: int) -> Any:
@@ -105,25 +29,81 @@ def _fuzzed(examples: int) -> Any:
         max_examples=examples,
         deadline=None,
         database=None,
+        report_multiple_bugs=False,
+        # A failure names its event; to look for a smaller one takes minutes, which only the sweep has.
+        phases=(Phase.generate, Phase.shrink) if examples > 30 else (Phase.generate,),
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
 
 
-@_fuzzed(25)
-@given(plan=groups, happens=events, added=st.integers(0, 3))
-def test_any_training_leads_where_the_plain_one_leads(
-    implementation: Implementation, plan: list[Any], happens: list[Event], added: int, device: str
-) -> None:
+def _plain(implementation: Implementation, device: str, examples: int) -> Callable[[], None]:
+    @_fuzzed(examples)
+    @given(plan=plans, script=scripts(), added=st.integers(0, 3))
+    def leads(plan: list[Any], script: list[Event], added: int) -> None:
+        assert_leads_where_adamw_does(implementation.target, plan, script, added, device)
+
+    return leads
+
+
+def _clipped(implementation: Implementation, device: str, examples: int) -> Callable[[], None]:
+    @_fuzzed(examples)
+    @given(plan=plans, script=scripts(not_finite=True), added=st.integers(0, 3), most=MOST)
+    def leads(plan: list[Any], script: list[Event], added: int, most: float) -> None:
+        assert_leads_where_adamw_does(implementation.target, plan, script, added, device, max_grad_norm=most)
+
+    return leads
+
+
+def _with_master_weights(implementation: Implementation, device: str, examples: int) -> Callable[[], None]:
+    clips = implementation.accepts("max_grad_norm")
+
+    @_fuzzed(examples)
+    @given(plan=plans, script=scripts(), added=st.integers(0, 3), dtypes=DTYPES, most=st.none() | MOST)
+    def leads(plan: list[Any], script: list[Event], added: int, dtypes: Any, most: float | None) -> None:
+        options = {"max_grad_norm": most} if clips and most is not None else {}
+        assert_leads_where_adamw_does(
+            implementation.target, plan, script, added, device, dtypes, master_weights=True, **options
+        )
+
+    return leads
+
+
+def _examples(implementation: Implementation, device: str, examples: int) -> int:
     if interpreted(implementation, device):
         pytest.skip("Triton's interpreter takes seconds for it; in the sweep")
-    _leads_where_plain_leads(implementation, plan, happens, added, device)
+    return examples
+
+
+@pytest.mark.family("optimizer")
+def test_any_training_leads_where_the_plain_one_leads(implementation: Implementation, device: str) -> None:
+    _plain(implementation, device, _examples(implementation, device, 25))()
+
+
+@CLIPPING
+def test_any_clipped_training_leads_where_clipping_and_a_step_lead(implementation: Implementation, device: str) -> None:
+    _clipped(implementation, device, _examples(implementation, device, 20))()
+
+
+@MASTER
+def test_any_training_of_master_weights_is_float64_training_rounded(
+    implementation: Implementation, device: str
+) -> None:
+    _with_master_weights(implementation, device, _examples(implementation, device, 20))()
 
 
 @pytest.mark.sweep
+@pytest.mark.family("optimizer")
 def test_any_of_many_trainings_leads_there(implementation: Implementation, device: str) -> None:
-    @_fuzzed(60 if interpreted(implementation, device) else 1000)
-    @given(plan=groups, happens=events, added=st.integers(0, 3))
-    def leads(plan: list[Any], happens: list[Event], added: int) -> None:
-        _leads_where_plain_leads(implementation, plan, happens, added, device)
+    _plain(implementation, device, 60 if interpreted(implementation, device) else 1000)()
 
-    leads()
+
+@pytest.mark.sweep
+@CLIPPING
+def test_any_of_many_clipped_trainings_leads_there(implementation: Implementation, device: str) -> None:
+    _clipped(implementation, device, 40 if interpreted(implementation, device) else 500)()
+
+
+@pytest.mark.sweep
+@MASTER
+def test_any_of_many_trainings_of_master_weights_leads_there(implementation: Implementation, device: str) -> None:
+    _with_master_weights(implementation, device, 40 if interpreted(implementation, device) else 500)()

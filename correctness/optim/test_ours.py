@@ -156,6 +156,22 @@ def test_what_torch_pins_stays_pinned_when_state_is_loaded(ours: Implementation,
         assert optimizer.param_groups[0].items() >= ours.target.kind.items()
 
 
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_loaded_state_is_a_copy(ours: Implementation, kind: str, device: str) -> None:
+    """Steps of the one that loads it leave moments and step count of the one that it is of as they are."""
+    dtype, options = OPTIONS[kind]
+    start = tensors(device, dtype)
+    grads = gradients(start, 3)
+    first, second = (ours.target(leaves(start), **options) for _ in range(2))
+    run(first, grads[:1])
+    before = copy.deepcopy(first.state_dict()["state"])
+    second.load_state_dict(first.state_dict())
+    run(second, grads[1:])
+    for i, state in first.state_dict()["state"].items():
+        for name, value in state.items():
+            assert torch.equal(value, before[i][name]), f"{name} of parameter {i} is changed by another optimizer"
+
+
 def test_step_counts_load_in_any_dtype(ours: Implementation, device: str) -> None:
     """torch makes them in its default dtype, which may be float64."""
     start = tensors(device, torch.float32)

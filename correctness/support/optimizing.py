@@ -118,13 +118,12 @@ def assert_near(found: Tensor, expected: Tensor, allowed: float, what: str) -> N
         )
 
 
-def assert_all_near(found: Sequence[Tensor], expected: Sequence[Tensor], rtol: float = 1e-10) -> None:
+def assert_all_near(found: Sequence[Tensor], expected: Sequence[Tensor], rtol: float = 1e-10, when: str = "") -> None:
     """Of float64 parameters that may differ by a few roundings."""
     for i, (x, y) in enumerate(zip(found, expected, strict=True)):
         if y.numel():
-            assert_near(
-                x.detach(), y.detach(), rtol * (1 + y.abs().max().item()), f"parameter {i} of shape {tuple(y.shape)}"
-            )
+            what = f"{when}parameter {i} of shape {tuple(y.shape)}"
+            assert_near(x.detach(), y.detach(), rtol * (1 + y.abs().max().item()), what)
 
 
 def compile_kernels(dtype: torch.dtype, master: bool, chip: int, configuration: tuple[int, int, int]) -> list[Any]:

@@ -45,7 +45,8 @@ class MasterWeights(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, except for dtypes: with master weights float32, otherwise the parameter's."""
+        """As torch's, but of a copy, which shares nothing with the optimizer that the state is of, and in other dtypes:
+        with master weights float32, otherwise the parameter's."""
         final: dict[str, Any] = {}
         hooks = (
             self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded)),  # after all other hooks
@@ -58,7 +59,8 @@ class MasterWeights(torch.optim.Optimizer):
                 hook.remove()
 
     def _load_uncast(self, loaded: dict[str, Any]) -> None:
-        """Replace the state that torch has cast to the parameters' dtype by the loaded one, in the right dtypes."""
+        """Replace the state that torch has cast to the parameters' dtype by a copy of the loaded one, in the right
+        dtypes."""
         params = [p for group in self.param_groups for p in group["params"]]
         ids = [i for group in loaded["param_groups"] for i in group["params"]]
         for p, i in zip(params, ids, strict=True):
@@ -66,10 +68,10 @@ class MasterWeights(torch.optim.Optimizer):
                 if not isinstance(value, Tensor):
                     continue
                 if name == "step":
-                    self.state[p][name] = value.to(self._step_device(p), torch.float32)
+                    self.state[p][name] = value.to(self._step_device(p), torch.float32, copy=True)
                 elif value.is_floating_point():
                     dtype = torch.float32 if name == MASTER else self._state_dtype(p)
-                    self.state[p][name] = value.to(p.device, dtype)
+                    self.state[p][name] = value.to(p.device, dtype, copy=True)
 
     def _state_dtype(self, p: Tensor) -> torch.dtype:
         return torch.float32 if self.has_master(p) else p.dtype

@@ -21,11 +21,15 @@ class Optimizer(Protocol):
     memory after the step. Each parameter counts its own steps. Each param group has its own arguments, which a step
     reads anew, as schedulers change them; groups may be added later. Of float64 parameters all arithmetic is in
     float64, bias corrections included. inf and NaN in a gradient reach the parameter and its moments, as in torch's,
-    unless stated otherwise below. Optimizers share nothing, and after its first steps one keeps no more bytes.
+    unless stated otherwise below. After a parameter's first steps nothing more is kept, whatever changes from step to
+    step: arguments, which parameters have a gradient, loaded state. Optimizers share nothing, but for a state that is
+    loaded without a copy: as after torch's `load_state_dict`, a step may then write into the tensors that were loaded.
+    Our own copy what they load.
 
     State: after `load_state_dict` training goes on as if it had not stopped, in a new optimizer or in one that has
-    made other steps, with the param groups' arguments that were saved; ValueError where param groups have other
-    numbers of parameters. torch's AdamW goes on from the state as well.
+    made other steps, with the param groups' arguments that were saved. The state is then the saved one and nothing
+    else: a parameter that had made no step when it was saved begins anew, whatever steps it has made here. ValueError
+    where param groups have other numbers of parameters. torch's AdamW goes on from the state as well.
 
     ValueError, in one line, for no parameters, a negative lr, eps or weight_decay, and betas outside [0, 1). A sparse
     gradient is an error, or treated as the dense one it stands for. Our own are stricter (`impl.optim.base`):
@@ -42,14 +46,17 @@ class Optimizer(Protocol):
     its hook has run.
 
     `master_weights`: for each bfloat16 or float16 parameter the optimizer has a float32 copy, "master_weight" in its
-    state, made of the parameter at its first step. Moments and update are in float32, and the parameter is the rounded
+    state, made of the parameter's value at its own first step: weights that are loaded or replaced (`p.data = ...`)
+    after the optimizer was made count, and after that step they do not, as the master weight is written over them (a
+    first step that is skipped may or may not make it).
+    Moments and update are in float32, and the parameter is the rounded
     master weight. float32 and float64 parameters have none.
     """
 
     param_groups: list[dict[str, Any]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; return the closure's result."""
+        """Update every parameter that has a gradient, after the closure where there is one; return its result."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

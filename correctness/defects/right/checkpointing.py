@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from correctness.support.planting import right
@@ -40,40 +41,52 @@ def every_fourth(model: nn.Module) -> nn.Module:
 
 
 class Recomputed(torch.autograd.Function):
-    """The textbook's: run without a graph, and in backward again with one."""
+    """The textbook's: run without a graph, and in backward again with one. What needs a gradient is an input."""
 
     @staticmethod
-    def forward(ctx: Any, run: Forward, anchor: Tensor, x: Tensor, *args: Any) -> Any:
-        device = x.device.type
-        ctx.run, ctx.args, ctx.cpu = run, args, torch.get_rng_state()
+    def forward(ctx: Any, run: Forward, inputs: int, *tensors: Tensor) -> Any:
+        device = tensors[0].device.type
+        ctx.run, ctx.inputs, ctx.cpu = run, inputs, torch.get_rng_state()
         ctx.cuda = torch.cuda.get_rng_state() if device == "cuda" else None
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(*tensors)
         with torch.no_grad():
-            return run(x, *args)
+            return run(*tensors[:inputs])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        x = x.detach().requires_grad_(ctx.needs_input_grad[2])
+        needs = ctx.needs_input_grad[2:]
+        tensors = list(ctx.saved_tensors)
+        for i in range(ctx.inputs):
+            tensors[i] = tensors[i].detach().requires_grad_(needs[i])
         with torch.random.fork_rng(devices=[] if ctx.cuda is None else None), torch.enable_grad():
             torch.set_rng_state(ctx.cpu)
             if ctx.cuda is not None:
                 torch.cuda.set_rng_state(ctx.cuda)
             with torch.autocast(*ctx.autocast):
-                out = ctx.run(x, *ctx.args)
-        if out.requires_grad:
-            torch.autograd.backward(out, grad)
-        return None, None, x.grad, *(None for _ in ctx.args)
+                out = ctx.run(*tensors[: ctx.inputs])
+        of = [x for x, need in zip(tensors, needs, strict=True) if need]
+        grads = iter(torch.autograd.grad(out, of, grad, allow_unused=True))
+        return None, None, *(next(grads) if need else None for need in needs)
 
 
-@right("an autograd.Function; an empty tensor that needs a gradient makes its output need one")
+@right("an autograd.Function, of whose inputs the parameters are some")
 def textbook(model: nn.Module) -> nn.Module:
     def wrap(forward: Forward, block: nn.Module) -> Forward:
-        def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            trains = x.requires_grad or any(p.requires_grad for p in block.parameters())
-            anchor = torch.empty(0, device=x.device, requires_grad=trains)
-            return Recomputed.apply(partial(forward, **kwargs), anchor, x, *args)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            flat, spec = tree_flatten((args, kwargs))
+            where = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
+            tensors = [flat[i] for i in where]
+            others = [None if isinstance(x, Tensor) else x for x in flat]
+
+            def call(*given: Tensor) -> Any:
+                full = list(others)
+                for i, x in zip(where, given, strict=True):
+                    full[i] = x
+                args, kwargs = tree_unflatten(full, spec)
+                return forward(*args, **kwargs)
+
+            return Recomputed.apply(call, len(tensors), *tensors, *(p for p in block.parameters() if p.requires_grad))
 
         return run
 

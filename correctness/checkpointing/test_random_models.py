@@ -1,0 +1,256 @@
+"""Any model, trained in any way, has the outputs and gradients that it has without the policy, to the bit: Hypothesis
+chooses blocks, their arguments, hooks, modes, autocast and how gradients are asked for."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from shardmark.registry import Implementation
+
+pytestmark = pytest.mark.family("checkpointing")
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+AUTOCASTS = ("bfloat16", "float16", "bfloat16, then disabled", "float16, then disabled")
+WAYS = ("backward", "backward(inputs=some)", "grad of all", "grad of some")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward, and how gradients are asked for."""
+
+    training: bool
+    autocast: str | None
+    backward_inside: bool
+    """Of autocast."""
+    no_grad_first: bool
+    way: str
+    subset: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model and its passes."""
+
+    layers: int
+    dropout: type[nn.Module] | None
+    depth: int
+    """Of the module that holds it, below the block."""
+    x_needs_grad: bool
+    frozen: int
+    """Each parameter whose number this divides is; 0: none is."""
+    extra: tuple[tuple[bool, bool, bool], ...]
+    """Of each further tensor: whether it is given by name, needs a gradient, and is computed from a leaf."""
+    hooks: tuple[tuple[str, bool, int], ...]
+    """"pre" or "post", whether registered before the policy, and the block; removed before the last pass."""
+    passes: tuple[Pass, ...]
+
+
+PASSES = st.builds(
+    Pass,
+    training=st.booleans(),
+    autocast=st.none() | st.sampled_from(AUTOCASTS),
+    backward_inside=st.booleans(),
+    no_grad_first=st.booleans(),
+    way=st.sampled_from(WAYS),
+    subset=st.integers(2, 4),
+)
+PLANS = st.builds(
+    Plan,
+    layers=st.integers(1, 5),
+    dropout=st.none() | st.sampled_from(DROPOUTS),
+    depth=st.integers(1, 3),
+    x_needs_grad=st.booleans(),
+    frozen=st.sampled_from((0, 0, 1, 2, 3)),
+    extra=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=3).map(tuple),
+    hooks=st.lists(
+        st.tuples(st.sampled_from(("pre", "post")), st.booleans(), st.integers(0, 4)), max_size=2
+    ).map(tuple),
+    passes=st.lists(PASSES, min_size=1, max_size=3).map(tuple),
+)  # fmt: skip
+
+
+class Unsqueezed(nn.Module):
+    """Dropout of whole channels, which takes more dims."""
+
+    def __init__(self, dropout: nn.Module) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        dims = {nn.Dropout1d: 1, nn.Dropout2d: 2}.get(type(self.dropout), 3)
+        return self.dropout(x.view(*x.shape, *[1] * dims)).view(x.shape)
+
+
+class Block(nn.Module):
+    """Takes any further arguments, each once."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        part: nn.Module = nn.Identity() if plan.dropout is None else plan.dropout(0.4)
+        whole = isinstance(part, (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout))
+        if whole:
+            part = Unsqueezed(part)
+        for _ in range(plan.depth - 1 - whole):
+            part = nn.Sequential(part)
+        self.part = part
+
+    def forward(self, x: Tensor, *args: Any, flag: bool = False, **kwargs: Any) -> Tensor:
+        hidden = nn.functional.gelu(self.up(x))
+        for each in (*args, *kwargs.values()):
+            hidden = hidden * each if isinstance(each, Tensor) else hidden
+        return self.down(self.part(hidden)) + (x if flag else 0)
+
+
+class Model(nn.Module):
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(plan) for _ in range(plan.layers))
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        for block in self.blocks:
+            x = block(x, *args, **kwargs)
+        return x
+
+
+def _hooked(model: Model, plan: Plan, before: bool) -> list[Any]:
+    handles = []
+    for kind, early, index in plan.hooks:
+        block = model.blocks[index % plan.layers]
+        if early == before and kind == "pre":
+            handles.append(block.register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:])))
+        elif early == before:
+            handles.append(block.register_forward_hook(lambda module, args, output: output * 0.5))
+    return handles
+
+
+class Refused(Exception):
+    """A policy that takes no further arguments says so, in forward."""
+
+
+def _results(policy: Any, plan: Plan, device: str) -> list[tuple[str, Tensor | None]]:
+    """Outputs, gradients of all leaves, and what is drawn afterwards, of each pass."""
+    torch.manual_seed(0)
+    model = Model(plan).to(device)
+    for i, p in enumerate(model.parameters()):
+        p.requires_grad_(not (plan.frozen and i % plan.frozen == 0))
+    leaves = {"the input": torch.randn(6, 8, device=device, requires_grad=plan.x_needs_grad)}
+    for i, (by_name, needs, _) in enumerate(plan.extra):
+        leaves[f"argument {i}{' by name' if by_name else ''}"] = torch.rand(6, 1, device=device, requires_grad=needs)
+    handles = _hooked(model, plan, before=True)
+    model = policy(model)
+    handles += _hooked(model, plan, before=False)
+    named = {**leaves, **dict(model.named_parameters())}
+    found: list[tuple[str, Tensor | None]] = []
+    for number, each in enumerate(plan.passes):
+        if number and number == len(plan.passes) - 1:
+            for handle in handles:
+                handle.remove()
+        model.train(each.training)
+        with ExitStack() as stack:
+            if each.autocast:
+                dtype = getattr(torch, each.autocast.split(",")[0])
+                stack.enter_context(torch.autocast(device, dtype=dtype))
+            if each.autocast and "disabled" in each.autocast:
+                inner = stack.enter_context(ExitStack())
+                inner.enter_context(torch.autocast(device, enabled=False))
+            else:
+                inner = ExitStack()
+            tensors = [
+                leaf * 2 if made else leaf
+                for leaf, (_, _, made) in zip(list(leaves.values())[1:], plan.extra, strict=True)
+            ]
+            args = [t for t, (by_name, _, _) in zip(tensors, plan.extra, strict=True) if not by_name]
+            kwargs = {f"k{i}": t for i, (t, e) in enumerate(zip(tensors, plan.extra, strict=True)) if e[0]}
+            kwargs |= {"flag": True} if plan.extra else {}
+            try:
+                if each.no_grad_first:
+                    with torch.no_grad():
+                        model(leaves["the input"], *args, **kwargs)
+                output = model(leaves["the input"], *args, **kwargs)
+            except Exception as error:
+                if plan.extra:
+                    raise Refused(f"{type(error).__name__}: {error}") from error
+                raise
+            inner.close()
+            found.append((f"pass {number}: the output", output.detach()))
+            if output.requires_grad and each.backward_inside:
+                found += _gradients(output, each, named, number)
+        if output.requires_grad and not each.backward_inside:
+            found += _gradients(output, each, named, number)
+        found.append((f"pass {number}: what is drawn afterwards", torch.rand(3, device=device)))
+    return found
+
+
+def _gradients(output: Tensor, each: Pass, named: dict[str, Tensor], number: int) -> list[tuple[str, Tensor | None]]:
+    loss = output.float().square().mean()
+    torch.rand(2)
+    needing = {name: x for name, x in named.items() if x.requires_grad}
+    some = {name: x for i, (name, x) in enumerate(needing.items()) if not i % each.subset}
+    for x in named.values():
+        x.grad = None
+    if each.way.startswith("grad"):
+        of = needing if each.way == "grad of all" else some
+        grads = dict(zip(of, torch.autograd.grad(loss, list(of.values()), allow_unused=True), strict=True))
+    else:
+        loss.backward(inputs=list(some.values()) if "inputs" in each.way else None)
+        grads = {name: x.grad for name, x in named.items()}
+    return [(f"pass {number}: the gradient of {name} by {each.way}", grad) for name, grad in grads.items()]
+
+
+def _to_the_bit(implementation: Implementation, plan: Plan, device: str) -> str | None:
+    expected = _results(lambda model: model, plan, device)
+    try:
+        found = _results(implementation.adapted, plan, device)
+    except Refused as error:
+        return f"blocks take no further arguments: {error}"
+    except Exception as error:
+        pytest.fail(f"{type(error).__name__} with the policy, and none without: {error}; {plan}")
+    for (name, mine), (_, theirs) in zip(found, expected, strict=True):
+        same = mine is theirs is None or (mine is not None and theirs is not None and _equal(mine, theirs))
+        assert same, f"{name} is {_said(mine)}, and without the policy {_said(theirs)}; {plan}"
+    return None
+
+
+def _equal(mine: Tensor, theirs: Tensor) -> bool:
+    return mine.dtype == theirs.dtype and bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all())
+
+
+def _said(x: Tensor | None) -> str:
+    return "none" if x is None else f"{x.flatten()[:3].tolist()}... in {x.dtype}"
+
+
+def _judged(implementation: Implementation, device: str, examples: int, note: Any) -> None:
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink) if examples > 100 else (Phase.generate,),
+    )
+    @given(plan=PLANS)
+    def to_the_bit(plan: Plan) -> None:
+        if refused := _to_the_bit(implementation, plan, device):
+            note("note", refused)
+
+    to_the_bit()
+
+
+def test_any_model_in_any_pass_is_to_the_bit_what_it_is_without(
+    implementation: Implementation, device: str, record_property: Any
+) -> None:
+    _judged(implementation, device, 40, record_property)
+
+
+@pytest.mark.sweep
+def test_any_of_many_models_is(implementation: Implementation, device: str, record_property: Any) -> None:
+    _judged(implementation, device, 600, record_property)

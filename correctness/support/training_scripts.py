@@ -1,0 +1,263 @@
+"""Random trainings with AdamW, event by event beside a float64 reference: strategies for Hypothesis, and what is
+compared after each event."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from correctness.support.optimizing import assert_near, saved
+from impl.optim import AdamW
+from impl.optim.base import HALF, MASTER
+
+LRS, DECAYS, EPSILONS = (0.0, 1e-3, 0.3), (0.0, 0.1, 1.0), (1e-8, 1e-3, 1.0)
+BETAS = tuple((beta1, beta2) for beta1 in (0.0, 0.5, 0.9) for beta2 in (0.5, 0.95, 0.999))
+LOADS = {
+    "new": "state loaded into a new optimizer",
+    "used": "state loaded into an optimizer that has made other steps",
+    "back": "an earlier state loaded into the optimizer that it is of",
+}
+Sizes = tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A step with a gradient for each parameter, some 0 or None, and what happens before it."""
+
+    sizes: Sizes
+    """Of each parameter's gradient, used in turn."""
+    loads: str | None
+    others: Sizes
+    """Of the gradients of the other step that the optimizer has made into which a state is loaded."""
+    remembers: bool
+    """State and parameters, to which a later event goes back."""
+    weights: tuple[str, int] | None
+    """How a parameter is changed from outside, and which."""
+    group: int
+    changes: dict[str, Any]
+    """Arguments of a group that change, and which group's."""
+    by_closure: bool
+    same_tensors: bool
+    """The gradients are written into the tensors that the last ones were in, where there are some."""
+
+    def __str__(self) -> str:
+        said = [LOADS[self.loads]] if self.loads else []
+        said += [f"parameter {self.weights[1]} changed from outside, {self.weights[0]}"] if self.weights else []
+        said += [f"{self.changes} in group {self.group}"] if self.changes else []
+        said += ["step(closure)"] if self.by_closure else []
+        said += ["gradients in the same tensors"] if self.same_tensors else []
+        return ", ".join([*said, f"gradients of size {', '.join(map(str, self.sizes))} in turn"])
+
+
+arguments = st.fixed_dictionaries(
+    {}, optional={
+        "lr": st.sampled_from(LRS),
+        "betas": st.sampled_from(BETAS),
+        "eps": st.sampled_from(EPSILONS),
+        "weight_decay": st.sampled_from(DECAYS),
+    },
+)  # fmt: skip
+shapes = st.one_of(
+    st.lists(st.integers(0, 5), max_size=3).map(tuple),
+    st.tuples(st.integers(0, 10).map(lambda k: 2**k) | st.sampled_from((31, 33, 127, 129, 1023, 1025))),
+)
+plans = st.lists(st.tuples(st.lists(shapes, min_size=1, max_size=3), arguments), min_size=1, max_size=3)
+
+
+def scripts(*, not_finite: bool = False) -> st.SearchStrategy[list[Event]]:
+    """Of up to six events; with gradients that are not finite, where a step is skipped for them."""
+    sizes = (None, 0.0, 1e-3, 1.0, 1e3, *((torch.inf,) if not_finite else ()))
+    some = st.lists(st.sampled_from(sizes), min_size=1, max_size=4).map(tuple)
+    events = st.builds(
+        Event,
+        sizes=some,
+        loads=st.none() | st.sampled_from(tuple(LOADS)),
+        others=some,
+        remembers=st.booleans(),
+        weights=st.none() | st.tuples(st.sampled_from(("in place", "by .data =")), st.integers(0, 3)),
+        group=st.integers(0, 2),
+        changes=st.just({}) | arguments,
+        by_closure=st.booleans(),
+        same_tensors=st.booleans(),
+    )
+    return st.lists(events, min_size=1, max_size=6)
+
+
+class Training:
+    """Parameters and their optimizer; random numbers are the same in each training of one plan.
+
+    In `wide` all values are in float64, though first rounded to the dtypes.
+    """
+
+    def __init__(
+        self, target: Any, plan: list[Any], dtypes: tuple[torch.dtype, ...], device: str, wide: bool, **options: Any
+    ) -> None:
+        self.target, self.options, self.device, self.wide = target, options, device, wide
+        self.generator = torch.Generator().manual_seed(0)
+        count = iter(range(99))
+        self.groups: list[dict[str, Any]] = []
+        self.dtypes: dict[Tensor, torch.dtype] = {}
+        for given, own in plan:
+            params = []
+            for shape in given:
+                dtype = dtypes[next(count) % len(dtypes)]
+                params.append(self.random(shape, dtype).requires_grad_())
+                self.dtypes[params[-1]] = dtype
+            self.groups.append({"params": params, **own})
+        self.optimizer = target([dict(self.groups[0])], **options)
+        self.kept: tuple[Any, list[Tensor]] | None = None
+
+    @property
+    def params(self) -> list[Tensor]:
+        """Of the groups there are by now."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def random(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        x = torch.randn(shape, dtype=torch.float64, generator=self.generator).to(self.device, dtype)
+        return x.double() if self.wide else x
+
+    def add_groups(self) -> None:
+        for group in self.groups[len(self.optimizer.param_groups) :]:
+            self.optimizer.add_param_group(dict(group))
+
+    def load(self, how: str, others: Sizes) -> None:
+        """Loading changes no parameter; what the other steps changed is restored."""
+        now = saved(self.optimizer), [p.detach().clone() for p in self.params]
+        if how == "back":
+            back = self.kept if self.kept is not None and len(self.kept[1]) == len(now[1]) else now
+            self.optimizer.load_state_dict(back[0])
+            self._restore(back[1])
+            return
+        self.optimizer = self.target([{"params": g["params"]} for g in self.optimizer.param_groups], **self.options)
+        if how == "used":
+            self.step(others, by_closure=False, same_tensors=False)
+            self._restore(now[1])
+        self.optimizer.load_state_dict(now[0])
+
+    def change(self, how: str, index: int) -> None:
+        """A parameter, from outside; one that has a master weight stays, because that is what counts."""
+        p = self.params[index % len(self.params)]
+        value = self.random(tuple(p.shape), self.dtypes[p])
+        stepped = float(self.optimizer.state.get(p, {}).get("step", 0)) > 0
+        if self.options.get("master_weights") and self.dtypes[p] in HALF and stepped:
+            return
+        if how == "in place":
+            with torch.no_grad():
+                p.copy_(value)
+        else:
+            p.data = value
+
+    def step(self, sizes: Sizes, by_closure: bool, same_tensors: bool) -> None:
+        grads = []
+        for k, p in enumerate(self.params):
+            size = sizes[k % len(sizes)]
+            value = None if size is None else self.random(tuple(p.shape), torch.float64) * size
+            grads.append(None if value is None else value.to(self.dtypes[p]).to(p.dtype))
+
+        def give() -> float:
+            for p, grad in zip(self.params, grads, strict=True):
+                if same_tensors and p.grad is not None and grad is not None:
+                    p.grad.copy_(grad)
+                else:
+                    p.grad = grad
+            return 3.5
+
+        if by_closure:
+            found = self.optimizer.step(give)
+            assert found == 3.5, f"step(closure) returned {found}, and the closure 3.5"
+        else:
+            give()
+            self.optimizer.step()
+
+    def play(self, event: Event, adds: bool) -> None:
+        if adds:
+            self.add_groups()
+        if event.loads:
+            self.load(event.loads, event.others)
+        if event.weights:
+            self.change(*event.weights)
+        groups = self.optimizer.param_groups
+        groups[event.group % len(groups)].update(event.changes)
+        self.step(event.sizes, event.by_closure, event.same_tensors)
+        if event.remembers:
+            self.kept = saved(self.optimizer), [p.detach().clone() for p in self.params]
+
+    def _restore(self, values: list[Tensor]) -> None:
+        with torch.no_grad():
+            for p, value in zip(self.params, values, strict=True):
+                p.copy_(value)
+
+
+class ClipThenAdamW(AdamW):
+    """`clip_grad_norm_` on copies of the gradients, then a step, unless the norm is not finite: what `max_grad_norm` is
+    held to."""
+
+    def __init__(self, params: Any, *, max_grad_norm: float | None = None, **options: Any) -> None:
+        options.pop("master_weights", None)  # float64 parameters are their own
+        super().__init__(params, **options)
+        self.most, self.norm = max_grad_norm, None
+
+    def step(self, closure: Any = None) -> Any:
+        result = None if closure is None else closure()
+        having = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        own = [p.grad for p in having]
+        self.norm = None
+        if self.most is not None and having:
+            for p in having:
+                p.grad = p.grad.clone()
+            self.norm = torch.nn.utils.clip_grad_norm_(having, self.most)
+        if self.norm is None or self.norm.isfinite():
+            super().step()
+        for p, grad in zip(having, own, strict=True):
+            p.grad = grad
+        return result
+
+
+def assert_leads_where_adamw_does(
+    target: Any,
+    plan: list[Any],
+    script: list[Event],
+    added: int,
+    device: str,
+    dtypes: tuple[torch.dtype, ...] = (torch.float64,),
+    **options: Any,
+) -> None:
+    """Parameters, state and norm after each event are the reference's; the last groups are added before one of them."""
+    found = Training(target, plan, dtypes, device, False, **options)
+    exact = Training(ClipThenAdamW, plan, dtypes, device, True, **options)
+    rtol = 1e-9 if set(dtypes) == {torch.float64} else 1e-5
+    for i, event in enumerate(script):
+        adds = i == min(added, len(script) - 1) and len(plan) > 1
+        new = [f"groups {[own for _, own in plan[1:]]} added, what they lack is as at the start"] if adds else []
+        when = f"after {', '.join([*new, str(event)])} (event {i + 1}): "
+        for training in (exact, found):
+            training.play(event, adds)
+        _assert_same(found, exact, rtol, when)
+
+
+def _assert_same(found: Training, exact: Training, rtol: float, when: str) -> None:
+    norm = exact.optimizer.norm
+    if norm is not None:
+        mine = getattr(found.optimizer, "grad_norm", None)
+        assert mine is not None, f"{when}grad_norm is None, expected {norm.item():.9g}"
+        assert_near(mine.double(), norm, rtol * (1 + norm.item() if norm.isfinite() else 1), f"{when}grad_norm")
+    states = (training.optimizer.state_dict()["state"] for training in (found, exact))
+    here, there = (dict(each) for each in states)
+    for k, (p, q) in enumerate(zip(found.params, exact.params, strict=True)):
+        what, mine, theirs = f"{when}parameter {k} of shape {tuple(q.shape)}", here.get(k, {}), there.get(k, {})
+        count, wanted = float(mine.get("step", 0)), float(theirs.get("step", 0))
+        assert count == wanted, f"{what}: its state counts {count:g} steps, expected {wanted:g}"
+        pairs = [(name, mine[name], theirs[name]) for name in ("exp_avg", "exp_avg_sq") if wanted]
+        has_master = found.options.get("master_weights") and found.dtypes[p] in HALF and wanted
+        if has_master:
+            pairs.append((MASTER, mine[MASTER], q.detach()))
+            assert torch.equal(p.detach(), mine[MASTER].to(p.dtype)), f"{what} is not its master weight, rounded"
+        else:
+            pairs.append(("its value", p.detach(), q.detach()))
+        for name, x, y in pairs:
+            if y.numel():
+                assert_near(x.double(), y, rtol * (1 + y.abs().nan_to_num(0, 0, 0).max().item()), f"{what}: {name}")
