@@ -223,9 +223,7 @@ class World:
         names = {number.value: number.name for number in signal.Signals}
         end = f"was killed by {names.get(-code, -code)}" if code is not None and code < 0 else f"exited with {code}"
         if end.endswith("SIGSEGV"):
-            end += (
-                ": was a tensor read after its memory was freed, such as full parameters that are no longer gathered?"
-            )
+            end += ": was a tensor read after its memory was freed?"
         stack = self._stack_file(rank).read_text() if self._stack_file(rank).exists() else ""
         return f"{end}\n{stack}" if stack else end
 

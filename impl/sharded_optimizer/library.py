@@ -63,7 +63,7 @@ def _zero_redundancy_class() -> Any:
             self.consolidate_state_dict(to=0)
             shared = [super().state_dict() if self.rank == 0 else None]
             dist.broadcast_object_list(shared, group=self.process_group, group_src=0)
-            self._all_state_dicts = []  # in which torch keeps the full state
+            self._all_state_dicts: list[dict[str, Any]] = []  # in which torch keeps the full state
             assert shared[0] is not None
             return shared[0]
 
