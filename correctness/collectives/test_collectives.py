@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from correctness.support.summing import Call, assert_right, small_integers
+from correctness.support.wire import delayed
 from impl.collectives import Backend, OnGloo, accounting, count_bytes_sent, segments
 from impl.collectives.cases import COLLECTIVES
 from shardmark.plugin import WorldsBySize
@@ -24,6 +25,9 @@ OURS = ("ring", "direct")
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32]
 SIZES = [0, 1, 97]
 """Elements of the smaller tensor, or of an all-reduce's, which most numbers of ranks do not divide."""
+
+LARGE = 300_007
+"""Elements of the larger tensor: more than 1 MiB of float32, and no multiple of it."""
 
 
 RANKS = [pytest.param(n, marks=[pytest.mark.sweep] if n in (5, 6, 8) else []) for n in range(1, 9)]
@@ -55,7 +59,9 @@ def wrong_results(
     with _segments_of(segment_bytes):
         places = [False] if name == "all_reduce" else [False, True]
         calls = product(dtypes, SIZES, places, [False])
-        for dtype, size, in_place, async_op in [*calls, *product([torch.float32], SIZES, places, [True])]:
+        large = LARGE if name == "all_reduce" else LARGE // dist.get_world_size() + 1
+        some = product([torch.float32], [*SIZES, large], places, [True])
+        for dtype, size, in_place, async_op in [*calls, *some]:
             call = Call(name, small_integers(dtype), size, device, in_place=in_place)
             handle = call.start(target, async_op)
             if async_op:
@@ -94,6 +100,34 @@ def test_results_do_not_depend_on_the_segments(
     assert_right(any_world.run(wrong_results, implementation, name, device, [torch.float32], 40))
 
 
+def many_at_once(implementation: Implementation, late: int, device: str) -> list[str]:
+    """All three collectives, several times over, waited for in an order of this rank's own; each is looked at as soon
+    as it was waited for."""
+    target, rank, wrong = implementation.adapted, dist.get_rank(), []
+    calls = [
+        Call(name, small_integers(dtype, seed), size, device)
+        for seed, (size, dtype) in enumerate(((125_000, torch.float32), (97, torch.float64)) * 2)
+        for name in COLLECTIVES
+    ]
+    with delayed(before=0.003, on=late % dist.get_world_size()):
+        handles = [call.start(target, async_op=True) for call in calls]
+        order = [*range(len(calls))][:: 1 if rank % 2 else -1]
+        order = order[rank:] + order[:rank]
+        for count, i in enumerate(order, 1):
+            handles[i].wait()
+            waited = ", ".join(str(other + 1) for other in order[:count])
+            when = f"{i + 1} of {len(calls)} collectives under way, as wait() returned, waits in the order {waited}"
+            wrong += [f"{when}: {line}" for line in calls[i].wrong()]
+    return wrong
+
+
+@pytest.mark.family("collectives")
+@pytest.mark.parametrize("late", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("size_and_worlds", [1, 2, 3], ids=lambda n: f"{n}ranks", indirect=True, scope="module")
+def test_many_may_be_under_way(implementation: Implementation, any_world: World, late: int, device: str) -> None:
+    assert_right(any_world.run(many_at_once, implementation, late, device))
+
+
 def even_and_odd_ranks(implementation: Implementation, device: str) -> list[str]:
     """In two groups side by side, and beside them on all ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -113,7 +147,8 @@ def _wrong_in(implementation: Implementation, groups: list[dist.ProcessGroup | N
         handles = [call.start(target, async_op) for call in calls]
         for handle in handles[::-1] if async_op else ():
             handle.wait()
-        wrong += [line for call in calls for line in call.wrong()]
+        when = "after all waits, in the order from last to first: " if async_op else ""
+        wrong += [when + line for call in calls for line in call.wrong()]
     return wrong
 
 

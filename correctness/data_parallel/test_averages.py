@@ -1,4 +1,4 @@
-"""What every data-parallel wrapper does, from the plainest case to the rarest: where it starts, and its averages."""
+"""What every data-parallel wrapper does, from the plainest case to the rarest: its averages."""
 
 from __future__ import annotations
 
@@ -28,48 +28,6 @@ pytestmark = pytest.mark.family("data_parallel")
 Gradients = list[Tensor | None]
 OwnInStep = Callable[[int, int, list[Tensor]], Gradients]
 """`own(step, rank, like)` is what the gradients of parameters like these are before they are averaged."""
-
-
-class Everything(nn.Module):
-    """Parameters and buffers of every kind, with each seed's own values."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-        self.weight = nn.Parameter(draw(5, 3))
-        self.narrow = nn.Parameter(draw(7).bfloat16())
-        self.frozen = nn.Parameter(draw(4).float(), requires_grad=False)
-        self.register_buffer("mean", draw(6))
-        self.register_buffer("not_persistent", draw(3), persistent=False)
-        self.register_buffer("count", torch.tensor(2**53 + 1 + seed))
-        self.register_buffer("mask", draw(40) > 0)
-
-
-def differences_at_the_start(implementation: Implementation, device: str) -> list[str]:
-    module = wrap(implementation, Everything(dist.get_rank()).to(device)).module
-    found = dict(module.named_parameters()) | dict(module.named_buffers())
-    expected = Everything(0)
-    flags = [
-        f"after wrapping: {name!r} requires {'a' if found[name].requires_grad else 'no'} gradient, unlike before"
-        for name, parameter in expected.named_parameters()
-        if found[name].requires_grad != parameter.requires_grad
-    ]
-    return flags + [
-        f"after wrapping: {name!r} begins with {found[name].flatten()[:3].tolist()}, and rank 0's with "
-        f"{first.flatten()[:3].tolist()}"
-        for name, first in [*expected.named_parameters(), *expected.named_buffers()]
-        if not torch.equal(found[name].detach().cpu(), first.detach())
-    ]
-
-
-def test_every_rank_starts_with_rank_0s_parameters_and_buffers(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_nothing_wrong(world.run(differences_at_the_start, implementation, device))
 
 
 def normal(step: int, rank: int, like: list[Tensor]) -> Gradients:

@@ -200,22 +200,3 @@ def test_gradients_that_are_kept(
     """Where gradients live in a buffer, as with DDP's `gradient_as_bucket_view`, the next step overwrites them."""
     if not all(world.run(kept_gradients, implementation, device)) and not is_ours(implementation):
         record_property("note", "a gradient that is kept changes in the next step: copy it to keep it")
-
-
-def nested(implementation: Implementation, device: str) -> list[str]:
-    model = _model(implementation, device)
-    with model.no_sync():
-        with model.no_sync():
-            _backward(model, 1, device)
-        _backward(model, 2, device)
-        return _not_local(model, 1, 2)
-
-
-def test_no_sync_inside_no_sync(
-    implementation: Implementation, world: World, device: str, record_property: Callable[[str, object], None]
-) -> None:
-    lines = world.run(nested, implementation, device)
-    if is_ours(implementation):
-        assert_nothing_wrong(lines)
-    elif any(lines):
-        record_property("note", "a no_sync() inside another ends both")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -135,26 +136,30 @@ def test_frozen_parameters_are_not_communicated(implementation: Implementation, 
         )
 
 
-def in_buckets(implementation: Implementation, bucket_mb: float, device: str) -> tuple[int, int]:
-    """How often a step communicates 40 parameters of 40,028 bytes, and the largest bytes at once."""
-    module = Products(*(torch.zeros(10_007) for _ in range(40)))
+def in_buckets(implementation: Implementation, bucket_mb: float, dtype: torch.dtype, device: str) -> list[int]:
+    """The bytes of each message in which a step communicates 40 parameters of 10,007 elements, the largest first."""
+    module = Products(*(torch.zeros(10_007, dtype=dtype) for _ in range(40)))
     _, sent = _communicated(implementation, module, device, bucket_mb=bucket_mb)
-    sizes = [each.nbytes for each in sent if each.nbytes > FLAGS]
-    return len(sizes), max(sizes)
+    flags = module.p[0].nbytes // 2  # of less there is no parameter's gradient
+    return sorted((each.nbytes for each in sent if each.nbytes > flags and each.name != "send"), reverse=True)
 
 
 @pytest.mark.family("data_parallel", option="bucket_mb")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
 def test_bucket_mb_is_the_size_of_what_is_communicated_at_once(
-    implementation: Implementation, world: World, device: str
+    implementation: Implementation, world: World, dtype: torch.dtype, device: str
 ) -> None:
-    """A bucket may exceed it by one parameter, the last that goes in."""
+    """A bucket may exceed it or fall short of it by one parameter, and one bucket takes what is left."""
     if world.size == 1:
         pytest.skip("one rank may communicate nothing")
-    one, large = (world.run(in_buckets, implementation, size, device)[0] for size in (25, 0.1))
-    assert one[0] < 20, f"40 parameters of 40 kB, 1.5 MB together, are communicated {one[0]} times with bucket_mb=25"
-    assert large[0] > one[0], f"with bucket_mb=0.1 as with 25 they are communicated {large[0]} times"
-    limit = int(0.1 * 2**20) + 40_028
-    assert large[1] <= limit, f"with bucket_mb=0.1, {large[1]} bytes are communicated at once, more than {limit}"
+    one, many = (world.run(in_buckets, implementation, size, dtype, device)[0] for size in (25, 0.1))
+    each = 10_007 * dtype.itemsize
+    assert 0 < len(one) < 20, f"40 parameters of {each} bytes are communicated {len(one)} times with bucket_mb=25"
+    assert len(many) > len(one), f"with bucket_mb=0.1 as with 25 they are communicated {len(many)} times"
+    size, of = int(0.1 * 2**20), f"of {dtype} with bucket_mb=0.1, which is {int(0.1 * 2**20)} bytes: "
+    assert many[0] <= size + each, f"{of}{many[0]} are communicated at once, more than one parameter of {each} above"
+    short = [nbytes for nbytes in many[:-1] if nbytes < size - each]
+    assert not short, f"{of}{short[:3]} are communicated at once, more than one parameter of {each} below"
 
 
 def reduced_in(implementation: Implementation, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, int]:
@@ -183,3 +188,27 @@ def test_a_narrower_reduction_sends_half_and_rounds_each_term_once(
         assert sent <= before / 2 + FLAGS, f"reduce_dtype={dtype} sends {sent} bytes, and torch.float32 {before}"
         assert ((found.double() - own.mean(0)).abs() <= bound).all(), f"the average is further off than {dtype} rounds"
         assert not torch.equal(found, own.mean(0).float()), f"reduce_dtype={dtype} rounds nothing"
+
+
+WIRE = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def dtypes_on_the_wire(implementation: Implementation, device: str) -> list[str]:
+    """What is wrong with the dtype in which gradients of each dtype are communicated, for each `reduce_dtype`."""
+    wrong = []
+    for own, wire in product(WIRE, WIRE):
+        like, what = torch.zeros(64, 65, dtype=own), f"gradients of {own} with reduce_dtype={wire}"
+        model, sent = _communicated(implementation, Products(like), device, reduce_dtype=wire)
+        floating = [each for each in sent if each.dtype.is_floating_point and each.nbytes > FLAGS]
+        wrong += [f"{what}: it communicates {each}" for each in floating if each.dtype != wire]
+        if dist.get_world_size() > 1 and (total := sum(each.nbytes for each in sent)) < like.numel() * wire.itemsize:
+            wrong.append(f"{what}: it communicates {total} bytes, and there are {like.numel()} elements")
+        if (found := model.module.p[0].grad.dtype) != own:
+            wrong.append(f"{what}: the gradient becomes one of {found}")
+    return wrong
+
+
+@pytest.mark.family("data_parallel", option="reduce_dtype")
+def test_reduce_dtype_is_the_dtype_on_the_wire(implementation: Implementation, world: World, device: str) -> None:
+    """Wider than the gradients' own as well as narrower."""
+    assert_nothing_wrong(world.run(dtypes_on_the_wire, implementation, device))

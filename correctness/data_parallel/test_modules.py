@@ -59,6 +59,81 @@ def test_modules_work_as_before(implementation: Implementation, world: World, de
     assert_nothing_wrong(world.run(calls, implementation, device))
 
 
+class Nested(nn.Module):
+    """Takes tensors by position, by keyword and inside of lists and dicts; returns two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor, more: dict[str, list[Tensor]], *, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, 3), {"a": [(rows, 3), (3,)]}, (3,) -> (rows, 3), ()"""
+        out = self.inner(x) * scale + sum(more["a"])
+        return out, out.square().sum()
+
+
+def _with_hooks(said: list[str]) -> Nested:
+    """The root's hooks change what goes in, what comes out and the gradients."""
+    module = Nested()
+    with torch.no_grad():
+        module.inner.weight.copy_(torch.arange(9.0).view(3, 3))
+        module.inner.bias.copy_(torch.arange(3.0))
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        said.append("forward pre-hook")
+        return (args[0] * 2, {"a": [each + 1 for each in args[1]["a"]]}), {"scale": kwargs["scale"] * 3}
+
+    def after(_: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        said.append("forward hook")
+        return out[0] + kwargs["scale"], out[1] * 5
+
+    def before_backward(_: nn.Module, grads: Any) -> Any:
+        said.append("backward pre-hook")
+        return tuple(grad * 2 for grad in grads)
+
+    def after_backward(_: nn.Module, grads: Any, __: Any) -> Any:
+        said.append("backward hook")
+        return tuple(grad if grad is None else grad * 7 for grad in grads)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, with_kwargs=True)
+    module.register_full_backward_pre_hook(before_backward)
+    module.register_full_backward_hook(after_backward)
+    return module
+
+
+def hooks(implementation: Implementation, device: str) -> list[str]:
+    """What is different from the module itself, of the same input on every rank."""
+    outcomes = []
+    for wrapped in (True, False):
+        said: list[str] = []
+        module = _with_hooks(said).to(device)
+        model = wrap(implementation, module) if wrapped else module
+        tensors = [torch.arange(1.0, 7.0, dtype=torch.float64, device=device).view(2, 3) * i for i in (1, 2, 3)]
+        x, a, scale = (tensor.requires_grad_() for tensor in tensors)
+        first, second = model(x, {"a": [a, a[0]]}, scale=scale[0])
+        (first.sum() + second).backward()
+        if wrapped:
+            model.finish_gradient_synchronization()
+            module = model.module
+        found = {"the first output": first, "the second output": second, "the input's gradient": x.grad}
+        found |= {"that of a nested input": a.grad, "that of a keyword": scale.grad}
+        found |= {f"the gradient of {name!r}": p.grad for name, p in module.named_parameters()}
+        outcomes.append((found, said))
+    (found, said), (expected, expected_said) = outcomes
+    called = [f"the wrapper's call runs the module's hooks {said}, and the module's {expected_said}"]
+    return called * (said != expected_said) + [
+        f"with hooks of the root module that change values, {name} is another than without the wrapper: "
+        f"found {found[name].flatten()[:3].tolist()}, expected {value.flatten()[:3].tolist()}"
+        for name, value in expected.items()
+        if not torch.allclose(found[name], value)
+    ]
+
+
+def test_a_call_is_the_modules_own_with_its_hooks(implementation: Implementation, world: World, device: str) -> None:
+    assert_nothing_wrong(world.run(hooks, implementation, device))
+
+
 def names(implementation: Implementation, device: str) -> list[str]:
     model = wrap(implementation, Scaled().double().to(device))
     found, expected = model.state_dict(), model.module.state_dict()

@@ -313,6 +313,19 @@ class StartsInWait(Plain):
         return After(Done(), start) if async_op else start()
 
 
+@defect(cause="handles", caught_by="test_random_scripts")
+class AddsAtEachWait(Plain):
+    """What the others sent is added in `wait`, and added again in a second one."""
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        rank, own, rest = dist.get_rank(group), input.clone(), torch.empty_like(output)
+        own.view(-1)[rank * output.numel() :][: output.numel()] = 0
+        mine = input.detach().view(-1)[rank * output.numel() :][: output.numel()].clone()
+        handle = dist.reduce_scatter_tensor(rest, own, group=group, async_op=True)
+        output.copy_(mine.view(output.shape))
+        return _finished(handle, lambda: output.add_(rest), async_op)
+
+
 @defect(cause="handles", caught_by="test_many_may_be_under_way")
 class RunsOnThreadsOfTheirOwn(Plain):
     """Each on its own thread, so that another one may overtake it."""
@@ -342,6 +355,16 @@ class ClearsItsOutputFirst(Plain):
 
     def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         output.zero_()
+        return super().all_gather(output, input, group, async_op=async_op)
+
+
+@defect(cause="communication", caught_by="test_random_scripts")
+class OneStorageIsOnePart(Plain):
+    """Takes every input in its output's storage for that rank's part of it, which needs no copy."""
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr() and output.numel():
+            input = output.detach().view(dist.get_world_size(group), -1)[dist.get_rank(group)]
         return super().all_gather(output, input, group, async_op=async_op)
 
 

@@ -347,6 +347,46 @@ class RoundsWhatItHasSent(Plain):
 # Handles
 
 
+@defect(cause="state", caught_by="test_every_rank_starts_with_rank_0s_to_the_bit")
+class BroadcastsBySumming(Plain):
+    """All but the first rank start from zeros, and all are summed: -0.0 becomes 0.0."""
+
+    @torch.no_grad()
+    def start(self) -> None:
+        for tensor in chain(self.module.parameters(), self.module.buffers()):
+            if dist.get_rank(self.group):
+                tensor.zero_()
+            dist.all_reduce(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor, group=self.group)
+
+
+@defect(cause="two calls", caught_by="test_random_programs")
+class OneSwitchForAllWrappers(Plain):
+    """`no_sync` is the class's, so that no other wrapper synchronizes meanwhile."""
+
+    on: ClassVar[bool] = True
+
+    def finish_gradient_synchronization(self) -> None:
+        if OneSwitchForAllWrappers.on:
+            super().finish_gradient_synchronization()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, OneSwitchForAllWrappers.on = OneSwitchForAllWrappers.on, False
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            OneSwitchForAllWrappers.on = before
+
+
+@defect(cause="options", caught_by="test_a_call_is_the_modules_own")
+class CallsForwardItself(Plain):
+    """Without the hooks of the root module."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.forward(*args, **kwargs)
+
+
 @defect(cause="handles", caught_by="test_averages_are_there_when_it_returns")
 class DoesNotWait(Overlapped):
     def wait(self) -> None:

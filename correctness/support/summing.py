@@ -32,7 +32,8 @@ def largest(dtype: torch.dtype) -> Tensor:
 
 class Call:
     """One collective on this rank: its tensors, and what must come of them. `elements` of the smaller tensor, or of an
-    all-reduce's. `in_place`: the smaller tensor is this rank's part of the larger one.
+    all-reduce's. `in_place`: the smaller tensor is this rank's part of the larger one. `gaps`: the tensors, in that
+    order or the other, are disjoint views of one buffer, with so many elements before, between and after them.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class Call:
         *,
         group: dist.ProcessGroup | None = None,
         in_place: bool = False,
+        gaps: Sequence[int] = (),
+        swapped: bool = False,
     ) -> None:
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.name, self.group, ranks, rank = name, group, len(members), dist.get_rank(group)
@@ -51,6 +54,8 @@ class Call:
         mine = self.terms[rank].to(device, copy=True)
         own = slice(rank * elements, (rank + 1) * elements)
         self.before: Tensor | None = None
+        self.own = self.terms[rank]
+        self.around: list[Tensor] = []
         if name == "all_reduce":
             self.tensors = [mine]
         else:
@@ -65,9 +70,27 @@ class Call:
             self.tensors = [output, mine]
         if name == "reduce_scatter":
             self.terms = [term[own] for term in self.terms]
+        if gaps:
+            self._move_into_one_buffer(gaps, swapped)
+
+    def _move_into_one_buffer(self, gaps: Sequence[int], swapped: bool) -> None:
+        around = [largest(self.own.dtype).repeat(gap).to(self.tensors[0].device) for gap in gaps]
+        order = self.tensors[::-1] if swapped else self.tensors
+        between = [each for pair in zip(around, order, strict=False) for each in pair] + [around[len(order)]]
+        views = [*torch.cat(between).split([each.numel() for each in between])]
+        self.around, self.tensors = views[::2], views[1::2][:: -1 if swapped else 1]
 
     def start(self, target: Any, async_op: bool = False) -> Any:
-        return getattr(target, self.name)(*self.tensors, self.group, async_op=async_op)
+        """Its handle, if it is asynchronous."""
+        handle = getattr(target, self.name)(*self.tensors, self.group, async_op=async_op)
+        if async_op and not callable(getattr(handle, "wait", None)):
+            raise TypeError(f"{self} with async_op=True returned {handle!r}, and no handle with a wait()")
+        return handle
+
+    def __str__(self) -> str:
+        result = self.tensors[0]
+        what = f"{self.name} of {result.numel()} {str(result.dtype).removeprefix('torch.')}"
+        return what + (f" on ranks {dist.get_process_group_ranks(self.group)}" if self.group else "")
 
     @property
     def expected(self) -> Tensor:
@@ -90,18 +113,21 @@ class Call:
     def wrong(self, result: Tensor | None = None) -> list[str]:
         """What is wrong with the result, and with an input that must stay."""
         found, expected = (self.tensors[0] if result is None else result).detach().cpu().flatten(), self.expected
-        what = f"{self.name} of {found.numel()} {str(found.dtype).removeprefix('torch.')}"
-        what += f" on ranks {dist.get_process_group_ranks(self.group)}" if self.group else ""
         bad = ~((found.to(expected.dtype) - expected).abs() <= self.bound)
         lines = []
         if bad.any():
             i = int(bad.nonzero()[0])
-            lines.append(
-                f"{what}: {int(bad.sum())} of {bad.numel()} elements are wrong; found {found[i].item()!r}, expected "
-                f"{expected[i].item()!r} at [{i}]"
-            )
+            found_there = f"found {found[i].item()!r}, expected {expected[i].item()!r} at [{i}]"
+            if found[i] == largest(found.dtype):
+                found_there = f"not written: [{i}], expected {expected[i].item()!r}"
+            elif self.name == "all_reduce" and torch.equal(found[bad], self.own[bad]):
+                found_there = f"they are still this rank's own; {found_there}"
+            lines.append(f"{self}: {int(bad.sum())} of {bad.numel()} elements are wrong; {found_there}")
         if self.before is not None and not torch.equal(self.tensors[1].cpu(), self.before):
-            lines.append(f"{what}: it changes its input")
+            lines.append(f"{self}: it changes its input")
+        if any((each != largest(each.dtype)).any() for each in self.around):
+            sizes = [each.numel() for each in self.around]
+            lines.append(f"{self}: it writes around its tensors, views of one buffer with gaps of {sizes}")
         return lines
 
 

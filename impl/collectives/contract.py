@@ -15,7 +15,10 @@ from shardmark.registry import Family, RegistryError, add_family
 class Handle(Protocol):
     """Handle of an asynchronous collective. Until `wait` returns, do not touch the tensors that it reads and writes.
 
-    The collective needs no `wait` to go on. Handles may be waited for in any order, another one on each rank.
+    A rank's `wait` needs the other ranks to have started the collective, not to wait for it: it returns even if they
+    never do. What a rank can do for itself, as adding what the others sent, may be done in its `wait`. Handles may be
+    waited for in any order, another one on each rank. A second `wait` does nothing, but it may write the same result
+    again, as that of Gloo's reduce-scatter does.
     """
 
     def wait(self) -> Any:
@@ -29,8 +32,8 @@ class Collectives(Protocol):
     Each returns when its result is written; with `async_op` it returns a `Handle`, at once where it can. Any number
     may be under way. Every rank of the group must start the same collectives in the same order; ranks outside of it
     take no part, and "rank i" is the i-th of the group. Tensors are contiguous, of any shape, may be views of
-    larger ones and may have no elements. `output` and `input` are of one dtype, and with n ranks the first
-    dimension of one is n times as large as that of the other. Nothing is written but the result.
+    larger ones, or disjoint views of one, and may have no elements. `output` and `input` are of one dtype, and with n
+    ranks the first dimension of one is n times as large as that of the other. Nothing is written but the result.
 
     Sums of integers are exact. Those of floating point are at most as far off as n - 1 additions in the tensors' own
     dtype, in any order; an all-reduce's are the same on every rank to the bit.

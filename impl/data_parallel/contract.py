@@ -14,12 +14,13 @@ from shardmark.registry import Family, Race, RegistryError, add_family
 
 
 class DataParallelWrapper(Protocol):
-    """`Wrapper(module, *, process_group=None, **options)`, a class or a function, called as the module is.
+    """`Wrapper(module, *, process_group=None, **options)`, a class or a function, called as the module is: it hands its
+    arguments on to the module's own call, hooks and all.
 
-    Wrapping gives every rank of the process group its first rank's parameters and buffers, to the bit; ranks outside
-    of the group take no part. It raises ValueError for a module with no trainable parameter, and, on every rank, when
-    the ranks' modules differ in a parameter's name, shape, dtype or `requires_grad`; that error names the first
-    parameter that does.
+    Wrapping gives every rank of the process group its first rank's parameters and buffers, to the bit (a -0.0 and each
+    NaN's bits, too); ranks outside of the group take no part, and nothing changes in other wrappers, then or later. It
+    raises ValueError for a module with no trainable parameter, and, on every rank, when the ranks' modules differ in a
+    parameter's name, shape, dtype or `requires_grad`; that error names the first parameter that does.
 
     After `finish_gradient_synchronization`, between backward and `optimizer.step()`, each trainable parameter's `.grad`
     is the average over the group's ranks of what backward passes added to it there, with that parameter's shape and
@@ -29,8 +30,9 @@ class DataParallelWrapper(Protocol):
     communicated once. Buffers that forward changes are not synchronized. `state_dict` has the module's own names. Of a
     wrapper that is an `nn.Module`, `parameters()` are the module's, and `train()` and `eval()` reach it.
 
-    Options that some take: `bucket_mb`, the size in MB of 2^20 bytes of what is communicated at once, which the last
-    parameter of a bucket may exceed; `reduce_dtype`, the dtype of communication, by default the gradients' own;
+    Options that some take: `bucket_mb`, the size in MB of 2^20 bytes of what is communicated at once, in any dtype: all
+    collectives on gradients but the last of each dtype have that size, give or take one parameter; `reduce_dtype`, the
+    dtype of communication, by default the gradients' own, and wider or narrower than that;
     `find_unused_parameters`, without which every backward pass must reach every parameter.
 
     The suite's own wrappers raise RuntimeError at an `optimizer.step()` on gradients that were not averaged since
@@ -48,7 +50,8 @@ class DataParallelWrapper(Protocol):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradients of backward passes in this context stay local and accumulate, until a backward pass outside of it
-        and `finish_gradient_synchronization`. An error ends it as well."""
+        and `finish_gradient_synchronization`, which does nothing inside. An error ends it as well. One inside another
+        ends nothing but itself."""
         ...
 
 

@@ -50,6 +50,30 @@ class GathersAndSums:
         return Done() if async_op else None
 
 
+class _InWait:
+    """A handle that does the rest in its first `wait`."""
+
+    def __init__(self, handle: Any, then: Any) -> None:
+        self.handle, self.then = handle, then
+
+    def wait(self) -> None:
+        self.handle.wait()
+        if self.then is not None:
+            self.then()
+        self.then = None
+
+
+@right("communicates at once, and sums in wait()")
+class SumsInWait(GathersAndSums):
+    @staticmethod
+    @torch.no_grad()
+    def all_reduce(tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        handle = dist.all_gather(everyone, tensor, group=group, async_op=True)
+        in_wait = _InWait(handle, lambda: tensor.detach().copy_(torch.stack([_wide(x) for x in everyone]).sum(0)))
+        return in_wait if async_op else in_wait.wait()
+
+
 @right("reduces to the group's first rank and broadcasts from there; refuses tensors that require a gradient")
 class ThroughTheFirstRank:
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:

@@ -1,0 +1,106 @@
+"""Where every data-parallel wrapper starts: with the first rank's parameters and buffers, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from correctness.support.averaging import assert_nothing_wrong, wrap
+from shardmark.registry import Implementation
+from shardmark.world import World
+
+pytestmark = pytest.mark.family("data_parallel")
+
+
+class Everything(nn.Module):
+    """Parameters and buffers of every kind, with each seed's own values."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        self.weight = nn.Parameter(draw(5, 3))
+        self.narrow = nn.Parameter(draw(7).bfloat16())
+        self.frozen = nn.Parameter(draw(4).float(), requires_grad=False)
+        self.register_buffer("mean", draw(6))
+        self.register_buffer("not_persistent", draw(3), persistent=False)
+        self.register_buffer("count", torch.tensor(2**53 + 1 + seed))
+        self.register_buffer("mask", draw(40) > 0)
+
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8]
+
+
+class Extremes(nn.Module):
+    """Bits that do not survive arithmetic, as parameters and buffers; on other ranks than the first, others."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(rank)
+        self.p = nn.ParameterList(nn.Parameter(_bits(dtype, draw, rank)) for dtype in FLOATS)
+        for dtype in [*FLOATS, *INTEGERS, torch.bool]:
+            self.register_buffer(f"buffer_of_{str(dtype).removeprefix('torch.')}", _bits(dtype, draw, rank))
+
+
+def _bits(dtype: torch.dtype, draw: torch.Generator, rank: int) -> Tensor:
+    """(24,): random bytes, among which are NaNs of every payload and subnormal numbers; and the dtype's extremes."""
+    if dtype == torch.bool:
+        return torch.randint(2, (24,), generator=draw).bool()
+    bits = torch.randint(256, (16 * dtype.itemsize,), generator=draw).to(torch.uint8).view(dtype)
+    if not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        return torch.cat([bits, torch.tensor([limits.min, limits.max, limits.max - 1, 0] * 2, dtype=dtype).roll(rank)])
+    number = torch.finfo(dtype)
+    tiny = number.smallest_normal * number.eps
+    special = [-0.0, 0.0, torch.inf, -torch.inf, torch.nan, tiny, -tiny, number.max]
+    return torch.cat([bits, torch.tensor(special, dtype=torch.float64).to(dtype).roll(rank)])
+
+
+def other_bits_at_the_start(implementation: Implementation, device: str) -> list[str]:
+    module = wrap(implementation, Extremes(dist.get_rank()).to(device)).module
+    expected = Extremes(0)
+    found = dict(module.named_parameters()) | dict(module.named_buffers())
+    wrong = []
+    for name, first in [*expected.named_parameters(), *expected.named_buffers()]:
+        mine = found[name].detach().cpu()
+        bits = (x.detach().view(torch.uint8).view(len(first), -1) for x in (mine, first))
+        differ = torch.ne(*bits).any(1).nonzero().flatten().tolist()
+        wrong += [
+            f"after wrapping: {name!r} is not rank 0's to the bit: {len(differ)} of {len(first)} elements differ; "
+            f"found {mine[i].item()!r} at [{i}], rank 0's is {first[i].item()!r}"
+            for i in differ[:1]
+        ]
+    return wrong
+
+
+def test_every_rank_starts_with_rank_0s_to_the_bit(implementation: Implementation, world: World, device: str) -> None:
+    assert_nothing_wrong(world.run(other_bits_at_the_start, implementation, device))
+
+
+def differences_at_the_start(implementation: Implementation, device: str) -> list[str]:
+    module = wrap(implementation, Everything(dist.get_rank()).to(device)).module
+    found = dict(module.named_parameters()) | dict(module.named_buffers())
+    expected = Everything(0)
+    flags = [
+        f"after wrapping: {name!r} requires {'a' if found[name].requires_grad else 'no'} gradient, unlike before"
+        for name, parameter in expected.named_parameters()
+        if found[name].requires_grad != parameter.requires_grad
+    ]
+    return flags + [
+        f"after wrapping: {name!r} begins with {found[name].flatten()[:3].tolist()}, and rank 0's with "
+        f"{first.flatten()[:3].tolist()}"
+        for name, first in [*expected.named_parameters(), *expected.named_buffers()]
+        if not torch.equal(found[name].detach().cpu(), first.detach())
+    ]
+
+
+def test_every_rank_starts_with_rank_0s_parameters_and_buffers(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_nothing_wrong(world.run(differences_at_the_start, implementation, device))
