@@ -13,6 +13,7 @@ from shardmark import registry, torchrun
 from shardmark.budget import AbsoluteBudget, confidence, read_budgets
 from shardmark.clock import DeviceClock
 from shardmark.deadline import TRIED, Deadlines
+from shardmark.ending import Ending
 from shardmark.grid import SCALES
 from shardmark.hardware import Roofline, measure_roofline
 from shardmark.link import Link, LinkError
@@ -53,12 +54,15 @@ class Session:
         self.matched_budgets: set[str] = set()
         self.judgements = 1
         self.trace = TraceFolder(Path(option("trace_dir"))) if option("trace_dir") else None
+        self.ending = Ending()
         self.questions = Questions()
+        self.shown = False
+        """Whether the tables have been printed."""
         self.clock = DeviceClock()
         self.link = _link(option("link"), self.device)
         self.worlds: Worlds | torchrun.TorchrunWorlds = Worlds(self.device, self.link)
         # Last, as what it opens has to be closed again.
-        self.rows = RowFile(config, writes=not _is_helping())
+        self.rows = RowFile(config, self.ending, writes=not _is_helping())
         self._rooflines: dict[str, Roofline] = {}
 
     @property
