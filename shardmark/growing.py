@@ -33,17 +33,19 @@ class GrowingFile:
     Until the first row an older file stays. Locks on both copies tell a second run that this one goes on.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: int | None = None) -> None:
         self.shown = path
         self.path = Path(os.path.realpath(path))  # a link stays one
         self.hidden = self.path.with_name(f".{self.path.name}.partial")
         self._aside = self.path.with_name(f".{self.path.name}.aside")
         self.rows = 0
+        self.taken = (0, 0)
+        """How many of each list are in it, for whoever appends."""
         self._opening = b""
         self._unmeasured = bytearray()
         self._named: _Copy | None = None
         self._spare: _Copy | None = None
-        self._mode: int | None = None
+        self._mode = mode
         try:
             if self.path.exists():
                 older = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -72,6 +74,8 @@ class GrowingFile:
             self._exchange(spare)
         except BaseException:
             del self._unmeasured[before:]
+            if self._spare is not None:
+                self._spare.opening = 0  # it may have more than the named copy
             raise
         self.rows = count
 
@@ -87,16 +91,26 @@ class GrowingFile:
         """Whether the file under that name is this one, with so many rows."""
         return self.rows == rows and self._named is not None and self._named.is_at(self.path)
 
+    def remove(self) -> None:
+        """Take the path's name away again."""
+        with suppress(OSError):
+            self.path.unlink()
+
     def close(self) -> None:
         """Without a row there is no file, and an older one stays."""
         with suppress(OSError):
             self._aside.unlink(missing_ok=True)
-            if self._spare is not None and self._spare.is_at(self.hidden):
-                self.hidden.unlink()
         for copy in (self._spare, self._named):
             if copy is not None:
-                os.close(copy.descriptor)
+                self._remove(copy)
         self._spare = self._named = None
+
+    def _remove(self, copy: _Copy) -> None:
+        """Close it, and where it has the hidden name, take that away."""
+        with suppress(OSError):
+            if copy.is_at(self.hidden):
+                self.hidden.unlink()
+        os.close(copy.descriptor)
 
     def _exchange(self, spare: _Copy) -> None:
         """The spare copy takes the path's name; where the file system has links, the named one becomes the spare."""
@@ -136,8 +150,11 @@ class GrowingFile:
                     if self._mode is not None:
                         os.fchmod(descriptor, self._mode)
                     return copy
-            except BaseException:
+            except RowFileError:
                 os.close(descriptor)
+                raise
+            except BaseException:
+                self._remove(copy)
                 raise
             os.close(descriptor)
 
@@ -155,7 +172,7 @@ class GrowingFile:
 
 @dataclass
 class _Copy:
-    """What a file has: in bytes, where its lists begin, and how long they are. Without an opening, nothing yet."""
+    """What a file has: in bytes, where its lists begin, and how long they are. Without an opening, nothing valid."""
 
     descriptor: int
     opening: int = 0
@@ -170,7 +187,7 @@ class _Copy:
         begin = 0 if whole else self.benchmarks
         rows = other._benchmarks_from(begin) if other is not None else b""
         rows += _joined(benchmarks, after=begin + len(rows))
-        start, self.opening = self.opening, 0  # should this fail it is written anew
+        start = self.opening
         if whole:
             room = 2 * len(unmeasured)
             self._put(opening + unmeasured.ljust(room) + _MIDDLE + rows + _CLOSING, 0)
@@ -178,12 +195,13 @@ class _Copy:
         else:
             self._put(bytes(unmeasured[self.unmeasured :]), start + self.unmeasured)
             self._put(rows + _CLOSING, start + self.room + len(_MIDDLE) + begin)
-        self.unmeasured, self.benchmarks, self.opening = len(unmeasured), begin + len(rows), start
+        self.unmeasured, self.benchmarks = len(unmeasured), begin + len(rows)
+        self.opening = start
         os.ftruncate(self.descriptor, start + self.room + len(_MIDDLE) + self.benchmarks + len(_CLOSING))
 
     def write_all(self, data: bytes) -> None:
         """That alone."""
-        self.opening = 0
+        self.opening = 0  # no lists any more
         self._put(data, 0)
         os.ftruncate(self.descriptor, len(data))
 

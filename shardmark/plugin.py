@@ -103,9 +103,12 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         keep_compiled_code_apart()
         with closing(start_session(config)) as session:
             print(registry.listing(session.device))
+            session.ending.leave()
         return 0
     if torchrun.launched() and torchrun.rank() > 0:
-        torchrun.serve(start_session(config).device)
+        session = start_session(config)
+        session.ending.leave()
+        torchrun.serve(session.device)
         return 0
     return None
 
@@ -123,7 +126,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     keep_compiled_code_apart()
     session = start_session(config)
-    session.ending.handle()
     config.stash[SESSION] = session
     if torchrun.launched():  # at once, as the other ranks are waiting
         try:

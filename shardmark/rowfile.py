@@ -9,7 +9,10 @@ expect times in "benchmarks".
 
 from __future__ import annotations
 
+import secrets
 import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,7 +43,8 @@ class RowFile:
         self.trouble: str | None = None
         """What kept rows from the file, in one line, as it last happened."""
         self._file: GrowingFile | None = None
-        self._written = self._unmeasured_written = 0
+        self._rescued: GrowingFile | None = None
+        """All rows, elsewhere, from when on they could not be in the file."""
         if self.path is not None and writes:
             self._file = GrowingFile(self.path)
 
@@ -53,6 +57,8 @@ class RowFile:
         if self._file is not None:
             with self._ending.held():
                 self._attempt(self._append, self._file)
+                if not self._file.is_whole(len(self.rows)):
+                    self._rescue()
 
     def backends(self, family: str) -> list[str]:
         """What ran underneath that family's workloads in this run, by name."""
@@ -81,9 +87,13 @@ class RowFile:
             if self.trouble is not None and file.is_whole(len(self.rows)):
                 self.trouble = None  # it has every row
             elif self.trouble is not None:
-                self._attempt(self._rescue)
+                self._say_where_they_are()
+            elif self._rescued is not None:
+                self._rescued.remove()
             self._benchmarks.json = None  # it would write in place, and lose all that it cannot finish
-        file.close()
+        for each in (file, self._rescued):
+            if each is not None:
+                each.close()
 
     def _attempt(self, write: Any, *args: Any) -> None:
         """Whatever fails, tests go on; what failed is a line in the summary."""
@@ -93,25 +103,50 @@ class RowFile:
             self.trouble = f"{type(error).__name__}: {error}"
 
     def _append(self, file: GrowingFile) -> None:
-        """All that is not in the file yet: after a failure more than one row."""
-        new = self._benchmarks.benchmarks[self._written :]
+        """All that is not in that file yet: after a failure more than one row."""
+        timed, untimed = file.taken
+        new, unmeasured = self._benchmarks.benchmarks[timed:], self.unmeasured[untimed:]
         output = self._output(new)
-        unmeasured = self.unmeasured[self._unmeasured_written :]
         benchmarks = [dumped(entry) for entry in output.pop("benchmarks")]
         output.pop("unmeasured", None)
         file.append(output, benchmarks, [dumped(entry) for entry in unmeasured], count=len(self.rows))
-        self._written += len(new)
-        self._unmeasured_written += len(unmeasured)
+        file.taken = timed + len(new), untimed + len(unmeasured)
 
     def _write_whole(self, file: GrowingFile) -> None:
         file.replace(dumped(self._output(self._benchmarks.benchmarks), indent=4))
-        self.trouble = None
 
-    def _rescue(self) -> None:
-        """Rows that cannot be where they should be are where anything can be."""
-        with tempfile.NamedTemporaryFile("w", prefix="shardmark-rows-", suffix=".json", delete=False) as file:
-            file.write(dumped(self._output(self._benchmarks.benchmarks), indent=4))
-        self.trouble, self.path = f"{self.trouble}; all rows are in {file.name}", Path(file.name)
+    def _rescue(self) -> bool:
+        """Rows that cannot be where they should be are where anything can be; whether there is such a place."""
+        if self._rescued is not None:
+            with suppress(Exception):
+                self._append(self._rescued)
+                return True
+        for folder in _folders_for_anything():
+            with suppress(Exception):  # full as well, or gone
+                other = GrowingFile(folder / f"shardmark-rows-{secrets.token_hex(4)}.json", mode=0o600)
+                try:
+                    self._append(other)
+                except BaseException:
+                    other.close()
+                    raise
+                if self._rescued is not None:
+                    self._rescued.remove()
+                    self._rescued.close()
+                self._rescued = other
+                return True
+        return False
+
+    def _say_where_they_are(self) -> None:
+        if not self._rescue() or self._rescued is None:
+            where = (
+                f"the last of them in {self._rescued.path}" if self._rescued else "and nowhere else is room for them"
+            )
+            self.trouble, self.path = f"{self.trouble}; {where}", None
+            return
+        with suppress(Exception):  # it is whole as it is
+            self._write_whole(self._rescued)
+        self.path = self._rescued.path
+        self.trouble = f"{self.trouble}; all rows are in {self.path}"
 
     def _output(self, benchmarks: list[Any]) -> Entry:
         """What pytest-benchmark would write of these."""
@@ -138,3 +173,9 @@ class RowFile:
     @cached_property
     def _commit_info(self) -> Entry:
         return self.config.hook.pytest_benchmark_generate_commit_info(config=self.config)
+
+
+def _folders_for_anything() -> Iterator[Path]:
+    for folder in (tempfile.gettempdir, Path.cwd, Path.home, lambda: "/var/tmp", lambda: "/dev/shm"):
+        with suppress(OSError, RuntimeError):  # none for temporary files; a folder that is gone; no home
+            yield Path(folder())

@@ -35,7 +35,7 @@ class Session:
     bad value.
     """
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config, ending: Ending) -> None:
         option = config.getoption
         self.config = config
         self.device = _device(option("device"), option("ranks"))
@@ -54,7 +54,7 @@ class Session:
         self.matched_budgets: set[str] = set()
         self.judgements = 1
         self.trace = TraceFolder(Path(option("trace_dir"))) if option("trace_dir") else None
-        self.ending = Ending()
+        self.ending = ending
         self.questions = Questions()
         self.shown = False
         """Whether the tables have been printed."""
@@ -212,10 +212,17 @@ def _told_apart(implementation: Implementation, others: list[Implementation]) ->
 
 
 def start_session(config: pytest.Config) -> Session:
-    """The session's state; what a user got wrong becomes pytest's one-line usage error, exit status 4."""
+    """The session's state, which a signal now ends; what a user got wrong becomes pytest's one-line usage error, exit
+    status 4.
+    """
+    ending = Ending()
+    ending.handle()
     try:
-        return Session(config)
-    except ValueError as error:
-        raise pytest.UsageError(printable(str(error))) from None
-    except KeyboardInterrupt:
-        raise pytest.UsageError("interrupted while what --impl names was imported and tried") from None
+        return Session(config, ending)
+    except BaseException as error:
+        ending.leave()
+        if isinstance(error, ValueError):
+            raise pytest.UsageError(printable(str(error))) from None
+        if isinstance(error, KeyboardInterrupt):
+            raise pytest.UsageError("interrupted while the options were checked") from None
+        raise
