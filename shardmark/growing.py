@@ -35,9 +35,6 @@ class GrowingFile:
 
     def __init__(self, path: Path, mode: int | None = None) -> None:
         self.shown = path
-        self.path = Path(os.path.realpath(path))  # a link stays one
-        self.hidden = self.path.with_name(f".{self.path.name}.partial")
-        self._aside = self.path.with_name(f".{self.path.name}.aside")
         self.rows = 0
         self.taken = (0, 0)
         """How many of each list are in it, for whoever appends."""
@@ -47,6 +44,11 @@ class GrowingFile:
         self._spare: _Copy | None = None
         self._mode = mode
         try:
+            self.path = Path(os.path.realpath(path))  # a link stays one
+            self.hidden = self.path.with_name(f".{self.path.name}.partial")
+            self._aside = self.path.with_name(f".{self.path.name}.aside")
+            if self.path.is_symlink():
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
             if self.path.exists():
                 older = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
                 try:
@@ -55,11 +57,13 @@ class GrowingFile:
                 finally:
                     os.close(older)
             self._spare = self._new_copy()
+        except RowFileError:
+            raise
+        except FileNotFoundError as error:
+            folder = (self.path if path.is_symlink() else path).parent
+            why = error.strerror if folder.is_dir() else f"there is no folder {folder}"
+            raise RowFileError(f"--benchmark-json {path}: {why}") from None
         except (OSError, ValueError) as error:
-            if isinstance(error, RowFileError):
-                raise
-            if not self.path.parent.is_dir():
-                raise RowFileError(f"--benchmark-json {path}: there is no folder {path.parent}") from None
             raise RowFileError(f"--benchmark-json {path}: {getattr(error, 'strerror', error)}") from None
 
     def append(self, head: Entry, benchmarks: list[str], unmeasured: list[str], count: int) -> None:

@@ -83,13 +83,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--seed",
-        type=int,
-        default=0,
+        default="0",
         help="of the inputs that tests draw: the same ones in each run, unless another seed is given",
     )
     group.addoption(
         "--deadline",
-        type=float,
         default=None,
         metavar="SECONDS",
         help="how long a test may take on what --impl names before it counts as hung: 60; 3 once it has hung",

@@ -42,6 +42,8 @@ class RowFile:
         """The full names of their tests."""
         self.trouble: str | None = None
         """What kept rows from the file, in one line, as it last happened."""
+        self.not_saved: str | None = None
+        """Why `--benchmark-save` has not come about."""
         self._file: GrowingFile | None = None
         self._rescued: GrowingFile | None = None
         """All rows, elsewhere, from when on they could not be in the file."""
@@ -75,7 +77,10 @@ class RowFile:
                 self._finish(self._file)
             self._file = None
             if self._benchmarks is not None and (self._benchmarks.save or self._benchmarks.autosave):
-                self._attempt(self._benchmarks.handle_saving)
+                try:
+                    self._benchmarks.handle_saving()
+                except Exception as error:
+                    self.not_saved = f"{type(error).__name__}: {error}"
                 self._benchmarks.save = self._benchmarks.autosave = None
 
     def _finish(self, file: GrowingFile) -> None:
