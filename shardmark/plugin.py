@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Generator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -153,7 +153,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         session.close()
         terminal = config.pluginmanager.get_plugin("terminalreporter")
         if session.rows.rows and not session.shown and terminal is not None:
-            pytest_terminal_summary(terminal, config)
+            with suppress(OSError):  # nobody reads what is printed
+                pytest_terminal_summary(terminal, config)
     finally:
         session.ending.leave()
 

@@ -92,7 +92,7 @@ class RowFile:
             if self.trouble is not None and file.is_whole(len(self.rows)):
                 self.trouble = None  # it has every row
             elif self.trouble is not None:
-                self._say_where_they_are()
+                self._say_where_they_are(file)
             elif self._rescued is not None:
                 self._rescued.remove()
             self._benchmarks.json = None  # it would write in place, and lose all that it cannot finish
@@ -141,11 +141,10 @@ class RowFile:
                 return True
         return False
 
-    def _say_where_they_are(self) -> None:
+    def _say_where_they_are(self, file: GrowingFile) -> None:
         if not self._rescue() or self._rescued is None:
-            where = (
-                f"the last of them in {self._rescued.path}" if self._rescued else "and nowhere else is room for them"
-            )
+            most = max((each for each in (file, self._rescued) if each is not None), key=lambda each: each.rows)
+            where = f"only {most.rows} of {len(self.rows)} rows are in {most.shown}"
             self.trouble, self.path = f"{self.trouble}; {where}", None
             return
         with suppress(Exception):  # it is whole as it is

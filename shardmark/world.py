@@ -11,6 +11,7 @@ them, they do not outlive it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import multiprocessing
 import multiprocessing.forkserver  # it keeps the server; pytest in a test would forget it, and start another
 import os
@@ -19,6 +20,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import tempfile
 import time
 import weakref
@@ -47,6 +49,7 @@ PRELOADED += ["shardmark.rank", "pytest"]
 dynamo, test modules pytest, and what torch.distributed.optim compiles as it is imported takes half a second."""
 LONGEST_FOLDER = 107 - len("/pymp-01234567/listener-01234567")
 """Bytes of the longest folder path in which multiprocessing can make a socket: a socket's own path has 107 at most."""
+_SIOCGIFFLAGS = 0x8913
 PROBE = 5.0
 """Seconds that ranks get to meet in a collective that says whether they are in step."""
 RANKS_PER_CORE = 8
@@ -81,6 +84,8 @@ class World:
 
     def __init__(self, size: int, device: str = "cpu", link: Link | None = None) -> None:
         check_size(size, device)
+        if device == "cpu" and link is None and not _loopback_is_up():
+            raise WorldError("ranks talk over the loopback interface, and it is down: ip link set lo up")
         self.size = size
         self.device = device
         self.deadline = DEADLINE
@@ -264,6 +269,16 @@ def _end_of_process(process: Any) -> int:
         return os.pidfd_open(process.pid)
     except (AttributeError, OSError):  # no Linux of 2019 or later
         return os.dup(process.sentinel)
+
+
+def _loopback_is_up() -> bool:
+    """Whether the interface "lo" may carry traffic; also where nobody can tell."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("16sH14x", b"lo", 0))
+        except OSError:
+            return True
+    return bool(struct.unpack_from("H", answer, 16)[0] & 1)
 
 
 def _make_room_for_sockets() -> None:
