@@ -67,7 +67,7 @@ def test_world(worlds):
 """
 OPTIONS = ("--device=cpu", "-p", "no:cacheprovider", "--benchmark-quiet", "-q")
 
-LIMIT = 120.0
+LIMIT = 300.0
 """Seconds after which a run counts as hung."""
 
 
