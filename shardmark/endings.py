@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -22,8 +23,10 @@ HINTS = {
 }
 """What may be behind a signal."""
 
-PYTHON = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")) + tuple(torch.__path__)
-"""Folders of code that is not the user's."""
+PYTHON = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")]
+OWN = os.path.dirname(__file__)
+OTHERS = (*PYTHON, *torch.__path__, OWN, "<")
+"""How files begin whose code is not the user's."""
 
 
 def end_of_process(process: Any) -> int:
@@ -110,19 +113,19 @@ def _frames(stack: str) -> list[tuple[str, str, str]]:
 
 def _place(stack: str) -> str:
     """The function that it is in, and the user's own line that led there."""
-    frames = _frames(stack)
+    frames = [frame for frame in _frames(stack) if not frame[0].startswith(OWN)]
     if not frames:
         return "code without a Python stack"
     for i, (file, line, name) in enumerate(frames):
-        if not file.startswith((*PYTHON, "<")) and name != "perform":
+        if not file.startswith(OTHERS):
             inside = f"{frames[0][2]}, called in " if i else ""
             return f"{inside}{name} ({os.path.basename(file)}:{line})"
     return frames[0][2]
 
 
 def _waits_for_others(stack: str) -> bool:
-    frames = _frames(stack)
-    return bool(frames) and "torch/distributed/" in frames[0][0]
+    inside = itertools.takewhile(lambda frame: frame[0].startswith(OTHERS), _frames(stack))
+    return any("torch/distributed/" in file for file, _, _ in inside)
 
 
 def _is_stopped(pid: int) -> bool:

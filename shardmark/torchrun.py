@@ -51,6 +51,9 @@ def _join(device: str) -> tuple[dist.Store, Seal]:
     """Join the process group; the store that carries calls and answers, and what they are sealed with."""
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     seal = Seal(launch_key(first=rank() == 0, one_machine=local_size == world_size()))
+    if local_size == world_size():  # on one machine, as the ranks of `World`
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     store, rank_, size = next(dist.rendezvous("env://"))
     join_group(dist.PrefixStore("shardmark/group", store), rank_, size, device, local_rank, local_size)
     dist.barrier()
@@ -103,7 +106,8 @@ class TorchrunWorld:
             answers = self._ask(function, args, self.deadline if deadline is None else deadline)
             left = Left(function, answers, self._in_step(answers))
         finally:
-            self.lost_by = f"{getattr(function, "__qualname__", function)} has ended torchrun's ranks, which cannot be replaced from here"
+            name = getattr(function, "__qualname__", repr(function))
+            self.lost_by = f"{name} has ended torchrun's ranks, which cannot be replaced from here"
         if left.broken:
             self.alive = False
         left.warn()
