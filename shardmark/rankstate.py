@@ -115,8 +115,8 @@ class RankState:
             if isinstance(owner, type):  # what hides an inherited attribute
                 found += [name for name in now.keys() - before.keys() if any(name in vars(c) for c in owner.mro()[1:])]
             for name in found:
-                if (owner, name) == (torch, "Storage") or (owner is nn.Module and name.startswith("__")):
-                    continue  # PyTorch's own doing: the default dtype's, and the compiler's
+                if _is_pytorchs_doing(owner, name):
+                    continue
                 if name in before:
                     setattr(owner, name, before[name])
                 else:
@@ -153,13 +153,23 @@ class RankState:
 
     def _running_threads(self) -> str | None:
         end = time.monotonic() + ENDING
-        while running := [
-            frame for thread, frame in sys._current_frames().items() if thread not in self._threads and _works(frame)
-        ]:
+        while running := [frame for frame in self._new_threads() if _works(frame)]:
             if time.monotonic() > end:
                 return "a thread" if len(running) == 1 else f"{len(running)} threads"
             time.sleep(ENDING / 20)
         return None
+
+    def _new_threads(self) -> list[FrameType]:
+        """Where they are; not daemons, such as a wrapper's own that waits for collectives."""
+        daemons = {thread.ident for thread in threading.enumerate() if thread.daemon}
+        return [f for thread, f in sys._current_frames().items() if thread not in self._threads | daemons]
+
+
+def _is_pytorchs_doing(owner: Any, name: str) -> bool:
+    """What the default dtype, the compiler and the first optimizer of a class change."""
+    if owner is torch or owner is nn.Module:
+        return name == "Storage" or name.startswith("__")
+    return name == "step" and hasattr(vars(owner).get(name), "hooked")
 
 
 def _identity(number: int) -> tuple[int, int] | None:

@@ -15,17 +15,11 @@ from typing import Any
 import torch
 from torch.backends import cuda
 from torch.nn.modules import module
-from torch.optim import optimizer
 
 Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
-_HOOKS = [
-    hooks
-    for each in (module, optimizer)
-    for name, hooks in vars(each).items()
-    if name.startswith("_global") and isinstance(hooks, dict)
-]
-"""Those that PyTorch calls for every module and every optimizer."""
+_HOOKS = [hooks for name, hooks in vars(module).items() if name.startswith("_global") and isinstance(hooks, dict)]
+"""Those that PyTorch calls for every module. Those for every optimizer a wrapper registers once, for good."""
 
 
 _FLAGS = [
@@ -144,7 +138,7 @@ SETTINGS: dict[str, Setting] = {
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda mode: torch.autograd.set_detect_anomaly(*mode),
     ),
-    "a hook of all modules or optimizers": (lambda: [dict(hooks) for hooks in _HOOKS], _set_hooks),
+    "a hook of all modules": (lambda: [dict(hooks) for hooks in _HOOKS], _set_hooks),
     "a hook of saved tensors": (_saved_tensors_hooks, _drop_saved_tensors_hooks),
     "flushing of denormal numbers": (_flushes_denormals, torch.set_flush_denormal),
     **{

@@ -15,6 +15,8 @@ from correctness.support.paths import ROOT
 from correctness.support.processes import wait_until
 
 PHASES = ("setup", "step", "teardown", "measured")
+OTHERS = "torchinductor_", "pytest-of-"
+"""How temporary files begin that PyTorch and pytest keep."""
 MARK = "SHARDMARK_FAULT_RUN"
 """The environment's name of a run's folder, by which every process that it has started is known."""
 
@@ -100,6 +102,10 @@ def is_as_ever(world):
     found = world.run(state)
     EXPECTED[:] = EXPECTED or [found]
     assert found == EXPECTED[0]
+
+
+def test_before_all(worlds):
+    is_as_ever(worlds(SIZE))
 
 
 @pytest.fixture
@@ -195,7 +201,7 @@ def _left(folder: Path) -> list[str]:
     """Processes, temporary files and shared memory that are there when they have had time to end."""
     wait_until(lambda: not _processes(folder), 10)
     processes = [f"process {pid}" for pid in _processes(folder)]
-    files = [str(file) for file in (folder / "tmp").iterdir() if not file.name.startswith("torchinductor_")]
+    files = [str(file) for file in (folder / "tmp").iterdir() if not file.name.startswith(OTHERS)]
     shared = [str(file) for file in Path("/dev/shm").glob("shardmark_fault_*")]
     return processes + files + shared
 

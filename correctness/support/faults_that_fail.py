@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -295,16 +294,3 @@ def writes_to_its_sockets() -> None:
 def closes_all_its_files() -> None:
     if on_rank_1():
         os.closerange(3, 1024)
-
-
-_kept: list[Any] = []
-
-
-@fails("exited with 6$")
-def ends_with_shared_tensors_and_files() -> None:
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    _kept.append(torch.ones(10).share_memory_())
-    _kept.append(tempfile.mkstemp())
-    if on_rank_1():
-        os._exit(6)
-    meet()

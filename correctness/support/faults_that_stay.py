@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from correctness.support.fault_table import on_rank_1, passes, warns
+from correctness.support.fault_table import fails, meet, on_rank_1, passes, warns
 
 # It leaves its process other than it was.
 
@@ -92,7 +92,7 @@ def leaves_patched_arithmetic() -> None:
     math.sqrt = lambda x: x  # type: ignore[assignment]
 
 
-@warns("a hook of all modules or optimizers")
+@warns("a hook of all modules")
 def leaves_a_hook() -> None:
     torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: 0)
 
@@ -222,3 +222,13 @@ _kept: list[Any] = []
 @passes()
 def keeps_shared_memory() -> None:
     _kept.append(SharedMemory(create=True, size=100, name=f"shardmark_fault_{os.getpid()}"))
+
+
+@fails("exited with 6$")
+def ends_with_shared_tensors_and_files() -> None:
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    _kept.append(torch.ones(10).share_memory_())
+    _kept.append(tempfile.mkstemp())
+    if on_rank_1():
+        os._exit(6)
+    meet()
