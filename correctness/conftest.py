@@ -41,6 +41,16 @@ def pytest_configure() -> None:
     interpret_without_detours()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """How many random examples: few of our own each time, more of what `--impl` names, and many in the sweep."""
+    mark, family = (metafunc.definition.get_closest_marker(name) for name in ("examples", "family"))
+    if mark is not None and family is not None:
+        each_time, judged, many = mark.args
+        chosen = family.args[0] in metafunc.config.stash[SESSION].selected
+        numbers = [judged if chosen else each_time, pytest.param(many, marks=pytest.mark.sweep)]
+        metafunc.parametrize("examples", numbers)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave most of what is slow to the sweep, and the sweep to those who ask for it.

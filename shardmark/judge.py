@@ -2,7 +2,7 @@
 
     attention=mine.py:MyFlash is WRONG: 212 of 230 contract checks passed, 15 failed, 3 not run
       first: test_a_query_does_not_see_later_keys[MyFlash]: query 3 depends on key 4
-      not run: 3 because it has no option 'dropout'
+      not run: 3 because its signature has no option 'dropout'
 
 A contract check is a test that runs over implementations of a family and measures nothing.
 """

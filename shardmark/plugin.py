@@ -181,7 +181,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 pytest.param(
                     entry,
                     id=entry.name,
-                    marks=[pytest.mark.skip(reason=f"it has no option {option!r}")] if entry in lacking else [],
+                    marks=[pytest.mark.skip(reason=f"its signature has no option {option!r}")]
+                    if entry in lacking
+                    else [],
                 )
                 for entry in entries
             ],

@@ -90,10 +90,7 @@ class Implementation:
 
     def accepts(self, option: str) -> bool:
         """Whether the target has a parameter of that name, as far as is known."""
-        try:
-            return self.target is None or option in inspect.signature(self.target).parameters
-        except ValueError:  # what is written in C may have no signature
-            return False
+        return self.target is None or option in _parameters(self.target)
 
     def __str__(self) -> str:
         return self.name
@@ -101,6 +98,18 @@ class Implementation:
     def __reduce__(self) -> tuple[Any, ...]:
         # Ranks get it by name: they import the family's package, which registers everything in it again.
         return _restore, (FAMILIES[self.family].contract.__module__, self.family, self.spec)
+
+
+def _parameters(target: Any) -> set[str]:
+    """The names of a call's parameters: of a class that takes `**options`, those of its base classes as well."""
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except ValueError:  # what is written in C may have no signature
+        return set()
+    names = {p.name for p in parameters}
+    if isinstance(target, type) and any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return names.union(*map(_parameters, target.__bases__))
+    return names
 
 
 @dataclass

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from correctness.support.fuzzing import fuzzed
 from shardmark.registry import Implementation
 
 pytestmark = pytest.mark.family("checkpointing")
@@ -230,30 +231,14 @@ def _said(x: Tensor | None) -> str:
     return "none" if x is None else f"{x.flatten()[:3].tolist()}... in {x.dtype}"
 
 
-def _judged(implementation: Implementation, device: str, examples: int, note: Any) -> None:
-    @seed(torch.initial_seed())
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink) if examples > 100 else (Phase.generate,),
-    )
+@pytest.mark.examples(40, 120, 600)
+def test_any_model_in_any_pass_is_to_the_bit_what_it_is_without(
+    implementation: Implementation, examples: int, device: str, record_property: Any
+) -> None:
+    @fuzzed(examples)
     @given(plan=PLANS)
     def to_the_bit(plan: Plan) -> None:
         if refused := _to_the_bit(implementation, plan, device):
-            note("note", refused)
+            record_property("note", refused)
 
     to_the_bit()
-
-
-def test_any_model_in_any_pass_is_to_the_bit_what_it_is_without(
-    implementation: Implementation, device: str, record_property: Any
-) -> None:
-    _judged(implementation, device, 40, record_property)
-
-
-@pytest.mark.sweep
-def test_any_of_many_models_is(implementation: Implementation, device: str, record_property: Any) -> None:
-    _judged(implementation, device, 600, record_property)

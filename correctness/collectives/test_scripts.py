@@ -118,12 +118,9 @@ class _Returned:
         return None
 
 
-def test_random_scripts_of_collectives(implementation: Implementation, world: World, device: str) -> None:
-    for seed in torch.randint(2**31, (6,)).tolist():
-        assert_right(world.run(play, implementation, seed, device))
-
-
-@pytest.mark.sweep
-def test_many_random_scripts_of_collectives(implementation: Implementation, world: World, device: str) -> None:
-    for seed in torch.randint(2**31, (60,)).tolist():
+@pytest.mark.examples(6, 18, 60)
+def test_random_scripts_of_collectives(
+    implementation: Implementation, world: World, examples: int, device: str
+) -> None:
+    for seed in torch.randint(2**31, (examples,)).tolist():
         assert_right(world.run(play, implementation, seed, device))

@@ -104,12 +104,9 @@ def play(implementation: Implementation, seed: int, device: str) -> list[str]:
     return []
 
 
-def test_random_programs_of_no_sync_on_two_wrappers(implementation: Implementation, world: World, device: str) -> None:
-    for seed in torch.randint(2**31, (8,)).tolist():
-        assert_nothing_wrong(world.run(play, implementation, seed, device))
-
-
-@pytest.mark.sweep
-def test_many_random_programs_of_no_sync(implementation: Implementation, world: World, device: str) -> None:
-    for seed in torch.randint(2**31, (80,)).tolist():
+@pytest.mark.examples(8, 24, 80)
+def test_random_programs_of_no_sync_on_two_wrappers(
+    implementation: Implementation, world: World, examples: int, device: str
+) -> None:
+    for seed in torch.randint(2**31, (examples,)).tolist():
         assert_nothing_wrong(world.run(play, implementation, seed, device))

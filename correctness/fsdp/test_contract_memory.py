@@ -135,22 +135,30 @@ def test_full_parameters_are_freed_after_forward_where_that_is_asked_for(
     )
 
 
+def train(model: Any, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+    model.finish_gradient_synchronization()
+
+
 def reachable_on_rank(implementation: Implementation, event: str, device: str) -> int:
-    """Bytes of the storages behind parameters() and their .grad once a step is synchronized, each counted once."""
+    """Bytes of the storages behind parameters() and their .grad, each counted once."""
     x = torch.ones(1, WIDTH, device=device)
     model = wrap(implementation, layers(device), wrap=LINEARS)
-    for _ in range(1 + (event == "after a second backward")):
-        model(x).square().mean().backward()
-        model.finish_gradient_synchronization()
+    train(model, x)
     if event == "after clipping" and hasattr(model, "clip_grad_norm_"):
         model.clip_grad_norm_(0.1)
     if event == "after the optimizer's step":
         SGDs(model).step()
-    if event == "after evaluation":
+    if event in (EVALUATION, EVALUATION_AND_BACKWARD):
         with torch.no_grad():
             model(x)
+    if event in ("after a second backward", EVALUATION_AND_BACKWARD):
+        train(model, x)
     tensors = [local(each) for p in model.parameters() for each in (p, p.grad) if each is not None]
     return sum({s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}.values())
+
+
+EVALUATION, EVALUATION_AND_BACKWARD = "after evaluation", "after evaluation and one more backward"
 
 
 @pytest.mark.parametrize(
@@ -160,19 +168,25 @@ def reachable_on_rank(implementation: Implementation, event: str, device: str) -
         "after a second backward",
         "after clipping",
         "after the optimizer's step",
-        "after evaluation",
+        EVALUATION,
+        EVALUATION_AND_BACKWARD,
     ],
-    ids=["one_backward", "two_backwards", "clipped", "stepped", "evaluated"],
+    ids=["one_backward", "two_backwards", "clipped", "stepped", "evaluated", "evaluated_and_one_backward"],
 )
 def test_shards_and_their_gradients_keep_nothing_larger_alive(
-    implementation: Implementation, world: World, event: str, device: str
+    implementation: Implementation, world: World, event: str, device: str, record_property: Any
 ) -> None:
-    """A view keeps all the memory of the tensor that it was cut from."""
+    """A view keeps all the memory of the tensor that it was cut from. After evaluation more is a note.
+
+    PyTorch's FSDP2 leaves the root module's full parameters there until the next backward.
+    """
     limit = (2 / world.size + SLACK) * TOTAL
     found = max(world.run(reachable_on_rank, implementation, event, device))
-    _assert_none(
+    problem = (
         f"{event}, the storages behind parameters() and their .grad are {found:,} bytes: {found / TOTAL:.2f} of the "
         f"model's {TOTAL:,}, expected at most {limit / TOTAL:.2f} on {world.size} ranks"
-        if found > limit
-        else ""
     )
+    if event == EVALUATION and found > limit:
+        record_property("note", problem)
+    else:
+        _assert_none(problem if found > limit else "")

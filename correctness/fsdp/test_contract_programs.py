@@ -155,16 +155,10 @@ def play_on_rank(implementation: Implementation, seed: int, device: str) -> str:
     return ""
 
 
+@pytest.mark.examples(1, 4, 40)
 def test_programs_do_what_they_do_to_an_unsharded_model(
-    implementation: Implementation, world: World, device: str
+    implementation: Implementation, world: World, examples: int, device: str
 ) -> None:
     """The run's --seed draws the same programs again."""
-    assert_none(world.run(play_on_rank, implementation, int(torch.randint(2**20, ())), device))
-
-
-@pytest.mark.sweep
-def test_many_programs_do_what_they_do_to_an_unsharded_model(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    for _ in range(40):
+    for _ in range(examples):
         assert_none(world.run(play_on_rank, implementation, int(torch.randint(2**20, ())), device))

@@ -99,15 +99,15 @@ def test_a_verdict_for_each_target_and_what_was_not_run(project: pytest.Pytester
     ]
     assert verdicts[1:-1] == [
         "double=plain is right: 4 of 5 contract checks passed, 1 not run",
-        "  not run: 1 because it has no option 'exactly'",
+        "  not run: 1 because its signature has no option 'exactly'",
         "  note: one is doubled in one step",
         "double=squares is WRONG: 2 of 5 contract checks passed, 2 failed, 1 not run",
         "  first: test_of_three[squares]: AssertionError: twice 3 is 6",
-        "  not run: 1 because it has no option 'exactly'",
+        "  not run: 1 because its signature has no option 'exactly'",
         "  note: one is doubled in one step",
         "double=unsupported is not judged: 0 of 5 contract checks passed, 5 not run",
         "  not run: 4 because it doubles nothing",
-        "  not run: 1 because it has no option 'exactly'",
+        "  not run: 1 because its signature has no option 'exactly'",
         "  note: one is doubled in one step",
         "--seed 7 draws the same inputs again",
     ]

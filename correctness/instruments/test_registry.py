@@ -31,6 +31,17 @@ def raises(q, k, v, *, is_causal=False):
     raise RuntimeError("first line\\nsecond line")
 
 number = 3
+
+class Buckets:
+    def __init__(self, module, *, process_group=None, bucket_mb=25.0):
+        pass
+
+class Noisy(Buckets):
+    def __init__(self, module, *, loud=True, **options):
+        super().__init__(module, **options)
+
+def hides(module, **options):
+    return Buckets(module, **options)
 """
 
 
@@ -52,6 +63,15 @@ def test_every_implementation_meets_its_contract(name: str, device: str) -> None
             check_contract(entry, device)
         assert entry.time is None or entry.time.peer in owner.implementations
         assert pickle.loads(pickle.dumps(entry)) is entry
+
+
+def test_options_are_those_of_the_signature_and_of_what_a_class_hands_them_on_to(own: Path) -> None:
+    options = ("loud", "bucket_mb", "reduce_dtype")
+    accepted = {
+        name: [option for option in options if resolve("data_parallel", f"{own}:{name}").accepts(option)]
+        for name in ("Buckets", "Noisy", "hides")
+    }
+    assert accepted == {"Buckets": ["bucket_mb"], "Noisy": ["loud", "bucket_mb"], "hides": []}
 
 
 def test_a_users_file_is_found_and_travels(own: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from correctness.support.fuzzing import fuzzed
 from correctness.support.losses import Inputs, assert_as_accurate_as_eager, random_inputs
 from impl.interpreting import requires_triton
 from shardmark.registry import Implementation, Unsupported
@@ -73,13 +74,9 @@ CALLS = st.builds(
 
 
 def _try(implementation: Implementation, device: str, examples: int) -> None:
-    """The run's --seed draws the same calls again."""
     taken = 0
 
-    @hypothesis.seed(torch.initial_seed())
-    @hypothesis.settings(
-        max_examples=examples, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
-    )
+    @fuzzed(examples)
     @hypothesis.given(CALLS)
     def is_as_accurate_as_eager(call: Call) -> None:
         nonlocal taken
@@ -94,11 +91,7 @@ def _try(implementation: Implementation, device: str, examples: int) -> None:
         pytest.skip("takes none of the random calls")
 
 
-def test_random_calls_are_as_accurate_as_eager(implementation: Implementation, device: str) -> None:
+@pytest.mark.examples(30, 150, 1000)
+def test_random_calls_are_as_accurate_as_eager(implementation: Implementation, examples: int, device: str) -> None:
     interpreted = device == "cpu" and requires_triton in implementation.requires
-    _try(implementation, device, examples=6 if interpreted else 30)
-
-
-@pytest.mark.sweep
-def test_many_random_calls_are_as_accurate_as_eager(implementation: Implementation, device: str) -> None:
-    _try(implementation, device, examples=1000)
+    _try(implementation, device, examples // 5 if interpreted else examples)

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, seed, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from correctness.support.fuzzing import fuzzed
 from correctness.support.language_models import CONTEXT, assert_logits, copy_weights, draw, models
 from impl.model import TransformerSize
 from shardmark.registry import Implementation
@@ -48,10 +49,9 @@ def assert_as_plain(
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("examples", [20, pytest.param(2000, marks=pytest.mark.sweep)])
+@pytest.mark.examples(20, 100, 2000)
 def test_any_size_and_any_batch(implementation: Implementation, examples: int, device: str) -> None:
-    @seed(torch.initial_seed())
-    @settings(max_examples=examples, deadline=None, database=None, report_multiple_bugs=False)
+    @fuzzed(examples)
     @given(heads=st.integers(1, 6), half=few, layers=few, d_ff=st.integers(1, 20), vocab=few, batch=few, data=st.data())
     def holds(heads: int, half: int, layers: int, d_ff: int, vocab: int, batch: int, data: st.DataObject) -> None:
         size = TransformerSize(2 * half * heads, d_ff, layers, heads, vocab)
@@ -169,14 +169,13 @@ class Event(NamedTuple):
 events = st.builds(Event, st.sampled_from([*MODES, *CHANGES, "one"]), st.integers(0, 3), st.booleans())
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(300, marks=pytest.mark.sweep)])
+@pytest.mark.examples(20, 60, 300)
 def test_any_calls_and_changes(implementation: Implementation, examples: int, device: str) -> None:
     """Gradients, too, are those of the weights of now."""
     shapes = ((2, 13), (2, 13), (1, CONTEXT), (3, 1))
     inputs = [draw(device, *shape) for shape in shapes]
 
-    @seed(torch.initial_seed())
-    @settings(max_examples=examples, deadline=None, database=None, report_multiple_bugs=False)
+    @fuzzed(examples)
     @given(st.lists(events, min_size=2, max_size=8))
     def holds(script: list[Event]) -> None:
         torch.manual_seed(torch.initial_seed())  # the same weights each time that a script is played

@@ -91,14 +91,14 @@ def check(found: list[Played], script: Script, device: str) -> None:
 
 
 @pytest.mark.family("sharded_optimizer")
-@pytest.mark.parametrize("scripts", [16, pytest.param(300, marks=pytest.mark.sweep)])
+@pytest.mark.examples(16, 48, 300)
 def test_any_script_ends_as_without_sharding(
-    implementation: Implementation, world: World, scripts: int, device: str
+    implementation: Implementation, world: World, examples: int, device: str
 ) -> None:
     """The shortest first, so that a failure shows a short one; every third by even and odd ranks, in groups."""
     draw = Random(torch.initial_seed())
-    for i in range(scripts):
-        script = random_script(draw, 1 + 8 * i // scripts)
+    for i in range(examples):
+        script = random_script(draw, 1 + 8 * i // examples)
         in_groups = i % 3 == 2
         if in_groups:
             script = replace(script, actions=[*script.actions, Reload(), Step()])

@@ -266,6 +266,7 @@ def play_in_groups(implementation: Implementation, script: Script, device: str) 
         return implementation.adapted(params, optimizer_cls, process_group=groups[rank % 2], **defaults)
 
     played = play(make, own, device)
+    dist.barrier()  # a rank that leaves a group while others still connect to it breaks their connections
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)

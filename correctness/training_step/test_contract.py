@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, seed, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from correctness.support.fuzzing import fuzzed
 from correctness.support.stepping import (
     BATCH,
     SIZE,
@@ -117,15 +118,14 @@ def test_batches_of_other_shapes(implementation: Implementation, device: str) ->
         assert_gradients(gradients(of.model), expected)
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(1000, marks=pytest.mark.sweep)])
+@pytest.mark.examples(20, 100, 1000)
 def test_any_targets_and_any_scale_of_the_logits(implementation: Implementation, examples: int, device: str) -> None:
     of = setting(implementation, device)  # one for all examples, as a step may have to be compiled
     ids = st.lists(
         st.sampled_from([-100, 0, 1, SIZE.vocab - 1]), min_size=of.targets.numel(), max_size=of.targets.numel()
     )
 
-    @seed(torch.initial_seed())
-    @settings(max_examples=examples, deadline=None, database=None, report_multiple_bugs=False)
+    @fuzzed(examples)
     @given(std=st.sampled_from([1e-3, 0.1, 10.0]), ids=ids.filter(lambda ids: max(ids) >= 0))
     def holds(std: float, ids: list[int]) -> None:
         nn.init.normal_(of.model.get_parameter("output.weight"), std=std)

@@ -7,9 +7,10 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, seed, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from correctness.support.fuzzing import fuzzed
 from correctness.support.step_scripts import (
     EVENTS,
     OPTIONS,
@@ -121,15 +122,14 @@ scripts = st.builds(Script, st.lists(events, min_size=4, max_size=14), st.lists(
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
-@pytest.mark.parametrize("examples", [25, pytest.param(300, marks=pytest.mark.sweep)])
+@pytest.mark.examples(25, 75, 300)
 def test_any_order_of_events(implementation: Implementation, examples: int, precision: str, device: str) -> None:
     """Losses, gradients, parameters and momentum are those of autograd and SGD, after each event."""
     skip_where_graphs_own_gradients(implementation)
     if requires_compiler in implementation.requires:
         pytest.skip("it compiles anew for each example; the orders above stand for them")
 
-    @seed(torch.initial_seed())
-    @settings(max_examples=examples, deadline=None, database=None, report_multiple_bugs=False)
+    @fuzzed(examples)
     @given(scripts)
     def holds(script: Script) -> None:
         with warnings.catch_warnings():

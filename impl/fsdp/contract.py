@@ -30,8 +30,9 @@ class FullySharded(Protocol):
     none, and evaluation under `torch.no_grad()` may come at any time.
 
     A rank stores about 1/n of the model: once a step is synchronized nothing else of the parameters remains, and of
-    gradients their shards alone, and no view of them keeps the full ones in memory. What `state_dict` gives, where
-    there is one, `load_state_dict` takes on the same ranks.
+    gradients their shards alone, and no view of them keeps the full ones in memory; a forward without backward may
+    leave full parameters until the next step is synchronized. What `state_dict` gives, where there is one,
+    `load_state_dict` takes on the same ranks.
 
     With `compute_dtype` parameters and floating-point inputs (positional, keyword, and in tuples, lists and dicts) are
     cast to it, and matrices are multiplied in it; with `reduce_dtype` gradients are communicated in it. Each works

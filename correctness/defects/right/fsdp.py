@@ -120,5 +120,6 @@ class FullyShard(nn.Module):
 
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
+        self.module.reshard()  # after a forward without backward they are full
         named = self.module.named_parameters(remove_duplicate=False)
         return {name: p.full_tensor().clone() for name, p in named}  # type: ignore[attr-defined]
