@@ -14,7 +14,7 @@ from correctness.support.rank_faults import FAULTS
 from shardmark.world import available_ranks
 
 LONGEST = 90.0
-"""Seconds of any fault: its deadline, the grace of the others, the start of new ranks or of a server, a slow machine."""
+"""Seconds of any fault: its deadline, the grace of the others, the start of new ranks or of a server."""
 FAILED_IN = {"setup": "setup", "step": "call", "teardown": "teardown", "measured": "call"}
 TYPICAL = ("raises", "is_killed", "sleeps", "leaves_another_dtype", "leaves_no_group", "starts_a_daemon")
 """Which run in every part of a test, every time; the others do in the sweep."""
