@@ -26,7 +26,7 @@ from shardmark.judge import Judge, implementation_of
 from shardmark.link import Link
 from shardmark.machine import keep_compiled_code_apart, requires_compiler
 from shardmark.measure import Measure
-from shardmark.rank import WorldError
+from shardmark.rank import WorldError, WorldLostError
 from shardmark.registry import RegistryError, Unsupported
 from shardmark.report import screen
 from shardmark.report.progress import Progress
@@ -245,9 +245,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Generator[None, Any, Any]:
-    """Skip a test whose implementation does not take its inputs, with what it says."""
+    """Skip a test whose implementation does not take its inputs, or whose world is lost, with what it says."""
     try:
         return (yield)
+    except WorldLostError as error:  # no fault of this test
+        pytest.skip(str(error))
     except (Unsupported, RankError) as error:
         cause = error.exception if isinstance(error, RankError) else error
         if not isinstance(cause, Unsupported):

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from shardmark.ending import Ending
 from shardmark.growing import Entry, GrowingFile, dumped
+from shardmark.signals import Ending
 
 
 class RowFile:

@@ -17,7 +17,6 @@ from shardmark import registry, torchrun
 from shardmark.budget import AbsoluteBudget, confidence, read_budgets
 from shardmark.clock import DeviceClock
 from shardmark.deadline import TRIED, Deadlines
-from shardmark.ending import Ending
 from shardmark.grid import SCALES
 from shardmark.hardware import Roofline, measure_roofline
 from shardmark.link import Link, LinkError
@@ -26,6 +25,7 @@ from shardmark.registry import Implementation
 from shardmark.report.layout import printable
 from shardmark.report.questions import Questions
 from shardmark.rowfile import RowFile
+from shardmark.signals import Ending
 from shardmark.trace import TraceFolder
 from shardmark.world import DEADLINE, Worlds, available_ranks, check_size
 
