@@ -38,7 +38,7 @@ def fewer_where_interpreted(implementation: Implementation, examples: int, devic
     return examples // 15
 
 
-@pytest.mark.examples(25, 100, 1000)
+@pytest.mark.examples(25, 80, 1000)
 @pytest.mark.family("optimizer")
 def test_any_training_leads_where_the_plain_one_leads(
     implementation: Implementation, examples: int, device: str
@@ -53,7 +53,7 @@ def test_any_training_leads_where_the_plain_one_leads(
     leads()
 
 
-@pytest.mark.examples(20, 60, 500)
+@pytest.mark.examples(16, 50, 500)
 @pytest.mark.family("optimizer", option="max_grad_norm")
 def test_any_clipped_training_leads_where_clipping_and_a_step_lead(
     implementation: Implementation, examples: int, device: str
@@ -68,7 +68,7 @@ def test_any_clipped_training_leads_where_clipping_and_a_step_lead(
     leads()
 
 
-@pytest.mark.examples(20, 60, 500)
+@pytest.mark.examples(16, 50, 500)
 @pytest.mark.family("optimizer", option="master_weights")
 def test_any_training_of_master_weights_is_float64_training_rounded(
     implementation: Implementation, examples: int, device: str
@@ -88,7 +88,7 @@ def test_any_training_of_master_weights_is_float64_training_rounded(
     leads()
 
 
-@pytest.mark.examples(12, 40, 300)
+@pytest.mark.examples(10, 30, 300)
 @pytest.mark.family("optimizer")
 def test_any_training_in_bfloat16_is_that_but_for_its_rounding(
     implementation: Implementation, examples: int, device: str
