@@ -101,7 +101,7 @@ def check(found: list[Played], script: Script, device: str) -> None:
 
 
 @pytest.mark.family("sharded_optimizer")
-@pytest.mark.examples(16, 48, 300)
+@pytest.mark.examples(12, 30, 300)
 def test_any_script_ends_as_without_sharding(
     implementation: Implementation, world: World, examples: int, device: str
 ) -> None:

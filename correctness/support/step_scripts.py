@@ -110,7 +110,7 @@ class _Player:
     def play(self, event: Event) -> None:
         if not self.can(event):
             return
-        extra = f" of parameter {self.names[event.value % len(self.names)]}" if event.kind == "freeze" else ""
+        extra = f" or thaw {self.names[self.turned(event.value)]}" if event.kind == "freeze" else ""
         self.history.append(event.kind + extra)
         if event.kind in ("update", "call", "weights", "freeze"):
             self.waiting.clear()
@@ -131,8 +131,13 @@ class _Player:
             case "halve":
                 return not (half and self.scaled)
             case "freeze":
-                return bool(used - {self.names[event.value % len(self.names)]})
+                return bool(used - {self.names[self.turned(event.value)]})
         return True
+
+    def turned(self, value: int) -> int:
+        """The parameter to freeze or thaw: by an odd value a frozen one, if there is any."""
+        frozen = [i for i, p in enumerate(self.expected) if not p.requires_grad]
+        return frozen[value // 2 % len(frozen)] if value % 2 and frozen else value % len(self.expected)
 
     @property
     def when(self) -> str:
@@ -219,9 +224,9 @@ class _Player:
             set_modes(model, value)
 
     def freeze(self, value: int) -> None:
+        i = self.turned(value)
         for parameters in (self.found, self.expected):
-            p = parameters[value % len(parameters)]
-            p.requires_grad_(not p.requires_grad)
+            parameters[i].requires_grad_(not parameters[i].requires_grad)
 
     def rate(self, value: int) -> None:
         for optimizer in (self.of.optimizer, self.optimizer):

@@ -52,7 +52,7 @@ class ScalesInForward(EagerStep):
         super().backward(loss * (getattr(loss, "scale_then", now) / now))
 
 
-@defect(cause="state", caught_by="test_any_order_of_events")
+@defect(cause="state", caught_by="thawed")
 class TrainsWhatWasTrainableAtFirst(EagerStep):
     def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
         super().__init__(model, optimizer, **options)
