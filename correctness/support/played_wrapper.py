@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from correctness.support.average_programs import Event, Setting
 from correctness.support.average_reference import Gradients
 from correctness.support.averaging import wrap
-from correctness.support.wire import Communication, delayed, recorded, slow_gradients
+from correctness.support.wire import Communication, delayed, quiet, recorded, slow_gradients
 from correctness.support.zoo import Zoo, numbers
 from shardmark.registry import Implementation
 
@@ -207,7 +207,8 @@ class Played:
                 self.wrong.append(f"state_dict() has the names {list(self.model.state_dict())}")
         elif name != "eval on one rank" or draw.choice(self.members) == dist.get_rank():
             model = self.model if isinstance(self.model, nn.Module) else self.module
-            model.train(name == "train")
+            with quiet(f"{name}()"):
+                model.train(name == "train")
             if any(each.training != (name == "train") for each in self.module.modules()):
                 self.wrong.append(f"{name}() does not reach the module")
 

@@ -39,9 +39,9 @@ class DataParallelWrapper(Protocol):
 
     Options that some take: `bucket_mb`, the size in MB of 2^20 bytes of what is communicated at once, counted in the
     gradients' dtype: all collectives on gradients but the last of each dtype have that size, give or take one
-    parameter, also where dtypes alternate; of more than 1 MB, some may have down to 1 MB, to start or end early; `reduce_dtype`, the dtype of communication, by default the gradients' own,
-    and wider or narrower than that; `find_unused_parameters`, without which every backward pass must reach every
-    parameter.
+    parameter, also where dtypes alternate; of more than 1 MB, some may have down to 1 MB, to start or end early.
+    `reduce_dtype`, the dtype of communication, by default the gradients' own, and wider or narrower than that.
+    `find_unused_parameters`, without which every backward pass must reach every parameter.
 
     The suite's own wrappers raise RuntimeError at an `optimizer.step()` on gradients that were not averaged since
     backward produced them, in `no_sync` or outside of it; gradients that `zero_grad()` freed do not count. A
