@@ -207,7 +207,7 @@ class Played:
                 self.wrong.append(f"state_dict() has the names {list(self.model.state_dict())}")
         elif name != "eval on one rank" or draw.choice(self.members) == dist.get_rank():
             model = self.model if isinstance(self.model, nn.Module) else self.module
-            with quiet(f"{name}()"):
+            with quiet(f"{name.split()[0]}()"):
                 model.train(name == "train")
             if any(each.training != (name == "train") for each in self.module.modules()):
                 self.wrong.append(f"{name}() does not reach the module")
