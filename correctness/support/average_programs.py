@@ -108,7 +108,9 @@ def _possible(state: State, setting: Setting, torchs: bool) -> list[str]:
     if state.backward_outside:
         return ["finish"] * 6 + harmless
     inside = bool(state.contexts)
-    names = [*harmless, *["backward"] * 6, "zero_grad()", "zero_grad(set_to_none=False)"]
+    names = [*harmless, *["backward"] * 6, "zero_grad(set_to_none=False)"]
+    # PyTorch's own remembers which parameters no_sync() used, and raises an error where their gradients are gone.
+    names += ["zero_grad()"] * (state.averaged or state.empty or not torchs)
     names += ["backward through two forward passes"]
     names += ["enter"] * 2 * (len(state.contexts) < DEPTH)
     names += ["enter one made before"] * 2 * (len(state.contexts) < DEPTH and inside in state.made)
