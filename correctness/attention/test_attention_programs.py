@@ -54,7 +54,7 @@ class Running:
         dtypes = {call.dtype, call.arithmetic}
         assert out.dtype in dtypes, f"of {call}: out is {out.dtype}, expected {' or '.join(map(str, dtypes))}"
         assert out.requires_grad == self.waits, (
-            f"of {call}, with gradients for {call.needs}: out {'requires a' if out.requires_grad else 'has no'} gradient"
+            f"of {call}, for {call.needs}: out {'requires a' if out.requires_grad else 'has no'} gradient"
         )
         if call.nan is None:
             self._assert_accurate({"out": out})

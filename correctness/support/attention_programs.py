@@ -113,7 +113,7 @@ class Call:
         """The call in words, without what is as usual."""
         q = (*self.leading[:-1], self.leading[-1] * self.group) if self.leading else ()
         words = [
-            f"q {(*q, self.q_len, self.head_dim)}, k and v {(*self.leading, self.k_len, self.head_dim)} of {self.dtype}",
+            f"q {(*q, self.q_len, self.head_dim)}, k {(*self.leading, self.k_len, self.head_dim)} of {self.dtype}",
             "causal" if self.is_causal else "full",
             f"scores {self.profile} by {self._top():g}" if self.profile != "none" else "",
             f"{self.shared} share memory" if self.shared != "none" else "",
