@@ -185,18 +185,24 @@ def read_budgets(path: Path) -> list[AbsoluteBudget]:
     Raises BudgetFileError, in one line, on a file that is not there, is not TOML, or says anything else.
     """
     try:
-        tables = tomllib.loads(path.read_text())
+        if path.exists() and not path.is_dir() and not path.is_file():
+            raise BudgetFileError(f"--budgets {path}: not a regular file")
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise BudgetFileError(f"{path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BudgetFileError(f"{path} is not TOML: {error}") from error
+        raise BudgetFileError(f"--budgets {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BudgetFileError(f"--budgets {path} is not TOML: {error}") from error
+    except BudgetFileError:
+        raise
+    except ValueError as error:  # no path
+        raise BudgetFileError(f"--budgets {path}: {error}") from error
     budgets = []
     for pattern, limits in tables.items():
         if not isinstance(limits, dict) or not limits or not set(limits) <= {"seconds", "bytes"}:
-            raise BudgetFileError(f'{path}: ["{pattern}"] takes `seconds` and `bytes`, and nothing else')
+            raise BudgetFileError(f'--budgets {path}: ["{pattern}"] takes `seconds` and `bytes`, and nothing else')
         for name, value in limits.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise BudgetFileError(f'{path}: ["{pattern}"] {name} = {value!r} is not a positive number')
+                raise BudgetFileError(f'--budgets {path}: ["{pattern}"] {name} = {value!r} is not a positive number')
         budgets.append(AbsoluteBudget(pattern, limits.get("seconds"), limits.get("bytes")))
     return budgets
 

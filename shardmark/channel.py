@@ -1,6 +1,7 @@
 """Messages between the process that runs the tests and a rank: neither end ever waits past a deadline for the other's.
 
-A message is its length, 8 bytes, and its bytes.
+A message is a header and its bytes. The header names the call that the message belongs to: an answer that comes late,
+or from a child that a rank has forked, is not taken for that of another call.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ import select
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Iterable
 
-_LENGTH = struct.Struct(">Q")
-_CHUNK = 2**20
-"""Bytes that are read at once."""
+_HEADER = struct.Struct(">4sQQ")  # MARK, the call, how many bytes follow
+_MARK = b"rank"
+
+
+class GarbledError(ValueError):
+    """What came is no message: something else was written to the socket."""
 
 
 class Channel:
@@ -22,55 +27,75 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self._end = end
-        self._unsent = memoryview(b"")
-        self._received = bytearray()
+        self._unsent: deque[memoryview] = deque()
+        self._incoming = _Incoming()
 
     def fileno(self) -> int:
         return self._end.fileno()
 
-    def send(self, message: bytes) -> None:
+    def send(self, call: int, message: bytes) -> None:
         """Take a message to be sent, after which `move` sends it."""
-        self._unsent = memoryview(bytes(self._unsent) + _LENGTH.pack(len(message)) + message)
+        self._unsent += [memoryview(_HEADER.pack(_MARK, call, len(message))), memoryview(message)]
 
     @property
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
-    def move(self) -> bytes | None:
-        """Send and receive what can be without waiting: a message that is complete by now, or None.
+    def move(self) -> tuple[int, bytearray] | None:
+        """Send and receive what can be without waiting: a message that is complete by now and its call, or None.
 
-        Raises EOFError where the other end is gone.
+        Raises EOFError where the other end is gone, GarbledError where what came is no message.
         """
         try:
-            if self._unsent:
-                self._unsent = self._unsent[self._end.send(self._unsent) :]
+            while self._unsent:
+                self._unsent[0] = self._unsent[0][self._end.send(self._unsent[0]) :]
+                if not self._unsent[0]:
+                    self._unsent.popleft()
         except BlockingIOError:
             pass
         except OSError:  # it may have answered before it went
-            self._unsent = memoryview(b"")
+            self._unsent.clear()
         try:
-            chunk = self._end.recv(_CHUNK)
+            return self._incoming.move(self._end)
         except BlockingIOError:
             return None
         except OSError as error:
             raise EOFError from error
-        if not chunk:
-            raise EOFError
-        self._received += chunk
-        return self._message()
-
-    def _message(self) -> bytes | None:
-        if len(self._received) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._received)
-        if len(self._received) < _LENGTH.size + length:
-            return None
-        message = bytes(memoryview(self._received)[_LENGTH.size : _LENGTH.size + length])
-        del self._received[: _LENGTH.size + length]
-        return message
 
     def close(self) -> None:
         self._end.close()
+
+
+class _Incoming:
+    """The message that comes next, as much of it as is here, in memory of its own size."""
+
+    def __init__(self) -> None:
+        self._begin(bytearray(_HEADER.size), call=None)
+
+    def _begin(self, buffer: bytearray, call: int | None) -> None:
+        self._buffer, self._call, self._here = buffer, call, 0
+
+    def move(self, end: socket.socket) -> tuple[int, bytearray] | None:
+        """Receive once; the message, if that completed it. EOFError where the other end is gone."""
+        if self._here < len(self._buffer):
+            received = end.recv_into(memoryview(self._buffer)[self._here :])
+            if not received:
+                raise EOFError
+            self._here += received
+        if self._here < len(self._buffer):
+            return None
+        if self._call is None:
+            mark, call, length = _HEADER.unpack(self._buffer)
+            if mark != _MARK:
+                raise GarbledError
+            try:
+                self._begin(bytearray(length), call)
+            except (MemoryError, OverflowError):
+                raise GarbledError from None
+            return None if length else self.move(end)
+        call, message = self._call, self._buffer
+        self._begin(bytearray(_HEADER.size), call=None)
+        return call, message
 
 
 def ready(channels: Iterable[Channel], others: Iterable[int], end: float) -> set[int]:
@@ -83,22 +108,16 @@ def ready(channels: Iterable[Channel], others: Iterable[int], end: float) -> set
     return {descriptor for descriptor, _ in poll.poll(max(0.0, end - time.monotonic()) * 1000)}
 
 
-def receive(end: socket.socket) -> bytes:
-    """A rank's side: the next message, however long it takes to come. EOFError where the other end is gone."""
-    (length,) = _LENGTH.unpack(_exactly(end, _LENGTH.size))
-    return _exactly(end, length)
+def receive(end: socket.socket) -> tuple[int, bytearray]:
+    """A rank's side: the next message and its call, however long it takes to come. EOFError where the other end is
+    gone."""
+    incoming = _Incoming()
+    while (message := incoming.move(end)) is None:
+        pass
+    return message
 
 
-def send(end: socket.socket, message: bytes) -> None:
+def send(end: socket.socket, call: int, message: bytes) -> None:
     """A rank's side: a whole message."""
-    end.sendall(_LENGTH.pack(len(message)) + message)
-
-
-def _exactly(end: socket.socket, nbytes: int) -> bytes:
-    received = bytearray()
-    while len(received) < nbytes:
-        chunk = end.recv(min(_CHUNK, nbytes - len(received)))
-        if not chunk:
-            raise EOFError
-        received += chunk
-    return bytes(received)
+    end.sendall(_HEADER.pack(_MARK, call, len(message)))
+    end.sendall(message)

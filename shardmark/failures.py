@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardmark.rank import Answer
+from shardmark.report.layout import printable
 
-Failure = tuple[str, BaseException | None]
-"""A rank's own report, and the exception, if it raised one that can be sent."""
+Failure = tuple[str, bytes | None]
+"""A rank's own report, and the exception, pickled, if it raised one that can be sent."""
 
 
 class RankError(RuntimeError):
@@ -30,25 +32,41 @@ class LeftBehind(UserWarning):
     """A call changed what the next one on its rank would have met."""
 
 
-def warn_of_what_is_left(function: Callable[..., Any], answers: Mapping[int, Answer], in_step: bool) -> bool:
-    """Warn, in the test that is running, of what its call left on the ranks; whether it cannot be put back.
+class Left:
+    """What a call left on the ranks. `broken` is whether any of it cannot be put back.
 
     `in_step` is whether the ranks still meet in the same collectives.
     """
-    left: dict[str, list[int]] = {}
-    for rank, answer in sorted(answers.items()):
-        for name in answer.left:
-            left.setdefault(f"{name}, which is as before again", []).append(rank)
-        if answer.broken:
-            left.setdefault(f"{answer.broken}; the next call gets new ranks", []).append(rank)
-    broken = any(answer.broken for answer in answers.values())
-    if not in_step and not broken:
-        left["collectives that not every rank began; the next call gets new ranks"] = sorted(answers)
-        broken = True
-    for what, ranks in left.items():
-        name = getattr(function, "__qualname__", repr(function))
-        warnings.warn(f"{name} left on rank {', '.join(map(str, ranks))} {what}", LeftBehind, stacklevel=3)
-    return broken
+
+    def __init__(self, function: Callable[..., Any], answers: Mapping[int, Answer], in_step: bool) -> None:
+        self.name = getattr(function, "__qualname__", repr(function))
+        self._ranks: dict[str, list[int]] = {}
+        for rank, answer in sorted(answers.items()):
+            for name in answer.left:
+                self._ranks.setdefault(f"{name}, which is as before again", []).append(rank)
+            if answer.broken:
+                self._ranks.setdefault(f"{answer.broken}; the next call gets new ranks", []).append(rank)
+        self.broken = any(answer.broken for answer in answers.values())
+        if not in_step and not self.broken:
+            self._ranks["collectives that not every rank began; the next call gets new ranks"] = sorted(answers)
+            self.broken = True
+        for rank, sent, received in _unmatched(answers) if not self.broken else []:
+            text = f"messages to rank {rank}: {sent} sent, {received} received; the next call gets new ranks"
+            self._ranks[text] = sorted(answers)
+            self.broken = True
+
+    def warn(self) -> None:
+        """In the test that is running."""
+        for what, ranks in self._ranks.items():
+            text = f"{self.name} left on rank {', '.join(map(str, ranks))} {what}"
+            warnings.warn(printable(text), LeftBehind, stacklevel=3)
+
+
+def _unmatched(answers: Mapping[int, Answer]) -> list[tuple[int, int, int]]:
+    """Ranks to which more messages went than they have received, or fewer, and both numbers."""
+    sent = {rank: sum(answer.sent.get(rank, 0) for answer in answers.values()) for rank in answers}
+    received = {rank: sum(answer.received.values()) for rank, answer in answers.items()}
+    return [(rank, sent[rank], received[rank]) for rank in answers if sent[rank] != received[rank]]
 
 
 def rank_error(size: int, failures: Mapping[int, Failure], silent: Mapping[int, str]) -> RankError:
@@ -57,4 +75,15 @@ def rank_error(size: int, failures: Mapping[int, Failure], silent: Mapping[int, 
     report += [f"rank {rank} of {size} {text}" for rank, text in silent.items()]
     report += [f"rank {rank} of {size} finished" for rank in range(size) if rank not in failures and rank not in silent]
     first = next(iter([*failures, *silent]))
-    return RankError("\n".join(report), first, failures[first][1] if failures else None, hung=not failures)
+    exception = _unpickled(failures[first][1]) if failures else None
+    lines = [printable(line.expandtabs()) for line in "\n".join(report).split("\n")]
+    return RankError("\n".join(lines), first, exception, hung=not failures)
+
+
+def _unpickled(exception: bytes | None) -> BaseException | None:
+    """None for one that can be made on the rank alone."""
+    try:
+        found = None if exception is None else pickle.loads(exception)
+    except (Exception, SystemExit):
+        return None
+    return found if isinstance(found, BaseException) else None

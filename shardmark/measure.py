@@ -258,7 +258,8 @@ class Measure:
             if not is_out_of_memory(cause):
                 raise
             self._unmeasured(identity, memory, budget.OUT_OF_MEMORY)
-            pytest.fail(f"out of memory: {cause}", pytrace=False)
+            text = str(cause) or "MemoryError"
+            pytest.fail(f"out of memory on rank {getattr(error, 'rank', 0)}: {text}", pytrace=False)
 
     def _replay(self, seconds: list[float]) -> None:
         """Hand the measured times to pytest-benchmark, round by round, through the clock it reads."""

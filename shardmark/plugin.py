@@ -12,10 +12,9 @@ ranks.
 from __future__ import annotations
 
 import re
-import signal
 import zlib
 from collections.abc import Callable, Generator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from shardmark.judge import Judge, implementation_of
 from shardmark.link import Link
 from shardmark.machine import keep_compiled_code_apart, requires_compiler
 from shardmark.measure import Measure
-from shardmark.rank import WorldError
+from shardmark.rank import WorldError, WorldLostError
 from shardmark.registry import RegistryError, Unsupported
 from shardmark.report import screen
 from shardmark.report.progress import Progress
@@ -37,10 +36,6 @@ from shardmark.world import RankError, World
 
 WorldsBySize = Callable[[int], World]
 """What the fixture `worlds` is."""
-
-ENDING = (signal.SIGTERM, signal.SIGHUP)
-"""What ends a run from outside: a scheduler, or a terminal that goes away."""
-HANDLERS_BEFORE = pytest.StashKey[dict[int, Any]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -88,13 +83,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--seed",
-        type=int,
-        default=0,
+        default="0",
         help="of the inputs that tests draw: the same ones in each run, unless another seed is given",
     )
     group.addoption(
         "--deadline",
-        type=float,
         default=None,
         metavar="SECONDS",
         help="how long a test may take on what --impl names before it counts as hung: 60; 3 once it has hung",
@@ -108,15 +101,18 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         keep_compiled_code_apart()
         with closing(start_session(config)) as session:
             print(registry.listing(session.device))
+            session.ending.leave()
         return 0
     if torchrun.launched() and torchrun.rank() > 0:
-        torchrun.serve(start_session(config).device)
+        session = start_session(config)
+        session.ending.leave()
+        torchrun.serve(session.device)
         return 0
     return None
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Check the options, and have SIGTERM and SIGHUP end the run as Ctrl-C does: rows saved, ranks ended."""
+    """Check the options, and have SIGTERM and SIGHUP end the run as Ctrl-C does: rows saved, tables printed."""
     for marker in (
         "family(name, option=None, only=None): run over the family's implementations (those whose target takes "
         "`option`, while one that --impl names is skipped with that reason; those named in `only`, and with the "
@@ -128,16 +124,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     keep_compiled_code_apart()
     session = start_session(config)
-    # A run under nohup goes on when its terminal ends.
-    ending = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
-    before: dict[int, Any] = {number: signal.signal(number, signal.default_int_handler) for number in ending}
-    config.stash[HANDLERS_BEFORE] = before
     config.stash[SESSION] = session
     if torchrun.launched():  # at once, as the other ranks are waiting
         try:
             session.worlds = torchrun.TorchrunWorlds(session.device)
         except WorldError as error:
             raise pytest.UsageError(str(error)) from None
+    config.pluginmanager.register(LastToFinish(), "shardmark's end")
     config.pluginmanager.register(Progress(config), "shardmark progress")
     if session.selected:
         config.pluginmanager.register(Judge(session), "shardmark judge")
@@ -151,12 +144,19 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End every rank."""
+    """End every rank, and print the tables where pytest has not come to that, as where its first folder is gone."""
     session = config.stash.get(SESSION, None)
-    if session is not None:
+    if session is None:
+        return
+    try:
+        session.ending.hold()
         session.close()
-        for number, handler in config.stash[HANDLERS_BEFORE].items():
-            signal.signal(number, handler)
+        terminal = config.pluginmanager.get_plugin("terminalreporter")
+        if session.rows.rows and not session.shown and terminal is not None:
+            with suppress(OSError):  # nobody reads what is printed
+                pytest_terminal_summary(terminal, config)
+    finally:
+        session.ending.leave()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -245,9 +245,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Generator[None, Any, Any]:
-    """Skip a test whose implementation does not take its inputs, with what it says."""
+    """Skip a test whose implementation does not take its inputs, or whose world is lost, with what it says."""
     try:
         return (yield)
+    except WorldLostError as error:  # no fault of this test
+        pytest.skip(str(error))
     except (Unsupported, RankError) as error:
         cause = error.exception if isinstance(error, RankError) else error
         if not isinstance(cause, Unsupported):
@@ -320,11 +322,29 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
-    """Save the rows before pytest-benchmark would."""
-    session.config.stash[SESSION].rows.finish()
+    """Save the rows before pytest-benchmark would, and before any test's fixture is torn down."""
+    try:
+        session.config.stash[SESSION].rows.finish()
+    except KeyboardInterrupt:  # it came while they were written, and the run is at its end
+        session.exitstatus = pytest.ExitCode.INTERRUPTED
     return (yield)
+
+
+class LastToFinish:
+    """What comes after all that is to be done and before the tables, which nothing keeps from being printed."""
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
+        try:
+            return (yield)
+        except KeyboardInterrupt:
+            session.exitstatus = pytest.ExitCode.INTERRUPTED
+        finally:
+            session.config.stash[SESSION].ending.hold()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """The tables, and what a reader of them has to know."""
-    screen.write_summary(terminalreporter, config.stash[SESSION], every_column=config.option.verbose > 0)
+    session = config.stash[SESSION]
+    session.shown = True
+    screen.write_summary(terminalreporter, session, every_column=config.option.verbose > 0)

@@ -1,4 +1,8 @@
-"""A rank's side of a world: join the process group, then do what is asked until the world is gone."""
+"""A rank's side of a world: join the process group, then do what is asked until the world is gone.
+
+In the world's private folder a rank leaves where it was (rank0.stacks), for when it hangs or dies, and why it could not
+go on (rank0.end).
+"""
 
 from __future__ import annotations
 
@@ -8,27 +12,35 @@ import gc
 import multiprocessing
 import os
 import pickle
+import random
 import select
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from shardmark.channel import receive, send
 from shardmark.link import Host
 from shardmark.machine import keep_compiled_code_apart
-from shardmark.rankstate import RankState
+from shardmark.rankstate import Messages, RankState
 
 
 class WorldError(ValueError):
     """A world that cannot be, or work that cannot be sent to one, in one line."""
+
+
+class WorldLostError(WorldError):
+    """A world that an earlier test has ended, and that cannot be replaced."""
 
 
 def available_cores() -> int:
@@ -55,45 +67,105 @@ def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         raise WorldError(f"a world runs module-level functions with arguments that pickle: {error}") from error
 
 
+LONGEST_REPORT = 20_000
+"""Characters of a rank's failure that are shown: an exception may hold a whole tensor's text."""
+LONGEST_LINE = 500
+"""Characters of the line that says what it raised."""
+LONGEST_EXCEPTION = 2**20
+"""Bytes of an exception that is sent along."""
+WORLD_VARIABLE = "SHARDMARK_WORLD"
+"""The environment's name of a rank's private folder, by which what the rank has started is known."""
+
+
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says to a call: its `value`, or how it failed (a traceback, and the exception if it can be sent)."""
+    """What a rank says to a call: its `value`, or how it failed (a traceback, and the exception, pickled, if it can
+    be)."""
 
     value: Any = None
-    failure: tuple[str, BaseException | None] | None = None
+    failure: tuple[str, bytes | None] | None = None
     left: list[str] = field(default_factory=list)
     """What the call changed on the rank and did not put back, by name; the rank has put it back."""
     broken: str | None = None
     """What cannot be put back."""
     collectives: int = 0
     """How many the world's process group has begun."""
+    sent: dict[int, int] = field(default_factory=dict)
+    """How many messages the call has sent to each rank by `send` or `isend`."""
+    received: dict[int, int] = field(default_factory=dict)
 
 
-def perform(work: bytes, keep: bool = False) -> bytes:
+def perform(work: bytes | bytearray, keep: bool = False) -> bytes:
     """Do a pickled call; its `Answer`, as bytes. With `keep` what it changes on the rank stays."""
+    own_process = os.getpid()
     before = RankState()
     try:
-        function, args, seed = pickle.loads(work)
-        torch.manual_seed(seed + (dist.get_rank() if dist.is_initialized() else 0))  # each rank draws its own
-        result = function(*args)
-        return pickle.dumps(Answer(result) if keep else Answer(result, **_left_behind(before)))
+        try:
+            function, args, seed = pickle.loads(work)
+            _seed(seed + (dist.get_rank() if dist.is_initialized() else 0))  # each rank draws its own
+            result = function(*args)
+        finally:
+            if os.getpid() != own_process:  # a child that the call has forked: its parent answers
+                os._exit(0)
+        left = {} if keep else _left_behind(before)
+        try:
+            return pickle.dumps(Answer(result, **left))
+        except Exception as error:
+            error.add_note("This is what the call has returned: results go by pickle.")
+            raise
     except BaseException as error:
         # BaseException: a function that exits (argparse, pytest.skip) is reported, and does not end the rank.
-        own = error.__traceback__.tb_next if error.__traceback__ else None  # without this frame
+        failure = _report(error), _pickled_exception(error)
+        try:
+            left = _left_behind(before)
+        except BaseException:
+            left = {"broken": "what cannot be told"}
+        return pickle.dumps(Answer(failure=failure, **left))
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _report(error: BaseException) -> str:
+    """The exception and its traceback. Whatever a user's own exception does when it is asked for its text is left out,
+    and so is what is too long."""
+    try:
+        own = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of `perform`
         report = traceback.TracebackException(type(error), error, own)
         text = f"raised {''.join(report.format_exception_only()).strip()}\n{''.join(report.format())}"
-        try:
-            pickle.loads(pickle.dumps(error))
-        except BaseException:  # an exception of unusual construction travels as text alone
-            return pickle.dumps(Answer(failure=(text, None)))
-        return pickle.dumps(Answer(failure=(text, error)))
+    except BaseException:
+        traceback.clear_frames(error.__traceback__)  # what they hold may be all the memory there is
+        frames = "".join(traceback.format_tb(error.__traceback__)[1:])
+        text = f"raised {type(error).__qualname__}, which cannot be shown\n{frames}"
+    first, _, rest = text.partition("\n")
+    if len(first) > LONGEST_LINE:
+        first = f"{first[:LONGEST_LINE]}... ({len(first):,} characters)"
+    if len(rest) > LONGEST_REPORT:
+        rest = f"...\n{rest[-LONGEST_REPORT:]}"
+    return f"{first}\n{rest}"
+
+
+def _pickled_exception(error: BaseException) -> bytes | None:
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except BaseException:  # an exception of unusual construction travels as text alone
+        return None
+    return pickled if len(pickled) <= LONGEST_EXCEPTION else None
 
 
 def _left_behind(before: RankState) -> dict[str, Any]:
+    left = before.restore()
     broken = before.is_broken()
     joined = dist.is_initialized() and broken is None
+    sent, received = Messages.since_last()
     collectives = dist.group.WORLD._get_sequence_number_for_group() if joined else 0  # type: ignore[union-attr]
-    return {"left": before.restore(), "broken": broken, "collectives": collectives}
+    if joined and dist.get_backend() == "gloo":
+        collectives -= Messages.total  # which Gloo numbers too
+    return {"left": left, "broken": broken, "collectives": collectives, "sent": sent, "received": received}
 
 
 def ranks_met(device: str) -> list[int]:
@@ -112,18 +184,43 @@ def serve(rank: int, size: int, device: str, directory: Path, host: Host | None,
     # A daemon may not have children, and a data loader's workers are some.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us, which then ends us
+    os.environ[WORLD_VARIABLE] = str(directory)
+    _keep_temporary_files_in(directory)
     stacks = (directory / f"rank{rank}.stacks").open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
-    send(end, perform(pickled_call(_join, (rank, size, device, directory, host)), keep=True))
+    send(end, 0, perform(pickled_call(_join, (rank, size, device, directory, host)), keep=True))
+    try:
+        _answer_calls(end)
+    except BaseException as error:
+        with suppress(OSError):
+            (directory / f"rank{rank}.end").write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _answer_calls(end: socket.socket) -> None:
     while True:
         try:
-            work = receive(end)
+            call, work = receive(end)
         except EOFError:
             return
         answer = perform(work)
-        sys.stdout.flush()
-        send(end, answer)
+        with suppress(Exception):  # a call may have closed it
+            sys.stdout.flush()
+        try:
+            send(end, call, answer)
+        except BrokenPipeError:
+            return
+        except OSError as error:
+            raise OSError(f"its connection to the test is closed ({error.strerror})") from None
+
+
+def _keep_temporary_files_in(directory: Path) -> None:
+    """Those of a rank that is killed go with the world; what PyTorch has compiled stays where it was."""
+    compiler = sys.modules.get("torch._inductor.runtime.cache_dir_utils")  # the server has imported it
+    if compiler is not None:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiler.default_cache_dir())
+    tempfile.tempdir = str(directory)
 
 
 def _join(rank: int, size: int, device: str, directory: Path, host: Host | None) -> None:
@@ -140,6 +237,7 @@ def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank:
     keep_compiled_code_apart()
     # The flight recorder keeps the last 2,000 collectives, which grows like a leak; who wants it sets the variable.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+    Messages.count()
     gpu = None
     if device == "cuda":
         gpu = torch.device("cuda", local_rank)

@@ -191,10 +191,9 @@ def check_contract(implementation: Implementation, device: str) -> None:
     """Raise RegistryError, in one line, where the target does not meet its family's contract on `device`."""
     try:
         FAMILIES[implementation.family].check(implementation.target, device)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # whatever a user's own code raises is the answer to "does it meet the contract?"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a user's own code raises is the answer to "does it meet the contract?"
         line = (
             _first_line(error) if isinstance(error, RegistryError) else f"{type(error).__name__}: {_first_line(error)}"
         )
@@ -242,7 +241,9 @@ def _import(family_name: str, spec: str, source: str) -> Any:
             del sys.modules[name]
             raise
         return module
-    except (Exception, SystemExit) as error:  # a user's module may fail to import in any way
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's module may fail to import in any way
         raise RegistryError(
             f"{family_name}={spec}: cannot import {source}: {type(error).__name__}: {_first_line(error)}"
         ) from error

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +25,17 @@ from shardmark.registry import Implementation
 from shardmark.report.layout import printable
 from shardmark.report.questions import Questions
 from shardmark.rowfile import RowFile
+from shardmark.signals import Ending
 from shardmark.trace import TraceFolder
 from shardmark.world import DEADLINE, Worlds, available_ranks, check_size
 
 DEVICES = ("auto", "cpu", "cuda")
+LARGEST_SEED = 2**63 - 1
+"""A test's own number, and a rank's, are added to it, and torch takes 64 bits."""
+GROUPINGS = ("group", "name", "func", "fullfunc", "fullname", "param")
+MOST_ROUNDS = 10**6
+LONGEST_DEADLINE = 1e6
+"""Seconds, eleven days: the kernel takes no more milliseconds."""
 
 
 class Session:
@@ -34,7 +45,7 @@ class Session:
     bad value.
     """
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config, ending: Ending) -> None:
         option = config.getoption
         self.config = config
         self.device = _device(option("device"), option("ranks"))
@@ -44,21 +55,30 @@ class Session:
         self.ranks = _ranks(option("ranks"), self.device)
         self.contract_ranks = self.ranks if option("ranks") else _contract_ranks(self.ranks, self.device)
         """World sizes of tests that measure nothing: what is right on two ranks alone is wrong."""
-        self.seed: int = option("seed")
+        self.seed = _seed(str(option("seed")))
         self.refused: dict[str, str] = {}
         """The `--impl` targets that do not meet their contract, and in one line why, where others do."""
         self.selected = _selected(option("impl"), self.device, self.refused)
-        self.deadlines = Deadlines(option("deadline") or (TRIED if self.selected else DEADLINE))
-        self.budgets: list[AbsoluteBudget] = read_budgets(Path(option("budgets"))) if option("budgets") else []
+        self.deadlines = Deadlines(_deadline(option("deadline")) or (TRIED if self.selected else DEADLINE))
+        self.budgets: list[AbsoluteBudget] = [] if option("budgets") is None else read_budgets(_path("budgets", option))
         self.matched_budgets: set[str] = set()
         self.judgements = 1
-        self.trace = TraceFolder(Path(option("trace_dir"))) if option("trace_dir") else None
+        self.trace: TraceFolder | None = None
+        self.ending = ending
         self.questions = Questions()
+        self.shown = False
+        """Whether the tables have been printed."""
         self.clock = DeviceClock()
         self.link = _link(option("link"), self.device)
         self.worlds: Worlds | torchrun.TorchrunWorlds = Worlds(self.device, self.link)
         # Last, as what it opens has to be closed again.
-        self.rows = RowFile(config, writes=not _is_helping())
+        self.rows = RowFile(config, self.ending, writes=not _is_helping())
+        try:
+            _check_benchmark(option)
+            self.trace = None if option("trace_dir") is None else TraceFolder(_path("trace_dir", option))
+        except BaseException:
+            self.rows.finish()
+            raise
         self._rooflines: dict[str, Roofline] = {}
 
     @property
@@ -109,6 +129,8 @@ class Session:
         """Save the rows, and end the worlds and the link between their ranks."""
         self.rows.finish()
         self.worlds.close()
+        if self.trace is not None:
+            self.trace.close()
         if self.link is not None:
             self.link.close()
 
@@ -133,6 +155,44 @@ def _device(value: str, ranks: str | None) -> str:
         needed = max([int(n) for n in (ranks or "").split(",") if n.strip().isdigit()], default=1)
         raise ValueError(f"--device cuda needs {needed} CUDA device{'s'[: needed > 1]}, and this machine has 0")
     return ("cuda" if torch.cuda.is_available() else "cpu") if value == "auto" else value
+
+
+def _path(name: str, option: Callable[[str], str]) -> Path:
+    if not option(name):
+        raise ValueError(f"--{name.replace('_', '-')} takes a path, not ''")
+    return Path(option(name))
+
+
+def _check_benchmark(option: Callable[..., Any]) -> None:
+    """What pytest-benchmark would find out when all is measured, or not at all."""
+    for name, most in (("min_rounds", MOST_ROUNDS), ("max_time", LONGEST_DEADLINE), ("warmup_iterations", MOST_ROUNDS)):
+        value = option(f"benchmark_{name}", 0)
+        if not 0 <= float(value) <= most:
+            raise ValueError(f"--benchmark-{name.replace('_', '-')} is a number from 0 to {most:g}, not {value}")
+    for each in (option("benchmark_group_by", None) or "group").split(","):
+        if each not in GROUPINGS and not each.startswith("param:"):
+            raise ValueError(f"--benchmark-group-by is of {', '.join(GROUPINGS)}, param:NAME, not {each!r}")
+    if option("benchmark_compare_fail", None) and not option("benchmark_compare", None):
+        raise ValueError("--benchmark-compare-fail needs --benchmark-compare, which names what to compare with")
+    storage = str(option("benchmark_storage", None) or "")
+    if "://" in storage and not re.match(r"file://|elasticsearch\+https?://", storage):
+        raise ValueError(f"--benchmark-storage is file://PATH or elasticsearch+http://HOST, not {storage!r}")
+
+
+def _seed(value: str) -> int:
+    with suppress(ValueError):
+        if 0 <= (seed := int(value)) <= LARGEST_SEED:
+            return seed
+    raise ValueError(f"--seed is a whole number from 0 to {LARGEST_SEED}, not {value!r}")
+
+
+def _deadline(value: str | None) -> float | None:
+    if value is None:
+        return None
+    with suppress(ValueError):
+        if 0 < (seconds := float(value)) <= LONGEST_DEADLINE:  # nan is neither
+            return seconds
+    raise ValueError(f"--deadline is seconds, more than 0 and at most {LONGEST_DEADLINE:g}, not {value!r}")
 
 
 def _ranks(value: str | None, device: str) -> list[int]:
@@ -208,10 +268,18 @@ def _told_apart(implementation: Implementation, others: list[Implementation]) ->
 
 
 def start_session(config: pytest.Config) -> Session:
-    """The session's state; what a user got wrong becomes pytest's one-line usage error, exit status 4."""
+    """The session's state, which a signal now ends; what a user got wrong becomes pytest's one-line usage error, exit
+    status 4.
+    """
+    ending = Ending()
+    ending.handle()
     try:
-        return Session(config)
-    except ValueError as error:
-        raise pytest.UsageError(printable(str(error))) from None
-    except KeyboardInterrupt:
-        raise pytest.UsageError("interrupted while what --impl names was imported and tried") from None
+        return Session(config, ending)
+    except BaseException as error:
+        ending.leave()
+        if isinstance(error, ValueError):
+            line = printable(str(error))
+            raise pytest.UsageError(line if len(line) <= 600 else f"{line[:400]} ... {line[-100:]}") from None
+        if isinstance(error, KeyboardInterrupt):
+            raise pytest.UsageError("interrupted while the options were checked") from None
+        raise

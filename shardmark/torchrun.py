@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardmark.failures import rank_error, warn_of_what_is_left
-from shardmark.rank import Answer, WorldError, join_group, perform, pickled_call
+from shardmark.failures import Left, RankError, rank_error
+from shardmark.rank import Answer, WorldError, WorldLostError, join_group, perform, pickled_call, ranks_met
 from shardmark.seal import Seal, forget_key, launch_key
-from shardmark.world import DEADLINE, GRACE
+from shardmark.world import DEADLINE, GRACE, PROBE
 
 _FOREVER = timedelta(days=30)
 _STOP = b""
@@ -51,6 +51,9 @@ def _join(device: str) -> tuple[dist.Store, Seal]:
     """Join the process group; the store that carries calls and answers, and what they are sealed with."""
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     seal = Seal(launch_key(first=rank() == 0, one_machine=local_size == world_size()))
+    if local_size == world_size():  # on one machine, as the ranks of `World`
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     store, rank_, size = next(dist.rendezvous("env://"))
     join_group(dist.PrefixStore("shardmark/group", store), rank_, size, device, local_rank, local_size)
     dist.barrier()
@@ -80,7 +83,8 @@ def serve(device: str) -> None:
 class TorchrunWorld:
     """`shardmark.world.World`'s interface over torchrun's ranks. Made once, on rank 0.
 
-    The ranks cannot be replaced from here: after one has died or hung, the world is no longer alive.
+    The ranks cannot be replaced from here: after one has died or hung, or was left unfit for the next call, the world
+    is no longer alive.
     """
 
     def __init__(self, device: str) -> None:
@@ -88,6 +92,8 @@ class TorchrunWorld:
         self.device = device
         self.alive = True
         self.deadline = DEADLINE
+        self.lost_by = ""
+        """What ended it, in one line."""
         self._store, self._seal = _join(device)
         self._call = 0
 
@@ -95,8 +101,20 @@ class TorchrunWorld:
         """Call `function(*args)` on every rank; see `World.run`."""
         __tracebackhide__ = True
         if not self.alive:
-            raise WorldError("a rank that torchrun started has died or hung, and cannot be replaced from here")
-        deadline = self.deadline if deadline is None else deadline
+            raise WorldError(self.lost_by)
+        try:
+            answers = self._ask(function, args, self.deadline if deadline is None else deadline)
+            left = Left(function, answers, self._in_step(answers))
+        finally:
+            name = getattr(function, "__qualname__", repr(function))
+            self.lost_by = f"{name} has ended torchrun's ranks, which cannot be replaced from here"
+        if left.broken:
+            self.alive = False
+        left.warn()
+        return [answers[rank_].value for rank_ in range(self.size)]
+
+    def _ask(self, function: Callable[..., Any], args: tuple[Any, ...], deadline: float) -> dict[int, Answer]:
+        __tracebackhide__ = True
         work = pickled_call(function, args)
         call, self._call = self._call, self._call + 1
         self._send(call, pickle.dumps((deadline, work)))
@@ -116,12 +134,23 @@ class TorchrunWorld:
         self.alive = len(answers) == self.size
         failures = {rank_: answer.failure for rank_, answer in answers.items() if answer.failure}
         if failures or not self.alive:
+            if self.alive and (any(each.broken for each in answers.values()) or not self._in_step(answers)):
+                self.alive = False
             silent = [rank_ for rank_ in range(self.size) if rank_ not in answers]
             where = "had not answered; its stack is in its own output"
             raise rank_error(self.size, failures, dict.fromkeys(silent, where))
         self._store.delete_key(f"{call}")
-        warn_of_what_is_left(function, answers, in_step=True)  # its ranks could not be replaced
-        return [answers[rank_].value for rank_ in range(self.size)]
+        return answers
+
+    def _in_step(self, answers: dict[int, Answer]) -> bool:
+        """See `World`'s."""
+        if any(answer.broken for answer in answers.values()) or len({a.collectives for a in answers.values()}) == 1:
+            return True
+        try:
+            met = self._ask(ranks_met, (self.device,), PROBE)
+        except RankError:
+            return False
+        return all(answer.value == list(range(self.size)) for answer in met.values())
 
     def close(self) -> None:
         """End the other ranks: those that still serve stop, and torchrun ends those that hang."""
@@ -175,10 +204,12 @@ class TorchrunWorlds:
         self._worlds[world_size()] = TorchrunWorld(device)
 
     def get(self, size: int) -> TorchrunWorld | LocalWorld:
-        """The world of that size; WorldError for a size that torchrun did not start."""
+        """The world of that size; WorldError for a size that torchrun did not start, or for a world that is lost."""
         if size not in self._worlds:
             raise WorldError(f"torchrun started {world_size()} ranks, so there is no world of {size}")
         world = self._worlds[size]
+        if isinstance(world, TorchrunWorld) and not world.alive:
+            raise WorldLostError(world.lost_by)
         world.deadline = self.deadline
         return world
 

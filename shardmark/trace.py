@@ -12,12 +12,13 @@ say. A memory snapshot is CUDA's alone: there is none on CPU.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,11 +208,21 @@ class TraceFolder:
 
     def __init__(self, path: Path) -> None:
         try:
+            self._made = [each for each in (path, *path.parents) if not os.path.lexists(each)]
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"--trace-dir {path}: it is to be a folder, and cannot be: {error.strerror}") from None
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", error)
+            raise ValueError(f"--trace-dir {path}: it is to be a folder, and cannot be: {why}") from None
         self.path = path.absolute()  # ranks may be elsewhere
         self._tests: dict[str, str] = {}
+
+    def close(self) -> None:
+        """Where nothing was traced, the folders that it has made go."""
+        for each in self._made:
+            with suppress(OSError):
+                each.rmdir()
 
     def stem(self, test_id: str, wanted: str) -> Path:
         """The test's files without their endings: `wanted`, and a digest if another test of this run has that."""

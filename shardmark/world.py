@@ -10,19 +10,18 @@ them, they do not outlive it.
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import multiprocessing
 import multiprocessing.forkserver  # it keeps the server; pytest in a test would forget it, and start another
 import os
 import pickle
-import re
 import shutil
-import signal
 import socket
+import struct
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,9 @@ from unittest.mock import patch
 
 import torch
 
-from shardmark.channel import Channel, ready
-from shardmark.failures import Failure, rank_error, warn_of_what_is_left
+from shardmark.channel import Channel, GarbledError, ready
+from shardmark.endings import RankFiles, end_of_process, end_ranks, how_it_ended, where_they_are
+from shardmark.failures import Failure, Left, rank_error
 from shardmark.failures import RankError as RankError  # what `run` raises
 from shardmark.link import Link
 from shardmark.rank import Answer, WorldError, available_cores, pickled_call, ranks_met, serve
@@ -47,6 +47,7 @@ PRELOADED += ["shardmark.rank", "pytest"]
 dynamo, test modules pytest, and what torch.distributed.optim compiles as it is imported takes half a second."""
 LONGEST_FOLDER = 107 - len("/pymp-01234567/listener-01234567")
 """Bytes of the longest folder path in which multiprocessing can make a socket: a socket's own path has 107 at most."""
+_SIOCGIFFLAGS = 0x8913
 PROBE = 5.0
 """Seconds that ranks get to meet in a collective that says whether they are in step."""
 RANKS_PER_CORE = 8
@@ -81,12 +82,17 @@ class World:
 
     def __init__(self, size: int, device: str = "cpu", link: Link | None = None) -> None:
         check_size(size, device)
+        if device == "cpu" and link is None and not _loopback_is_up():
+            raise WorldError("ranks talk over the loopback interface, and it is down: ip link set lo up")
         self.size = size
         self.device = device
         self.deadline = DEADLINE
         self._directory = Path(tempfile.mkdtemp(prefix="shardmark-"))  # readable by this user only
         # At the interpreter's end too, for a world that nobody closed.
         self._remove_directory = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
+        self._files = {rank: RankFiles(self._directory, rank) for rank in range(size)}
+        self._call = 0
+        """The number of the call that is under way; joining the group is call 0."""
         self._channels: list[Channel] = []
         self._processes: list[Any] = []
         self._ends: list[int] = []
@@ -106,7 +112,7 @@ class World:
                     )
                     process.start()
                 self._processes.append(process)
-                self._ends.append(_end_of_process(process))
+                self._ends.append(end_of_process(process))
             self._collect(time.monotonic(), DEADLINE)  # each rank answers once it has joined the group
         except BaseException:
             self.close()
@@ -125,28 +131,32 @@ class World:
         work = pickled_call(function, args)
         start = time.monotonic()
         try:
-            for channel in self._channels:
-                channel.send(work)
+            self._send(work)
             answers = self._collect(start, self.deadline if deadline is None else deadline)
+            left = Left(function, answers, self._in_step(answers))
         except BaseException:  # Ctrl-C too: ranks that are still at work are of no use to the next test
             self.close()
             raise
-        if warn_of_what_is_left(function, answers, self._in_step(answers)):
+        if left.broken:
             self.close()
+        left.warn()  # last, as a warning may be an error
         return [answers[rank].value for rank in range(self.size)]
 
     def _in_step(self, answers: dict[int, Answer]) -> bool:
-        """Whether the ranks meet in the next collective: asked of them where they have begun different numbers, which
-        sends and receives count towards too."""
+        """Whether the ranks meet in the next collective: asked of them where they have begun different numbers."""
         if any(answer.broken for answer in answers.values()) or len({a.collectives for a in answers.values()}) == 1:
             return True
-        for channel in self._channels:
-            channel.send(pickled_call(ranks_met, (self.device,)))
+        self._send(pickled_call(ranks_met, (self.device,)))
         try:
             met = self._collect(time.monotonic(), PROBE)
         except RankError:
             return False
         return all(answer.value == list(range(self.size)) for answer in met.values())
+
+    def _send(self, work: bytes) -> None:
+        self._call += 1
+        for channel in self._channels:
+            channel.send(self._call, work)
 
     @property
     def alive(self) -> bool:
@@ -160,14 +170,7 @@ class World:
 
     def close(self) -> None:
         """End every rank and remove the private directory. A closed world stays closed."""
-        for process in self._processes:
-            # A rank holds nothing that needs saving, and a hung one would ignore anything softer.
-            with contextlib.suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
-            process.kill()  # where it had not come to lead its group
-        for process in self._processes:
-            process.join()
-            process.close()
+        end_ranks(self._processes, self._directory)
         for channel in self._channels:
             channel.close()
         for end in self._ends:
@@ -196,10 +199,13 @@ class World:
                     if message is None and self._ends[rank] in moved and self._channels[rank].fileno() not in moved:
                         raise EOFError  # it has ended, and nothing that it sent is left
                 except EOFError:
-                    dead[rank] = (self._end_of(rank), None)
+                    dead[rank] = (how_it_ended(self._processes[rank], self._files[rank], GRACE), None)
                     continue
-                if message is not None:
-                    answer = _unpickled(message)
+                except GarbledError:
+                    failures[rank] = ("wrote to the socket of its answers", None)
+                    continue
+                if message is not None and message[0] == self._call:
+                    answer = _unpickled(message[1])
                     if answer.failure:
                         failures[rank] = answer.failure
                     else:
@@ -210,60 +216,28 @@ class World:
                 break
         if len(answers) < self.size:
             seconds = time.monotonic() - start
-            stacks = self._stacks([rank for rank in range(self.size) if rank not in answers | failures | dead])
-            silent = {r: f"had not answered after {seconds:.1f} s; it was at\n{stack}" for r, stack in stacks.items()}
-            raise rank_error(self.size, dead | failures, silent)
+            silent = {r: self._processes[r] for r in range(self.size) if r not in answers | failures | dead}
+            where = where_they_are(silent, self._files, seconds, GRACE)
+            raise rank_error(self.size, dead | failures, where)
         return answers
 
-    def _end_of(self, rank: int) -> str:
-        """How a rank ended, with the stack that faulthandler left if a signal like SIGSEGV ended it."""
-        process = self._processes[rank]
-        process.join(GRACE)
-        code = process.exitcode
-        names = {number.value: number.name for number in signal.Signals}
-        end = f"was killed by {names.get(-code, -code)}" if code is not None and code < 0 else f"exited with {code}"
-        if end.endswith("SIGSEGV"):
-            end += ": was a tensor read after its memory was freed?"
-        stack = self._stack_file(rank).read_text() if self._stack_file(rank).exists() else ""
-        return f"{end}\n{stack}" if stack else end
 
-    def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Ask each rank for the stacks of its threads: the handler is in C, so a rank stuck in C answers too."""
-        for rank in ranks:
-            if self._stack_file(rank).exists():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        stacks: dict[int, str] = {}
-        end = time.monotonic() + GRACE
-        while time.monotonic() < end:
-            time.sleep(0.05)
-            before, stacks = stacks, {r: self._stack_file(r).read_text() for r in ranks if self._stack_file(r).exists()}
-            if len(stacks) == len(ranks) and all(stacks.values()) and stacks == before:  # written, and to the end
-                break
-        return {
-            # what lies below `perform` is the same for every rank and every call
-            rank: re.sub(r"(?<= in perform\n).*?(?=\n\n|\Z)", "", stacks.get(rank, ""), flags=re.DOTALL).strip("\n")
-            or "  (no stack: the process does not react)"
-            for rank in ranks
-        }
-
-    def _stack_file(self, rank: int) -> Path:
-        return self._directory / f"rank{rank}.stacks"
-
-
-def _unpickled(message: bytes) -> Answer:
+def _unpickled(message: bytearray) -> Answer:
     try:
-        return pickle.loads(message)
-    except Exception as error:  # an answer that cannot be unpickled here
-        return Answer(failure=(f"answered what cannot be read here: {error!r}", error))
+        answer = pickle.loads(message)
+    except (Exception, SystemExit) as error:  # whatever its own types do when they are made here
+        return Answer(failure=(f"answered what cannot be read here: {error!r}", None))
+    return answer if isinstance(answer, Answer) else Answer(failure=("answered what is no answer", None))
 
 
-def _end_of_process(process: Any) -> int:
-    """A descriptor that can be read once the process has ended: its children do not hold it, as they do a pipe."""
-    try:
-        return os.pidfd_open(process.pid)
-    except (AttributeError, OSError):  # no Linux of 2019 or later
-        return os.dup(process.sentinel)
+def _loopback_is_up() -> bool:
+    """Whether the interface "lo" may carry traffic; also where nobody can tell."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("16sH14x", b"lo", 0))
+        except OSError:
+            return True
+    return bool(struct.unpack_from("H", answer, 16)[0] & 1)
 
 
 def _make_room_for_sockets() -> None:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -118,11 +119,24 @@ def test_what_cannot_be_put_back_ends_the_world(leak: Callable[[], None], what: 
     assert not pair.alive
 
 
+def test_it_does_so_where_warnings_are_errors_too(pair: World) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(LeftBehind):
+            pair.run(destroy_the_group)
+    assert not pair.alive
+
+
+def start_a_daemon_thread() -> None:
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+
+
 def test_a_call_that_leaves_nothing_warns_of_nothing(pair: World) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pair.run(state)
         pair.run(identity)
+        pair.run(start_a_daemon_thread)  # as a wrapper's own thread, which waits for collectives
 
 
 def size_of(data: bytes) -> int:

@@ -121,7 +121,7 @@ def test_running_out_of_memory_is_a_row_and_a_failure(
     result, output = run_project(project, "--scale=paper", "-k", "nap and greedy")
     result.assert_outcomes(passed=0, failed=2)
     assert [entry["extra_info"]["verdict"] for entry in output["unmeasured"]] == ["out of memory"]
-    result.stdout.fnmatch_lines(["out of memory: *DefaultCPUAllocator: can't allocate memory*"])
+    result.stdout.fnmatch_lines(["out of memory on rank 0: *DefaultCPUAllocator: can't allocate memory*"])
 
 
 FEW = ("--benchmark-min-rounds=2", "--benchmark-max-time=0.000001")

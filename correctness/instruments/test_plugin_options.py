@@ -143,7 +143,7 @@ def test_the_listing_is_printed_and_nothing_runs(project: pytest.Pytester) -> No
         (["--impl=attention=math:cos"], "attention=math:cos does not meet the attention contract: TypeError: *"),
         (["--impl=attention=exits.py:f"], "attention=exits.py:f: cannot import *exits.py: SystemExit: 3"),
         (["--link=fast"], "--link fast: a link's rate is written as 1gbit or 100mbit, not 'fast'"),
-        (["--budgets=missing.toml"], "missing.toml: No such file or directory"),
+        (["--budgets=missing.toml"], "--budgets missing.toml: No such file or directory"),
         (["--benchmark-json=missing/out.json"], "--benchmark-json missing/out.json: there is no folder missing"),
     ],
 )

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from correctness.support.project import run_project
-from shardmark.rowfile import GrowingFile, RowFileError
+from shardmark.growing import GrowingFile, RowFileError
 
 pytest_plugins = ["pytester", "correctness.support.project"]
 
 
 def add(file: GrowingFile, count: int, unmeasured: tuple[int, ...] = ()) -> None:
-    file.append({"version": 1}, [json.dumps({"row": count})], json.dumps(unmeasured), count=count)
+    file.append({"version": 1}, [json.dumps({"row": count})], list(map(json.dumps, unmeasured)), count=count)
 
 
 def rows_of(path: Path) -> list[int]:
@@ -29,19 +29,19 @@ def test_it_is_whole_json_after_each_row(tmp_path: Path) -> None:
     file = GrowingFile(path)
     assert not path.exists()
     for count in range(1, 5):
-        add(file, count, unmeasured=tuple(range(count)))
+        add(file, count, unmeasured=(count, -count) if count % 2 else ())
         assert rows_of(path) == list(range(1, count + 1))
-        assert json.loads(path.read_text())["unmeasured"] == list(range(count))
-    file.append({}, [], "[]", count=5)  # a row without times alone, and fewer bytes than before
-    assert rows_of(path) == [1, 2, 3, 4] and json.loads(path.read_text())["unmeasured"] == []
+        assert json.loads(path.read_text())["unmeasured"] == [1, -1, 3, -3][: 2 * ((count + 1) // 2)]
+    file.append({}, [], ["5"], count=5)  # a row without times alone
+    assert rows_of(path) == [1, 2, 3, 4] and json.loads(path.read_text())["unmeasured"] == [1, -1, 3, -3, 5]
     file.close()
     assert [each.name for each in tmp_path.iterdir()] == ["out.json"]
 
 
 def test_the_first_row_may_be_one_without_times(tmp_path: Path) -> None:
     file = GrowingFile(tmp_path / "out.json")
-    file.append({"version": 1}, [], "[7]", count=1)
-    add(file, 2, unmeasured=(7,))
+    file.append({"version": 1}, [], ["7"], count=1)
+    add(file, 2)
     assert json.loads((tmp_path / "out.json").read_text()) == {
         "version": 1,
         "benchmarks": [{"row": 2}],
@@ -116,14 +116,17 @@ def test_a_second_run_on_the_same_file_is_refused_at_any_time(tmp_path: Path) ->
     assert rows_of(tmp_path / "out.json") == [1, 1]
 
 
-def test_a_row_costs_its_own_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unmeasured", [0, 1, 2], ids=["none", "all", "every_second"])
+def test_a_row_costs_its_own_size(unmeasured: int, tmp_path: Path) -> None:
     file = GrowingFile(tmp_path / "out.json")
     row = json.dumps({"row": 1, "data": list(range(500))})
     start = time.process_time()
     for count in range(5_000):
-        file.append({}, [row], "[]", count=count + 1)
+        lists = ([], [row]) if unmeasured and count % unmeasured == 0 else ([row], [])
+        file.append({}, *lists, count=count + 1)
     assert time.process_time() - start < 5
-    assert len(rows_of(tmp_path / "out.json")) == 5_000
+    output = json.loads((tmp_path / "out.json").read_text())
+    assert len(output["benchmarks"]) + len(output["unmeasured"]) == 5_000
 
 
 def test_a_folder_that_vanishes_loses_no_row(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:

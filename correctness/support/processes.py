@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import socket
+import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -46,3 +50,23 @@ def listening_addresses() -> set[str]:
             if f"socket:[{fields[9]}]" in inodes:
                 addresses.add(fields[1].split(":")[0])
     return addresses
+
+
+def listeners(pids: Iterable[int]) -> tuple[set[str], list[str]]:
+    """The addresses on which these processes listen by TCP, and the files on which they listen by Unix sockets."""
+    inodes = set()
+    for pid in pids:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                inodes.add(os.readlink(file).removeprefix("socket:[").rstrip("]"))
+    addresses = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                words = re.findall("[0-9A-F]{8}", fields[1].partition(":")[0])  # in the machine's byte order
+                address = b"".join(int(word, 16).to_bytes(4, sys.byteorder) for word in words)
+                addresses.add(socket.inet_ntop(family, address))
+    unix = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    listening = [fields for fields in unix if int(fields[3], 16) & 0x10000 and fields[6] in inodes]
+    return addresses, [fields[7] if len(fields) > 7 else "" for fields in listening]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shardmark.report import tables
+from shardmark.report.layout import printable
 
 if TYPE_CHECKING:
     from shardmark.session import Session
@@ -24,9 +25,10 @@ def write_summary(terminal: pytest.TerminalReporter, session: Session, every_col
     if rows and not every_column:
         terminal.write_line("\n-v shows all columns")
     if rows and session.rows.path is not None:
-        terminal.write_line(f"\n{len(rows)} row{'s' * (len(rows) != 1)} in {session.rows.path}")
-    if session.rows.trouble is not None:
-        terminal.write_line(f"--benchmark-json: {session.rows.trouble}", red=True)
+        terminal.write_line(f"\n{len(rows)} row{'s' * (len(rows) != 1)} in {printable(str(session.rows.path))}")
+    for option, trouble in (("json", session.rows.trouble), ("save", session.rows.not_saved)):
+        if trouble is not None:
+            terminal.write_line(printable(f"--benchmark-{option}: {trouble}"), red=True)
     for budget in session.budgets:
         if budget.pattern not in session.matched_budgets:
-            terminal.write_line(f'--budgets: no measured test matches "{budget.pattern}"', yellow=True)
+            terminal.write_line(f'--budgets: no measured test matches "{printable(budget.pattern)}"', yellow=True)

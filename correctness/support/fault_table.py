@@ -1,0 +1,74 @@
+"""A table of what may go wrong on a rank, each with what the user reads of it; tests take their faults from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+HUNG = 1.0
+"""Seconds until a rank counts as hung, where it hangs."""
+FAILS, WARNS, PASSES = "fails", "warns", "passes"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A function that ranks run, what becomes of its test, and a pattern of what the user reads.
+
+    On `ranks`, a pattern too, it happens.
+    """
+
+    function: Callable[..., Any]
+    outcome: str
+    says: str
+    ranks: str
+    deadline: float
+
+    def pattern(self, size: int) -> str:
+        """Of the line that the user reads."""
+        if self.outcome == FAILS:
+            return rf"rank {self.ranks} of {size} {self.says}"
+        ranks = ", ".join(map(str, range(size))) if self.ranks != "1" else "1"
+        return rf"{self.function.__name__} left on rank {ranks} {self.says}"
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def fails(says: str, ranks: str = "1", deadline: float = 60.0) -> Callable[[Function], Function]:
+    return _fault(FAILS, says, ranks, deadline)
+
+
+def hangs(says: str, ranks: str = "1") -> Callable[[Function], Function]:
+    return _fault(FAILS, rf"had not answered after \d+\.\d s; {says}", ranks, HUNG)
+
+
+def warns(says: str, ranks: str = "all", again: bool = True) -> Callable[[Function], Function]:
+    return _fault(
+        WARNS, f"{says}, which is as before again" if again else f"{says}; the next call gets new ranks", ranks, 60.0
+    )
+
+
+def passes() -> Callable[[Function], Function]:
+    return _fault(PASSES, "", "all", 60.0)
+
+
+def _fault(outcome: str, says: str, ranks: str, deadline: float) -> Callable[[Function], Function]:
+    def add(function: Function) -> Function:
+        FAULTS[function.__name__] = Fault(function, outcome, says, ranks, deadline)
+        return function
+
+    return add
+
+
+def on_rank_1() -> bool:
+    return dist.get_rank() == 1
+
+
+def meet() -> None:
+    """The other ranks wait for rank 1, as in most of what is tested."""
+    dist.barrier()

@@ -1,0 +1,259 @@
+"""JSON that grows row by row in a file which is whole at any time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Entry = dict[str, Any]
+
+
+class RowFileError(ValueError):
+    """A path to which rows cannot go, in one line."""
+
+
+_MIDDLE = b'\n], "benchmarks": ['
+_CLOSING = b"\n]}\n"
+
+
+class GrowingFile:
+    """JSON with two lists that grow, in two copies: rows are added to the one with a hidden name, which then takes the
+    path's. So who opens the path finds whole JSON, wherever a write ends.
+
+        {head, "unmeasured": [..., and spaces for more], "benchmarks": [...]}
+
+    Until the first row an older file stays. Locks on both copies tell a second run that this one goes on.
+    """
+
+    def __init__(self, path: Path, mode: int | None = None) -> None:
+        self.shown = path
+        self.rows = 0
+        self.taken = (0, 0)
+        """How many of each list are in it, for whoever appends."""
+        self._opening = b""
+        self._unmeasured = bytearray()
+        self._named: _Copy | None = None
+        self._spare: _Copy | None = None
+        self._mode = mode
+        try:
+            self.path = Path(os.path.realpath(path))  # a link stays one
+            self.hidden = self.path.with_name(f".{self.path.name}.partial")
+            self._aside = self.path.with_name(f".{self.path.name}.aside")
+            if self.path.is_symlink():
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            if self.path.exists():
+                older = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+                try:
+                    self._check(older)
+                    self._mode = stat.S_IMODE(os.fstat(older).st_mode)
+                finally:
+                    os.close(older)
+            self._spare = self._new_copy()
+        except RowFileError:
+            raise
+        except FileNotFoundError as error:
+            folder = (self.path if path.is_symlink() else path).parent
+            why = error.strerror if folder.is_dir() else f"there is no folder {folder}"
+            raise RowFileError(f"--benchmark-json {path}: {why}") from None
+        except (OSError, ValueError) as error:
+            raise RowFileError(f"--benchmark-json {path}: {getattr(error, 'strerror', error)}") from None
+
+    def append(self, head: Entry, benchmarks: list[str], unmeasured: list[str], count: int) -> None:
+        """Add those rows, after which there are `count`; OSError, with the file as it was, where that fails."""
+        if self._named is None:
+            self._opening = dumped(head)[:-1].encode() + (b', "unmeasured": [' if head else b'"unmeasured": [')
+        before = len(self._unmeasured)
+        self._unmeasured += _joined(unmeasured, after=before)
+        try:
+            spare = self._usable_spare()
+            spare.write(self._opening, self._unmeasured, self._named, benchmarks)
+            self._exchange(spare)
+        except BaseException:
+            del self._unmeasured[before:]
+            if self._spare is not None:
+                self._spare.opening = 0  # it may have more than the named copy
+            raise
+        self.rows = count
+
+    def replace(self, text: str) -> None:
+        """The whole file, as one, after which nothing is added."""
+        spare = self._usable_spare()
+        spare.write_all(text.encode())
+        os.replace(self.hidden, self.path)
+        self._spare = None
+        os.close(spare.descriptor)
+
+    def is_whole(self, rows: int) -> bool:
+        """Whether the file under that name is this one, with so many rows."""
+        return self.rows == rows and self._named is not None and self._named.is_at(self.path)
+
+    def remove(self) -> None:
+        """Take the path's name away again."""
+        with suppress(OSError):
+            self.path.unlink()
+
+    def close(self) -> None:
+        """Without a row there is no file, and an older one stays."""
+        with suppress(OSError):
+            self._aside.unlink(missing_ok=True)
+        for copy in (self._spare, self._named):
+            if copy is not None:
+                self._remove(copy)
+        self._spare = self._named = None
+
+    def _remove(self, copy: _Copy) -> None:
+        """Close it, and where it has the hidden name, take that away."""
+        with suppress(OSError):
+            if copy.is_at(self.hidden):
+                self.hidden.unlink()
+        os.close(copy.descriptor)
+
+    def _exchange(self, spare: _Copy) -> None:
+        """The spare copy takes the path's name; where the file system has links, the named one becomes the spare."""
+        before = self._named
+        with suppress(OSError):
+            self._aside.unlink(missing_ok=True)
+            if before is not None and before.is_at(self.path):  # not moved away, or replaced by another program
+                os.link(self.path, self._aside)
+        os.replace(self.hidden, self.path)
+        self._named, self._spare = spare, None
+        if before is not None:
+            with suppress(OSError):
+                if before.is_at(self._aside):
+                    os.replace(self._aside, self.hidden)
+                    self._spare = before
+            if self._spare is None:
+                os.close(before.descriptor)
+
+    def _usable_spare(self) -> _Copy:
+        """One under the hidden name: a new one where there is none, or somebody removed it."""
+        if self._spare is not None and not self._spare.is_at(self.hidden):
+            os.close(self._spare.descriptor)
+            self._spare = None
+        if self._spare is None:
+            self._spare = self._new_copy()
+        return self._spare
+
+    def _new_copy(self) -> _Copy:
+        """An empty file under the hidden name, locked."""
+        while True:
+            descriptor = os.open(self.hidden, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            copy = _Copy(descriptor)
+            try:
+                self._check(descriptor)
+                if copy.is_at(self.hidden):  # no other run has ended, and removed it, before it was locked
+                    os.ftruncate(descriptor, 0)
+                    if self._mode is not None:
+                        os.fchmod(descriptor, self._mode)
+                    return copy
+            except RowFileError:
+                os.close(descriptor)
+                raise
+            except BaseException:
+                self._remove(copy)
+                raise
+            os.close(descriptor)
+
+    def _check(self, descriptor: int) -> None:
+        """Lock it; RowFileError where it is no regular file, or another run has it."""
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise RowFileError(f"--benchmark-json {self.shown}: not a regular file")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RowFileError(f"--benchmark-json {self.shown}: another run is writing it") from None
+        except OSError:
+            pass  # a file system without locks
+
+
+@dataclass
+class _Copy:
+    """What a file has: in bytes, where its lists begin, and how long they are. Without an opening, nothing valid."""
+
+    descriptor: int
+    opening: int = 0
+    room: int = 0
+    """For the list "unmeasured"."""
+    unmeasured: int = 0
+    benchmarks: int = 0
+
+    def write(self, opening: bytes, unmeasured: bytearray, other: _Copy | None, benchmarks: list[str]) -> None:
+        """All of those unmeasured, the other copy's benchmarks and these, of which it has the first."""
+        whole = not self.opening or len(unmeasured) > self.room
+        begin = 0 if whole else self.benchmarks
+        rows = other._benchmarks_from(begin) if other is not None else b""
+        rows += _joined(benchmarks, after=begin + len(rows))
+        start = self.opening
+        if whole:
+            room = 2 * len(unmeasured)
+            self._put(opening + unmeasured.ljust(room) + _MIDDLE + rows + _CLOSING, 0)
+            start, self.room = len(opening), room
+        else:
+            self._put(bytes(unmeasured[self.unmeasured :]), start + self.unmeasured)
+            self._put(rows + _CLOSING, start + self.room + len(_MIDDLE) + begin)
+        self.unmeasured, self.benchmarks = len(unmeasured), begin + len(rows)
+        self.opening = start
+        os.ftruncate(self.descriptor, start + self.room + len(_MIDDLE) + self.benchmarks + len(_CLOSING))
+
+    def write_all(self, data: bytes) -> None:
+        """That alone."""
+        self.opening = 0  # no lists any more
+        self._put(data, 0)
+        os.ftruncate(self.descriptor, len(data))
+
+    def is_at(self, path: Path) -> bool:
+        with suppress(OSError):
+            return os.path.samestat(os.fstat(self.descriptor), path.stat())
+        return False
+
+    def _benchmarks_from(self, begin: int) -> bytes:
+        with open(os.dup(self.descriptor), "rb") as file:
+            file.seek(self.opening + self.room + len(_MIDDLE) + begin)
+            return file.read(self.benchmarks - begin)
+
+    def _put(self, data: bytes, position: int) -> None:
+        """All of it; OSError where it does not fit."""
+        left = memoryview(data)
+        while left:
+            written = os.pwrite(self.descriptor, left, position)
+            if not written:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            position, left = position + written, left[written:]
+
+
+def _joined(rows: list[str], after: int) -> bytes:
+    """As elements of a list that has `after` bytes of them."""
+    text = ("," if after else "") + "\n" + ",\n".join(rows)
+    return text.encode() if rows else b""
+
+
+def dumped(value: Any, indent: int | None = None) -> str:
+    """As JSON, whatever it is: what JSON has no word for as its text, and null for what is no finite number."""
+    try:
+        return json.dumps(value, default=str, allow_nan=False, indent=indent)
+    except Exception:  # a text that cannot be made, as well
+        return json.dumps(_plain(value, ()), indent=indent)
+
+
+def _plain(value: Any, inside: tuple[int, ...]) -> Any:
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if id(value) in inside or not isinstance(value, dict | list | tuple):
+        try:
+            return str(value)
+        except Exception as error:
+            return f"{type(value).__name__} ({type(error).__name__})"
+    inside = (*inside, id(value))
+    if isinstance(value, dict):
+        return {str(key): _plain(each, inside) for key, each in value.items()}
+    return [_plain(each, inside) for each in value]
