@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from correctness.support.accuracy import assert_as_accurate_as_eager, random_inputs, results
-from correctness.support.contracts import assert_near
+from correctness.support.contracts import assert_near, skip_if_slow
 from impl.attention import FlashAttentionPyTorch, as_attention, eager_attention
 from shardmark.registry import Implementation
 
@@ -51,6 +51,9 @@ def test_a_query_sees_the_keys_up_to_its_own(
     output's gradient column c is 1 at one query: v's gradient [j, c] is the weight that it gives key j.
     """
     q_len, k_len = LENGTHS[shape_id]
+    if "beyond" in shape_id:
+        shapes = (-(-q_len // 8), 16), (-(-k_len // 8), 16)
+        skip_if_slow(lambda: results(implementation.adapted, random_inputs(*shapes, dtype, device), is_causal))
     keys, queries = _around_powers_of_two(k_len), _around_powers_of_two(q_len)
     q, k, v = (torch.zeros(n, 40, dtype=dtype, device=device) for n in (q_len, k_len, k_len))
     grad = torch.zeros_like(q)
@@ -119,7 +122,11 @@ def _inputs(shape_id: str, dtype: torch.dtype, device: str) -> list[Tensor]:
 def test_is_as_accurate_as_eager(
     implementation: Implementation, shape_id: str, dtype: torch.dtype, is_causal: bool, device: str
 ) -> None:
-    assert_as_accurate_as_eager(implementation.adapted, _inputs(shape_id, dtype, device), is_causal)
+    inputs = _inputs(shape_id, dtype, device)
+    if "beyond" in shape_id:
+        part = [x[..., : -(-x.shape[-2] // 8), :] for x in inputs]
+        skip_if_slow(lambda: results(implementation.adapted, part, is_causal))
+    assert_as_accurate_as_eager(implementation.adapted, inputs, is_causal)
 
 
 @pytest.mark.large
@@ -130,6 +137,8 @@ def test_many_queries_are_as_accurate_as_eager(
 ) -> None:
     """Not in half precision, in which PyTorch's SDPA adds up the gradients of v on CPU."""
     inputs = random_inputs((2, 4097, 16), (2, 3, 16), dtype, device)
+    part = [x[:, : -(-x.shape[-2] // 8)] for x in inputs]
+    skip_if_slow(lambda: results(implementation.adapted, part, is_causal))
     assert_as_accurate_as_eager(implementation.adapted, inputs, is_causal)
 
 

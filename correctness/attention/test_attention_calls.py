@@ -181,7 +181,8 @@ def test_a_second_backward_pass_is_the_same_or_an_error(implementation: Implemen
     assert_near(dict(zip(wanted, gradients, strict=True)), wanted, "in a second backward pass")
 
 
-def test_nothing_quadratic_is_held_until_backward(implementation: Implementation, device: str) -> None:
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+def test_nothing_quadratic_is_held_until_backward(implementation: Implementation, is_causal: bool, device: str) -> None:
     """Of twice the length a Function holds twice the bytes; a matrix of scores, or a mask, would be four times."""
     if not (isinstance(implementation.target, type) and issubclass(implementation.target, torch.autograd.Function)):
         pytest.skip(f"{implementation.name} is not a torch.autograd.Function, so its contract says nothing of memory")
@@ -190,7 +191,7 @@ def test_nothing_quadratic_is_held_until_backward(implementation: Implementation
     for length in (short, long):
         q, k, v, _ = _inputs(device, length, length)
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-        call = lambda q=q, k=k, v=v: implementation.adapted(q, k, v, is_causal=True)  # noqa: E731
+        call = lambda q=q, k=k, v=v: implementation.adapted(q, k, v, is_causal=is_causal)  # noqa: E731
         held[length] = held_by(call, device)
     scores = short * short  # bytes, were they of one byte each
     found = ", ".join(f"{nbytes:,} bytes at length {length}" for length, nbytes in held.items())

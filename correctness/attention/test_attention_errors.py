@@ -66,11 +66,38 @@ def test_dtypes_that_attention_is_not_defined_for_are_refused(
     record_property("note", f"takes {dtype}, of which the contract says nothing")
 
 
-def test_nothing_to_attend_to_is_refused(implementation: Implementation, device: str) -> None:
-    if not is_ours(implementation):
-        pytest.skip("the contract says nothing of attention over nothing")
-    with pytest.raises(ValueError, match=r"^attention over nothing[^\n]*$"):
-        implementation.adapted(*torch.randn(3, 2, 0, 8, device=device))
+@pytest.mark.parametrize("shapes", [((2, 3, 8), (2, 0, 8)), ((2, 3, 0), (2, 3, 0))], ids=["no_keys", "no_columns"])
+def test_nothing_to_attend_to_is_refused(
+    implementation: Implementation, shapes: tuple[tuple[int, ...], ...], device: str, record_property: Note
+) -> None:
+    q, k, v = (torch.randn(shape, device=device) for shape in (shapes[0], shapes[1], shapes[1]))
+    call = partial(implementation.adapted, q, k, v)
+    if k.shape[-2] and not is_ours(implementation):
+        pytest.skip("the contract says nothing of a head_dim of 0")
+    assert_refused(implementation, f"q {shapes[0]}, k {shapes[1]}", call, "attention over nothing", record_property)
+
+
+NOTHING_ASKED = {  # shapes of q and of k
+    "no_sequences": ((0, 5, 8), (0, 5, 8)),
+    "no_sequences_of_heads": ((0, 2, 5, 8), (0, 1, 5, 8)),
+    "no_heads": ((2, 0, 5, 8), (2, 0, 5, 8)),
+    "no_queries": ((2, 0, 8), (2, 5, 8)),
+    "no_queries_and_no_keys": ((2, 3, 0, 8), (2, 3, 0, 8)),
+}
+
+
+@pytest.mark.parametrize("how", NOTHING_ASKED)
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+def test_nothing_asked_is_an_empty_answer(
+    implementation: Implementation, how: str, is_causal: bool, device: str
+) -> None:
+    """As torch's own modules take an empty batch: the last of an epoch, or a rank's share of a small one."""
+    q, k = (torch.randn(shape, device=device, requires_grad=True) for shape in NOTHING_ASKED[how])
+    v = torch.randn_like(k, requires_grad=True)
+    out = implementation.adapted(q, k, v, is_causal=is_causal)
+    assert out.shape == q.shape, f"the output of q {tuple(q.shape)} is {tuple(out.shape)}"
+    for name, x, gradient in zip("qkv", (q, k, v), torch.autograd.grad(out.sum(), (q, k, v)), strict=True):
+        assert gradient.shape == x.shape and not gradient.any(), f"the gradient of {name} is {gradient}, expected zeros"
 
 
 def test_devices_that_do_not_go_together_are_refused(

@@ -45,6 +45,30 @@ def test_what_is_added_to_every_score_changes_nothing(
     assert_as_accurate_as_eager(implementation.adapted, inputs, is_causal=True)
 
 
+@WIDE
+def test_a_later_key_is_not_seen_however_large_its_score(
+    implementation: Implementation, dtype: torch.dtype, device: str
+) -> None:
+    """30,000 above those that are seen: a mask that is added must be -inf, and not -10,000."""
+    inputs = random_inputs((2, 40, 16), (2, 40, 16), dtype, device)
+    inputs[0][..., 0] = 100.0
+    inputs[1][..., 0] = torch.linspace(0, 30_000 * 16**0.5 / 100, 40, device=device, dtype=dtype)
+    assert_as_accurate_as_eager(implementation.adapted, inputs, is_causal=True)
+
+
+@WIDE
+@pytest.mark.parametrize("less", [25, 200])
+def test_a_nan_under_a_weight_that_rounds_to_zero_reaches_what_attends_to_it(
+    implementation: Implementation, less: int, dtype: torch.dtype, device: str
+) -> None:
+    """Its score is that much below the others, as are those of all keys beside it: no tile may be left out."""
+    q, k, v, _ = random_inputs((2, 5, 16), (2, 300, 16), dtype, device)
+    q[..., 0], k[:, 20:, 0] = 4.0, -float(less)
+    v[:, 150, 2] = float("nan")
+    out = implementation.adapted(q, k, v)
+    assert out[..., 2].isnan().all(), f"a NaN in v whose weight is about exp(-{less}) does not reach the output"
+
+
 @pytest.mark.parametrize("where", ["k", "v"])
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 def test_a_nan_in_k_or_v_reaches_what_attends_to_it(

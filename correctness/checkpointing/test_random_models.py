@@ -3,123 +3,19 @@ chooses blocks, their arguments, hooks, modes, autocast and how gradients are as
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from correctness.support.checkpointing_plans import DROPOUTS, PLANS, Model, Pass, Plan
 from correctness.support.fuzzing import fuzzed
 from shardmark.registry import Implementation
 
 pytestmark = pytest.mark.family("checkpointing")
-
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-AUTOCASTS = ("bfloat16", "float16", "bfloat16, then disabled", "float16, then disabled")
-WAYS = ("backward", "backward(inputs=some)", "grad of all", "grad of some")
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A forward, and how gradients are asked for."""
-
-    training: bool
-    autocast: str | None
-    backward_inside: bool
-    """Of autocast."""
-    no_grad_first: bool
-    way: str
-    subset: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A model and its passes."""
-
-    layers: int
-    dropout: type[nn.Module] | None
-    depth: int
-    """Of the module that holds it, below the block."""
-    x_needs_grad: bool
-    frozen: int
-    """Each parameter whose number this divides is; 0: none is."""
-    extra: tuple[tuple[bool, bool, bool], ...]
-    """Of each further tensor: whether it is given by name, needs a gradient, and is computed from a leaf."""
-    hooks: tuple[tuple[str, bool, int], ...]
-    """"pre" or "post", whether registered before the policy, and the block; removed before the last pass."""
-    passes: tuple[Pass, ...]
-
-
-PASSES = st.builds(
-    Pass,
-    training=st.booleans(),
-    autocast=st.none() | st.sampled_from(AUTOCASTS),
-    backward_inside=st.booleans(),
-    no_grad_first=st.booleans(),
-    way=st.sampled_from(WAYS),
-    subset=st.integers(2, 4),
-)
-PLANS = st.builds(
-    Plan,
-    layers=st.integers(1, 5),
-    dropout=st.none() | st.sampled_from(DROPOUTS),
-    depth=st.integers(1, 3),
-    x_needs_grad=st.booleans(),
-    frozen=st.sampled_from((0, 0, 1, 2, 3)),
-    extra=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=3).map(tuple),
-    hooks=st.lists(
-        st.tuples(st.sampled_from(("pre", "post")), st.booleans(), st.integers(0, 4)), max_size=2
-    ).map(tuple),
-    passes=st.lists(PASSES, min_size=1, max_size=3).map(tuple),
-)  # fmt: skip
-
-
-class Unsqueezed(nn.Module):
-    """Dropout of whole channels, which takes more dims."""
-
-    def __init__(self, dropout: nn.Module) -> None:
-        super().__init__()
-        self.dropout = dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        dims = {nn.Dropout1d: 1, nn.Dropout2d: 2}.get(type(self.dropout), 3)
-        return self.dropout(x.view(*x.shape, *[1] * dims)).view(x.shape)
-
-
-class Block(nn.Module):
-    """Takes any further arguments, each once."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
-        part: nn.Module = nn.Identity() if plan.dropout is None else plan.dropout(0.4)
-        whole = isinstance(part, (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout))
-        if whole:
-            part = Unsqueezed(part)
-        for _ in range(plan.depth - 1 - whole):
-            part = nn.Sequential(part)
-        self.part = part
-
-    def forward(self, x: Tensor, *args: Any, flag: bool = False, **kwargs: Any) -> Tensor:
-        hidden = nn.functional.gelu(self.up(x))
-        for each in (*args, *kwargs.values()):
-            hidden = hidden * each if isinstance(each, Tensor) else hidden
-        return self.down(self.part(hidden)) + (x if flag else 0)
-
-
-class Model(nn.Module):
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(plan) for _ in range(plan.layers))
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        for block in self.blocks:
-            x = block(x, *args, **kwargs)
-        return x
 
 
 def _hooked(model: Model, plan: Plan, before: bool) -> list[Any]:
@@ -140,61 +36,118 @@ class Refused(Exception):
 def _results(policy: Any, plan: Plan, device: str) -> list[tuple[str, Tensor | None]]:
     """Outputs, gradients of all leaves, and what is drawn afterwards, of each pass."""
     torch.manual_seed(0)
-    model = Model(plan).to(device)
+    model = Model(plan).to(device, plan.dtype)
     for i, p in enumerate(model.parameters()):
         p.requires_grad_(not (plan.frozen and i % plan.frozen == 0))
-    leaves = {"the input": torch.randn(6, 8, device=device, requires_grad=plan.x_needs_grad)}
+    leaves = {"the input": torch.randn(6, 8, device=device, dtype=plan.dtype, requires_grad=plan.x_needs_grad)}
     for i, (by_name, needs, _) in enumerate(plan.extra):
-        leaves[f"argument {i}{' by name' if by_name else ''}"] = torch.rand(6, 1, device=device, requires_grad=needs)
+        name = f"argument {i}{' by name' if by_name else ''}"
+        leaves[name] = torch.rand(6, 1, device=device, dtype=plan.dtype, requires_grad=needs)
     handles = _hooked(model, plan, before=True)
+    first = model.blocks[0]
     model = policy(model)
     handles += _hooked(model, plan, before=False)
     named = {**leaves, **dict(model.named_parameters())}
     found: list[tuple[str, Tensor | None]] = []
+    waiting: list[tuple[int, Pass, Tensor]] = []
     for number, each in enumerate(plan.passes):
-        if number and number == len(plan.passes) - 1:
+        last = number == len(plan.passes) - 1
+        if number and last:
             for handle in handles:
                 handle.remove()
-        model.train(each.training)
+        if not waiting:
+            _change(model, first, each)
         with ExitStack() as stack:
             if each.autocast:
                 dtype = getattr(torch, each.autocast.split(",")[0])
                 stack.enter_context(torch.autocast(device, dtype=dtype))
-            if each.autocast and "disabled" in each.autocast:
-                inner = stack.enter_context(ExitStack())
-                inner.enter_context(torch.autocast(device, enabled=False))
-            else:
-                inner = ExitStack()
-            tensors = [
-                leaf * 2 if made else leaf
-                for leaf, (_, _, made) in zip(list(leaves.values())[1:], plan.extra, strict=True)
-            ]
-            args = [t for t, (by_name, _, _) in zip(tensors, plan.extra, strict=True) if not by_name]
-            kwargs = {f"k{i}": t for i, (t, e) in enumerate(zip(tensors, plan.extra, strict=True)) if e[0]}
-            kwargs |= {"flag": True} if plan.extra else {}
-            try:
-                if each.no_grad_first:
-                    # Without autocast's cache: PyTorch's selective checkpointing refuses to recompute in a region in
-                    # which a forward before has cast the weights already.
-                    with torch.no_grad(), torch.autocast(device, enabled=False):
-                        model(leaves["the input"], *args, **kwargs)
-                output = model(leaves["the input"], *args, **kwargs)
-            except Exception as error:
-                if plan.extra:
-                    raise Refused(f"{type(error).__name__}: {error}") from error
-                raise
-            inner.close()
+            output = _forward(model, plan, each, leaves, device)
             found.append((f"pass {number}: the output", output.detach()))
-            if output.requires_grad and each.backward_inside:
-                found += _gradients(output, each, named, number)
-        if output.requires_grad and not each.backward_inside:
-            found += _gradients(output, each, named, number)
+            if output.requires_grad and each.backward_inside and not each.waits:
+                found += _backward(number, each, output, named, device)
+        if output.requires_grad and each.waits and not last and not plan.hooks:  # a hook may be removed before the next
+            waiting.append((number, each, output))
+        elif output.requires_grad and (each.waits or not each.backward_inside):
+            found += _backward(number, each, output, named, device)
+            while waiting:
+                found += _backward(*waiting.pop(), named, device)
+        del output
         found.append((f"pass {number}: what is drawn afterwards", torch.rand(3, device=device)))
+    while waiting:
+        found += _backward(*waiting.pop(), named, device)
     return found
 
 
-def _gradients(output: Tensor, each: Pass, named: dict[str, Tensor], number: int) -> list[tuple[str, Tensor | None]]:
+def _change(model: Model, first: nn.Module, each: Pass) -> None:
+    """The weights, what is frozen, and the mode: each submodule has its own."""
+    if each.change == "freeze the first block":
+        first.requires_grad_(False)
+    elif each.change == "thaw all":
+        model.requires_grad_(True)
+    elif each.change == "a state_dict":
+        model.load_state_dict({name: x * 0.9 for name, x in model.state_dict().items()})
+    elif each.change == "weights in place":
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.9)
+    if each.change == "no mode is set":
+        return
+    model.train(each.mode in ("train", "dropout alone evaluates", "every second block evaluates"))
+    for module in model.modules():
+        if isinstance(module, DROPOUTS) and "alone" in each.mode:
+            module.train("trains" in each.mode)
+    if "second" in each.mode:
+        for block in list(model.blocks._modules.values())[1::2]:
+            block.eval()
+
+
+def _forward(model: Model, plan: Plan, each: Pass, leaves: dict[str, Tensor], device: str) -> Tensor:
+    tensors = [
+        leaf * 2 if made else leaf for leaf, (_, _, made) in zip(list(leaves.values())[1:], plan.extra, strict=True)
+    ]
+    args = [t for t, (by_name, _, _) in zip(tensors, plan.extra, strict=True) if not by_name]
+    kwargs = {f"k{i}": t for i, (t, e) in enumerate(zip(tensors, plan.extra, strict=True)) if e[0]}
+    kwargs |= {"flag": True} if plan.extra else {}
+    x = leaves["the input"]
+    if each.layout == "transposed":
+        x = x.mT.contiguous().mT
+    elif each.layout == "expanded":
+        x = x[:1].expand(6, 8)
+    elif each.layout == "another batch" and not plan.extra:
+        x = x[:3]
+    with torch.autocast(device, enabled=False) if each.autocast and "disabled" in each.autocast else nullcontext():
+        try:
+            # Without autocast's cache: PyTorch's selective checkpointing refuses to recompute in a region in which a
+            # forward before has cast the weights already.
+            if each.no_grad_first:
+                with torch.no_grad(), torch.autocast(device, enabled=False):
+                    model(x, *args, **kwargs)
+            if each.dropped_first and not each.autocast:
+                model(x, *args, **kwargs)
+            return model(x, *args, **kwargs)
+        except Exception as error:
+            if plan.extra:
+                raise Refused(f"{type(error).__name__}: {error}") from error
+            raise
+
+
+def _backward(
+    number: int, each: Pass, output: Tensor, named: dict[str, Tensor], device: str
+) -> list[tuple[str, Tensor | None]]:
+    """With what holds then around it."""
+    around: AbstractContextManager[object] = nullcontext()
     loss = output.float().square().mean()
+    if each.around == "no_grad":
+        around = torch.no_grad()
+    elif each.around == "disabled":
+        around = torch.autocast(device, enabled=False)
+    elif each.around:
+        around = torch.autocast(device, dtype=getattr(torch, each.around))
+    with around:
+        return _gradients(loss, each, named, number)
+
+
+def _gradients(loss: Tensor, each: Pass, named: dict[str, Tensor], number: int) -> list[tuple[str, Tensor | None]]:
     torch.rand(2)
     needing = {name: x for name, x in named.items() if x.requires_grad}
     some = {name: x for i, (name, x) in enumerate(needing.items()) if not i % each.subset}
@@ -216,6 +169,8 @@ def _to_the_bit(implementation: Implementation, plan: Plan, device: str) -> str 
     except Refused as error:
         return f"blocks take no further arguments: {error}"
     except Exception as error:
+        if "not found in storage" in str(error) and plan.blocks != "different":
+            return "torch's selective checkpointing refuses weights that autocast has cast in a block before"
         pytest.fail(f"{type(error).__name__} with the policy, and none without: {error}; {plan}")
     for (name, mine), (_, theirs) in zip(found, expected, strict=True):
         same = mine is theirs is None or (mine is not None and theirs is not None and _equal(mine, theirs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -83,16 +84,32 @@ def test_nothing_is_kept_after_backward(implementation: Implementation, device: 
     assert added < 1000, f"a step leaves {added:,} more bytes behind, gradients not counted"
 
 
-MODES = (("train", "nothing"), ("train", "embedding"), ("eval", "nothing"), ("eval", "first_half"))
+FROZEN: dict[str, Callable[[str], bool]] = {  # by the parameter's name
+    "nothing": lambda name: False,
+    "embedding": lambda name: "embedding" in name,  # the first block's input needs no gradient
+    "first_half": lambda name: (
+        "embedding" in name or name.startswith(tuple(f"blocks.{i}." for i in range(LAYERS // 2)))
+    ),
+    "last_half": lambda name: name.startswith(tuple(f"blocks.{i}." for i in range(LAYERS // 2, LAYERS))),
+    "all_blocks": lambda name: "blocks" in name,
+    "all_but_first_block": lambda name: not name.startswith("blocks.0."),
+    "all_but_embedding": lambda name: "embedding" not in name,
+    "all_but_norms": lambda name: "norm" not in name,
+    "every_second_block": lambda name: name.startswith(tuple(f"blocks.{i}." for i in range(1, LAYERS, 2))),
+}
+
+MODES = [
+    pytest.param(
+        mode, frozen, marks=() if (mode == "train") != (frozen in ("first_half", "all_blocks")) else pytest.mark.sweep
+    )
+    for mode in ("train", "eval")
+    for frozen in FROZEN
+]
 
 
 def _freeze(model: Transformer, frozen: str) -> None:
-    """Where the embedding is frozen the first block's input needs no gradient."""
-    if frozen != "nothing":
-        model.embedding.weight.requires_grad_(False)
-    if frozen == "first_half":
-        for block in model.blocks[: LAYERS // 2]:
-            block.requires_grad_(False)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not FROZEN[frozen](name))
 
 
 @pytest.mark.parametrize(("mode", "frozen"), MODES)

@@ -290,3 +290,9 @@ def softmax_minus_the_largest_of_all(q: Tensor, k: Tensor, v: Tensor, *, is_caus
         scores = scores.masked_fill(future(q, k), -math.inf)
     exps = (scores - scores.amax()).exp()
     return exps / exps.sum(-1, keepdim=True) @ v
+
+
+@defect(cause="masks", caught_by="test_a_later_key_is_not_seen_however_large_its_score")
+def mask_of_minus_ten_thousand(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    q, k, v = checked(q, k, v)
+    return (scores_of(q, k) - 1e4 * is_causal * future(q, k)).softmax(-1) @ v

@@ -263,3 +263,24 @@ def keywords_detached(model: nn.Module) -> nn.Module:
         return run
 
     return wrapped(model, wrap)
+
+
+@defect(cause="state", caught_by="test_any_model")
+def random_state_of_blocks_in_training(model: nn.Module) -> nn.Module:
+    """A block's dropout may train by itself, where the block evaluates."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        return lambda *args, **kwargs: recomputed(forward, preserve_rng_state=block.training)(*args, **kwargs)
+
+    return wrapped(model, wrap)
+
+
+@defect(cause="memory", caught_by="test_it_saves_in_each_mode")
+def frozen_blocks_are_not_checkpointed(model: nn.Module) -> nn.Module:
+    """Though backward goes through them, to what is trained before them."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        run, parameters = recomputed(forward), list(block.parameters())
+        return lambda *args, **kwargs: (run if any(p.requires_grad for p in parameters) else forward)(*args, **kwargs)
+
+    return wrapped(model, wrap)

@@ -284,3 +284,12 @@ class TakesTheLongerForTheContext(Parts):
         if 1 < x.shape[2] < x.shape[1]:
             return super().rotate(x.transpose(1, 2)).transpose(1, 2)
         return super().rotate(x)
+
+
+@defect(cause="state", caught_by="test_weights_load_into_the_plain_model_and_back")
+class TableInTheStateDict(Parts):
+    """Which no other implementation has, and so does not load."""
+
+    def __init__(self, size: TransformerSize, *, context_length: int) -> None:
+        super().__init__(size, context_length=context_length)
+        self.register_buffer("cos", torch.zeros(context_length))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from correctness.support.contracts import Note, assert_refused
@@ -89,14 +92,42 @@ def test_gradients_are_the_plain_models(implementation: Implementation, device: 
 @float64
 @pytest.mark.parametrize("context", [1024, 2049])
 def test_a_long_context(implementation: Implementation, context: int, device: str) -> None:
+    model, plain, tokens = _of_long_context(implementation, context, device)
+    with torch.no_grad():
+        assert_logits(model(tokens), plain(tokens), where=f" of {context} tokens")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_long_context_is_as_accurate_in_every_dtype(
+    implementation: Implementation, dtype: torch.dtype, device: str
+) -> None:
+    """As the plain model, against float64: positions and angles that are rounded to half precision are far off."""
+    model, plain, tokens = _of_long_context(implementation, 700, device)
+    plain.to(dtype)
+    with torch.no_grad():
+        of_plain = plain(tokens).double()
+        exact = plain.double()(tokens)
+        error, of_plain = ((x.double() - exact).abs() for x in (model.to(dtype)(tokens), of_plain))
+    for what, found, allowed in (
+        ("error", error.max(), 3 * of_plain.max()),
+        ("mean error", error.mean(), 2 * of_plain.mean()),
+    ):
+        floor = 8 * torch.finfo(dtype).eps * exact.abs().max().item()
+        allowed_here = max(allowed.item(), floor if what == "error" else floor / 8)
+        assert found.item() <= allowed_here, (
+            f"logits of 700 tokens in {dtype}: {what} {found.item():.2g}, allowed {allowed_here:.2g}; "
+            f"the plain model's is {allowed.item() / (3 if what == 'error' else 2):.2g}"
+        )
+
+
+def _of_long_context(implementation: Implementation, context: int, device: str) -> tuple[nn.Module, nn.Module, Tensor]:
+    """Of large scores, so that they, and with them positions, count."""
     size = TransformerSize(d_model=8, d_ff=8, layers=1, heads=2, vocab=5)
     model, plain = models(implementation, device, size, context)
     with torch.no_grad():
-        for each in (model, plain):  # so that scores, and with them positions, count
-            for name in ("query", "key"):
-                each.get_parameter(f"blocks.0.attention.{name}.weight").mul_(4)
-        tokens = draw(device, 1, context, size)
-        assert_logits(model(tokens), plain(tokens), where=f" of {context} tokens")
+        for each, name in product((model, plain), ("query", "key")):
+            each.get_parameter(f"blocks.0.attention.{name}.weight").mul_(4)
+    return model, plain, draw(device, 1, context, size)
 
 
 @float64
@@ -154,15 +185,15 @@ def test_its_own_weights_learn(implementation: Implementation, autocast: bool, d
         assert not torch.equal(p, before[name]), f"ten steps from its own weights have not moved {name}"
 
 
-def test_weights_load_into_the_plain_model_and_back(implementation: Implementation, record_property: Note) -> None:
+def test_weights_load_into_the_plain_model_and_back(implementation: Implementation) -> None:
+    """Strictly: `load_state_dict` refuses names that the other does not have, such as those of buffers."""
     model = implementation.adapted(SIZE, context_length=CONTEXT)
     plain = PlainTransformer(SIZE, context_length=CONTEXT)
-    state, names = model.state_dict(), set(plain.state_dict())
-    assert names <= set(state), f"its state_dict has no {sorted(names - set(state))}"
-    plain.load_state_dict({name: state[name] for name in names})
-    if buffers := sorted(set(state) - names):
-        record_property("note", f"its state_dict also has {', '.join(buffers)}, which others do not load")
-    model.load_state_dict(state | plain.state_dict())
+    state, names = set(model.state_dict()), set(plain.state_dict())
+    assert not names - state, f"its state_dict has no {sorted(names - state)}"
+    assert not state - names, f"its state_dict has {sorted(state - names)}, with which it loads into no other model"
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(plain.state_dict())
 
 
 @pytest.mark.parametrize("extra", [1, 8])

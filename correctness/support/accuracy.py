@@ -30,21 +30,39 @@ def results(attention: Attention, inputs: list[Tensor], is_causal: bool) -> dict
 
 
 def assert_as_accurate_as_eager(attention: Attention, inputs: list[Tensor], is_causal: bool, times: float = 2) -> None:
-    """Check the output and every gradient, their shapes and dtypes: the largest error, and the root mean square."""
+    """Check the output and every gradient, their shapes and dtypes."""
+    assert_accurate(results(attention, inputs, is_causal), inputs, is_causal, times)
+
+
+def assert_accurate(
+    found: dict[str, Tensor],
+    inputs: list[Tensor],
+    is_causal: bool,
+    times: float = 2,
+    when: str = "",
+    arithmetic: torch.dtype | None = None,
+) -> None:
+    """Check some of the results of `inputs`: the largest error, and the root mean square.
+
+    `arithmetic` is the dtype that eager computes in: the inputs', or autocast's.
+    """
     dtype = inputs[0].dtype
-    wide = [x.double() for x in inputs]
-    exact, plain = results(eager_attention, wide, is_causal), results(eager_attention, inputs, is_causal)
-    eps, summing_eps = (torch.finfo(d).eps for d in (dtype, torch.promote_types(dtype, torch.float32)))
+    arithmetic = arithmetic or dtype
+    wide, cast = [x.detach().double() for x in inputs], [x.to(arithmetic) for x in inputs]
+    exact, plain = results(eager_attention, wide, is_causal), results(eager_attention, cast, is_causal)
+    eps, summing_eps = (torch.finfo(d).eps for d in (arithmetic, torch.promote_types(arithmetic, torch.float32)))
     typical, worst = (_terms(wide, is_causal, power) for power in (2, 1))
-    for name, found in results(attention, inputs, is_causal).items():
-        assert found.dtype == dtype, f"{name} is {found.dtype}, expected q's {dtype}"
-        assert found.shape == exact[name].shape, f"{name} is {tuple(found.shape)}, expected {tuple(exact[name].shape)}"
+    for name, value in found.items():
+        assert value.dtype == dtype, f"{when}{name} is {value.dtype}, expected q's {dtype}"
+        shape = tuple(exact[name].shape)
+        assert value.shape == shape, f"{when}{name} is {tuple(value.shape)}, expected {shape}"
         rounding = torch.maximum(eps * typical[name], summing_eps * worst[name])
-        error, of_eager = (x.double() - exact[name] for x in (found, plain[name]))
+        error, of_eager = (x.detach().double() - exact[name] for x in (value, plain[name]))
         for what, norm in NORMS.items():
             is_off, allowed = norm(error), times * max(norm(of_eager), norm(rounding))
             ratio = is_off / allowed if allowed else float("inf")
-            assert is_off <= allowed, f"{name}: {what} {is_off:.2e}, allowed {allowed:.2e}, ratio {ratio:.2f}"
+            message = f"{when}{name}: {what} {is_off:.2e}, allowed {allowed:.2e}, ratio {ratio:.2f}"
+            assert is_off <= allowed, message
 
 
 NORMS: dict[str, Callable[[Tensor], float]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,18 @@ def gradient_of_gradient(implementation: Implementation, call: Callable[[], Tens
         if is_ours(implementation) and not re.search(wording, str(error)):
             pytest.fail(f"no {wording!r} in {error!r}")
         return None
+
+
+SLOW = 0.5
+"""Seconds for an eighth of a large case, with which the rest is left out: slow is not wrong."""
+
+
+def skip_if_slow(eighth: Callable[[], Any]) -> None:
+    """Run an eighth of a large case, and skip the test of an implementation that takes long for it."""
+    began = time.perf_counter()
+    eighth()
+    if (seconds := time.perf_counter() - began) > SLOW:
+        pytest.skip(f"an eighth of it takes {seconds:.1f} s: too slow for a large case, of which it is not judged")
 
 
 def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], when: str, share: float = 1e-3) -> None:

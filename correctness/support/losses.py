@@ -57,19 +57,41 @@ def assert_as_accurate_as_eager(loss_of: Loss, inputs: Inputs, times: float = 2,
     rounding of each in half precision, added up like random signs (the root of the sum of squares), and one in the
     dtype of the sum, at their worst.
     """
-    dtype = inputs.hidden.dtype
-    summing = torch.promote_types(dtype, torch.float32)
-    exact, plain = results(eager_loss, inputs.to(torch.float64), **options), results(eager_loss, inputs, **options)
-    owed = rounding(inputs.to(torch.float64), torch.finfo(dtype).eps, torch.finfo(summing).eps, options)
-    for name, found in results(loss_of, inputs, **options).items():
-        wanted = summing if name == "loss" else dtype
-        assert found.dtype == wanted, f"{name} is {found.dtype}, expected {wanted}"
-        assert found.shape == exact[name].shape, f"{name} is {tuple(found.shape)}, expected {tuple(exact[name].shape)}"
-        error, plain_error = ((x.double() - exact[name]).abs().max().item() for x in (found, plain[name]))
+    found = results(loss_of, inputs, **options)
+    assert_accurate(found, inputs, times, half_loss=loss_of is linear_cross_entropy, **options)
+
+
+def assert_accurate(
+    found: dict[str, Tensor],
+    inputs: Inputs,
+    times: float = 2,
+    when: str = "",
+    product: torch.dtype | None = None,
+    half_loss: bool = False,
+    **options: Any,
+) -> None:
+    """Check some of the results of `inputs`; `product` is the logits' dtype: the inputs', or autocast's."""
+    dtypes = {"grad_hidden": inputs.hidden.dtype, "grad_weight": inputs.weight.dtype}
+    product = product or inputs.hidden.dtype
+    summing = torch.promote_types(product, torch.float32)
+    wide = inputs.to(torch.float64)
+    exact, plain = results(eager_loss, wide, **options), results(eager_loss, inputs.to(product), **options)
+    owed = rounding(wide, torch.finfo(product).eps, torch.finfo(summing).eps, options)
+    for name, value in found.items():
+        wanted = dtypes.get(name, summing)
+        assert value.dtype == wanted, f"{when}{name} is {value.dtype}, expected {wanted}"
+        shape = tuple(exact[name].shape)
+        assert value.shape == shape, f"{when}{name} is {tuple(value.shape)}, expected {shape}"
+        error, plain_error = (_largest(x.double() - exact[name]) for x in (value, plain[name]))
         allowed = times * max(plain_error, owed[name])
-        if name == "loss" and loss_of is linear_cross_entropy:
-            allowed += HALF_LOSS * torch.finfo(dtype).eps * exact[name].abs().item()
-        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}, ratio {error / allowed:.2f}"
+        if name == "loss" and half_loss:
+            allowed += HALF_LOSS * torch.finfo(product).eps * exact[name].abs().item()
+        ratio = error / allowed if allowed else float("inf")
+        assert error <= allowed, f"{when}{name}: error {error:.2e}, allowed {allowed:.2e}, ratio {ratio:.2f}"
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
 
 
 def rounding(inputs: Inputs, eps: float, summing_eps: float, options: dict[str, Any]) -> dict[str, float]:
@@ -83,7 +105,7 @@ def rounding(inputs: Inputs, eps: float, summing_eps: float, options: dict[str, 
     smoothing, z = options.get("label_smoothing", 0.0), options.get("z_loss", 0.0)
     logits, mass = hidden @ weight.T, hidden.abs() @ weight.T.abs()  # a logit, and all that it is a sum of
     lse = logits.logsumexp(-1, keepdim=True)
-    scale, vocab = inputs.grad / count, weight.shape[0]
+    scale, vocab = abs(inputs.grad) / count, weight.shape[0]
 
     def terms(error: Tensor) -> Tensor:
         """The size of a row's gradient before its terms cancel, and what errors in the logits add to it."""

@@ -16,8 +16,10 @@ class Attention(Protocol):
     """`attention(q, k, v, *, is_causal=False) -> out`, differentiable in q, k and v.
 
     q: (..., q_len, head_dim), k and v: (..., k_len, head_dim), any number of leading dims, the same in all three, any
-    strides, one dtype: float64, float32, bfloat16 or float16. out is softmax(q kᵀ / sqrt(head_dim)) v and has q's shape
-    and dtype. It and the gradients are as accurate as eager's in that dtype: at most twice the error, against float64.
+    strides, one dtype: float64, float32, bfloat16 or float16. They may share memory, or be one tensor. out is
+    softmax(q kᵀ / sqrt(head_dim)) v and has q's shape and dtype; under autocast it may have autocast's, as a matrix
+    product's, and gradients have their inputs' always. It and the gradients are as accurate as eager's in that dtype:
+    at most twice the error, against float64.
     Causal means that query i attends to keys 0 to i (aligned top-left, as SDPA's `is_causal`). Grouped-query attention
     (Ainslie et al., "GQA", 2023): the last leading dim, the heads, may be smaller in k and v by an integer factor
     `group`; query head h then attends to head h // group.
@@ -26,12 +28,13 @@ class Attention(Protocol):
     between one's forward and its backward. The output is the same under `torch.no_grad()`. A gradient of the
     gradients is right, or raises an error.
 
-    A NaN in k or v reaches every output that attends to its key. What else is not finite may give what it gives: a row
-    of scores that are all -inf is NaN in eager and zero in SDPA.
+    A NaN in k or v reaches every output that attends to its key, also where the key's weight rounds to zero. What else
+    is not finite may give what it gives: a row of scores that are all -inf is NaN in eager and zero in SDPA.
 
     A `torch.autograd.Function` whose `apply` takes (q, k, v, is_causal) meets the contract, too. It is taken for a
     FlashAttention: between forward and backward it holds nothing of q_len times k_len elements.
 
+    Without sequences or queries out is empty, and the gradients of k and v are zero; without keys, it is a ValueError.
     ValueError for shapes, dtypes or devices that do not go together. `shardmark.registry.Unsupported`, a ValueError,
     for inputs that the contract allows and this implementation does not take.
     """
@@ -50,7 +53,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
             "(the last of them, heads, may be fewer in k and v by an integer factor), "
             f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
-    if 0 in q.shape or 0 in k.shape:
+    if q.shape[-1] == 0 or (k.shape[-2] == 0 and q.numel() > 0):
         raise ValueError(f"attention over nothing: q {tuple(q.shape)}, k {tuple(k.shape)}")
     if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
         raise ValueError(
@@ -69,7 +72,7 @@ def _shapes_go_together(q: torch.Size, k: torch.Size, v: torch.Size) -> bool:
 
 def kv_group(q: Tensor, k: Tensor) -> int:
     """Query heads for each head of k and v: 1 unless it is grouped-query attention."""
-    return 1 if q.ndim < 3 else q.shape[-3] // k.shape[-3]
+    return 1 if q.shape[:-2] == k.shape[:-2] else q.shape[-3] // k.shape[-3]
 
 
 def per_query_head(x: Tensor, group: int) -> Tensor:

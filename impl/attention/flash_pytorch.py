@@ -48,6 +48,8 @@ class FlashAttentionPyTorch(torch.autograd.Function):
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp: algorithm 1."""
+    if q.numel() == 0:
+        return torch.empty_like(q), torch.empty(q.shape[:-1], dtype=_compute_dtype(q), device=q.device)
     k, v = (per_query_head(x, kv_group(q, k)) for x in (k, v))
     flat_q, flat_k, flat_v = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))  # (batch, len, head_dim)
     out = torch.empty_like(flat_q, memory_format=torch.contiguous_format)
@@ -82,6 +84,8 @@ def _backward(
     is_causal: bool, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: algorithm 2."""
+    if q.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     group = kv_group(q, k)
     k, v = (per_query_head(x, group) for x in (k, v))
     compute = _compute_dtype(q)

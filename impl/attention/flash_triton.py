@@ -72,6 +72,8 @@ def _check_supported(q: Tensor) -> None:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp."""
+    if q.numel() == 0:
+        return torch.empty_like(q), torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     launch = _Launch(q, k, is_causal)
     out = launch.result(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -83,6 +85,8 @@ def _backward(
     is_causal: bool, needs_kv: bool, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of q, and of k and v if those are needed. The first kernel computes `delta`, the second reads it."""
+    if q.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     launch = _Launch(q, k, is_causal)
     grad_q, delta = launch.result(q), torch.empty_like(lse)
     launch("attention_backward_q", q=q, k=k, v=v, out=out, grad_out=grad_out, grad_q=grad_q, lse=lse, delta=delta)

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from impl.attention import accounting
 from impl.attention.compiled import compile_each_shape
 from impl.attention.contract import Attention, check_inputs, kv_group
+from impl.attention.eager import eager_attention
 from shardmark.machine import requires_compiler
 from shardmark.registry import Race, Unsupported, register, requires_cuda
 
@@ -26,6 +27,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     memory. So leading dims are reshaped to those two.
     """
     check_inputs(q, k, v)
+    if q.numel() == 0:  # which has no batch to reshape to
+        return eager_attention(q, k, v, is_causal=is_causal)
     q4, k4, v4 = _batch_and_heads(q, k, v)
     out = scaled_dot_product_attention(q4, k4, v4, is_causal=is_causal, enable_gqa=kv_group(q, k) > 1)
     return out.reshape(q.shape)
@@ -62,6 +65,8 @@ def flex(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     check_inputs(q, k, v)
     if q.shape[-1] < 16 or q.dtype == torch.float64:
         raise Unsupported(f"FlexAttention takes head dims from 16 on and no float64, got {q.shape[-1]} of {q.dtype}")
+    if q.numel() == 0:
+        return eager_attention(q, k, v, is_causal=is_causal)
     block_mask = _causal_blocks(q.shape[-2], k.shape[-2], q.device) if is_causal else None
     out = _flex(*_batch_and_heads(q, k, v), block_mask=block_mask, enable_gqa=kv_group(q, k) > 1)
     return out.reshape(q.shape)

@@ -17,8 +17,10 @@ class Policy(Protocol):
     before, and perhaps further arguments, positional or by name, tensors or not, the same for all. Outputs and
     gradients are bitwise equal to those without checkpointing: those of parameters, of the input and of further
     arguments, by `backward()`, with `inputs=` too, and by `torch.autograd.grad`; under autocast in any of its dtypes
-    and where it is disabled inside of autocast, whatever holds as backward runs; in eval mode, where the input or some
-    parameters need no gradient, and where several forwards come before the first backward. Parameters stay the same
+    and where it is disabled inside of autocast, whatever holds as backward runs (autocast, `no_grad`); in any dtype; in
+    eval mode, and where each submodule has a mode of its own; where the input or some parameters need no gradient,
+    where blocks share parameters (torch's selective checkpointing raises an error there, under autocast), and where
+    several forwards come before the first backward. Parameters stay the same
     objects; their names in `state_dict` and what `isinstance` says do not change; forward hooks and pre-hooks of
     blocks run, and what they return counts, whether registered before the policy or later, until they are removed. For
     a block that holds one of torch's dropout modules, at any depth, backward restores the state of the random number

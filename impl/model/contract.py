@@ -13,15 +13,17 @@ from shardmark.registry import Family, RegistryError, add_family
 class Model(Protocol):
     """`Model(size, *, context_length)` is a `torch.nn.Module` from tokens to logits.
 
-    Called on int64 tokens (batch, context) with context up to `context_length`, it returns logits
-    (batch, context, vocab) in its parameters' dtype: those of `impl.model.PlainTransformer` with the weights that it
-    has then. Each call stands for itself, of any shape, in training mode as in evaluation, with autograd and without,
-    whatever has been called before. Made while torch's default dtype is float64, it computes in float64 throughout. It
-    trains, under autocast too: from its own first weights every parameter gets a gradient.
+    Called on int64 tokens (batch, context), of any strides, with context up to `context_length`, it returns logits
+    (batch, context, vocab): those of `impl.model.PlainTransformer` with the weights that it has then, whoever changed
+    them and however, in any dtype, and as accurate. They have the parameters' dtype; under autocast they may have
+    autocast's, as a Linear's output. Each call stands for itself, of any shape, without sequences or tokens too, in
+    training mode as in evaluation, with autograd and without, whatever has been called before; it changes neither its
+    tokens, nor weights, nor what another call returned. Made while torch's default dtype is float64, it computes in
+    float64 throughout. It trains, under autocast too: from its own first weights every parameter gets a gradient.
 
     ValueError for a longer context and, on CPU, for token ids that the vocabulary does not have; on CUDA a check would
-    make the host wait, and the device's assertion ends the process. Parameters have `Transformer`'s names and shapes,
-    so that weights of one implementation load into another.
+    make the host wait, and the device's assertion ends the process. Its `state_dict` has `Transformer`'s names and
+    shapes and no others, so that weights of one implementation load into another.
     """
 
     def __call__(self, tokens: Tensor) -> Tensor: ...

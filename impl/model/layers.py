@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -63,11 +64,25 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, context_length: int, theta: float = 10_000.0) -> None:
         super().__init__()
-        frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-        angles = torch.outer(torch.arange(context_length, dtype=torch.float64), frequencies)
+        self.head_dim, self.context_length, self.theta = head_dim, context_length, theta
+        angles = self._angles()
         # Not persistent: the model's sizes determine them.
         self.register_buffer("cos", angles.cos().to(torch.get_default_dtype()), persistent=False)
         self.register_buffer("sin", angles.sin().to(torch.get_default_dtype()), persistent=False)
+
+    def _angles(self) -> Tensor:
+        frequencies = self.theta ** (-torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim)
+        return torch.outer(torch.arange(self.context_length, dtype=torch.float64), frequencies)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
+        """To a wider dtype the tables are made anew: from bfloat16 back to float32 they would stay rounded."""
+        before = self.cos.dtype
+        super()._apply(fn, recurse)
+        if self.cos.dtype.itemsize > before.itemsize:
+            angles = self._angles()
+            self.cos.copy_(angles.cos())
+            self.sin.copy_(angles.sin())
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         cos, sin = (table[: x.shape[-2]].to(x.dtype) for table in (self.cos, self.sin))  # (context, head_dim / 2)

@@ -1,0 +1,170 @@
+"""Random programs of calls of attention, against eager: what each gives, and that nothing else changes meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from correctness.support.accuracy import assert_accurate
+from correctness.support.attention_programs import MODES, PROGRAMS, Call
+from correctness.support.contracts import assert_unchanged
+from correctness.support.fuzzing import fuzzed
+from impl.attention import Attention
+from impl.interpreting import requires_triton
+from shardmark.registry import Implementation, Unsupported
+
+pytestmark = [pytest.mark.family("attention"), pytest.mark.usefixtures("poisoned")]
+
+TIMES = 8
+"""Eager's error, where tests of fixed sizes allow twice: of many random calls, one has rounding errors that add up."""
+
+NAMES = ("q", "k", "v", "the output's gradient")
+
+
+class Running:
+    """A call that has gone forward, and perhaps backward."""
+
+    def __init__(self, attention: Attention, call: Call, device: str, inputs: list[Tensor] | None = None) -> None:
+        self.call, self.inputs = call, call.inputs(device) if inputs is None else inputs
+        self.memory = {name: _memory(x) for name, x in zip(NAMES, self.inputs, strict=True)}
+        self.before = {name: x.clone() for name, x in self.memory.items()}
+        self.waits = call.mode not in ("no_grad", "inference_mode", "nothing_requires_grad")
+        self.results: dict[str, Tensor] = {}
+        with MODES[call.mode](device):
+            needed = call.needs if self.waits or call.mode == "no_grad" else ""
+            self.leaves = {
+                name: x.detach().requires_grad_(name in needed) for name, x in zip("qkv", self.inputs, strict=False)
+            }
+            same = dict(zip(map(id, self.inputs), self.leaves.values(), strict=False))  # one tensor where there was one
+            qkv = list(self.leaves.values()) if needed else [same[id(x)] for x in self.inputs[:3]]
+            self.out = attention(*qkv, is_causal=call.is_causal)
+        self._look_at_the_output()
+        self.kept = {"out": self.out.detach().clone()}
+        self.results["out"] = self.out.detach()
+        if not self.waits or call.backward == "never":
+            self.waits = False
+            del self.out
+
+    def _look_at_the_output(self) -> None:
+        call, out = self.call, self.out
+        dtypes = {call.dtype, call.arithmetic}
+        assert out.dtype in dtypes, f"of {call}: out is {out.dtype}, expected {' or '.join(map(str, dtypes))}"
+        assert out.requires_grad == self.waits, (
+            f"of {call}, for {call.needs}: out {'requires a' if out.requires_grad else 'has no'} gradient"
+        )
+        if call.nan is None:
+            self._assert_accurate({"out": out})
+            return
+        seen = out[..., call.nan_key if call.is_causal else 0 :, 0]
+        assert seen.isnan().all(), (
+            f"of {call}: out is a number for queries that attend to the NaN, however small its weight"
+        )
+
+    def _assert_accurate(self, found: dict[str, Tensor]) -> None:
+        found = {name: x.detach().to(self.call.dtype) for name, x in found.items()}
+        arithmetic, when = self.call.arithmetic, f"of {self.call}: "
+        assert_accurate(found, self.inputs, self.call.is_causal, TIMES, when, arithmetic)
+
+    def backward(self) -> None:
+        """As the call asks; twice may be an error."""
+        call, needed = self.call, {name: x for name, x in self.leaves.items() if x.requires_grad}
+        grad = self.inputs[3].to(self.out.dtype)
+        if call.backward == "backward":
+            self.out.backward(grad)
+            gradients = {name: x.grad for name, x in self.leaves.items()}
+        else:
+            gradients = self._gradients(needed, grad, retain_graph=call.backward == "twice")
+        for name, x in self.leaves.items():
+            given = gradients.get(name) is not None
+            assert given == x.requires_grad, (
+                f"of {call}, with gradients for {call.needs}: {name} has {'a' if given else 'no'} gradient"
+            )
+            assert not given or gradients[name].dtype == x.dtype, (
+                f"of {call}: the gradient of {name} is {gradients[name].dtype}"
+            )
+        found = {f"d{name}": gradients[name] for name in needed}
+        if call.nan is None:
+            self._assert_accurate(found)
+        if call.backward == "twice":
+            try:
+                again = self._gradients(needed, grad)
+            except RuntimeError:
+                again = {}
+            if call.nan is None:
+                self._assert_accurate({f"d{name}": x for name, x in again.items()})
+        self.results |= found
+        self.kept |= {name: x.clone() for name, x in found.items()}
+        self.waits = False
+        del self.out
+
+    def _gradients(self, needed: dict[str, Tensor], grad: Tensor, **options: Any) -> dict[str, Any]:
+        return dict(zip(needed, torch.autograd.grad(self.out, list(needed.values()), grad, **options), strict=True))
+
+    def look(self, when: str) -> None:
+        """Neither its inputs, nor the memory around them, nor its results have changed."""
+        assert_unchanged(self.before, self.memory, f"of {self.call}, {when}: an input, or memory beside it:")
+        assert_unchanged(self.kept, self.results, f"of {self.call}, {when}: a result:")
+
+    def overwrite(self) -> None:
+        """The inputs, as a training step does with its buffers: results are not views of them."""
+        for x in self.memory.values():
+            x.mul_(-0.5)
+        self.before = {name: x.clone() for name, x in self.memory.items()}
+
+
+def _memory(x: Tensor) -> Tensor:
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
+
+
+def play(attention: Attention, program: list[Call], device: str) -> int:
+    """How many of its calls the attention takes."""
+    calls: list[Running] = []
+
+    def look(when: str) -> None:
+        for each in calls:
+            each.look(when)
+
+    for call in program:
+        try:
+            calls.append(Running(attention, call, device))
+        except Unsupported:
+            continue
+        look("after a forward")
+        if calls[-1].waits and not call.later:
+            calls[-1].backward()
+            look("after a backward")
+    for each in reversed(calls):
+        if each.waits:
+            each.backward()
+            look("after a backward")
+    if calls:
+        first = calls[0]
+        for each in calls:
+            each.overwrite()
+        look("after its inputs were overwritten")
+        if first.call.shared == "none":  # else the layouts overlap, and were scaled more than once
+            Running(attention, first.call, device, first.inputs)
+        look("after a call of the first one's tensors, overwritten in place")
+    return len(calls)
+
+
+@pytest.mark.examples(24, 120, 1000)
+def test_random_programs_are_as_accurate_as_eager_and_change_nothing_else(
+    implementation: Implementation, examples: int, device: str
+) -> None:
+    taken = 0
+    interpreted = device == "cpu" and requires_triton in implementation.requires
+
+    @fuzzed(examples // 6 if interpreted else examples)
+    @given(PROGRAMS)
+    def holds(program: list[Call]) -> None:
+        nonlocal taken
+        taken += play(implementation.adapted, program, device)
+
+    holds()
+    if not taken:
+        pytest.skip("takes none of the random calls")

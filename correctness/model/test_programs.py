@@ -1,0 +1,251 @@
+"""Random programs of a language model's life: calls, backward passes, modes, and weights that change in between."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from correctness.support.contracts import assert_unchanged
+from correctness.support.fuzzing import fuzzed
+from correctness.support.language_models import CONTEXT, SIZE, assert_logits, copy_weights, draw, models
+from shardmark.registry import Implementation
+
+pytestmark = pytest.mark.family("model")
+
+BF16, F16 = torch.bfloat16, torch.float16
+HALF = 16 * torch.finfo(BF16).eps
+
+CONTEXTS: dict[str, Callable[[str], AbstractContextManager[object]]] = {
+    "with gradients": lambda device: nullcontext(),
+    "in no_grad": lambda device: torch.no_grad(),
+    "in inference_mode": lambda device: torch.inference_mode(),
+    "under autocast to bfloat16": partial(torch.autocast, dtype=BF16),
+    "under autocast to float16": partial(torch.autocast, dtype=F16),
+}
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "a slice": lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]],
+    "every second": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
+    "one for all": lambda x: x[:1].expand_as(x),
+}
+
+SHAPES = ((2, 13), (2, 13), (1, CONTEXT), (3, 1), (4, 5), (0, 5), (2, 0))
+
+
+def _shift(weight: Tensor) -> Tensor:
+    """By more than half precision's tolerance."""
+    return weight.mul(0.5).add(0.5 * torch.randn_like(weight) * weight.std(correction=0))
+
+
+@torch.no_grad()
+def _of_each(model: nn.Module, change: Callable[[Tensor, Tensor], object]) -> None:
+    for p in model.parameters():
+        change(p, _shift(p))
+
+
+@torch.no_grad()
+def _one(model: nn.Module) -> None:
+    parameters = list(model.parameters())
+    p = parameters[int(torch.randint(len(parameters), ()))]
+    p.copy_(_shift(p))
+
+
+def _loaded(model: nn.Module, assign: bool) -> None:
+    with torch.no_grad():
+        model.load_state_dict({name: _shift(x) for name, x in model.state_dict().items()}, assign=assign)
+
+
+def _replaced(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(_shift(p.detach()), requires_grad=p.requires_grad))
+
+
+def _optimized(model: nn.Module) -> None:
+    tokens = draw(next(model.parameters()).device.type)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    logits = model(tokens)
+    if logits.requires_grad:
+        logits.float().square().mean().backward()
+    optimizer.step()
+
+
+def _freeze(model: nn.Module, needs: bool, every: int) -> None:
+    for i, p in enumerate(model.parameters()):
+        if i % every == 0:
+            p.requires_grad_(needs)
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "weights changed in place": partial(_of_each, change=lambda p, new: p.copy_(new)),
+    "weights changed by .data": partial(
+        _of_each, change=lambda p, new: p.data.copy_(new)
+    ),  # no version counter sees it
+    "weights given other .data": partial(_of_each, change=lambda p, new: setattr(p, "data", new)),
+    "one weight changed": _one,
+    "a state_dict loaded": partial(_loaded, assign=False),
+    "a state_dict assigned": partial(_loaded, assign=True),
+    "parameters replaced": _replaced,
+    "a step of AdamW": _optimized,
+    "every second frozen": partial(_freeze, needs=False, every=2),
+    "all frozen": partial(_freeze, needs=False, every=1),
+    "all thawed": partial(_freeze, needs=True, every=1),
+    "to bfloat16": lambda model: model.to(BF16),
+    "to float32": lambda model: model.to(torch.float32),
+    "to float64": lambda model: model.to(torch.float64),
+    "train()": lambda model: model.train(),
+    "eval()": lambda model: model.eval(),
+}
+
+
+class Event(NamedTuple):
+    """A call (whose `kind` is a context), "backward" of a call that waits, "copied", or a change."""
+
+    kind: str
+    tokens: int = 0
+    layout: str = "contiguous"
+    waits: bool = False
+    """Of a call: for an event "backward"; else it runs at once."""
+
+    def __str__(self) -> str:
+        of = f" of {SHAPES[self.tokens]}{'' if self.layout == 'contiguous' else f' {self.layout}'}"
+        return f"a call {self.kind}{of}" if self.kind in CONTEXTS else self.kind
+
+
+calls = st.builds(
+    Event,
+    st.sampled_from(list(CONTEXTS)),
+    st.integers(0, len(SHAPES) - 1),
+    st.just("contiguous") | st.sampled_from(list(LAYOUTS)),
+    st.booleans(),
+)
+others = st.sampled_from([*CHANGES, "backward", "copied"]).map(Event)
+
+
+@st.composite
+def programs(draw_from: st.DrawFn) -> list[Event]:
+    """Of any events; or a call, changes, and the same call again, without a change of mode in between."""
+    if draw_from(st.booleans()):
+        return draw_from(st.lists(calls | calls | others, min_size=2, max_size=9))
+    mode, call = draw_from(st.sampled_from([[Event("eval()")], [], [Event("to bfloat16")]])), draw_from(calls)
+    keeps_mode = others.filter(lambda event: event.kind not in ("train()", "eval()"))
+    between = [draw_from(st.lists(keeps_mode, min_size=1, max_size=2)) for _ in range(2)]
+    return [*mode, call, *between[0], call, *between[1], call]
+
+
+class Life:
+    """A model, the plain one with the same weights in float64, and the calls that wait for backward."""
+
+    def __init__(self, implementation: Implementation, device: str) -> None:
+        self.device = device
+        self.model, self.plain = models(implementation, device)
+        self.plain.double()
+        self.waiting: list[tuple[Tensor, Tensor, float]] = []
+        self.returned: list[tuple[Tensor, Tensor]] = []
+        self.past = "nothing"
+
+    def happens(self, event: Event) -> None:
+        if event.kind in CONTEXTS:
+            self.call(event)
+        elif event.kind == "backward":
+            if self.waiting:
+                self.backward(*self.waiting.pop())
+        else:
+            self.waiting.clear()  # nothing may change between a forward and its backward
+            self.model.zero_grad()
+            if event.kind == "copied":
+                old, self.model = self.model, copy.deepcopy(self.model)
+                _of_each(old, lambda p, new: p.copy_(new))
+            else:
+                CHANGES[event.kind](self.model)
+            copy_weights(self.model, self.plain)
+        for found, before in self.returned:
+            assert torch.equal(found, before), f"{event} changed the logits of an earlier call, after {self.past}"
+        self.past = f"{self.past}, {event}" if self.past != "nothing" else str(event)
+
+    def call(self, event: Event) -> None:
+        tokens = LAYOUTS[event.layout](draw(self.device, *SHAPES[event.tokens]))
+        weights = dict(self.model.named_parameters())
+        before = {name: x.detach().clone() for name, x in [*weights.items(), ("tokens", tokens)]}
+        gradients = {name: None if p.grad is None else p.grad.clone() for name, p in weights.items()}
+        training = self.model.training
+        with CONTEXTS[event.kind](self.device):
+            logits = self.model(tokens)
+        where = f" {event.kind}, {'training' if training else 'evaluating'}, after {self.past},"
+        now = {**dict(self.model.named_parameters()), "tokens": tokens}
+        assert_unchanged(before, {name: x.detach() for name, x in now.items()}, f"a call{where}")
+        assert self.model.training == training, f"a call{where} changed `training`"
+        for name, p in self.model.named_parameters():
+            same = p.grad is gradients[name] is None or torch.equal(p.grad, gradients[name])
+            assert same, f"a call{where} changed the gradient of {name}"
+        own = next(iter(weights.values())).dtype
+        dtypes = {own, *([getattr(torch, event.kind.rpartition(" ")[2])] if "autocast" in event.kind else [])}
+        assert logits.dtype in dtypes, f"logits{where} are {logits.dtype}, expected {' or '.join(map(str, dtypes))}"
+        tolerance = 1e-5 if dtypes <= {torch.float32, torch.float64} else HALF
+        with torch.no_grad():
+            assert_logits(logits, self.plain(tokens), tolerance, where)
+        asked = event.kind not in ("in no_grad", "in inference_mode")
+        needs = asked and any(p.requires_grad for p in weights.values())
+        assert logits.requires_grad == needs, f"logits{where} require {'no' if needs else 'a'} gradient"
+        self.returned.append((logits.detach(), logits.detach().clone()))
+        if needs and tokens.numel():
+            self.waiting.append((logits, tokens, tolerance))
+            if not event.waits:
+                self.backward(*self.waiting.pop())
+
+    def backward(self, logits: Tensor, tokens: Tensor, tolerance: float) -> None:
+        self.model.zero_grad()
+        self.plain.zero_grad()
+        for of in (logits, self.plain(tokens)):
+            of.double().square().mean().backward()
+        found, expected = [], []
+        for name, p in self.plain.named_parameters():
+            mine = self.model.get_parameter(name)
+            given = "a gradient" if mine.grad is not None else "no gradient"
+            assert (mine.grad is not None) == mine.requires_grad, f"{name} has {given}, after {self.past}"
+            if mine.grad is not None:
+                assert mine.grad.dtype == mine.dtype, f"{name}'s gradient is {mine.grad.dtype}, after {self.past}"
+                found.append(mine.grad.double().flatten())
+                expected.append(p.grad.flatten())
+        off = (torch.cat(found) - torch.cat(expected)).norm() / torch.cat(expected).norm()
+        allowed = max(1e-3, 2 * tolerance)
+        assert off <= allowed, f"the gradients' relative error is {off:.2g}, allowed {allowed:.2g}, after {self.past}"
+
+
+@pytest.mark.examples(25, 80, 400)
+def test_any_program_has_the_plain_models_logits_and_gradients(
+    implementation: Implementation, examples: int, device: str
+) -> None:
+    start = torch.initial_seed()
+
+    @fuzzed(examples)
+    @given(programs())
+    def holds(program: list[Event]) -> None:
+        torch.manual_seed(start)  # the same weights each time that a program is played
+        life = Life(implementation, device)
+        for event in program:
+            life.happens(event)
+
+    holds()
+
+
+def test_an_empty_batch_trains(implementation: Implementation, device: str) -> None:
+    """As the last batch of an epoch, or a rank's share of a small one: its gradients are zero."""
+    for shape in ((0, 5), (2, 0)):
+        model, _ = models(implementation, device)
+        logits = model(draw(device, *shape))
+        assert logits.shape == (*shape, SIZE.vocab), f"logits of tokens {shape} are {tuple(logits.shape)}"
+        logits.sum().backward()
+        for name, p in model.named_parameters():
+            assert p.grad is None or not p.grad.any(), f"tokens {shape} give {name} a gradient that is not zero"

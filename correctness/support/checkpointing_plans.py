@@ -1,0 +1,142 @@
+"""Models and passes for checkpointing policies, as Hypothesis draws them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+AUTOCASTS = ("bfloat16", "float16", "bfloat16, then disabled", "float16, then disabled")
+MODES = ("train", "eval", "dropout alone trains", "dropout alone evaluates", "every second block evaluates")
+AROUND = (None, None, None, "no_grad", "bfloat16", "float16", "disabled")
+CHANGES = (None, None, "weights in place", "a state_dict", "freeze the first block", "thaw all", "no mode is set")
+LAYOUTS = ("contiguous", "contiguous", "transposed", "expanded", "another batch")
+WAYS = ("backward", "backward(inputs=some)", "grad of all", "grad of some")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward, and how gradients are asked for."""
+
+    mode: str
+    autocast: str | None
+    backward_inside: bool
+    """Of autocast."""
+    around: str | None
+    """What holds as backward runs: `no_grad`, or autocast to that dtype."""
+    no_grad_first: bool
+    dropped_first: bool
+    """A forward before that never goes backward."""
+    way: str
+    subset: int
+    layout: str
+    waits: bool
+    """Its backward runs after the forward of the next pass, and that pass's own."""
+    change: str | None
+    """Before the pass."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model and its passes."""
+
+    layers: int
+    dropout: type[nn.Module] | None
+    depth: int
+    """Of the module that holds it, below the block."""
+    x_needs_grad: bool
+    frozen: int
+    """Each parameter whose number this divides is; 0: none is."""
+    blocks: str
+    """Whether they are all different, or share parameters, or are the same objects."""
+    dtype: torch.dtype
+    extra: tuple[tuple[bool, bool, bool], ...]
+    """Of each further tensor: whether it is given by name, needs a gradient, and is computed from a leaf."""
+    hooks: tuple[tuple[str, bool, int], ...]
+    """"pre" or "post", whether registered before the policy, and the block; removed before the last pass."""
+    passes: tuple[Pass, ...]
+
+
+PASSES = st.builds(
+    Pass,
+    mode=st.sampled_from(MODES),
+    autocast=st.none() | st.sampled_from(AUTOCASTS),
+    backward_inside=st.booleans(),
+    around=st.sampled_from(AROUND),
+    no_grad_first=st.booleans(),
+    dropped_first=st.booleans(),
+    way=st.sampled_from(WAYS),
+    subset=st.integers(2, 4),
+    layout=st.sampled_from(LAYOUTS),
+    waits=st.booleans(),
+    change=st.sampled_from(CHANGES),
+)
+PLANS = st.builds(
+    Plan,
+    layers=st.integers(1, 5),
+    dropout=st.none() | st.sampled_from(DROPOUTS),
+    depth=st.integers(1, 3),
+    x_needs_grad=st.booleans(),
+    frozen=st.sampled_from((0, 0, 1, 2, 3)),
+    blocks=st.sampled_from(("different", "different", "shared weights", "the same")),
+    dtype=st.sampled_from((torch.float32, torch.float32, torch.float64, torch.bfloat16)),
+    extra=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=3).map(tuple),
+    hooks=st.lists(
+        st.tuples(st.sampled_from(("pre", "post")), st.booleans(), st.integers(0, 4)), max_size=2
+    ).map(tuple),
+    passes=st.lists(PASSES, min_size=1, max_size=3).map(tuple),
+)  # fmt: skip
+
+
+class Unsqueezed(nn.Module):
+    """Dropout of whole channels, which takes more dims."""
+
+    def __init__(self, dropout: nn.Module) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        dims = {nn.Dropout1d: 1, nn.Dropout2d: 2}.get(type(self.dropout), 3)
+        return self.dropout(x.view(*x.shape, *[1] * dims)).view(x.shape)
+
+
+class Block(nn.Module):
+    """Takes any further arguments, each once."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        part: nn.Module = nn.Identity() if plan.dropout is None else plan.dropout(0.4)
+        whole = isinstance(part, (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout))
+        if whole:
+            part = Unsqueezed(part)
+        for _ in range(plan.depth - 1 - whole):
+            part = nn.Sequential(part)
+        self.part = part
+
+    def forward(self, x: Tensor, *args: Any, flag: bool = False, **kwargs: Any) -> Tensor:
+        hidden = nn.functional.gelu(self.up(x))
+        for each in (*args, *kwargs.values()):
+            hidden = hidden * each if isinstance(each, Tensor) else hidden
+        return self.down(self.part(hidden)) + (x if flag else 0)
+
+
+class Model(nn.Module):
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        blocks = [Block(plan) for _ in range(plan.layers)]
+        if plan.blocks == "the same":
+            blocks = [blocks[i // 2] for i in range(plan.layers)]
+        elif plan.blocks == "shared weights":
+            for block in blocks[1:]:
+                block.down.weight = blocks[0].down.weight
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        for block in self.blocks:
+            x = block(x, *args, **kwargs)
+        return x
