@@ -65,20 +65,19 @@ class Unused(Layer):
 
 
 class SomeRows(Layer):
-    """Two parameters that every rank reads; a rank that has none of the mask's rows has no gradient of the second.
+    """A parameter that every rank reads; a rank that has none of the mask's rows has no gradient of it.
 
-    Its output requires a gradient on every rank: backward is to run the same units on all.
+    Backward goes through the layer on every rank, as it must.
     """
 
     def __init__(self, width: int, bias: bool) -> None:
         super().__init__(width, bias)
         del self.inner, self.outer
-        self.scale, self.shift = nn.Parameter(torch.rand(DIM)), nn.Parameter(torch.rand(1))
+        self.shift = nn.Parameter(torch.rand(width))
 
     def forward(self, x: Tensor, extra: Extra) -> Tensor:
-        scale, shift, mask = self.scale, self.shift, extra.rows["mask"]
-        x = x * scale
-        return torch.where(mask, x + shift, x) if mask.any() else x
+        shift, mask = self.shift.mean(), extra.rows["mask"]
+        return torch.where(mask, x + shift, x) if mask.any() else x.clone()
 
 
 class Counting(Layer):
@@ -136,10 +135,10 @@ class Plan:
         return RandomModel(self).to(device, torch.float64)
 
     def wrap(self, module: nn.Module) -> list[nn.Module]:
-        """The policy. What is tied, or not used by every rank, belongs to the root module."""
+        """The policy. What is tied belongs to the root module."""
         kinds: Any = {"linears": nn.Linear, "layers": Layer, "root": ()}[self.units]
         layers = [layer for layer in module.modules() if isinstance(layer, Layer)]
-        roots = {part for layer in layers if isinstance(layer, Tied | SomeRows) for part in layer.modules()}
+        roots = {part for layer in layers if isinstance(layer, Tied) for part in layer.modules()}
         return [part for part in module.modules() if isinstance(part, kinds) and part not in roots]
 
 
@@ -163,12 +162,13 @@ class RandomModel(nn.Module):
         if type(extra) is not Extra:
             raise TypeError(f"the argument was an Extra, and arrived as a {type(extra).__name__}")
         sides: list[Tensor] = []
+        x = x * self.scale  # so that backward runs through the same layers on every rank
         for layer in self.layers:
             x = layer(x, extra)
             if isinstance(x, dict):
                 x, more = x["of"]
                 sides += more
-        return {"output": [self.output((x + extra.shift[0]) * self.scale)], "sides": sides}
+        return {"output": [self.output(x + extra.shift[0])], "sides": sides}
 
 
 @dataclass(frozen=True)
