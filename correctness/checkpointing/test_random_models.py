@@ -12,7 +12,7 @@ from hypothesis import given
 from torch import Tensor, nn
 
 from correctness.support.checkpointing_plans import DROPOUTS, PLANS, Model, Pass, Plan
-from correctness.support.fuzzing import fuzzed
+from correctness.support.fuzzing import Patience, fuzzed
 from shardmark.registry import Implementation
 
 pytestmark = pytest.mark.family("checkpointing")
@@ -186,14 +186,17 @@ def _said(x: Tensor | None) -> str:
     return "none" if x is None else f"{x.flatten()[:3].tolist()}... in {x.dtype}"
 
 
-@pytest.mark.examples(40, 120, 600)
+@pytest.mark.examples(40, 100, 600)
 def test_any_model_in_any_pass_is_to_the_bit_what_it_is_without(
     implementation: Implementation, examples: int, device: str, record_property: Any
 ) -> None:
+    patience = Patience(examples)
+
     @fuzzed(examples)
     @given(plan=PLANS)
     def to_the_bit(plan: Plan) -> None:
-        if refused := _to_the_bit(implementation, plan, device):
-            record_property("note", refused)
+        with patience:
+            if refused := _to_the_bit(implementation, plan, device):
+                record_property("note", refused)
 
-    to_the_bit()
+    patience.with_(to_the_bit)

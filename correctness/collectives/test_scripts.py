@@ -20,7 +20,7 @@ from shardmark.world import World
 
 pytestmark = pytest.mark.family("collectives")
 
-PATIENCE = 8.0
+PATIENCE = 20.0
 """Seconds that a wait may take, which is less than a world's deadline: what hangs is then told in one line."""
 
 
@@ -81,11 +81,10 @@ def _drawn_start(draw: random.Random, number: int, groups: list[tuple[tuple[int,
 class Script:
     """A script on this rank, which draws its own waits between the starts."""
 
-    def __init__(self, implementation: Implementation, seed: int, token: str, device: str) -> None:
+    def __init__(self, implementation: Implementation, seed: int, mixed: bool, device: str) -> None:
         self.target, self.device = implementation.adapted, device
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self.draw, common = random.Random(1000 * seed + rank), random.Random(seed)
-        mixed = device == "cpu" and not _start_waits(self.target, token)  # NCCL's may hang with groups out of order
         self.runs = drawn(common, ranks, mixed)
         keys = sorted({(start.ranks, start.which) for run in self.runs for start in run})
         self.groups = {key: dist.new_group([*key[0]]) for key in keys if key != (tuple(range(ranks)), 0)}
@@ -191,24 +190,22 @@ def _wait_patiently(handle: Any, what: str) -> None:
         raise raised[0]
 
 
-def _start_waits(target: Any, token: str) -> bool:
-    """Whether a start waits for the other ranks' starts, as it may: the first rank starts, and then the others."""
-    store = dist.distributed_c10d._get_default_store()
-    tensor = torch.ones(3)
-    if dist.get_rank() == 0:
-        handle = target.all_reduce(tensor, async_op=True)
-        store.set(token, "started")
-    else:
-        wait_until(lambda: store.check([token]), seconds=1.0)
-        handle = target.all_reduce(tensor, async_op=True)
-    waited = torch.tensor([int(not store.check([token]))]) if dist.get_rank() else torch.zeros(1, dtype=torch.int64)
-    handle.wait()
-    dist.all_reduce(waited)
-    return bool(waited.item())
+def start_waits(implementation: Implementation, token: str, device: str) -> bool:
+    """Whether any start waits for the other ranks' starts, as it may: the first rank starts, and then the others."""
+    store, rank, waited = dist.distributed_c10d._get_default_store(), dist.get_rank(), False
+    for name in COLLECTIVES:
+        said = f"{token} {name}"
+        if rank > 0 and not wait_until(lambda said=said: store.check([said]), seconds=0.5):
+            waited = True
+        handle = Call(name, small_integers(torch.float32), 97, device).start(implementation.adapted, async_op=True)
+        if rank == 0:
+            store.set(said, "started")
+        handle.wait()
+    return waited
 
 
-def play(implementation: Implementation, seed: int, token: str, device: str) -> list[str]:
-    return Script(implementation, seed, token, device).play()
+def play(implementation: Implementation, seed: int, mixed: bool, device: str) -> list[str]:
+    return Script(implementation, seed, mixed, device).play()
 
 
 class _Returned:
@@ -222,5 +219,7 @@ class _Returned:
 def test_random_scripts_of_collectives(
     implementation: Implementation, world: World, examples: int, device: str
 ) -> None:
+    # NCCL's may hang where ranks start those of several groups in another order.
+    mixed = device == "cpu" and not any(world.run(start_waits, implementation, uuid4().hex, device))
     for seed in torch.randint(2**31, (examples,)).tolist():
-        assert_right(world.run(play, implementation, seed, uuid4().hex, device))
+        assert_right(world.run(play, implementation, seed, mixed, device))

@@ -10,7 +10,7 @@ from hypothesis import given
 from torch import Tensor
 
 from correctness.support.contracts import assert_unchanged
-from correctness.support.fuzzing import fuzzed
+from correctness.support.fuzzing import Patience, fuzzed
 from correctness.support.loss_programs import MODES, PROGRAMS, Call
 from correctness.support.losses import assert_accurate
 from impl.interpreting import requires_triton
@@ -129,19 +129,22 @@ def play(loss_of: Loss, program: list[Call], device: str) -> int:
     return len(calls)
 
 
-@pytest.mark.examples(24, 120, 1000)
+@pytest.mark.examples(24, 100, 1000)
 def test_random_programs_are_as_accurate_as_eager_and_change_nothing_else(
     implementation: Implementation, examples: int, device: str
 ) -> None:
     taken = 0
     interpreted = device == "cpu" and requires_triton in implementation.requires
 
+    patience = Patience(examples)
+
     @fuzzed(examples // 6 if interpreted else examples)
     @given(PROGRAMS)
     def holds(program: list[Call]) -> None:
         nonlocal taken
-        taken += play(implementation.adapted, program, device)
+        with patience:
+            taken += play(implementation.adapted, program, device)
 
-    holds()
+    patience.with_(holds)
     if not taken:
         pytest.skip("takes none of the random calls")

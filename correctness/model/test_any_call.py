@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from correctness.support.fuzzing import fuzzed
+from correctness.support.fuzzing import Patience, fuzzed
 from correctness.support.language_models import CONTEXT, assert_logits, copy_weights, draw, models
 from impl.model import TransformerSize
 from shardmark.registry import Implementation
@@ -51,15 +51,18 @@ def assert_as_plain(
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.examples(20, 100, 2000)
 def test_any_size_and_any_batch(implementation: Implementation, examples: int, device: str) -> None:
+    patience = Patience(examples)
+
     @fuzzed(examples)
     @given(heads=st.integers(1, 6), half=few, layers=few, d_ff=st.integers(1, 20), vocab=few, batch=few, data=st.data())
     def holds(heads: int, half: int, layers: int, d_ff: int, vocab: int, batch: int, data: st.DataObject) -> None:
         size = TransformerSize(2 * half * heads, d_ff, layers, heads, vocab)
         longest = data.draw(st.integers(1, 20), label="context_length")
         context = data.draw(st.integers(1, longest), label="context")
-        assert_as_plain(implementation, device, size, longest, context, batch)
+        with patience:
+            assert_as_plain(implementation, device, size, longest, context, batch)
 
-    holds()
+    patience.with_(holds)
 
 
 class Mode(NamedTuple):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from correctness.support.contracts import assert_unchanged
-from correctness.support.fuzzing import fuzzed
+from correctness.support.fuzzing import Patience, fuzzed
 from correctness.support.language_models import CONTEXT, SIZE, assert_logits, copy_weights, draw, models
 from shardmark.registry import Implementation
 
@@ -227,17 +227,18 @@ class Life:
 def test_any_program_has_the_plain_models_logits_and_gradients(
     implementation: Implementation, examples: int, device: str
 ) -> None:
-    start = torch.initial_seed()
+    start, patience = torch.initial_seed(), Patience(examples)
 
     @fuzzed(examples)
     @given(programs())
     def holds(program: list[Event]) -> None:
         torch.manual_seed(start)  # the same weights each time that a program is played
-        life = Life(implementation, device)
-        for event in program:
-            life.happens(event)
+        with patience:
+            life = Life(implementation, device)
+            for event in program:
+                life.happens(event)
 
-    holds()
+    patience.with_(holds)
 
 
 def test_an_empty_batch_trains(implementation: Implementation, device: str) -> None:

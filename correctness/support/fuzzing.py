@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
 from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 
 ENOUGH_TO_SHRINK = 100
+
+PATIENCE = 4.0
+"""Seconds after which no more examples are drawn, unless it is the sweep: slow is not wrong."""
+
+
+class Enough(Exception):
+    """Ends a test that has tried examples for long, and found none that fails."""
+
+
+class Patience:
+    """`with patience:` around what each example does; `patience.with_(test)` runs the test for as long as there is.
+
+    Once an example has failed it is tried again in any case, as Hypothesis asks.
+    """
+
+    def __init__(self, examples: int) -> None:
+        self.seconds = PATIENCE if examples <= ENOUGH_TO_SHRINK else float("inf")
+        self.began, self.has_failed, self.tried = time.perf_counter(), False, 0
+
+    def with_(self, test: Callable[[], None]) -> None:
+        with suppress(Enough):
+            test()
+
+    def __enter__(self) -> None:
+        if self.tried and not self.has_failed and time.perf_counter() - self.began > self.seconds:
+            raise Enough
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.tried += 1
+        self.has_failed |= error is not None
 
 
 def fuzzed(examples: int) -> Callable[[Any], Any]:
