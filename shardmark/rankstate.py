@@ -161,7 +161,8 @@ def _is_pytorchs_doing(owner: Any, name: str) -> bool:
     """What the default dtype, the compiler and the first optimizer of a class change."""
     if owner is torch or owner is nn.Module:
         return name == "Storage" or name.startswith("__")
-    return name == "step" and hasattr(vars(owner).get(name), "hooked")
+    now = vars(owner).get(name)
+    return hasattr(now, "hooked") or hasattr(now, "_torchdynamo_disable")
 
 
 def _identity(number: int) -> tuple[int, int] | None:
