@@ -61,9 +61,12 @@ def of_every_rank(own: T, process_group: dist.ProcessGroup | None) -> list[T]:
 
 @torch.no_grad()
 def broadcast_state(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
-    """Give every rank rank 0's parameters and buffers."""
+    """Give every rank rank 0's parameters and buffers, whatever their strides: a collective sends memory as it lies."""
     for tensor in chain(module.parameters(), module.buffers()):
-        dist.broadcast(tensor, group=process_group, group_src=0)
+        sent = tensor.detach().contiguous()
+        dist.broadcast(sent, group=process_group, group_src=0)
+        if sent.data_ptr() != tensor.data_ptr():
+            tensor.copy_(sent)
 
 
 def _first_difference(own: list[tuple[str, str]], other: list[tuple[str, str]]) -> tuple[str, str, str]:

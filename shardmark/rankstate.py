@@ -61,7 +61,6 @@ class RankState:
         self._descriptors = [_identity(number) for number in range(3)]
         self._threads = set(sys._current_frames())
         self._group = dist.group.WORLD
-        self._groups = set(_groups())
         self._beyond: list[str] = []
 
     def restore(self) -> list[str]:
@@ -86,7 +85,6 @@ class RankState:
         if missing := [folder for folder in self._path if folder not in sys.path]:  # libraries add to it
             sys.path[:0] = missing
             changed.append("sys.path")
-        self._end_groups()
         return changed + self._restore_environment()
 
     def is_broken(self) -> str | None:
@@ -138,12 +136,6 @@ class RankState:
         more = len(changed) - MOST_NAMED
         return [*named, f"{more} more of the environment's variables"] if more > 0 else named
 
-    def _end_groups(self) -> None:
-        """A process group that a call has made holds sockets and threads until somebody ends it, and nobody has it."""
-        for group in _groups():
-            if group not in self._groups and self._group is dist.group.WORLD and dist.get_backend(group) == "gloo":
-                dist.destroy_process_group(group)
-
     def _modes(self) -> str | None:
         modes = [each for each in _get_current_function_mode_stack() if not isinstance(each, DeviceContext)]
         modes += _get_current_dispatch_mode_stack()
@@ -178,10 +170,6 @@ def _identity(number: int) -> tuple[int, int] | None:
     except OSError:
         return None
     return about.st_dev, about.st_ino
-
-
-def _groups() -> list[Any]:
-    return list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
 
 
 def _works(frame: FrameType | None) -> bool:

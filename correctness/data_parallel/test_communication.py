@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import product
 from typing import Any
 
@@ -136,30 +137,45 @@ def test_frozen_parameters_are_not_communicated(implementation: Implementation, 
         )
 
 
-def in_buckets(implementation: Implementation, bucket_mb: float, dtype: torch.dtype, device: str) -> list[int]:
-    """The bytes of each message in which a step communicates 40 parameters of 10,007 elements, the largest first."""
-    module = Products(*(torch.zeros(10_007, dtype=dtype) for _ in range(40)))
+def in_buckets(implementation: Implementation, bucket_mb: float, seed: int, device: str) -> list[str]:
+    """What is wrong with the size of the messages in which a step communicates random parameters of several dtypes."""
+    draw = random.Random(seed)
+    dtypes = draw.choice([[dtype] for dtype in MIXED] + [MIXED[:2], MIXED[1:], MIXED])
+    sizes = [draw.choice([10_007, draw.randrange(2_000, 12_000)]) for _ in range(40)]
+    module = Products(*(torch.zeros(n, dtype=dtypes[i % len(dtypes)]) for i, n in enumerate(sizes)))
     _, sent = _communicated(implementation, module, device, bucket_mb=bucket_mb)
-    flags = module.p[0].nbytes // 2  # of less there is no parameter's gradient
-    return sorted((each.nbytes for each in sent if each.nbytes > flags and each.name != "send"), reverse=True)
+    wrong, size = [], int(bucket_mb * 2**20)
+    for dtype in dtypes:
+        of = [p.nbytes for p in module.p if p.dtype == dtype]
+        messages = [each for each in sent if each.dtype == dtype and each.nbytes > FLAGS and each.name != "send"]
+        found = sorted((each.nbytes for each in messages), reverse=True)
+        rounds = len({each.name for each in messages})  # as a reduce-scatter and an all-gather
+        what = f"{len(of)} parameters of {dtype}, which are {sum(of)} bytes, with bucket_mb={bucket_mb}"
+        what += f" (dtypes take turns: {dtypes})" * (len(dtypes) > 1) + f", {size} bytes: "
+        if sum(found) and (over := [nbytes for nbytes in found if nbytes > size + max(of)]):
+            wrong.append(f"{what}{over[0]} are communicated at once, more than one parameter of {max(of)} above")
+        short = [nbytes for nbytes in found[: -max(rounds, 1)] if nbytes < min(size, 2**20) - max(of)]
+        if short:
+            wrong.append(f"{what}{short[:3]} are communicated at once, more than one parameter of {max(of)} below")
+    return wrong
 
 
+MIXED = [torch.float32, torch.bfloat16, torch.float64]
+
+
+@pytest.mark.examples(3, 10, 40)
 @pytest.mark.family("data_parallel", option="bucket_mb")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
 def test_bucket_mb_is_the_size_of_what_is_communicated_at_once(
-    implementation: Implementation, world: World, dtype: torch.dtype, device: str
+    implementation: Implementation, world: World, examples: int, device: str
 ) -> None:
-    """A bucket may exceed it or fall short of it by one parameter, and one bucket takes what is left."""
+    """A bucket may exceed it or fall short of it by one parameter, and one bucket of each dtype takes what is left."""
     if world.size == 1:
         pytest.skip("one rank may communicate nothing")
-    one, many = (world.run(in_buckets, implementation, size, dtype, device)[0] for size in (25, 0.1))
-    each = 10_007 * dtype.itemsize
-    assert 0 < len(one) < 20, f"40 parameters of {each} bytes are communicated {len(one)} times with bucket_mb=25"
-    assert len(many) > len(one), f"with bucket_mb=0.1 as with 25 they are communicated {len(many)} times"
-    size, of = int(0.1 * 2**20), f"of {dtype} with bucket_mb=0.1, which is {int(0.1 * 2**20)} bytes: "
-    assert many[0] <= size + each, f"{of}{many[0]} are communicated at once, more than one parameter of {each} above"
-    short = [nbytes for nbytes in many[:-1] if nbytes < size - each]
-    assert not short, f"{of}{short[:3]} are communicated at once, more than one parameter of {each} below"
+    for seed in torch.randint(2**31, (examples,)).tolist():
+        assert_nothing_wrong(world.run(in_buckets, implementation, random.Random(seed).choice(SIZES), seed, device))
+
+
+SIZES = [25, 1, 0.1, 0.1, 0.05]
 
 
 def reduced_in(implementation: Implementation, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, int]:

@@ -74,7 +74,14 @@ def test_modules_that_differ_are_named_by_their_first_parameter(
 ) -> None:
     if world.size == 1:
         pytest.skip("one rank cannot differ from another")
-    ranks = world.run(wrap_different, implementation, device, how)
+    try:
+        ranks = world.run(wrap_different, implementation, device, how)
+    except RankError as error:
+        if error.hung:
+            pytest.fail(
+                f"wrapping modules that differ first at {first!r} ({how}) hangs, and raises no ValueError: {error}"
+            )
+        raise
     _assert_value_errors(implementation, ranks, f"modules that differ first at {first!r} ({how})")
     for rank, (_, text) in enumerate(ranks):
         assert first in text, f"the error on rank {rank} does not name {first!r}, the first that differs: {text}"

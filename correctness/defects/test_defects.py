@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from correctness.support.judging import FOLDERS, judge
-from correctness.support.planting import planted_in
+from correctness.support.judging import judge
+from correctness.support.planting import family_of, planted_in
 from shardmark.registry import FAMILIES
 
 FOLDER = Path(__file__).parent
 
 
 def _modules(folder: Path) -> dict[str, str]:
-    """By family, of those that have a file there."""
+    """By file name, of those that are named after a family."""
     package = "correctness." + ".".join(folder.relative_to(FOLDER.parent).parts)
-    files = {family: FOLDERS.get(family, family) for family in sorted(FAMILIES)}
-    return {family: f"{package}.{file}" for family, file in files.items() if (folder / f"{file}.py").exists()}
+    files = sorted(path.stem for path in folder.glob("*.py") if family_of(path.stem) in FAMILIES)
+    return {file: f"{package}.{file}" for file in files}
 
 
 DEFECTS, RIGHT = _modules(FOLDER), _modules(FOLDER / "right")
@@ -27,12 +27,12 @@ DEFECTS, RIGHT = _modules(FOLDER), _modules(FOLDER / "right")
 pytestmark = pytest.mark.sweep  # a run of pytest for each family
 
 
-@pytest.mark.parametrize("family", DEFECTS)
+@pytest.mark.parametrize("file", DEFECTS)
 def test_each_defect_fails_the_test_that_must_see_it(
-    family: str, tmp_path: Path, record_property: Callable[[str, object], None]
+    file: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    planted = planted_in(DEFECTS[family])
-    found = judge(family, planted, DEFECTS[family], tmp_path)
+    family, planted = family_of(file), planted_in(DEFECTS[file])
+    found = judge(family, planted, DEFECTS[file], tmp_path)
     escaped = []
     for each in planted:
         failed = [o for o in found[each.name] if o.outcome == "failed" and each.caught_by in o.test]
@@ -46,12 +46,12 @@ def test_each_defect_fails_the_test_that_must_see_it(
     assert not escaped, "\n".join([f"{len(escaped)} of {len(planted)} defects of {family} escaped:", *escaped])
 
 
-@pytest.mark.parametrize("family", RIGHT)
+@pytest.mark.parametrize("file", RIGHT)
 def test_no_right_implementation_is_rejected(
-    family: str, tmp_path: Path, record_property: Callable[[str, object], None]
+    file: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    planted = planted_in(RIGHT[family])
-    found = judge(family, planted, RIGHT[family], tmp_path)
+    family, planted = family_of(file), planted_in(RIGHT[file])
+    found = judge(family, planted, RIGHT[file], tmp_path)
     failures = {name: [o for o in outcomes if o.outcome == "failed"] for name, outcomes in found.items()}
     rejected = [f"{name} fails {o.test}: {o.line}" for name, failed in failures.items() for o in failed]
     untried = [name for name, outcomes in found.items() if not any(o.outcome == "passed" for o in outcomes)]

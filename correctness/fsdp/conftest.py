@@ -8,7 +8,7 @@ import pytest
 
 from shardmark.session import SESSION
 
-EVERY_TIME = ("sharded", "simple", "fsdp1", "fsdp2")
+EVERY_TIME = ("sharded", "simple", "fsdp2")
 AT_EVERY_SIZE = "sharded"
 FOR_ALL = ("test_twenty_steps", "test_units_of_any_size")
 """Tests that every implementation runs, on two ranks."""

@@ -12,53 +12,71 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from correctness.support.fully_sharded import (
-    Deep,
-    Odd,
-    SGDs,
-    as_expected,
-    assert_none,
-    contains,
-    full,
-    make,
-    own_batch,
-    parameters_of,
-    wrap,
-)
-from correctness.support.whole_batch import UsedTwice, batch, loss
-from impl.fsdp import by_type
+from correctness.support.fully_sharded import SGDs, as_expected, assert_none, contains, full, parameters_of, wrap
+from correctness.support.random_models import Rows, random_plan
 from shardmark.registry import Implementation
 from shardmark.world import World
 
 pytestmark = pytest.mark.family("fsdp")
 
-LINEARS = by_type(nn.Linear)
-KINDS = (Odd, Deep, UsedTwice)
 LENGTHS = (6, 8, 10, 12, 14, 16, 20, 24)
 """Events of each program in turn: the short ones come first, because they say more when they fail."""
+OPTIONS = ({}, {}, {"compute_dtype": torch.float32}, {"reduce_dtype": torch.float32})
+
+
+def trial(implementation: Implementation, group: dist.ProcessGroup | None, device: str) -> tuple[bool, tuple[str, ...]]:
+    """Whether it is made of PyTorch's FSDP, which has limits of its own, and the layers that it cannot take."""
+    model = wrap(implementation, nn.Linear(2, 2).to(device), process_group=group)
+    of_torch = contains(model, FSDPModule) or contains(model, FSDP1)
+    if of_torch:
+        return True, ("some rows", "tied")
+    # DTensors are reduced one by one, so every rank must have each gradient.
+    return False, ("some rows",) if any(isinstance(p, DTensor) for p in model.parameters()) else ()
 
 
 class Program:
     """A sharded and an unsharded model of the same weights; each event is done to both. It returns what is wrong."""
 
-    def __init__(self, implementation: Implementation, draw: random.Random, device: str) -> None:
-        kind, self.draw, self.device = draw.choice(KINDS), draw, device
-        self.plain = make(kind, 0, device)
-        keep = draw.random() < 0.3
-        self.model = wrap(implementation, make(kind, 0, device), wrap=LINEARS)
-        self.of_torch = contains(self.model, FSDPModule) or contains(self.model, FSDP1)
-        if keep and not self.of_torch:
-            options = {"reshard_after_forward": False, "wrap": LINEARS}
-            self.model = wrap(implementation, make(kind, 0, device), **options)
+    def __init__(
+        self, implementation: Implementation, draw: random.Random, group: dist.ProcessGroup | None, device: str
+    ) -> None:
+        self.draw, self.group, self.device = draw, group, device
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.of_torch, without = trial(implementation, group, device)
+        self.plan = random_plan(draw, without)
+        options = dict(draw.choice(OPTIONS))
+        self.tolerance = 1e-3 if options else 1e-9
+        if draw.random() < 0.3 and not self.of_torch:
+            options["reshard_after_forward"] = False
+        seeds = [dist.get_global_rank(group, i) if group else i for i in range(self.ranks)]
+        self.plain = self.plan.make(seeds[0], device)
+        module = self.plan.make(seeds[self.rank], device)
+        self.model = wrap(implementation, module, process_group=group, wrap=self.plan.wrap, **options)
         self.optimizers = SGDs(self.model, self.plain)
-        self.open: list[tuple[Tensor, Tensor]] = []  # losses whose backward may still come
+        self.open: list[tuple[Rows, Tensor, Rows, Tensor]] = []  # losses whose backward may still come
         self.unsynchronized, self.step_number = False, 0
         self.used = False  # a call that was no backward's came since the last backward
         self.saved = self._state()
         unused = () if self.of_torch else (self.forward,)  # a forward that no backward follows
         self.ending = (self.forward, self.backward, self.finish, *unused, self.step, self.evaluate, self.gather)
+
+    def starts_right(self) -> str:
+        """The parameters are the first rank's to the bit, whatever they are computed in."""
+        return as_expected("at the start, the", full(self.model), parameters_of(self.plain), 0) or self.buffers()
+
+    def buffers(self) -> str:
+        """Forward changed them as it does without wrapper, in their own dtypes."""
+        names = [name for name, _ in self.plain.named_buffers()]
+        found, expected = (
+            dict(zip(names, module.buffers(), strict=True)) for module in (self.model.module, self.plain)
+        )
+        for name in names:
+            if found[name].dtype != expected[name].dtype:
+                return f"the buffer {name} is of {found[name].dtype}, expected {expected[name].dtype}"
+        return as_expected("the buffer", found, expected)
 
     def _state(self) -> Any:
         if not hasattr(self.model, "state_dict"):
@@ -70,7 +88,7 @@ class Program:
         """What may come next. PyTorch's FSDP keeps what a call gathered until the next backward, so there one must come
         before the weights change; and it takes one forward at a time.
         """
-        events: list[Callable[[], str | None]] = [self.evaluate]
+        events: list[Callable[[], str | None]] = [self.evaluate, self.switch_mode]
         if len(self.open) < (1 if self.of_torch else 2):
             events += 2 * [self.forward]
         if self.open:
@@ -92,14 +110,30 @@ class Program:
             self.backward()
         self.used = True
         self.step_number += 1
-        whole = batch(self.step_number, dist.get_world_size(), self.device)
-        mine = own_batch(self.step_number, self.device)
-        self.open.append((loss(self.model, *mine), loss(self.plain, *whole)))
+        every = Rows.of(self.step_number, self.ranks, self.device)
+        mine = every.share(self.rank)
+        inputs = {name for name in ("x", "shift") if self.draw.random() < 0.5}
+        sides = {i for i in range(8) if self.draw.random() < 0.5}
+        for rows in (mine, every):
+            rows.require_gradients(inputs)
+        self.open.append((mine, mine.loss(self.model, sides), every, every.loss(self.plain, sides)))
 
-    def backward(self) -> None:
-        for each in self.open.pop(self.draw.randrange(len(self.open))):
-            each.backward()
+    def backward(self) -> str:
+        mine, own, every, whole = self.open.pop(self.draw.randrange(len(self.open)))
+        own.backward()
+        whole.backward()
         self.unsynchronized, self.used = True, False
+        share = slice(self.rank * len(mine.x), (self.rank + 1) * len(mine.x))
+        for name in ("x", "shift"):
+            found, expected = getattr(mine, name).grad, getattr(every, name).grad
+            if expected is None:
+                continue
+            if found is None:
+                return f"the input {name} has no gradient"
+            wanted = {name: self.ranks * expected[share]}
+            if problem := as_expected("the gradient of the input", {name: found}, wanted, self.tolerance):
+                return problem
+        return ""
 
     def finish(self) -> None:
         self.model.finish_gradient_synchronization()
@@ -117,7 +151,7 @@ class Program:
             return ""
         expected = nn.utils.clip_grad_norm_(self.plain.parameters(), 0.1)
         norm = self.model.clip_grad_norm_(0.1)
-        return as_expected("the returned", {"norm": norm.cpu()}, {"norm": expected.cpu()}, tolerance=1e-9)
+        return as_expected("the returned", {"norm": norm.cpu()}, {"norm": expected.cpu()}, self.tolerance)
 
     def save(self) -> None:
         self.saved = self._state()
@@ -128,31 +162,52 @@ class Program:
         self.plain.load_state_dict(plains)
         self.open.clear()
 
+    def switch_mode(self) -> None:
+        training = not self.plain.training
+        self.plain.train(training)
+        self.model.module.train(training)
+
     def evaluate(self) -> str:
         self.used = True
-        x, _ = batch(99, dist.get_world_size(), self.device)
+        rows = Rows.of(99, self.ranks, self.device)
         with torch.no_grad():
-            return as_expected("the", {"output": self.model(x)}, {"output": self.plain(x)}, tolerance=1e-9)
+            found, expected = (rows.loss(model, {0, 1}) for model in (self.model, self.plain))
+        return as_expected("without gradients, the", {"loss": found}, {"loss": expected}, self.tolerance)
 
     def gather(self) -> str:
-        return as_expected("the gathered", full(self.model), parameters_of(self.plain), tolerance=1e-9)
+        return as_expected("the gathered", full(self.model), parameters_of(self.plain), self.tolerance)
 
 
 def play_on_rank(implementation: Implementation, seed: int, device: str) -> str:
-    """All ranks draw the same programs."""
+    """All ranks draw the same programs; every third is played by even and odd ranks, in process groups of their own.
+
+    What is wrong is told at the end of its program, so that other ranks need not wait for this one.
+    """
+    size, rank = dist.get_world_size(), dist.get_rank()
+    sides = [dist.new_group([*range(first, size, 2)]) for first in range(min(size, 2))]
     for number, length in enumerate(LENGTHS):
-        program = Program(implementation, random.Random(f"{seed} {number}"), device)
-        done: list[str] = []
-        for i in range(length + len(program.ending)):
-            event = program.draw.choice(program.possible()) if i < length else program.ending[i - length]
-            done.append(event.__name__)
-            try:
-                problem = event()
-            except RuntimeError as error:  # such as one about full parameters that are freed
-                problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            if problem:
-                return f"after {', '.join(done[:-1])}: {done[-1]}: {problem}"
+        group = sides[rank % 2] if number % 3 == 2 else None
+        program = Program(implementation, random.Random(f"{seed} {number}"), group, device)
+        problem = play(program, length)
+        wrong = torch.tensor(bool(problem)).int()
+        dist.all_reduce(wrong)  # also: a rank that leaves a group while others still connect to it breaks that
+        if wrong:
+            return problem
+    dist.destroy_process_group(sides[rank % 2])
     return ""
+
+
+def play(program: Program, length: int) -> str:
+    """The first problem, once all is played."""
+    problem, done = program.starts_right(), ["wrapping"]
+    first = f"{problem}; {program.plan}" if problem else ""
+    for i in range(length + len(program.ending)):
+        event = program.draw.choice(program.possible()) if i < length else program.ending[i - length]
+        problem = event() or program.buffers()
+        if problem and not first:
+            first = f"after {', '.join(done)}: {event.__name__}: {problem}; {program.plan}"
+        done.append(event.__name__)
+    return first
 
 
 @pytest.mark.examples(1, 4, 40)

@@ -12,6 +12,7 @@ from torch import nn
 
 from correctness.support.fully_sharded import (
     HANG,
+    ODD_MODULES,
     Odd,
     SGDs,
     as_expected,
@@ -104,8 +105,9 @@ def test_every_rank_gathers_the_same_parameters(implementation: Implementation, 
     assert_none([as_expected("rank 0's", found, ranks[0], tolerance=0) for found in ranks])
 
 
-def clip_on_rank(implementation: Implementation, max_norm: float, device: str) -> str:
-    plain, model = make(Odd, 0, device), wrap(implementation, make(Odd, 0, device), wrap=whole)
+def clip_on_rank(implementation: Implementation, name: str, max_norm: float, device: str) -> str:
+    kind = ODD_MODULES[name]
+    plain, model = make(kind, 0, device), wrap(implementation, make(kind, 0, device), wrap=whole)
     if not hasattr(model, "clip_grad_norm_"):
         return "unsupported: it has no clip_grad_norm_(), which may be left out"
     whole_backward(plain, 0, device)
@@ -119,10 +121,11 @@ def clip_on_rank(implementation: Implementation, max_norm: float, device: str) -
 
 
 @pytest.mark.parametrize("max_norm", [0.05, 100.0], ids=["too_large", "small_enough"])
+@pytest.mark.parametrize("name", ["odd", "tiny"])
 def test_clipping_is_by_the_norm_over_all_ranks(
-    implementation: Implementation, world: World, max_norm: float, device: str
+    implementation: Implementation, world: World, name: str, max_norm: float, device: str
 ) -> None:
-    assert_none(world.run(clip_on_rank, implementation, max_norm, device))
+    assert_none(world.run(clip_on_rank, implementation, name, max_norm, device, deadline=HANG))
 
 
 def refused(implementation: Implementation, module: nn.Module) -> str:

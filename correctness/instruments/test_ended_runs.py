@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,17 @@ MOMENTS = [
     Moment("summary", lambda n: SignalIn("report.screen:write_summary", n), 3, status=0),
     Moment("ranks end", lambda n: SignalIn("world:Worlds.close", n), 3, status=0),
 ]
+EVERY_TIME = ("options are checked", "first row half written", "between rows", "last rewrite", "ranks end")
+
+
+def moments(every_time: tuple[str, ...] = EVERY_TIME) -> Any:
+    """All of them; those that are not named only in the sweep."""
+    return pytest.mark.parametrize(
+        "moment",
+        [pytest.param(m, id=m.name, marks=[] if m.name in every_time else pytest.mark.sweep) for m in MOMENTS],
+    )
+
+
 OPTIONS = ("--benchmark-json=out.json", "--budgets=budgets.toml", "-k", "test_row")
 
 
@@ -65,7 +77,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "number", [TERM, *(pytest.param(n, marks=pytest.mark.sweep) for n in (INT, HUP))], ids=lambda number: number.name
 )
-@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.name)
+@moments()
 def test_a_signal_ends_the_run_with_its_rows_and_tables(moment: Moment, number: signal.Signals, folder: Path) -> None:
     ended = forked(folder, *OPTIONS, fault=moment.fault((number,)))
     assert (ended.status, ended.has_table) == (moment.status, moment.table), ended.output
@@ -74,7 +86,7 @@ def test_a_signal_ends_the_run_with_its_rows_and_tables(moment: Moment, number: 
     assert "Traceback" not in ended.output
 
 
-@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.name)
+@moments(every_time=("second row half written", "last rewrite"))
 def test_a_killed_run_has_the_rows_before_and_the_next_one_takes_over(moment: Moment, folder: Path) -> None:
     ended = forked(folder, *OPTIONS, fault=moment.fault((KILL,)))
     assert ended.status == -KILL
@@ -86,7 +98,13 @@ def test_a_killed_run_has_the_rows_before_and_the_next_one_takes_over(moment: Mo
         assert (again.status, again.rows(), leftovers(folder)) == (0, [0, 1, 2], {"out.json"})
 
 
-@pytest.mark.parametrize("numbers", [(TERM, HUP), (INT, INT, INT)], ids=["TERM_HUP", "INT_INT_INT"])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param((TERM, HUP), id="TERM_HUP", marks=pytest.mark.sweep),
+        pytest.param((INT, INT, INT), id="INT_INT_INT"),
+    ],
+)
 def test_signals_that_come_together_are_one(numbers: tuple[signal.Signals, ...], folder: Path) -> None:
     """A scheduler that is in earnest, a user who is impatient."""
     ended = forked(folder, *OPTIONS, fault=SignalIn("rowfile:RowFile.add", numbers, after=True, call=2))

@@ -41,6 +41,7 @@ def test_rendezvous_is_private_and_traffic_stays_on_loopback(device: str) -> Non
     assert not directory.exists()
 
 
+@pytest.mark.sweep
 def test_a_thousand_calls_leave_everything_where_it_was(pair: World, device: str) -> None:
     def everyone() -> list[dict[str, int]]:
         return [environment(), *pair.run(environment)]
@@ -114,6 +115,7 @@ def _clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TORCHELASTIC"))}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl_c", "SIGTERM"])
 def test_an_interrupted_run_keeps_its_rows_and_leaves_nothing_running(number: signal.Signals, tmp_path: Path) -> None:
     out, temporary = tmp_path / "out.json", tmp_path / "tmp"

@@ -72,7 +72,7 @@ def test_each_of_300_steps(implementation: Implementation, device: str) -> None:
     assert_as_accurate_as_plain(implementation.target, start, gradients(start, steps), lr=1e-2)
 
 
-@pytest.mark.parametrize("steps", [3_000, 70_000])
+@pytest.mark.parametrize("steps", [pytest.param(3_000, marks=pytest.mark.sweep), 70_000])
 def test_late_steps(implementation: Implementation, steps: int, device: str) -> None:
     """Of a run that torch's AdamW began: 1 - beta2**step still matters."""
     start = tensors(device, shapes=((5,), (2, 3)))

@@ -39,7 +39,7 @@ def test_clipping_leaves_the_gradients_as_they_are(implementation: Implementatio
         assert torch.equal(p.grad, grad), f"step() changed the .grad of a parameter of shape {tuple(p.shape)}"
 
 
-@pytest.mark.parametrize("max_norm", [0.1, 1e6], ids=["clips", "leaves"])
+@pytest.mark.parametrize("max_norm", [0.1, pytest.param(1e6, marks=pytest.mark.sweep)], ids=["clips", "leaves"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_clipping_is_clip_grad_norm_and_a_step(
     implementation: Implementation, dtype: torch.dtype, max_norm: float, device: str
@@ -131,7 +131,7 @@ def test_the_norm_of_half_precision_is_not_rounded_to_it(
     assert_near(optimizer.grad_norm.double(), expected, allowed, f"grad_norm of {dtype} gradients")
 
 
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("bad", [torch.inf, pytest.param(-torch.inf, marks=pytest.mark.sweep), torch.nan])
 def test_a_norm_that_is_not_finite_skips_the_step(implementation: Implementation, bad: float, device: str) -> None:
     start = tensors(device)
     grads = gradients(start, 4)

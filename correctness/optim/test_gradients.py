@@ -30,7 +30,7 @@ def test_a_zero_gradient_is_a_gradient(implementation: Implementation, device: s
     assert_all_near(found, train(AdamW, start, grads, lr=0.1), when="after a step in which all gradients are 0: ")
 
 
-@pytest.mark.parametrize("rows", ["first", "all_but_last"])
+@pytest.mark.parametrize("rows", ["first", pytest.param("all_but_last", marks=pytest.mark.sweep)])
 def test_zeros_in_a_gradient_are_gradients(implementation: Implementation, rows: str, device: str) -> None:
     """As of the rows of an embedding whose tokens are not in the batch."""
     start = tensors(device, shapes=((6, 5), (7,), (4, 3, 2)))
@@ -98,7 +98,7 @@ def test_gradients_may_be_overwritten_after_the_step(implementation: Implementat
     assert_all_near(params, train(AdamW, start, grads))
 
 
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("bad", [torch.inf, pytest.param(-torch.inf, marks=pytest.mark.sweep), torch.nan])
 def test_what_is_not_finite_reaches_its_own_element_alone(
     implementation: Implementation, bad: float, device: str
 ) -> None:
@@ -150,8 +150,13 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("grad_layout", ["contiguous", *LAYOUTS])
-@pytest.mark.parametrize("layout", ["contiguous", *LAYOUTS])
+PAIRS = [(own, grad) for own in ("contiguous", *LAYOUTS) for grad in ("contiguous", *LAYOUTS)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "grad_layout"),
+    [pytest.param(*pair, marks=[pytest.mark.sweep] if "contiguous" not in pair else []) for pair in PAIRS],
+)
 def test_any_layout_of_parameters_and_gradients(
     implementation: Implementation, layout: str, grad_layout: str, device: str
 ) -> None:

@@ -50,6 +50,29 @@ def test_fewer_elements_than_ranks(implementation: Implementation, world: World,
     check(implementation, world, Script([Group([(1,)])], [Step()] * 2), device)
 
 
+def play_or_refuse(implementation: Implementation, script: Script, device: str) -> Played | str:
+    """What was played, or the ValueError that refused it."""
+    try:
+        return play_on_rank(implementation, script, device)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("optimizer", ["Adafactor", "Muon"])
+def test_an_optimizer_that_needs_whole_parameters_is_right_or_refused(
+    implementation: Implementation, world: World, optimizer: str, device: str
+) -> None:
+    script = Script([Group([(8, 6), (12, 4), (5, 5)])], [Step()] * 2, getattr(torch.optim, optimizer), {"lr": 0.1})
+    found = world.run(play_or_refuse, implementation, script, device)
+    if not all(isinstance(each, str) for each in found):
+        refused = [rank for rank, each in enumerate(found) if isinstance(each, str)]
+        assert not refused, f"{optimizer} is refused on ranks {refused} alone: {found[refused[0]]}"
+        try:
+            assert_played(found, play(unsharded, script, device), rtol=1e-5)
+        except AssertionError as error:
+            raise AssertionError(f"{optimizer} is neither refused with a ValueError nor right: {error}") from None
+
+
 def test_large_parameters(implementation: Implementation, world: World, device: str) -> None:
     """Above 100,000 elements and 1 MB, with small ones between them."""
     shapes = [(3,), (701, 401), (5,), (100_003,), (2, 2)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from random import Random
 
 import pytest
@@ -18,7 +18,7 @@ from correctness.support.optimizer_scripts import Group, Script, Step, play, pla
 from correctness.support.script_optimizers import Heavy
 from correctness.support.sharding import parameters
 from shardmark.memory import meter
-from shardmark.registry import Implementation
+from shardmark.registry import Implementation, Unsupported
 from shardmark.world import World
 
 pytestmark = pytest.mark.family("sharded_optimizer")
@@ -68,10 +68,26 @@ class Division:
     groups: tuple[int, ...]
     """Parameters in each group."""
     added: int
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    """Of the parameters, in turn."""
+    copies: int = 10
+    """Tensors of each parameter's shape that its state has."""
 
     @property
     def bytes_of_each(self) -> list[int]:
-        return [4 * WIDE * columns for columns in self.columns]
+        return [p.nbytes for p in self.parameters("cpu")]
+
+    def parameters(self, device: str) -> list[nn.Parameter]:
+        dtypes = islice(cycle(self.dtypes), COUNT)
+        return [
+            nn.Parameter(torch.zeros(WIDE, n, dtype=dtype, device=device))
+            for n, dtype in zip(self.columns, dtypes, strict=True)
+        ]
+
+
+def wide_and_half(ranks: int) -> Division:
+    """Of equal numbers of elements; who deals them out in turn gives all that is large to one rank."""
+    return Division((WIDE,) * COUNT, (COUNT,), 1, (torch.float64, *(torch.bfloat16,) * (ranks - 1)), copies=18)
 
 
 def random_division(draw: Random, largest: int) -> Division:
@@ -85,24 +101,38 @@ def random_division(draw: Random, largest: int) -> Division:
 
 
 def state_held(implementation: Implementation, divisions: list[Division], device: str) -> list[dict[str, int]]:
-    """For each division, bytes of this rank beyond parameters and gradients, after each of what is done."""
-    return [_held(implementation, division, device) for division in divisions]
+    """For each division that it takes, bytes of this rank beyond parameters and gradients, after each of what is
+    done.
+    """
+    held = []
+    for division in divisions:
+        try:
+            held.append(_held(implementation, division, device))
+        except Unsupported:
+            held.append({})
+    return held
 
 
 def _held(implementation: Implementation, division: Division, device: str) -> dict[str, int]:
-    params = [nn.Parameter(torch.zeros(WIDE, columns, device=device)) for columns in division.columns]
-    for p in params:
-        p.grad = torch.ones_like(p)
+    params = division.parameters(device)
+
+    def give_gradients() -> None:
+        for p in params:
+            p.grad = torch.ones_like(p)
+
+    give_gradients()
     rest = iter(params)
     groups = [{"params": list(islice(rest, n))} for n in division.groups]
     with meter(device) as memory:
         memory.mark("before")
-        optimizer = implementation.adapted(groups[: division.added], Heavy)
+        optimizer = implementation.adapted(groups[: division.added], Heavy, copies=division.copies)
         optimizer.step()
         for group in groups[division.added :]:
             optimizer.add_param_group(group)
         optimizer.step()
         memory.mark("step")
+        optimizer.step(give_gradients)
+        memory.mark("a step whose closure gives every parameter its gradient")
         saved = optimizer.state_dict()
         del saved
         gc.collect()
@@ -129,15 +159,16 @@ def test_a_rank_holds_its_part_of_the_state(
     if implementation.name == "unsharded" or world.size == 1:
         pytest.skip("there is nothing to shard")
     draw = Random(torch.initial_seed())
-    divisions = [random_division(draw, largest) for _ in range(times) for largest in (1, 2, COUNT)]
+    divisions = [random_division(draw, largest) for _ in range(times) for largest in (1, COUNT, 2)[: times + 1]]
+    divisions.append(wide_and_half(world.size))
     for rank, found in enumerate(world.run(state_held, implementation, divisions, device)):
         for division, phases in zip(divisions, found, strict=True):
-            sizes = division.bytes_of_each
-            allowed = Heavy.COPIES * (sum(sizes) // world.size + max(sizes)) + 2 * sum(sizes)
+            sizes, names = division.bytes_of_each, " and ".join(map(str, dict.fromkeys(division.dtypes)))
+            allowed = division.copies * (sum(sizes) // world.size + max(sizes)) + 2 * sum(sizes)
             for phase, held in phases.items():
                 assert held <= allowed, (
                     f"rank {rank} of {world.size} holds {held:,} bytes after {phase}, more than its part of the state "
                     f"and buffers of twice the parameters, {allowed:,}; all of the state is "
-                    f"{Heavy.COPIES * sum(sizes):,}, of {COUNT} parameters in groups of {list(division.groups)}, the "
-                    f"first {division.added} of them there from the start"
+                    f"{division.copies * sum(sizes):,}, of {COUNT} parameters of {names} in groups of "
+                    f"{list(division.groups)}, the first {division.added} of them there from the start"
                 )

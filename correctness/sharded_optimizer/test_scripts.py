@@ -33,7 +33,7 @@ from correctness.support.script_optimizers import OPTIMIZERS, Wide
 from shardmark.registry import Implementation
 from shardmark.world import World
 
-SHAPES = ((5, 3), (7,), (), (1,), (2, 1, 3), (33,), (130,), (64, 9))
+SHAPES = ((5, 3), (7,), (), (1,), (2, 1, 3), (33,), (130,), (64, 9), (0, 4))
 
 
 PLAYED = {**OPTIMIZERS, "wide": (Wide, {"lr": 0.05})}
@@ -52,7 +52,8 @@ def random_script(draw: Random, length: int) -> Script:
         return tuple(i for i in range(n) if draw.random() < chance)
 
     def group() -> Group:
-        return Group(draw.choices(SHAPES, k=draw.randint(1, 4)), options(), some(4, 0.2))
+        shapes = draw.choices(SHAPES, k=draw.randint(1, 4))
+        return Group(shapes, options(), some(4, 0.2), transposed=draw.random() < some_layouts)
 
     def options() -> Options:
         values = {"lr": [0.0, 0.01, 0.3], "weight_decay": [0.0, 0.2], **OF_ITS_OWN[optimizer]}
@@ -73,25 +74,39 @@ def random_script(draw: Random, length: int) -> Script:
             case 6:
                 return Freeze(draw.randrange(8))
             case _:
-                return Step(without=some(6, 0.2), closure=draw.random() < 0.3)
+                return Step(
+                    some(6, 0.2),
+                    draw.random() < 0.3,
+                    some(8, draw.choice([0.0, 0.0, 0.3])),
+                    draw.random() < some_layouts,
+                )
 
     optimizer, defaults = draw.choice(list(PLAYED.values()))
-    dtype = draw.choice([torch.float64, torch.bfloat16]) if optimizer is Wide else torch.float64
+    # torch's fused AdamW takes gradients laid out as their parameters; on CPU it misreads others.
+    some_layouts = 0.0 if defaults.get("fused") else 0.2
+    wide, half = torch.float64, torch.bfloat16
+    dtypes = draw.choice([[wide], [half], [half, wide]] if optimizer is Wide else [[wide], [wide, torch.float32]])
     groups = [group() for _ in range(draw.randint(1, 3))]
     ends = [[Step()], [Step(), Freeze(None), Step()], [Step(), Reload(), Step()]]
     actions = [*(action() for _ in range(length)), *draw.choice(ends)]
-    return Script(groups, actions, optimizer, defaults, [dtype], seed=draw.randrange(1000))
+    return Script(groups, actions, optimizer, defaults, dtypes, seed=draw.randrange(1000))
 
 
 def check(found: list[Played], script: Script, device: str) -> None:
     expected = play(unsharded, script, device)
     assert_played(found, expected)
+    with_elements = {i for i, p in enumerate(expected.parameters[-1]) if p.numel()}
     for rank, played in enumerate(found):
-        assert_state(played.state, expected.state, f"in the end, on rank {rank} of {len(found)}", expected.updated)
+        assert_state(
+            played.state,
+            expected.state,
+            f"in the end, on rank {rank} of {len(found)}",
+            expected.updated & with_elements,
+        )
 
 
 @pytest.mark.family("sharded_optimizer")
-@pytest.mark.examples(16, 48, 300)
+@pytest.mark.examples(12, 30, 300)
 def test_any_script_ends_as_without_sharding(
     implementation: Implementation, world: World, examples: int, device: str
 ) -> None:

@@ -45,9 +45,14 @@ def is_ours(implementation: Implementation) -> bool:
     return implementation.spec in family(implementation.family).implementations
 
 
+def is_torchs(model: Any) -> bool:
+    """Whether it is torch's DDP, or holds one."""
+    return any(isinstance(each, DistributedDataParallel) for each in (model, *vars(model).values()))
+
+
 def needs_backward_on_every_rank(model: Any) -> None:
     """Raise Unsupported for torch's DDP, which communicates in backward, so that each rank must call it."""
-    if any(isinstance(each, DistributedDataParallel) for each in (model, *vars(model).values())):
+    if is_torchs(model):
         raise Unsupported("torch's DistributedDataParallel communicates in backward, so every rank must have one")
 
 
@@ -102,12 +107,12 @@ def _wrong_average(p: nn.Parameter, of_ranks: Sequence[Tensor | None], here: int
     where = tuple(bad.nonzero()[0].tolist())
     numbers = f"found {found[where].item():.9g}, expected {mean[where].item():.9g} at {list(where)}"
     return (
-        f"is not the average over the ranks: {_likeness(found, mean, terms, here)}{numbers}, "
+        f"is not the average over the ranks: {likeness(found, mean, terms, here)}{numbers}, "
         f"and {int(bad.sum())} of {bad.numel()} elements are wrong"
     )
 
 
-def _likeness(found: Tensor, mean: Tensor, terms: Tensor, here: int) -> str:
+def likeness(found: Tensor, mean: Tensor, terms: Tensor, here: int) -> str:
     """What it is instead, where that is something with a name."""
 
     def equal(other: Tensor) -> bool:

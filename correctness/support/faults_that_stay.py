@@ -225,9 +225,8 @@ def keeps_shared_memory() -> None:
 
 
 @fails("exited with 6$")
-def ends_with_shared_tensors_and_files() -> None:
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    _kept.append(torch.ones(10).share_memory_())
+def ends_with_shared_memory_and_files() -> None:
+    _kept.append(SharedMemory(create=True, size=100, name=f"shardmark_end_{os.getpid()}"))
     _kept.append(tempfile.mkstemp())
     if on_rank_1():
         os._exit(6)

@@ -34,6 +34,18 @@ class Odd(nn.Module):
         return self.layers(x) * self.scale
 
 
+class Tiny(nn.Module):
+    """One element: all ranks but one have shards without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, DIM) -> (rows, 2 DIM)."""
+        return (x * self.weight).repeat(1, 2)
+
+
 class Large(nn.Sequential):
     """A parameter of 132,731 elements, more than 1 MB in float64."""
 
@@ -59,7 +71,7 @@ class Deep(nn.Module):
         return self.output(x)
 
 
-ODD_MODULES = {"odd": Odd, "large": Large, "deep": Deep}
+ODD_MODULES = {"odd": Odd, "tiny": Tiny, "large": Large, "deep": Deep}
 
 
 def make(kind: Any, seed: int, device: str, dtype: torch.dtype = torch.float64) -> Any:

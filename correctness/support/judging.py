@@ -83,11 +83,12 @@ def judge(family: str, planted: Sequence[Planted], module: str, folder: Path) ->
 
 def by_family(judged: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each family of what its defects and its right implementations came to, and one for all."""
-    families: dict[str, dict[str, Any]] = {}
-    for each in judged:
-        families[each["family"]] = families.get(each["family"], {}) | each
     names = ("defects", "seen", "right ones", "rejected")
-    rows = [{"family": name, **{key: row.get(key, 0) for key in names}} for name, row in sorted(families.items())]
+    families = sorted({each["family"] for each in judged})
+    rows = [
+        {"family": name, **{key: sum(each.get(key, 0) for each in judged if each["family"] == name) for key in names}}
+        for name in families
+    ]
     total = {key: sum(row[key] for row in rows) for key in names}
     return [*rows, {"family": "all", **total}] if rows else []
 

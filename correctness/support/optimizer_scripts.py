@@ -30,6 +30,8 @@ class Group:
     shapes: Sequence[Shape]
     options: Options = field(default_factory=dict)
     frozen: tuple[int, ...] = ()
+    transposed: bool = False
+    """Parameters of two dimensions and more are not contiguous."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,10 @@ class Step:
 
     without: tuple[int, ...] = ()
     closure: bool = False
+    freezes: tuple[int, ...] = ()
+    """Frozen once they have their gradients, by which the step updates them nevertheless."""
+    transposed: bool = False
+    """Gradients of two dimensions and more are not contiguous."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +138,9 @@ def playing(make: Make, script: Script, device: str, played: Played, start: Any 
         params = []
         for i, shape in enumerate(group.shapes):
             dtype = script.dtypes[(len(everything) + i) % len(script.dtypes)]
-            values = torch.randn(shape, generator=draw, dtype=torch.float64)
-            params.append(nn.Parameter(values.to(device, dtype), requires_grad=i not in group.frozen))
+            values = torch.randn(shape, generator=draw, dtype=torch.float64).to(device, dtype)
+            values = _transposed(values) if group.transposed else values
+            params.append(nn.Parameter(values, requires_grad=i not in group.frozen))
         played.group_of.extend([max(played.group_of, default=-1) + 1] * len(params))
         everything.extend(params)
         return {"params": params, **group.options}
@@ -153,6 +160,8 @@ def playing(make: Make, script: Script, device: str, played: Played, start: Any 
                 played.parameters.append(_copies(everything))
                 without = [i for i, p in enumerate(everything) if p.grad is None]
                 events.append("step with a closure" * action.closure or "step")
+                if action.freezes:
+                    events[-1] += f" once parameters {list(action.freezes)} had their gradients and were frozen"
                 played.events.append(", ".join(events) + f", without gradients of {without}" * bool(without))
                 played.updated |= set(range(len(everything))) - set(without)
                 events.clear()
@@ -200,7 +209,7 @@ def _step(
     def closure() -> float:
         nonlocal calls
         calls += 1
-        _set_gradients(params, step.without, draw)
+        _set_gradients(params, step, draw)
         return 0.5 + calls
 
     if step.closure:
@@ -208,7 +217,7 @@ def _step(
         if (loss, calls) != (1.5, 1):
             played.wrong.append(f"step(closure) called the closure {calls} times, and returned {loss}, expected 1.5")
     else:
-        _set_gradients(params, step.without, draw)
+        _set_gradients(params, step, draw)
         optimizer.step()
 
 
@@ -250,10 +259,18 @@ def _begin_from(start: Played, optimizer: torch.optim.Optimizer, params: list[nn
     optimizer.load_state_dict(deepcopy(start.state))
 
 
-def _set_gradients(params: list[nn.Parameter], without: tuple[int, ...], draw: torch.Generator) -> None:
+def _set_gradients(params: list[nn.Parameter], step: Step, draw: torch.Generator) -> None:
     for i, p in enumerate(params):
         grad = torch.randn(p.shape, generator=draw, dtype=torch.float64).to(p)
-        p.grad = grad if p.requires_grad and i not in without else None
+        grad = _transposed(grad) if step.transposed else grad.contiguous()
+        p.grad = grad if p.requires_grad and i not in step.without else None
+        if i in step.freezes:
+            p.requires_grad_(False)
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """The same values, in the opposite order of dimensions in memory."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x
 
 
 def play_in_groups(implementation: Implementation, script: Script, device: str) -> Played:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from shardmark.registry import FAMILIES
+
 CAUSES = (
     "world size",  # right on two ranks
     "shapes",  # right on small, even or typical shapes
@@ -55,7 +57,7 @@ class Planted:
 
 
 def defect(*, cause: str, caught_by: str) -> Callable[[Target], Target]:
-    """Mark a wrong implementation of the family that its module is named after."""
+    """Mark a wrong implementation of the family that its module's name begins with."""
     assert cause in CAUSES, f"{cause!r} is none of {', '.join(CAUSES)}"
     return _planted(cause=cause, caught_by=caught_by)
 
@@ -76,11 +78,17 @@ def of(target: Any) -> Planted | None:
     return getattr(target, "__dict__", {}).get("planted")
 
 
+def family_of(file: str) -> str:
+    """The family that a file of planted implementations is named after: `loss.py`, `loss_of_tiles.py`."""
+    if file == "optim" or file.startswith("optim_"):
+        return "optimizer"
+    return max((name for name in FAMILIES if file == name or file.startswith(f"{name}_")), key=len, default=file)
+
+
 def _planted(**what: str) -> Callable[[Target], Target]:
     def mark(target: Target) -> Target:
         named: Any = target
-        family = named.__module__.rpartition(".")[2]
-        named.planted = Planted("optimizer" if family == "optim" else family, named.__name__, **what)
+        named.planted = Planted(family_of(named.__module__.rpartition(".")[2]), named.__name__, **what)
         return target
 
     return mark

@@ -18,22 +18,23 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 class Heavy(torch.optim.Optimizer):
-    """Keeps many tensors of each parameter's shape."""
+    """Keeps `copies` tensors of each parameter's shape."""
 
-    COPIES = 10
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params: Any, lr: float = 0.1, copies: int = 10) -> None:
+        super().__init__(params, {"lr": lr, "copies": copies})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     state = self.state[p]
-                    for i in range(self.COPIES):
+                    for i in range(group["copies"]):
                         state.setdefault(f"copy_{i}", torch.zeros_like(p)).add_(p.grad)
                     p.sub_(state["copy_0"], alpha=group["lr"])
+        return loss
 
 
 class Counting(torch.optim.Optimizer):

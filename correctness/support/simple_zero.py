@@ -19,7 +19,7 @@ def options(group: Group) -> Group:
 
 
 class SimpleZero(torch.optim.Optimizer):
-    """Each parameter belongs to one rank, in turn: that rank updates it, and broadcasts it after each step."""
+    """Each parameter belongs to the rank that has least by then: it updates it, and broadcasts it after each step."""
 
     inner: torch.optim.Optimizer | None
 
@@ -34,6 +34,8 @@ class SimpleZero(torch.optim.Optimizer):
         self.process_group = process_group or dist.group.WORLD
         self.rank, self.ranks = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         self.optimizer_cls, self.inner = optimizer_cls, None
+        self.owners: list[int] = []
+        self.loads = [0] * self.ranks
         super().__init__(params, defaults)
 
     @property
@@ -42,7 +44,10 @@ class SimpleZero(torch.optim.Optimizer):
 
     def owner(self, index: int) -> int:
         """The rank that updates the parameter of that index."""
-        return index % self.ranks
+        for p in self.all_parameters[len(self.owners) :]:
+            self.owners.append(min(range(self.ranks), key=self.loads.__getitem__))
+            self.loads[self.owners[-1]] += p.nbytes
+        return self.owners[index]
 
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)

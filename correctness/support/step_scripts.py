@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from correctness.support.stepping import BATCH, SIZE, Gradients, gradients, relative_error, setting, values
-from impl.model.mlp import MLPLanguageModel
+from correctness.support.step_models import assert_stays, moody_model, set_modes, what_stays
+from correctness.support.stepping import SIZE, setting
 from shardmark.registry import Implementation
 
 CLOSE = {"float32": 1e-3, "float16": 0.1}
@@ -25,6 +26,12 @@ CLOSE = {"float32": 1e-3, "float16": 0.1}
 
 OPTIONS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
 """SGD's, with which parameters move also where gradients are zero."""
+
+SHAPES = ((3, 8), (1, 5), (2, 9), (1, 1))
+"""(batch, context) of the batches."""
+
+FIRST_OVERFLOWS, OVERFLOWS = 4, 6
+"""As many come first, so that nothing else overflows, and in all: a loss scale that is too small loses gradients."""
 
 
 class Event(NamedTuple):
@@ -36,14 +43,19 @@ class Event(NamedTuple):
 
 EVENTS = {
     "forward": "a loss, which waits; every fourth batch has no targets that count, the next one a few",
+    "evaluate": "a loss without autograd, which does not wait",
     "backward": "of a waiting loss",
     "drop": "a waiting loss is freed",
     "update": "after which no loss waits, as autograd refuses them",
     "call": "all three in one",
+    "overflow": "in float16, a step that is skipped while losses wait; then gradients to None",
     "clear": "gradients to None",
     "zero": "gradients to zero, in place",
+    "halve": "gradients, in place, as clipping does",
     "modes": "of each module, at random",
+    "freeze": "a parameter, or thaw it; no loss waits",
     "rate": "of a param group",
+    "reload": "the optimizer's state",
     "weights": "changed by the caller, in place",
 }
 
@@ -52,51 +64,19 @@ EVENTS = {
 class Script:
     events: Sequence[Event]
     frozen: Sequence[int] = ()
-    """Parameters that are not trainable."""
-
-
-class Doubles(nn.Module):
-    """In training mode alone."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * x if self.training else x
-
-
-def moody_model() -> nn.Module:
-    """A model whose submodules' modes change its loss."""
-    model = MLPLanguageModel(SIZE)
-    for block in model.blocks:
-        block.gelu = nn.Sequential(block.gelu, Doubles())
-    model.norm = nn.Sequential(model.norm, Doubles())
-    return model
-
-
-def set_modes(model: nn.Module, number: int) -> None:
-    """Of each module on its own, at random."""
-    draw = torch.Generator().manual_seed(number)
-    for module in model.modules():
-        module.training = bool(torch.randint(2, (), generator=draw))
-
-
-def what_stays(model: nn.Module) -> dict[str, Any]:
-    """What a step may not change: by words that a failure says."""
-    modes = {f"the training mode of {name or 'the model'}": module.training for name, module in model.named_modules()}
-    for name, p in model.named_parameters():
-        modes |= {f"{what} of {name}": getattr(p, what) for what in ("requires_grad", "dtype")}
-    return modes
-
-
-def assert_stays(model: nn.Module, before: dict[str, Any], when: str) -> None:
-    after = what_stays(model)
-    for what, value in before.items():
-        assert after.get(what) == value, f"{what} was {value}, and is {after.get(what)} {when}"
+    """Parameters that are not trainable at first."""
+    kind: str = "plain"
+    """Of the model, see `moody_model`."""
+    twice: bool = False
+    """Another step, of a model of its own, does the same in turn, with other batches."""
 
 
 def play(implementation: Implementation, script: Script, precision: str, device: str) -> None:
     torch.manual_seed(torch.initial_seed())  # the same weights each time that a script is played
-    player = _Player(implementation, script, precision, device)
+    players = [_Player(implementation, script, precision, device) for _ in range(1 + script.twice)]
     for event in script.events:
-        player.play(event)
+        for i, player in enumerate(players):
+            player.play(event._replace(value=event.value + i))
 
 
 @dataclass
@@ -110,37 +90,63 @@ class _Player:
     """Losses, found and expected."""
     scaled: bool = False
     """Whether a backward came since the last update."""
+    overflows: int = 0
 
     def __post_init__(self) -> None:
-        model = moody_model()
+        model = moody_model(self.script.kind)
         parameters = list(model.parameters())
         for i in self.script.frozen:
             parameters[i % len(parameters)].requires_grad_(False)
-        self.of = setting(self.implementation, self.device, self.precision, model, **OPTIONS)
+        self.of = setting(self.implementation, self.device, self.precision, model, all_parameters=True, **OPTIONS)
         self.wide = copy.deepcopy(self.of.model).double()
-        trainable = [p for p in self.wide.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.SGD([{"params": trainable[:1]}, {"params": trainable[1:]}], **OPTIONS)
-        self.start = values(self.wide)
+        self.names = [name for name, _ in self.wide.named_parameters()]
+        self.found, self.expected = (list(each.parameters()) for each in (self.of.model, self.wide))
+        self.optimizer = torch.optim.SGD([{"params": self.expected[:1]}, {"params": self.expected[1:]}], **OPTIONS)
+        self.start = [p.detach().clone() for p in self.expected]
+        if self.precision == "float16":
+            for i in range(FIRST_OVERFLOWS):
+                self.play(Event("overflow", i))
 
     def play(self, event: Event) -> None:
-        if event.kind in ("backward", "drop") and not self.waiting:
+        if not self.can(event):
             return
-        self.history.append(event.kind)
-        if event.kind in ("update", "call", "weights"):
+        extra = f" or thaw {self.names[self.turned(event.value)]}" if event.kind == "freeze" else ""
+        self.history.append(event.kind + extra)
+        if event.kind in ("update", "call", "weights", "freeze"):
             self.waiting.clear()
-        before = what_stays(self.of.model)
+        before = what_stays(self.of.model, self.of.optimizer)
         getattr(self, event.kind)(event.value)
-        if event.kind != "modes":
-            assert_stays(self.of.model, before, self.when)
+        if event.kind not in ("modes", "freeze", "rate"):
+            assert_stays(self.of.model, before, self.when, self.of.optimizer)
         self.compare()
+
+    def can(self, event: Event) -> bool:
+        half = self.precision == "float16"
+        used = {name for name, p in zip(self.names, self.expected, strict=True) if p.requires_grad} - {"unused"}
+        match event.kind:
+            case "backward" | "drop":
+                return bool(self.waiting)
+            case "overflow":
+                return half and self.overflows < OVERFLOWS
+            case "halve":
+                return not (half and self.scaled)
+            case "freeze":
+                return bool(used - {self.names[self.turned(event.value)]})
+        return True
+
+    def turned(self, value: int) -> int:
+        """The parameter to freeze or thaw: by an odd value a frozen one, if there is any."""
+        frozen = [i for i, p in enumerate(self.expected) if not p.requires_grad]
+        return frozen[value // 2 % len(frozen)] if value % 2 and frozen else value % len(self.expected)
 
     @property
     def when(self) -> str:
-        return "after " + ", ".join(self.history)
+        of = f", of the {self.script.kind} model" if self.script.kind != "plain" else ""
+        return "after " + ", ".join(self.history) + of
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(number)
-        tokens, targets = torch.randint(SIZE.vocab, (2, *BATCH), generator=draw)
+        tokens, targets = torch.randint(SIZE.vocab, (2, *SHAPES[number // 3 % len(SHAPES)]), generator=draw)
         if number % 4 == 3:
             targets[:] = -100
         elif number % 4 == 0:
@@ -154,7 +160,14 @@ class _Player:
         inputs = self.batch(value)
         found, expected = self.of.step.forward(*inputs), self.expected_loss(*inputs)
         self.waiting.append((found, expected))
-        self.compare_loss(found, expected)
+        self.compare_loss(found, expected, inputs, value)
+
+    def evaluate(self, value: int) -> None:
+        inputs = self.batch(value)
+        with torch.inference_mode() if value % 2 else torch.no_grad():
+            found, expected = self.of.step.forward(*inputs), self.expected_loss(*inputs)
+        assert not found.requires_grad, f"a loss that was computed without autograd requires a gradient, {self.when}"
+        self.compare_loss(found, expected, inputs, value)
 
     def backward(self, value: int) -> None:
         found, expected = self.waiting.pop(value % len(self.waiting))
@@ -176,7 +189,22 @@ class _Player:
         expected.backward()
         self.optimizer.step()
         self.scaled = False
-        self.compare_loss(found, expected)
+        self.compare_loss(found, expected, inputs, value)
+
+    def overflow(self, value: int) -> None:
+        used = [
+            p for name, p in zip(self.names, self.found, strict=True) if p.requires_grad and not name.startswith("unu")
+        ]
+        hook = used[value % len(used)].register_hook(lambda grad: torch.full_like(grad, torch.inf))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self.of.step.backward(self.of.step.forward(*self.batch(1)))
+            self.of.step.update()
+        hook.remove()
+        assert any(issubclass(each.category, RuntimeWarning) for each in caught), f"no RuntimeWarning {self.when}"
+        self.overflows += 1
+        self.scaled = False
+        self.clear(value)
 
     def clear(self, value: int) -> None:
         for optimizer in (self.of.optimizer, self.optimizer):
@@ -186,59 +214,78 @@ class _Player:
         for optimizer in (self.of.optimizer, self.optimizer):
             optimizer.zero_grad(set_to_none=False)
 
+    def halve(self, value: int) -> None:
+        for p in (*self.found, *self.expected):
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
     def modes(self, value: int) -> None:
         for model in (self.of.model, self.wide):
             set_modes(model, value)
+
+    def freeze(self, value: int) -> None:
+        i = self.turned(value)
+        for parameters in (self.found, self.expected):
+            parameters[i].requires_grad_(not parameters[i].requires_grad)
 
     def rate(self, value: int) -> None:
         for optimizer in (self.of.optimizer, self.optimizer):
             optimizer.param_groups[value % 2]["lr"] = (0.0, 0.02, 0.1, 0.2)[value % 4]
 
+    def reload(self, value: int) -> None:
+        for optimizer in (self.of.optimizer, self.optimizer):
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
     @torch.no_grad()
     def weights(self, value: int) -> None:
-        for model in (self.of.model, self.wide):
-            parameters = list(model.parameters())
+        for parameters in (self.found, self.expected):
             parameters[value % len(parameters)].mul_(0.8).add_(0.01)
 
-    def compare_loss(self, found: Tensor, expected: Tensor) -> None:
+    def compare_loss(self, found: Tensor, expected: Tensor, inputs: tuple[Tensor, Tensor], value: int) -> None:
+        for x, before in zip(inputs, self.batch(value), strict=True):
+            assert torch.equal(x, before), f"the tokens or targets have changed {self.when}"
         as_expected = math.isclose(found.item(), expected.item(), rel_tol=CLOSE[self.precision])
         assert as_expected or (found.isnan() and expected.isnan()), (
-            f"the loss is {found.item():.7g}, expected {expected.item():.7g}, {self.when}"
+            f"the loss of a batch of shape {tuple(inputs[0].shape)} is {found.item():.7g}, expected "
+            f"{expected.item():.7g}, {self.when}"
         )
 
     def compare(self) -> None:
         if self.precision != "float16" or not self.scaled:
-            found, expected = gradients(self.of.model), gradients(self.wide)
-            self.compare_all("gradients", found, {name: x for name, x in expected.items() if name in found})
-            missing = [name for name, x in expected.items() if name not in found and x.any()]
-            assert not missing, f"{missing[0]} has no gradient {self.when}"
-            extra = [name for name, x in found.items() if name not in expected and x.any()]
-            assert not extra, f"{extra[0]} has a gradient {self.when}"
-        moved = {name: value.double() - self.start[name] for name, value in values(self.of.model).items()}
-        expected = {name: value - self.start[name] for name, value in values(self.wide).items()}
-        self.compare_all("changes of the parameters", moved, expected)
+            found, expected = ([p.grad for p in parameters] for parameters in (self.found, self.expected))
+            for name, x, y in zip(self.names, found, expected, strict=True):
+                if (x is None) != (y is None):
+                    here, there = ("no gradient", y) if x is None else ("a gradient", x)
+                    assert not there.any(), f"{name} has {here} {self.when}"
+            self.compare_all("gradients", found, expected)
+        moved = [p.detach() - x for p, x in zip(self.found, self.start, strict=True)]
+        self.compare_all("changes of the parameters", moved, self.changes())
         found, expected = (
-            {
-                str(i): optimizer.state[p]["momentum_buffer"]
-                for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
-                if optimizer.state.get(p, {}).get("momentum_buffer") is not None
-            }
-            for optimizer in (self.of.optimizer, self.optimizer)
+            [optimizer.state.get(p, {}).get("momentum_buffer") for p in parameters]
+            for optimizer, parameters in ((self.of.optimizer, self.found), (self.optimizer, self.expected))
         )
-        assert set(found) == set(expected), (
-            f"{len(found)} parameters have momentum, expected {len(expected)}, {self.when}"
-        )
+        for name, x, y in zip(self.names, found, expected, strict=True):
+            assert (x is None) == (y is None), f"{name} has {'no ' * (x is None)}momentum {self.when}"
         self.compare_all("momentum", found, expected)
 
-    def compare_all(self, what: str, found: Gradients, expected: Gradients) -> None:
+    def changes(self) -> list[Tensor]:
+        return [p.detach() - x for p, x in zip(self.expected, self.start, strict=True)]
+
+    def compare_all(self, what: str, found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
         """All together; where they are all but zero, of a size that rounding may have."""
-        if not expected:
+        pairs = [(x, y) for x, y in zip(found, expected, strict=True) if x is not None and y is not None]
+        if not pairs:
             return
-        sizes = [torch.stack([each[name].double().norm() for name in expected]).norm() for each in (found, expected)]
-        if max(sizes) < 1e-4:
+        x, y = (torch.cat([each.flatten().double() for each in some]) for some in zip(*pairs, strict=True))
+        sizes = [x.norm().item(), y.norm().item()]
+        error = (x - y).norm().item()
+        if max(sizes) < 1e-4 or error <= CLOSE[self.precision] * sizes[1]:
             return
-        error = relative_error(found, expected)
-        assert error <= CLOSE[self.precision], (
-            f"{what}: relative error {error:.2g}, of norm {sizes[0].item():.4g}, expected {sizes[1].item():.4g}, "
+        errors = [
+            (a.double() - b).norm().item() if a is not None else 0.0 for a, b in zip(found, expected, strict=True)
+        ]
+        worst = self.names[max(range(len(errors)), key=errors.__getitem__)]
+        raise AssertionError(
+            f"{what}: off by {error:.4g}, of norm {sizes[0]:.4g}, expected {sizes[1]:.4g}, most of it in {worst}, "
             f"{self.when}"
         )

@@ -38,12 +38,16 @@ def setting(
     device: str,
     precision: str = "float32",
     model: nn.Module | None = None,
+    all_parameters: bool = False,
     **options: Any,
 ) -> Setting:
-    """With SGD of two param groups, whose updates show the gradients; `lr` is 0 unless `options` have another."""
+    """With SGD of two param groups, whose updates show the gradients; `lr` is 0 unless `options` have another.
+
+    They are of the trainable parameters, or with `all_parameters` of the frozen ones as well.
+    """
     model = (MLPLanguageModel(SIZE) if model is None else model).to(device)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": trainable[:1]}, {"params": trainable[1:]}]
+    params = [p for p in model.parameters() if all_parameters or p.requires_grad]
+    groups = [{"params": params[:1]}, {"params": params[1:]}]
     optimizer = torch.optim.SGD(groups, **{"lr": 0.0, **options})
     step = implementation.adapted(model, optimizer, precision=PRECISIONS[precision])
     return Setting(model, optimizer, step, *batch(device))

@@ -1,90 +1,17 @@
-"""Random trainings with AdamW, event by event beside a float64 reference: strategies for Hypothesis, and what is
-compared after each event."""
+"""Trainings with AdamW, event by event beside a float64 reference, and what is compared after each event."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import deepcopy
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
-from correctness.support.optimizing import assert_near, saved
+from correctness.support.optimizing import assert_near
+from correctness.support.training_events import Event, Sizes
 from impl.optim import AdamW
 from impl.optim.base import HALF, MASTER
-
-LRS, DECAYS, EPSILONS = (0.0, 1e-3, 0.3), (0.0, 0.1, 1.0), (1e-8, 1e-3, 1.0)
-BETAS = tuple((beta1, beta2) for beta1 in (0.0, 0.5, 0.9) for beta2 in (0.5, 0.95, 0.999))
-LOADS = {
-    "new": "state loaded into a new optimizer",
-    "used": "state loaded into an optimizer that has made other steps",
-    "back": "an earlier state loaded into the optimizer that it is of",
-}
-Sizes = tuple[float | None, ...]
-
-
-@dataclass(frozen=True)
-class Event:
-    """A step with a gradient for each parameter, some 0 or None, and what happens before it."""
-
-    sizes: Sizes
-    """Of each parameter's gradient, used in turn."""
-    loads: str | None
-    others: Sizes
-    """Of the gradients of the other step that the optimizer has made into which a state is loaded."""
-    remembers: bool
-    """State and parameters, to which a later event goes back."""
-    weights: tuple[str, int] | None
-    """How a parameter is changed from outside, and which."""
-    group: int
-    changes: dict[str, Any]
-    """Arguments of a group that change, and which group's."""
-    by_closure: bool
-    same_tensors: bool
-    """The gradients are written into the tensors that the last ones were in, where there are some."""
-
-    def __str__(self) -> str:
-        said = [LOADS[self.loads]] if self.loads else []
-        said += [f"parameter {self.weights[1]} changed from outside, {self.weights[0]}"] if self.weights else []
-        said += [f"{self.changes} in group {self.group}"] if self.changes else []
-        said += ["step(closure)"] if self.by_closure else []
-        said += ["gradients in the same tensors"] if self.same_tensors else []
-        return ", ".join([*said, f"gradients of size {', '.join(map(str, self.sizes))} in turn"])
-
-
-arguments = st.fixed_dictionaries(
-    {}, optional={
-        "lr": st.sampled_from(LRS),
-        "betas": st.sampled_from(BETAS),
-        "eps": st.sampled_from(EPSILONS),
-        "weight_decay": st.sampled_from(DECAYS),
-    },
-)  # fmt: skip
-shapes = st.one_of(
-    st.lists(st.integers(0, 5), max_size=3).map(tuple),
-    st.tuples(st.integers(0, 10).map(lambda k: 2**k) | st.sampled_from((31, 33, 127, 129, 1023, 1025))),
-)
-plans = st.lists(st.tuples(st.lists(shapes, min_size=1, max_size=3), arguments), min_size=1, max_size=3)
-
-
-def scripts(*, not_finite: bool = False) -> st.SearchStrategy[list[Event]]:
-    """Of up to six events; with gradients that are not finite, where a step is skipped for them."""
-    sizes = (None, 0.0, 1e-3, 1.0, 1e3, *((torch.inf,) if not_finite else ()))
-    some = st.lists(st.sampled_from(sizes), min_size=1, max_size=4).map(tuple)
-    events = st.builds(
-        Event,
-        sizes=some,
-        loads=st.none() | st.sampled_from(tuple(LOADS)),
-        others=some,
-        remembers=st.booleans(),
-        weights=st.none() | st.tuples(st.sampled_from(("in place", "by .data =")), st.integers(0, 3)),
-        group=st.integers(0, 2),
-        changes=st.just({}) | arguments,
-        by_closure=st.booleans(),
-        same_tensors=st.booleans(),
-    )
-    return st.lists(events, min_size=1, max_size=6)
 
 
 class Training:
@@ -94,7 +21,14 @@ class Training:
     """
 
     def __init__(
-        self, target: Any, plan: list[Any], dtypes: tuple[torch.dtype, ...], device: str, wide: bool, **options: Any
+        self,
+        target: Any,
+        plan: list[Any],
+        dtypes: tuple[torch.dtype, ...],
+        device: str,
+        wide: bool,
+        layout: str,
+        **options: Any,
     ) -> None:
         self.target, self.options, self.device, self.wide = target, options, device, wide
         self.generator = torch.Generator().manual_seed(0)
@@ -105,11 +39,13 @@ class Training:
             params = []
             for shape in given:
                 dtype = dtypes[next(count) % len(dtypes)]
-                params.append(self.random(shape, dtype).requires_grad_())
+                params.append(laid_out(self.random(shape, dtype), layout).requires_grad_())
                 self.dtypes[params[-1]] = dtype
             self.groups.append({"params": params, **own})
         self.optimizer = target([dict(self.groups[0])], **options)
         self.kept: tuple[Any, list[Tensor]] | None = None
+        self.when = ""
+        """What has been done, for a failure to say."""
 
     @property
     def params(self) -> list[Tensor]:
@@ -124,17 +60,20 @@ class Training:
         for group in self.groups[len(self.optimizer.param_groups) :]:
             self.optimizer.add_param_group(dict(group))
 
-    def load(self, how: str, others: Sizes) -> None:
+    def load(self, how: str, others: Sizes, steps: int | None) -> None:
         """Loading changes no parameter; what the other steps changed is restored."""
-        now = saved(self.optimizer), [p.detach().clone() for p in self.params]
+        now = deepcopy(self.optimizer.state_dict()), [p.detach().clone() for p in self.params]
+        if steps is not None and how != "back":
+            for state in (state for state in now[0]["state"].values() if float(state.get("step", 0))):
+                state["step"] = torch.full_like(state["step"], steps) if isinstance(state["step"], Tensor) else steps
         if how == "back":
             back = self.kept if self.kept is not None and len(self.kept[1]) == len(now[1]) else now
-            self.optimizer.load_state_dict(back[0])
+            self.optimizer.load_state_dict(deepcopy(back[0]))
             self._restore(back[1])
             return
         self.optimizer = self.target([{"params": g["params"]} for g in self.optimizer.param_groups], **self.options)
         if how == "used":
-            self.step(others, by_closure=False, same_tensors=False)
+            self.step(others)
             self._restore(now[1])
         self.optimizer.load_state_dict(now[0])
 
@@ -151,45 +90,76 @@ class Training:
         else:
             p.data = value
 
-    def step(self, sizes: Sizes, by_closure: bool, same_tensors: bool) -> None:
+    def step(self, sizes: Sizes, event: Event | None = None) -> None:
+        layout = event.layout if event else "contiguous"
         grads = []
         for k, p in enumerate(self.params):
             size = sizes[k % len(sizes)]
             value = None if size is None else self.random(tuple(p.shape), torch.float64) * size
-            grads.append(None if value is None else value.to(self.dtypes[p]).to(p.dtype))
+            grads.append(None if value is None else laid_out(value.to(self.dtypes[p]).to(p.dtype), layout))
+        stays = [
+            (k, p, p.detach().clone()) for k, (p, g) in enumerate(zip(self.params, grads, strict=True)) if g is None
+        ]
 
         def give() -> float:
             for p, grad in zip(self.params, grads, strict=True):
-                if same_tensors and p.grad is not None and grad is not None:
+                if event and event.same_tensors and p.grad is not None and grad is not None:
                     p.grad.copy_(grad)
                 else:
-                    p.grad = grad
+                    p.grad = None if grad is None else laid_out(grad.clone(), layout)
+            if event and event.freezes is not None:
+                p = self.params[event.freezes % len(self.params)]
+                p.requires_grad_(not p.requires_grad)
             return 3.5
 
-        if by_closure:
+        if event and event.by_closure:
             found = self.optimizer.step(give)
             assert found == 3.5, f"step(closure) returned {found}, and the closure 3.5"
         else:
             give()
             self.optimizer.step()
+        for k, p, before in stays:
+            assert p.grad is None, f"{self.when}parameter {k} had no gradient, and has one after the step"
+            assert_equal(p, before, f"{self.when}parameter {k} has changed, which had no gradient")
+        for k, (p, grad) in enumerate(zip(self.params, grads, strict=True)):
+            if p.grad is not None and grad is not None:
+                assert_equal(p.grad, grad, f"{self.when}the step has written into the gradient of parameter {k}")
+                p.grad.fill_(torch.nan)  # it is the caller's to write over, and no part of the state
 
     def play(self, event: Event, adds: bool) -> None:
         if adds:
             self.add_groups()
         if event.loads:
-            self.load(event.loads, event.others)
+            self.load(event.loads, event.others, event.steps)
         if event.weights:
             self.change(*event.weights)
         groups = self.optimizer.param_groups
         groups[event.group % len(groups)].update(event.changes)
-        self.step(event.sizes, event.by_closure, event.same_tensors)
+        self.step(event.sizes, event)
         if event.remembers:
-            self.kept = saved(self.optimizer), [p.detach().clone() for p in self.params]
+            self.kept = deepcopy(self.optimizer.state_dict()), [p.detach().clone() for p in self.params]
 
     def _restore(self, values: list[Tensor]) -> None:
         with torch.no_grad():
             for p, value in zip(self.params, values, strict=True):
                 p.copy_(value)
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The same values, in another order in memory where there are dimensions enough."""
+    match layout:
+        case "transposed" if x.ndim > 1:
+            return x.transpose(0, -1).contiguous().transpose(0, -1)
+        case "apart" if x.ndim:
+            return torch.stack([x, x], -1)[..., 0]
+        case "channels_last" if x.ndim == 4:
+            return x.contiguous(memory_format=torch.channels_last)
+    return x.contiguous()
+
+
+def assert_equal(found: Tensor, expected: Tensor, what: str) -> None:
+    """To the bit, but for NaN."""
+    assert torch.equal(found.detach().nan_to_num(), expected.nan_to_num()), what
 
 
 class ClipThenAdamW(AdamW):
@@ -224,17 +194,24 @@ def assert_leads_where_adamw_does(
     added: int,
     device: str,
     dtypes: tuple[torch.dtype, ...] = (torch.float64,),
+    layout: str = "contiguous",
+    rtol: float | None = None,
     **options: Any,
 ) -> None:
-    """Parameters, state and norm after each event are the reference's; the last groups are added before one of them."""
-    found = Training(target, plan, dtypes, device, False, **options)
-    exact = Training(ClipThenAdamW, plan, dtypes, device, True, **options)
-    rtol = 1e-9 if set(dtypes) == {torch.float64} else 1e-5
+    """Parameters, state and norm after each event are the reference's; the last groups are added before one of them.
+
+    `layout` is that of the parameters.
+    """
+    found = Training(target, plan, dtypes, device, False, layout, **options)
+    exact = Training(ClipThenAdamW, plan, dtypes, device, True, layout, **options)
+    if rtol is None:
+        rtol = 1e-9 if set(dtypes) == {torch.float64} else 1e-5
     for i, event in enumerate(script):
         adds = i == min(added, len(script) - 1) and len(plan) > 1
         new = [f"groups {[own for _, own in plan[1:]]} added, what they lack is as at the start"] if adds else []
         when = f"after {', '.join([*new, str(event)])} (event {i + 1}): "
         for training in (exact, found):
+            training.when = when
             training.play(event, adds)
         _assert_same(found, exact, rtol, when)
 
@@ -260,4 +237,6 @@ def _assert_same(found: Training, exact: Training, rtol: float, when: str) -> No
             pairs.append(("its value", p.detach(), q.detach()))
         for name, x, y in pairs:
             if y.numel():
-                assert_near(x.double(), y, rtol * (1 + y.abs().nan_to_num(0, 0, 0).max().item()), f"{what}: {name}")
+                x, largest = x.double(), y.abs().nan_to_num(0, 0, 0).max().item()
+                if x.shape != y.shape or not (x - y).abs().max().item() <= rtol * (1 + largest):  # or NaN
+                    assert_near(x, y, rtol * (1 + largest), f"{what}: {name}")

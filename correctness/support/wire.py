@@ -82,6 +82,17 @@ def recorded() -> Iterator[list[Communication]]:
 
 
 @contextmanager
+def quiet(what: str) -> Iterator[None]:
+    """Raise RuntimeError where `what` starts to communicate, which would hang where one rank alone does it."""
+
+    def refuse(each: Communication, starting: bool) -> None:
+        raise RuntimeError(f"{what} communicates, in {each}")
+
+    with _listening(refuse):
+        yield
+
+
+@contextmanager
 def delayed(*, before: float = 0.0, after: float = 0.0, on: int | None = None) -> Iterator[None]:
     """Sleep so many seconds before and after the start of each collective, on one rank of the world, or on all."""
 

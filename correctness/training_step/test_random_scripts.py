@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from itertools import chain
 
 import pytest
 import torch
@@ -11,17 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from correctness.support.fuzzing import fuzzed
-from correctness.support.step_scripts import (
-    EVENTS,
-    OPTIONS,
-    Event,
-    Script,
-    assert_stays,
-    moody_model,
-    play,
-    set_modes,
-    what_stays,
-)
+from correctness.support.step_models import KINDS, assert_stays, moody_model, set_modes, what_stays
+from correctness.support.step_scripts import EVENTS, OPTIONS, Event, Script, play
 from correctness.support.stepping import assert_gradients, batch, setting, skip_where_graphs_own_gradients, values
 from shardmark.machine import requires_compiler
 from shardmark.memory import meter
@@ -35,6 +27,8 @@ ORDERS = {
     "gradients_over_calls": ["call", "call", "clear", "call", "forward", "backward", "backward", "update"],
     "cleared_before_an_update": ["forward", "backward", "clear", "update", "forward", "backward", "update"],
     "accumulation": ["forward", "forward", "backward", "backward", "update", "zero", "forward", "backward", "update"],
+    "skipped_while_a_loss_waits": ["forward", "overflow", "backward", "update"],
+    "thawed": ["call", "freeze", "forward", "backward", "update", "freeze", "call"],
     "validation_in_between": ["forward", "drop", "call", "modes", "forward", "drop", "weights", "call"],
 }
 
@@ -43,7 +37,8 @@ ORDERS = {
 @pytest.mark.parametrize("order", ORDERS)
 def test_orders_that_trainings_have(implementation: Implementation, order: str, precision: str, device: str) -> None:
     skip_where_graphs_own_gradients(implementation)
-    play(implementation, Script([Event(kind, 4 * i + 1) for i, kind in enumerate(ORDERS[order])]), precision, device)
+    events = [Event(kind, 4 * i + 1) for i, kind in enumerate(ORDERS[order])]
+    play(implementation, Script(events, frozen=(2,) * (order == "thawed")), precision, device)
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
@@ -117,12 +112,24 @@ def test_no_activations_are_left_once_losses_are_freed(
     assert left <= 1024, f"{left:,} bytes are left after {parts}, when the losses and the gradients are freed"
 
 
-events = st.builds(Event, st.sampled_from(list(EVENTS)), st.integers(0, 7))
-scripts = st.builds(Script, st.lists(events, min_size=4, max_size=14), st.lists(st.integers(0, 11), max_size=2))
+events = st.builds(Event, st.sampled_from(list(EVENTS)), st.integers(0, 15))
+steps = st.builds(
+    lambda event, value: [Event("forward", value), event, Event("backward", 0), Event("update", 0)],
+    events,
+    st.integers(0, 15),
+)
+"""With anything while the loss waits."""
+scripts = st.builds(
+    lambda pieces, *options: Script(list(chain(*pieces)), *options),
+    st.lists(steps | st.lists(events, min_size=1, max_size=6), min_size=2, max_size=5),
+    st.lists(st.integers(0, 11), max_size=2),
+    st.sampled_from(KINDS),
+    st.sampled_from([False, False, True]),
+)
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
-@pytest.mark.examples(25, 75, 300)
+@pytest.mark.examples(16, 40, 300)
 def test_any_order_of_events(implementation: Implementation, examples: int, precision: str, device: str) -> None:
     """Losses, gradients, parameters and momentum are those of autograd and SGD, after each event."""
     skip_where_graphs_own_gradients(implementation)

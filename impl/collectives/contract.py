@@ -30,10 +30,11 @@ class Collectives(Protocol):
     """An object with three methods, or a class of which one is made without arguments. The first two reduce by summing.
 
     Each returns when its result is written; with `async_op` it returns a `Handle`, at once where it can. Any number
-    may be under way. Every rank of the group must start the same collectives in the same order; ranks outside of it
-    take no part, and "rank i" is the i-th of the group. Tensors are contiguous, of any shape, may be views of
-    larger ones, or disjoint views of one, and may have no elements. `output` and `input` are of one dtype, and with n
-    ranks the first dimension of one is n times as large as that of the other. Nothing is written but the result.
+    may be under way. Every rank of the group must start the same collectives in the same order; those of two groups,
+    asynchronous and on CPU, may be started in another order on each rank that does not wait in between. Ranks outside
+    of a group take no part, and "rank i" is the i-th of the group. Tensors are contiguous, of any shape, may be views
+    of larger ones, or disjoint views of one, and may have no elements. `output` and `input` are of one dtype, and with
+    n ranks the first dimension of one is n times as large as that of the other. Nothing is written but the result.
 
     Sums of integers are exact. Those of floating point are at most as far off as n - 1 additions in the tensors' own
     dtype, in any order; an all-reduce's are the same on every rank to the bit.

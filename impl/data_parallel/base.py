@@ -78,6 +78,11 @@ def gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
+def row_major(tensor: Tensor) -> Tensor:
+    """The tensor, or a contiguous copy: ranks may have other strides, and a collective sends memory as it lies."""
+    return tensor.contiguous() if tensor.layout == torch.strided else tensor
+
+
 _wrappers: weakref.WeakSet[DataParallel] = weakref.WeakSet()
 
 

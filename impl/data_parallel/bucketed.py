@@ -132,13 +132,14 @@ class BucketedDataParallel(DataParallel):
                 bucket.finish()  # also where the optimizer raised: the next step finds no bucket in flight
 
     def _make_buckets(self, order: Sequence[nn.Parameter]) -> None:
-        """Make buckets for that order, and move existing gradients into them."""
+        """Make buckets for that order, and move gradients from the buckets of before into them."""
         runs = partition(order, self._bucket_bytes)
         self._buckets = []
         for index, run in enumerate(runs):
             bucket = Bucket(index, index == len(runs) - 1, run)
             for parameter in run:
-                bucket.adopt(parameter)
+                if parameter in self._bucket_of:  # or the gradient may be another wrapper's, which is reducing it
+                    bucket.adopt(parameter)
                 self._bucket_of[parameter] = bucket  # an old bucket is freed once its last gradient has moved
             self._buckets.append(bucket)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from impl.data_parallel.accounting import naive_peak
-from impl.data_parallel.base import DataParallel, gradient
+from impl.data_parallel.base import DataParallel, gradient, row_major
 from shardmark.registry import Race, register
 
 
@@ -14,7 +14,10 @@ class NaiveDataParallel(DataParallel):
 
     def _average(self) -> None:
         for parameter in self.trainable:
-            dist.all_reduce(gradient(parameter), group=self.process_group)
+            total = row_major(gradient(parameter))
+            dist.all_reduce(total, group=self.process_group)
+            if total is not parameter.grad:
+                gradient(parameter).copy_(total)
             gradient(parameter).div_(self.world_size)
 
 

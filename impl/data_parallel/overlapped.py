@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from impl.data_parallel.accounting import overlapped_peak
-from impl.data_parallel.base import DataParallel, gradient
+from impl.data_parallel.base import DataParallel, gradient, row_major
 from impl.distributed import backward_twice
 from shardmark.registry import Race, register
 
 
 class OverlappedDataParallel(DataParallel):
-    """No gradient is copied, and each parameter costs the latency of a collective.
+    """No gradient that is contiguous is copied, and each parameter costs the latency of a collective.
 
     Every rank launches the collectives in the reverse order of the parameters, whichever gradients arrive first, so
     that the ranks' collectives match.
@@ -23,14 +23,18 @@ class OverlappedDataParallel(DataParallel):
         self._order = self.trainable[::-1]  # backward runs from the last layer to the first
         self._ready: set[nn.Parameter] = set()
         self._handles: list[dist.Work] = []  # of the first len(_handles) parameters in `_order`
+        self._totals: list[Tensor] = []  # what is reduced: gradients, row-major
 
     def _average(self) -> None:
         while len(self._handles) < len(self._order):
             self._launch_next()
-        for parameter, handle in zip(self._order, self._handles, strict=True):
+        for parameter, handle, total in zip(self._order, self._handles, self._totals, strict=True):
             handle.wait()
+            if total is not parameter.grad:
+                gradient(parameter).copy_(total)
             gradient(parameter).div_(self.world_size)
         self._ready.clear()
+        self._totals.clear()
         self._handles.clear()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
@@ -44,8 +48,8 @@ class OverlappedDataParallel(DataParallel):
             self._launch_next()
 
     def _launch_next(self) -> None:
-        tensor = gradient(self._order[len(self._handles)])
-        self._handles.append(dist.all_reduce(tensor, group=self.process_group, async_op=True))
+        self._totals.append(row_major(gradient(self._order[len(self._handles)])))
+        self._handles.append(dist.all_reduce(self._totals[-1], group=self.process_group, async_op=True))
 
 
 register(

@@ -40,7 +40,7 @@ class AdamW(AdamWBase):
         m, v = state["exp_avg"], state["exp_avg_sq"]
         grad = dense_gradient(p).to(m.dtype)
         if clip is not None:
-            grad = grad * clip
+            grad = (grad * clip).to(m.dtype)  # of no dimensions both, it has the wider dtype
         weight = state[MASTER] if self.has_master(p) else p
 
         beta1, beta2 = group["betas"]

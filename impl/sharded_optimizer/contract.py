@@ -19,14 +19,17 @@ class ShardedOptimizerContract(Protocol):
     data-parallel wrapper. Every rank of the group must make the same calls; no other rank takes part, so that groups
     may train side by side, as may several optimizers.
 
-    When `step` returns, the parameters on every rank are those that `optimizer_cls(params, **defaults)` would give. A
-    parameter without a gradient does not change, nor does its state; parameters may be frozen (`requires_grad=False`)
-    and trained again at any time between steps, those too that were frozen at first. `param_groups` are the user's: any
-    option that a scheduler or the user changes there holds from the next step on, whether it was given or a default.
+    When `step` returns, the parameters on every rank are those that `optimizer_cls(params, **defaults)` would give,
+    where the update of an element depends on that element's gradient and state alone. An optimizer of torch's that
+    needs more (Adafactor, LBFGS, Muon) is right too, or refused with a ValueError. A parameter without a gradient does
+    not change, nor does its state, and one that has a gradient is updated, also if it is frozen by then; parameters may
+    be frozen (`requires_grad=False`) and trained again at any time between steps, those too that were frozen at first.
+    `param_groups` are the user's: any option that a scheduler or the user changes there holds from the next step on,
+    whether it was given or a default.
 
-    The ranks share the state, in whole parameters or smaller parts, so that each of N ranks holds about an Nth, and at
-    most one whole parameter's state more, however the parameters are divided into groups, whenever these are added,
-    and after loading as well; to communicate, it may hold the parameters twice more.
+    The ranks share the state, in whole parameters or smaller parts, so that each of N ranks holds about an Nth of its
+    bytes, and at most one whole parameter's state more, whatever the parameters' dtypes, however they are divided into
+    groups, whenever these are added, and after loading as well; to communicate, it may hold the parameters twice more.
 
     Two options that an implementation may have. With `average_gradients=True` gradients are each rank's own, and the
     optimizer averages them during backward, in place of a wrapper; it has `finish_gradient_synchronization`,
@@ -52,7 +55,8 @@ class ShardedOptimizerContract(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """The full, unsharded state, as `optimizer_cls` has it on one rank; the same on every rank.
 
-        What is no tensor belongs to it, too. A parameter that was never updated may have none.
+        What is no tensor belongs to it, too. A parameter that was never updated may have none, nor need one that has
+        no elements.
         """
         ...
 

@@ -19,12 +19,16 @@ class TrainingStep(Protocol):
 
     `model` maps tokens (batch, context) to logits (batch, context, vocab), and its parameters have the precision's
     dtype; `optimizer` updates those parameters. Tokens and targets are int64 (batch, context), of another shape in each
-    call if the caller likes. Products are in the precision's compute dtype, backward's too; the loss is float32.
+    call if the caller likes. Products are in the precision's compute dtype, backward's too; the loss is float32, and as
+    accurate as that given the logits, whatever their dtype. `model` may be any: a position's logits may depend on all
+    of the batch, so it gets tokens as they are, all at once; and where it draws random numbers, as dropout does,
+    gradients are those of the same draws as the loss.
 
     Gradients accumulate in `.grad`, as they are, until the caller sets them to None; several losses may wait for their
-    backward. Each `update` is one step of the optimizer, on what `.grad` holds and with the options that it has then,
-    whatever the loss was. The mode of each module, and each parameter's dtype and whether it is trainable, stay as they
-    are, through each part.
+    backward, also over an update that is skipped. While none waits, parameters may be frozen and trained again, those
+    too that were frozen when the step was made. Each `update` is one step of the optimizer, on what `.grad` holds and
+    with the options that it has then, whatever the loss was. The mode of each module, and each parameter's dtype and
+    whether it is trainable, stay as they are, through each part.
 
     Targets of -100 are ignored, and count in no mean; where all are, the loss is NaN, as PyTorch's mean over nothing
     is, and the gradients are zero: weight decay and momentum still move parameters.
@@ -32,8 +36,8 @@ class TrainingStep(Protocol):
     In float16 the loss is scaled, so that gradients arrive that float16 would round to zero; between backward and
     update `.grad` may be scaled, too, and after an update it is unscaled, unless the parameters themselves are float16:
     then the caller sets it to None before the next backward. A step whose gradients overflow is skipped with a
-    RuntimeWarning, and the loss scale is reduced, until gradients fit. A skipped step leaves parameters and the
-    optimizer's state as they were.
+    RuntimeWarning, and the loss scale is reduced, also below 1, until gradients fit. A skipped step leaves
+    parameters and the optimizer's state as they were.
 
     ValueError for a model, an optimizer and a precision that do not go together, and, eager on CPU, for tokens and
     targets that the vocabulary does not have; compiled code and CUDA raise assertions of their own.

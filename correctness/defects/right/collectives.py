@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -106,12 +107,14 @@ class _Pending:
         return self.future.result()
 
 
-@right("runs everything on one thread, in the order in which it was started")
+@right("runs everything of a group on one thread, in the order in which it was started")
 class OnOneThread:
-    threads = ThreadPoolExecutor(1)
+    def __init__(self) -> None:
+        self.threads: weakref.WeakKeyDictionary[dist.ProcessGroup, ThreadPoolExecutor] = weakref.WeakKeyDictionary()
 
     def _run(self, async_op: bool, function: Any, *args: Any, group: Group) -> Any:
-        pending = _Pending(self.threads.submit(function, *args, group=group))
+        thread = self.threads.setdefault(group or dist.group.WORLD, ThreadPoolExecutor(1))
+        pending = _Pending(thread.submit(function, *args, group=group))
         return pending if async_op else pending.wait()
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:

@@ -22,7 +22,7 @@ def made(params: Any, optimizer_cls: Any, *, process_group: Any = None, **defaul
 @right("owners from the last rank to the first, and broadcasts that overlap")
 class Backwards(SimpleZero):
     def owner(self, index: int) -> int:
-        return self.ranks - 1 - index // 2 % self.ranks
+        return self.ranks - 1 - super().owner(index)
 
     def exchange(self, parameters: Sequence[Tensor]) -> None:
         handles = [

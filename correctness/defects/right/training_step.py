@@ -78,10 +78,10 @@ class OnePart(Own):
 @right("a token at a time through the loss")
 class LossInChunks(EagerStep):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        if ((targets < 0) & (targets != -100)).any() or targets.max() >= self.model(tokens[:1, :1]).shape[-1]:
-            raise ValueError("a target that is none")
         with self.precision.autocast(self.device):
             logits = self.model(tokens).flatten(0, 1)
+        if ((targets < 0) & (targets != -100)).any() or targets.max() >= logits.shape[-1]:
+            raise ValueError("a target that is none")
         losses = [
             nll_loss(log_softmax(x.float(), -1), y, reduction="sum")
             for x, y in zip(logits, targets.flatten(), strict=True)

@@ -35,6 +35,7 @@ TESTS = """
 import os
 import pickle
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -62,11 +63,16 @@ def test_the_key_is_nowhere_on_disk(worlds):
     assert not list(Path(tempfile.gettempdir()).glob("shardmark*"))
 
 
+def late_on_rank_1():
+    if int(os.environ["RANK"]):
+        time.sleep(2)  # rank 0 reads what is there before
+
+
 def test_what_nobody_of_this_launch_has_written_is_not_unpickled(worlds):
     world = worlds(2)
     world._store.set(f"{world._call}/1", pickle.dumps(Bomb()))
     with pytest.raises(WorldError, match=r"^a message \\(\\d+/1\\) that no process of this launch has written$"):
-        world.run(identity)
+        world.run(late_on_rank_1)
     assert not Path("exploded").exists()
     assert [rank for rank, _, _ in world.run(identity)] == [0, 1]
 

@@ -23,7 +23,7 @@ MEASURED = [name for name in FAULTS if FAULTS[name].outcome == FAILS and not nam
 """A step returns nothing."""
 
 EVERY = [(name, phase) for phase in PHASES for name in (MEASURED if phase == "measured" else FAULTS)]
-OFTEN = [(name, phase) for name, phase in EVERY if phase == "step" or name in TYPICAL]
+STEPS = [(name, phase) for name, phase in EVERY if phase == "step"]
 FEW = [(name, phase) for name, phase in EVERY if name in TYPICAL]
 
 
@@ -62,8 +62,9 @@ def check_rows(run: Run) -> None:
 @pytest.mark.parametrize(
     ("size", "cases", "options"),
     [
-        pytest.param(2, OFTEN, (), id="2ranks"),
-        pytest.param(4, FEW, ("-n2",), id="4ranks-two_workers"),
+        pytest.param(2, FEW, (), id="2ranks"),
+        pytest.param(4, FEW, ("-n2",), id="4ranks-two_workers", marks=pytest.mark.sweep),
+        pytest.param(2, STEPS, (), id="2ranks-steps", marks=pytest.mark.sweep),
         pytest.param(2, EVERY, (), id="2ranks-every", marks=pytest.mark.sweep),
         pytest.param(4, EVERY, (), id="4ranks-every", marks=pytest.mark.sweep),
         pytest.param(2, EVERY, ("-n2",), id="2ranks-every-two_workers", marks=pytest.mark.sweep),

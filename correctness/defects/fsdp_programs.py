@@ -1,0 +1,55 @@
+"""Wrong ways of full sharding that random programs find, or a parameter of one element."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from correctness.support.planting import defect
+from impl.fsdp import FullyShardedDataParallel
+from impl.fsdp.units import Unit
+
+PROGRAMS = "test_programs_do_what_they_do"
+
+
+@defect(cause="gradients", caught_by=PROGRAMS)
+class CastsInputsWithoutGradient(FullyShardedDataParallel):
+    """Inputs of another dtype than `compute_dtype` get no gradient."""
+
+    @torch.no_grad()
+    def _cast(self, x: Any) -> Any:
+        return super()._cast(x)
+
+
+@defect(cause="options", caught_by=PROGRAMS)
+class CastsBuffers(FullyShardedDataParallel):
+    """`compute_dtype` is for parameters and inputs: buffers lose digits that they had."""
+
+    def __init__(self, module: nn.Module, *, compute_dtype: torch.dtype | None = None, **options: Any) -> None:
+        super().__init__(module, compute_dtype=compute_dtype, **options)
+        for buffer in module.buffers():
+            if compute_dtype is not None and buffer.is_floating_point():
+                buffer.data = buffer.data.to(compute_dtype)
+
+
+@defect(cause="communication", caught_by=PROGRAMS)
+class SkipsUnitsWithoutGradients(FullyShardedDataParallel):
+    """Does not reduce a unit for which this rank has no gradient, while another rank, which has one, does."""
+
+    def _reduce(self, unit: Unit) -> None:
+        if unit.has_gradients:
+            super()._reduce(unit)
+        else:
+            unit.reshard()
+
+
+@defect(cause="shapes", caught_by="test_clipping_is_by_the_norm_over_all_ranks")
+class EmptyRanksDoNotClip(FullyShardedDataParallel):
+    """A rank whose shards are all empty returns before the all-reduce that the others wait in."""
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        if all(p.grad is None or not p.grad.numel() for p in self._trainable()):
+            return torch.zeros(())
+        return super().clip_grad_norm_(max_norm)

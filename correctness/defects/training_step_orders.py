@@ -1,0 +1,74 @@
+"""Training steps that go wrong only in some order of events, with some model, or at some loss scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from correctness.support.planting import defect
+from impl.training_step import EagerStep
+
+
+@defect(cause="numerics", caught_by="test_the_loss_has_float32s_accuracy")
+class LossInTheLogitsDtype(EagerStep):
+    """With parameters in bfloat16, so that there is no autocast to make it float32."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with self.precision.autocast(self.device):
+            return cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten()).float()
+
+
+@defect(cause="numerics", caught_by="test_the_loss_scale_falls_until_gradients_fit")
+class ScalesFromOneUp(EagerStep):
+    def update(self) -> None:
+        super().update()
+        if self.scaler.is_enabled() and self.scaler.get_scale() < 1:
+            self.scaler.update(1.0)
+
+
+@defect(cause="gradients", caught_by="test_gradients_are_of_the_losss_own_dropout")
+class RecomputesWithOtherDropout(EagerStep):
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with self.precision.autocast(self.device):
+            logits: Any = checkpoint(self.model, tokens, use_reentrant=False, preserve_rng_state=False)
+            return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@defect(cause="two calls", caught_by="float16")
+class ScalesInForward(EagerStep):
+    """A loss that waits has the scale of then, which a skipped update has halved by its backward."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = super().forward(tokens, targets)
+        loss.scale_then = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        now = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
+        super().backward(loss * (getattr(loss, "scale_then", now) / now))
+
+
+@defect(cause="state", caught_by="thawed")
+class TrainsWhatWasTrainableAtFirst(EagerStep):
+    def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
+        super().__init__(model, optimizer, **options)
+        self.frozen_at_first = [p for p in model.parameters() if not p.requires_grad]
+
+    def backward(self, loss: Tensor) -> None:
+        before = [p.grad for p in self.frozen_at_first]
+        super().backward(loss)
+        for p, grad in zip(self.frozen_at_first, before, strict=True):
+            p.grad = grad
+
+
+@defect(cause="shapes", caught_by="test_any_order_of_events")
+class PadsTheContext(EagerStep):
+    """To a multiple of 8 with token 0, which a model sees that looks at its whole context."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        more = -tokens.shape[1] % 8
+        return super().forward(pad(tokens, (0, more)), pad(targets, (0, more), value=-100))

@@ -1,0 +1,206 @@
+"""Models drawn at random for tests of full sharding: layers of every kind that a contract names, in any order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from correctness.support.whole_batch import DIM, ROWS
+
+
+class Extra(NamedTuple):
+    """What a call takes beside its first argument, nested as users nest it: the type of a tuple must stay."""
+
+    shift: list[Tensor]
+    """One tensor of (rows, DIM), added to the last layer's inputs."""
+    rows: dict[str, Tensor]
+    """"mask", boolean, of (rows, 1): the rows that go through a layer that not all rows go through."""
+
+
+class Layer(nn.Module):
+    """(rows, DIM) -> (rows, DIM), with a residual, over a width that need not divide by the ranks."""
+
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(DIM, width, bias), nn.Linear(width, DIM, bias)
+
+    def forward(self, x: Tensor, extra: Extra) -> Tensor:
+        return x + self.outer(self.inner(x).tanh())
+
+
+class Frozen(Layer):
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__(width, bias)
+        self.requires_grad_(False)
+
+
+class PartlyFrozen(Layer):
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__(width, bias)
+        self.inner.requires_grad_(False)
+
+
+class Tied(Layer):
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__(DIM, bias)
+        self.outer.weight = self.inner.weight
+
+
+class Twice(Layer):
+    def forward(self, x: Tensor, extra: Extra) -> Tensor:
+        for _ in range(2):
+            x = super().forward(x, extra)
+        return x
+
+
+class Unused(Layer):
+    """Its forward runs, and nothing of it is used."""
+
+    def forward(self, x: Tensor, extra: Extra) -> Tensor:
+        return x
+
+
+class SomeRows(Layer):
+    """A parameter that every rank reads; a rank that has none of the mask's rows has no gradient of it.
+
+    Backward goes through the layer on every rank, as it must.
+    """
+
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__(width, bias)
+        del self.inner, self.outer
+        self.shift = nn.Parameter(torch.rand(width))
+
+    def forward(self, x: Tensor, extra: Extra) -> Tensor:
+        shift, mask = self.shift.mean(), extra.rows["mask"]
+        return torch.where(mask, x + shift, x) if mask.any() else x.clone()
+
+
+class Counting(Layer):
+    """Buffers that each forward in training mode changes, by what does not depend on the data."""
+
+    calls: Tensor
+    decay: Tensor
+    not_saved: Tensor
+
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__(width, bias)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("decay", torch.rand(3))
+        self.register_buffer("not_saved", torch.rand(()), persistent=False)
+
+    def forward(self, x: Tensor, extra: Extra) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.decay *= 0.9
+        return super().forward(x * (1 + self.decay.mean() + self.not_saved), extra)
+
+
+class Branches(Layer):
+    """Nested outputs, of which the model uses one and a loss may use the others."""
+
+    def forward(self, x: Tensor, extra: Extra) -> dict[str, tuple[Tensor, list[Tensor]]]:  # type: ignore[override]
+        hidden = self.inner(x).tanh()
+        return {"of": (x + self.outer(hidden), [hidden, hidden.square()])}
+
+
+KINDS: dict[str, type[Layer]] = {
+    "layer": Layer,
+    "frozen": Frozen,
+    "partly frozen": PartlyFrozen,
+    "tied": Tied,
+    "twice": Twice,
+    "unused": Unused,
+    "some rows": SomeRows,
+    "counting": Counting,
+    "branches": Branches,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a model is made of: kind, width and bias of each layer."""
+
+    layers: tuple[tuple[str, int, bool], ...]
+    units: str
+    """Which modules are wrapped: the linear layers, the layers, or the root module alone."""
+
+    def make(self, seed: int, device: str) -> RandomModel:
+        """In float64, the same for the same seed."""
+        torch.manual_seed(seed)
+        return RandomModel(self).to(device, torch.float64)
+
+    def wrap(self, module: nn.Module) -> list[nn.Module]:
+        """The policy. What is tied belongs to the root module."""
+        kinds: Any = {"linears": nn.Linear, "layers": Layer, "root": ()}[self.units]
+        layers = [layer for layer in module.modules() if isinstance(layer, Layer)]
+        roots = {part for layer in layers if isinstance(layer, Tied) for part in layer.modules()}
+        return [part for part in module.modules() if isinstance(part, kinds) and part not in roots]
+
+
+def random_plan(draw: Random, without: tuple[str, ...] = ()) -> Plan:
+    """One to four layers, with widths down to one."""
+    kinds = [kind for kind in KINDS if kind not in without]
+    layers = [(draw.choice(kinds), draw.choice([1, 2, 5, 9]), draw.random() < 0.5) for _ in range(draw.randint(1, 4))]
+    return Plan(tuple(layers), draw.choice(["linears", "layers", "root"]))
+
+
+class RandomModel(nn.Module):
+    """(rows, DIM) -> "output" of (rows, 2 DIM), and "sides": what layers of several outputs have beside."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(KINDS[kind](width, bias) for kind, width, bias in plan.layers)
+        self.scale = nn.Parameter(torch.rand(1))  # PyTorch shards no parameter without dimensions
+        self.output = nn.Linear(DIM, 2 * DIM)
+
+    def forward(self, x: Tensor, *, extra: Extra) -> dict[str, list[Tensor]]:
+        if type(extra) is not Extra:
+            raise TypeError(f"the argument was an Extra, and arrived as a {type(extra).__name__}")
+        sides: list[Tensor] = []
+        x = x * self.scale  # so that backward runs through the same layers on every rank
+        for layer in self.layers:
+            x = layer(x, extra)
+            if isinstance(x, dict):
+                x, more = x["of"]
+                sides += more
+        return {"output": [self.output(x + extra.shift[0])], "sides": sides}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Inputs and targets of the whole batch, the same on every rank that asks, or one rank's share of them."""
+
+    x: Tensor
+    shift: Tensor
+    mask: Tensor
+    y: Tensor
+
+    @staticmethod
+    def of(step: int, ranks: int, device: str) -> Rows:
+        """Each rank has rows in the mask in some steps and in others not."""
+        generator = torch.Generator().manual_seed(step)
+        x, shift, y = (
+            torch.randn(ranks * ROWS, n, generator=generator, dtype=torch.float64).to(device)
+            for n in (DIM, DIM, 2 * DIM)
+        )
+        in_mask = torch.rand(ranks, generator=generator) < 0.6
+        return Rows(x, shift, in_mask.repeat_interleave(ROWS)[:, None].to(device), y)
+
+    def share(self, rank: int) -> Rows:
+        own = slice(rank * ROWS, (rank + 1) * ROWS)
+        return Rows(*(tensor[own].clone() for tensor in (self.x, self.shift, self.mask, self.y)))
+
+    def require_gradients(self, of: set[str]) -> None:
+        for name in of:
+            getattr(self, name).requires_grad_()
+
+    def loss(self, model: nn.Module, sides: set[int]) -> Tensor:
+        """The mean over the rows: the mean of its values on equal shares is its value on the whole batch."""
+        outputs = model(self.x, extra=Extra([self.shift], {"mask": self.mask}))
+        found = (outputs["output"][0] - self.y).square().mean()
+        return sum((side.square().mean() for i, side in enumerate(outputs["sides"]) if i in sides), found)

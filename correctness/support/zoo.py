@@ -1,0 +1,98 @@
+"""Random modules for data-parallel wrappers, whose gradients are known: every kind of parameter and buffer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+SHAPES = [(), (1,), (3,), (0, 3), (4, 3), (5, 2, 3), (97,), (17, 9)]
+DTYPES = [torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16]
+LAYOUTS = ["contiguous", "contiguous", "transposed", "strided", "in the middle of a larger one"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A parameter. Its numbers on every rank are about as large as `2**exponent`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layouts: tuple[str, ...]
+    """On each rank of the world."""
+    frozen: bool
+    inner: bool
+    """Whether it is the submodule's."""
+    exponent: int
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} of shape {self.shape}"
+
+
+def drawn_kinds(draw: random.Random, ranks: int, *, vary_strides: bool, narrow: bool) -> list[Kind]:
+    """Of which at least one of each module is trainable. `narrow`: numbers that every dtype can represent."""
+    kinds = []
+    for i in range(draw.randint(2, 8)):
+        dtype = draw.choice(DTYPES)
+        largest = {torch.float64: 300, torch.float16: 6}.get(dtype, 60)
+        layouts = [draw.choice(LAYOUTS)] * ranks
+        if vary_strides and draw.random() < 0.3:
+            layouts = [draw.choice(LAYOUTS) for _ in range(ranks)]
+        exponent = draw.choice([0, 0, 1, 3] if narrow else [0, 0, 3, -largest, largest])
+        frozen = i > 1 and draw.random() < 0.2
+        kinds.append(Kind(draw.choice(SHAPES), dtype, (*layouts,), frozen, i % 2 == 1, exponent))
+    return kinds
+
+
+def numbers(seed: str, kind: Kind) -> Tensor:
+    """The same wherever they are asked for."""
+    generator = torch.Generator().manual_seed(random.Random(seed).randrange(2**62))
+    ones = torch.randn(kind.shape, generator=generator, dtype=torch.float64)
+    return ones.ldexp(torch.tensor(kind.exponent)).to(kind.dtype)
+
+
+def laid_out(values: Tensor, layout: str) -> Tensor:
+    """The same values at other places in memory."""
+    if layout == "transposed" and values.dim() > 1:
+        backwards = [*range(values.dim())][::-1]
+        return values.permute(backwards).contiguous().permute(backwards)
+    if layout == "strided" and values.dim():
+        return values.new_empty(*values.shape[:-1], 2 * values.shape[-1])[..., ::2].copy_(values)
+    if layout == "in the middle of a larger one":
+        return values.new_empty(values.numel() + 14)[7:-7].view(values.shape).copy_(values)
+    return values.clone()
+
+
+class Zoo(nn.Module):
+    """Parameters of these kinds, some of them in a submodule and some under two names, and buffers.
+
+    The output is the sum of `uses` times given weights, so each weight is a gradient, to the bit.
+    """
+
+    def __init__(self, kinds: Sequence[Kind], tied: Sequence[int], start: str, rank: int) -> None:
+        super().__init__()
+        self.p, self.inner = nn.ParameterList(), nn.Module()
+        self.inner.p = nn.ParameterList()
+        own = []
+        for i, kind in enumerate(kinds):
+            values = laid_out(numbers(f"{start} {rank} {i}", kind), kind.layouts[rank])
+            own.append(nn.Parameter(values, requires_grad=not kind.frozen))
+            (self.inner.p if kind.inner else self.p).append(own[-1])
+        for i in tied:
+            (self.p if kinds[i].inner else self.inner.p).append(own[i])
+        self.uses = own + [own[i] for i in tied]
+        for module in (self, self.inner):
+            module.register_buffer("calls", torch.tensor(100 * rank))
+            module.register_buffer("seen", torch.tensor([rank, -0.0], dtype=torch.bfloat16))
+            module.register_buffer("scratch", torch.full((2,), rank + 0.5), persistent=False)
+
+    def forward(self, weights: Sequence[Tensor | None], *, order: Sequence[int], seen: float) -> Tensor:
+        """() in float64; the parameters are used in that order."""
+        for module in (self, self.inner):
+            module.calls += 1
+            module.seen.fill_(seen)
+            module.scratch = torch.full_like(module.scratch, seen)  # another tensor each time
+        terms = [(self.uses[i] * weights[i]).double().sum() for i in order if weights[i] is not None]
+        return sum(terms, torch.zeros((), dtype=torch.float64))

@@ -1,0 +1,86 @@
+"""The loss and its gradients given the logits: of a model whose logits are exact in any dtype, also with dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from correctness.support.step_models import Table
+from correctness.support.stepping import assert_loss, relative_error
+from impl.optim import AdamW
+from impl.precision import PRECISIONS
+from shardmark.registry import Implementation
+
+pytestmark = pytest.mark.family("training_step")
+
+VOCAB = 61
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 0.01}
+"""Relative error of gradients, by their dtype."""
+
+
+def made(implementation: Implementation, precision: str, inner: nn.Module | None, device: str) -> tuple[Table, Any]:
+    policy = PRECISIONS[precision]
+    model = Table(VOCAB, inner).to(device, policy.parameter)
+    optimizer = AdamW(model.parameters(), lr=0.0, master_weights=policy.master is not None)
+    return model, implementation.adapted(model, optimizer, precision=policy)
+
+
+def batch(device: str, ignored: int = 3) -> tuple[Tensor, Tensor]:
+    """Each token comes once."""
+    tokens = torch.randperm(VOCAB, device=device)[:42].view(6, 7)
+    targets = torch.randint(VOCAB, (6, 7), device=device)
+    targets.view(-1)[:ignored] = -100
+    return tokens, targets
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("size", [0.1, 1.0, 30.0], ids=["small", "usual", "large"])
+def test_the_loss_has_float32s_accuracy_given_the_logits(
+    implementation: Implementation, precision: str, size: float, device: str
+) -> None:
+    """Also where the logits are of half precision: so are the parameters then, and nothing casts for the loss."""
+    model, step = made(implementation, precision, None, device)
+    with torch.no_grad():
+        model.rows.weight.mul_(size)
+    tokens, targets = batch(device)
+    rows = model.rows.weight.detach().double().requires_grad_()
+    expected = cross_entropy(rows[tokens].flatten(0, 1), targets.flatten())
+    expected.backward()
+    loss = step.forward(tokens, targets)
+    assert_loss(loss, expected.item(), f"the loss of logits in {model.rows.weight.dtype}, up to {4 * size:g},")
+    if precision == "float16":
+        return  # gradients are scaled until the update
+    step.backward(loss)
+    grad = model.rows.weight.grad
+    assert grad is not None and grad.dtype == model.rows.weight.dtype, f"the gradient is {getattr(grad, 'dtype', None)}"
+    error = relative_error({"": grad}, {"": rows.grad})
+    assert error < CLOSE[grad.dtype], f"the gradient's relative error is {error:.2g}, allowed {CLOSE[grad.dtype]:g}"
+
+
+@pytest.mark.parametrize("where", ["block", "model"])
+def test_gradients_are_of_the_losss_own_dropout(implementation: Implementation, where: str, device: str) -> None:
+    """Logits are dropped where their gradient is zero: with these the loss must be that of forward, and the gradients
+    its gradients.
+    """
+    model, step = made(implementation, "float32", nn.Dropout(0.5) if where == "block" else None, device)
+    if where == "model":
+        model.register_forward_hook(lambda module, inputs, logits: nn.functional.dropout(logits, 0.5, module.training))
+    tokens, targets = batch(device, ignored=0)
+    losses = [step.forward(tokens, targets) for _ in range(3)]
+    assert len({loss.item() for loss in losses}) == 3, "three losses of a model with dropout in training mode are equal"
+    for i in (1, 0, 2):
+        step.backward(losses[i])
+        assert model.rows.weight.grad is not None
+        kept = model.rows.weight.grad[tokens] != 0
+        rows = model.rows.weight.detach().double().requires_grad_()
+        expected = cross_entropy((rows[tokens] * 2 * kept).flatten(0, 1), targets.flatten())
+        expected.backward()
+        what = f"with dropout and three losses that wait, backward of loss {i + 1} is of other elements dropped: it"
+        assert_loss(losses[i], expected.item(), what)
+        error = relative_error({"": model.rows.weight.grad}, {"": rows.grad})
+        assert error < 1e-4, f"with dropout the gradient's relative error is {error:.2g}"
+        model.rows.weight.grad = None
