@@ -54,7 +54,7 @@ def gradient_of_gradient(implementation: Implementation, call: Callable[[], Tens
         return None
 
 
-SLOW = 0.3
+SLOW = 0.15
 """Seconds for an eighth of a large case, with which the rest is left out: slow is not wrong."""
 
 
