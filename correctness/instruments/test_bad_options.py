@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ CASES += [(arguments.split(), says) for arguments, says in SEVERAL.items()]
 @pytest.fixture
 def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project with what no option takes."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # all else that is left is ours
     make_project(pytester, monkeypatch, CONFTEST, test_costs=ROWS)
     here = pytester.path
     (here / "folder").mkdir()

@@ -141,6 +141,7 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None
+    sys.dont_write_bytecode = True  # a fork: Python has read its variable long ago
     descriptor = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -154,9 +155,12 @@ def _run(
 
 
 def environment_of_a_run(**changes: str | None) -> dict[str, str]:
-    """Ours, without what tells a pytest or a torchrun that it runs inside another; None removes a variable."""
+    """Ours, without what tells a pytest or a torchrun that it runs inside another; None removes a variable.
+
+    No bytecode: its files are no rows, though they are renamed as those are.
+    """
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TORCHELASTIC"))}
-    changed = {**ours, "PYTHONPATH": str(ROOT), **changes}
+    changed = {**ours, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **changes}
     return {name: value for name, value in changed.items() if value is not None}
 
 
