@@ -111,13 +111,23 @@ def test_calls_of_other_shapes_and_dtypes_between(implementation: Implementation
         pytest.skip("takes none of these shapes and dtypes")
 
 
-def test_inputs_that_changed_in_place_give_other_results(implementation: Implementation, device: str) -> None:
-    """As parameters do from step to step, and buffers of tokens."""
-    inputs = _inputs(device)
-    results(implementation.adapted, inputs, is_causal=True)
-    for x in inputs[:3]:
-        x.mul_(-0.5)
-    assert_near(results(implementation.adapted, inputs, is_causal=True), _exact(inputs, True), "after a change")
+@pytest.mark.parametrize("mode", ["gradients", "no_grad", "inference_mode"])
+def test_the_same_tensors_changed_in_place_give_other_results(
+    implementation: Implementation, mode: str, device: str
+) -> None:
+    """As parameters do from step to step, buffers of tokens, and a cache of keys and values, which has fewer heads."""
+    q, k, v, grad = inputs = random_inputs((4, 33, 16), (2, 33, 16), torch.float32, device)
+    tensors = [x.requires_grad_(mode == "gradients") for x in (q, k, v)]
+    with {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(mode, torch.enable_grad)():
+        implementation.adapted(*tensors, is_causal=True)
+        for x in tensors:
+            x.data.mul_(-0.5)
+        out = implementation.adapted(*tensors, is_causal=True)
+    wanted = _exact(inputs, True)
+    found = {"out": out}
+    if mode == "gradients":
+        found |= dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, tensors, grad), strict=True))
+    assert_near(found, {name: wanted[name] for name in found}, f"{mode}, after a change in place")
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "nothing_requires_grad"])

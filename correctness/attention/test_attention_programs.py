@@ -28,17 +28,16 @@ NAMES = ("q", "k", "v", "the output's gradient")
 class Running:
     """A call that has gone forward, and perhaps backward."""
 
-    def __init__(self, attention: Attention, call: Call, device: str, inputs: list[Tensor] | None = None) -> None:
-        self.call, self.inputs = call, call.inputs(device) if inputs is None else inputs
+    def __init__(self, attention: Attention, call: Call, device: str, first: Running | None = None) -> None:
+        """Of new inputs, or of the very tensors of an earlier call."""
+        self.call, self.inputs = call, first.inputs if first else call.inputs(device)
         self.memory = {name: _memory(x) for name, x in zip(NAMES, self.inputs, strict=True)}
         self.before = {name: x.clone() for name, x in self.memory.items()}
         self.waits = call.mode not in ("no_grad", "inference_mode", "nothing_requires_grad")
         self.results: dict[str, Tensor] = {}
         with MODES[call.mode](device):
             needed = call.needs if self.waits or call.mode == "no_grad" else ""
-            self.leaves = {
-                name: x.detach().requires_grad_(name in needed) for name, x in zip("qkv", self.inputs, strict=False)
-            }
+            self.leaves = first.leaves if first else self._leaves(needed)
             same = dict(zip(map(id, self.inputs), self.leaves.values(), strict=False))  # one tensor where there was one
             qkv = list(self.leaves.values()) if needed else [same[id(x)] for x in self.inputs[:3]]
             self.out = attention(*qkv, is_causal=call.is_causal)
@@ -48,6 +47,9 @@ class Running:
         if not self.waits or call.backward == "never":
             self.waits = False
             del self.out
+
+    def _leaves(self, needed: str) -> dict[str, Tensor]:
+        return {name: x.detach().requires_grad_(name in needed) for name, x in zip("qkv", self.inputs, strict=False)}
 
     def _look_at_the_output(self) -> None:
         call, out = self.call, self.out
@@ -147,7 +149,7 @@ def play(attention: Attention, program: list[Call], device: str) -> int:
             each.overwrite()
         look("after its inputs were overwritten")
         if first.call.shared == "none":  # else the layouts overlap, and were scaled more than once
-            Running(attention, first.call, device, first.inputs)
+            Running(attention, first.call, device, first)
         look("after a call of the first one's tensors, overwritten in place")
     return len(calls)
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from correctness.support.contracts import assert_near
-from correctness.support.losses import assert_as_accurate_as_eager, random_inputs, results
+from correctness.support.fuzzing import Patience, one_beyond_tiles
+from correctness.support.losses import Inputs, assert_as_accurate_as_eager, random_inputs, results
 from impl.loss import chunked, eager_loss, fused, fused_loss_pytorch
 from shardmark.registry import Implementation, RegistryError, check_contract, family, resolve
 
@@ -126,10 +127,42 @@ def test_no_target_left_is_no_loss_and_no_gradient(
     """In no chunk, in one, and in several."""
     for module in (fused, chunked):
         monkeypatch.setattr(module, "chunk_tokens", lambda *sizes: 3)
-    inputs = random_inputs(tokens, 8, 13, device)
-    inputs.targets.fill_(OPTIONS[options].get("ignore_index", -100))
-    for name, found in results(implementation.adapted, inputs, **OPTIONS[options]).items():
-        assert (found == 0).all(), f"of {tokens} tokens, all ignored, {name} is {found.flatten()[:3].tolist()}, not 0"
+    _assert_zero(implementation, random_inputs(tokens, 8, 13, device), OPTIONS[options])
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["high", "low"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_no_target_left_of_large_logits(implementation: Implementation, options: str, sign: int, device: str) -> None:
+    """Each is a number that float16 has, and their sum is none: zero times infinity is no zero."""
+    inputs = random_inputs(40, 8, 13, device, torch.float16)
+    inputs.hidden.fill_(sign * 40.0)
+    inputs.weight.fill_(45.0)  # logits of 14,400
+    _assert_zero(implementation, inputs, OPTIONS[options])
+
+
+def _assert_zero(implementation: Implementation, inputs: Inputs, options: dict[str, Any]) -> None:
+    inputs.targets.fill_(options.get("ignore_index", -100))
+    for name, found in results(implementation.adapted, inputs, **options).items():
+        first, tokens = found.flatten()[:3].tolist(), len(inputs.targets)
+        assert (found == 0).all(), f"of {tokens} tokens, all ignored, {name} is {first}, not 0"
+
+
+@pytest.mark.large
+@pytest.mark.examples(25, 100, 399)
+@pytest.mark.parametrize("of", ["tokens", "words"])
+def test_none_is_lost_of_any_number(implementation: Implementation, examples: int, of: str, device: str) -> None:
+    """Whatever the size of tiles, the last token, or the last word, counts as the others do."""
+    patience = Patience(examples)
+
+    def holds() -> None:
+        for n in one_beyond_tiles(examples):
+            inputs = random_inputs(n if of == "tokens" else 3, 4, 5 if of == "tokens" else n, device, ignored=None)
+            inputs.targets[-1:] = len(inputs.weight) - 1
+            with patience:
+                found = results(implementation.adapted, inputs)
+            assert_near(found, results(eager_loss, inputs.to(torch.float64)), f"of {n} {of}")
+
+    patience.with_(holds)
 
 
 NON_CONTIGUOUS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -117,14 +117,24 @@ def test_calls_of_other_sizes_and_options_between(implementation: Implementation
         pytest.skip("takes none of these sizes and options")
 
 
-def test_inputs_that_changed_in_place_give_other_results(implementation: Implementation, device: str) -> None:
+@pytest.mark.parametrize("mode", ["gradients", "no_grad", "inference_mode"])
+def test_the_same_tensors_changed_in_place_give_other_results(
+    implementation: Implementation, mode: str, device: str
+) -> None:
     """As parameters do from step to step, and buffers of tokens."""
     inputs = random_inputs(40, 16, 31, device)
-    results(implementation.adapted, inputs)
-    for x in (inputs.hidden, inputs.weight):
-        x.mul_(-0.5)
-    inputs.targets.copy_(inputs.targets.roll(1))
-    assert_near(results(implementation.adapted, inputs), _exact(inputs), "after a change in place", share=1e-5)
+    tensors = [x.requires_grad_(mode == "gradients") for x in (inputs.hidden, inputs.weight)]
+    with {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(mode, torch.enable_grad)():
+        implementation.adapted(*tensors, inputs.targets)
+        for x in tensors:
+            x.data.mul_(-0.5)
+        inputs.targets.copy_(inputs.targets.roll(1))
+        loss = implementation.adapted(*tensors, inputs.targets)
+    wanted, found = _exact(inputs), {"loss": loss.detach()}
+    if mode == "gradients":
+        gradients = torch.autograd.grad(inputs.grad * loss, tensors)
+        found |= dict(zip(("grad_hidden", "grad_weight"), gradients, strict=True))
+    assert_near(found, {name: wanted[name] for name in found}, f"{mode}, after a change in place", share=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "nothing_requires_grad"])

@@ -17,6 +17,14 @@ PATIENCE = 4.0
 """Seconds after which no more examples are drawn, unless it is the sweep: slow is not wrong."""
 
 
+LARGEST = 400
+
+
+def one_beyond_tiles(examples: int) -> list[int]:
+    """That many of the sizes up to LARGEST, those first that are one more than a multiple of a large power of two."""
+    return sorted(range(1, LARGEST), key=lambda n: (n - 1) & -(n - 1), reverse=True)[:examples]
+
+
 class Enough(Exception):
     """Ends a test that has tried examples for long, and found none that fails."""
 

@@ -21,10 +21,10 @@ class Loss(Protocol):
     as well. `label_smoothing`, from 0 to 1, is that of torch's cross_entropy (Szegedy et al., "Rethinking the Inception
     Architecture for Computer Vision", 2015, section 7). `z_loss`, not below 0, adds z_loss * the mean of
     logsumexp(logits)² over the same targets (Chowdhery et al., "PaLM", 2022, section 5). The logits are rounded to the
-    inputs' dtype, as a Linear's are; all later steps are in float32 or more. The loss is float32, and float64 where the
-    logits are, as torch's cross_entropy of logits in float32 or more; gradients have their inputs' dtypes. Loss and
-    gradients are as accurate as eager's: at most twice the error, against float64. Under autocast hidden and weight may
-    have any dtypes: their product has autocast's.
+    inputs' dtype, as a Linear's are; all later steps are in float32 or more. So is the loss: float32, or float64,
+    which it is where the logits are; gradients have their inputs' dtypes. Loss and gradients are as accurate as
+    eager's: at most twice the error, against float64. Under autocast hidden and weight may have any dtypes: their
+    product has autocast's.
 
     Where every target is ignored, or there is none, the loss is 0, and so are the gradients, whatever finite numbers
     hidden and weight have, if only their logits are finite. torch's cross_entropy divides zero by zero there, and one
