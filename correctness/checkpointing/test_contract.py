@@ -108,8 +108,12 @@ def test_gradients_under_autocast_are_bitwise_those_without(
     assert_same_bits(under_autocast(implementation.adapted(transformer(device))), expected)
 
 
-def test_dropout_drops_the_same_again(implementation: Implementation, x: Tensor, device: str) -> None:
-    """Backward recomputes with the random numbers of forward, whatever was drawn since."""
+@pytest.mark.parametrize("born", ["train", "eval"])
+def test_dropout_drops_the_same_again(implementation: Implementation, born: str, x: Tensor, device: str) -> None:
+    """Backward recomputes with the random numbers of forward, whatever was drawn since.
+
+    Of a model that was loaded to evaluate, and trains once the policy is applied, too.
+    """
 
     def dropped(model: nn.Module) -> dict[str, Tensor | None]:
         torch.manual_seed(1)
@@ -118,7 +122,8 @@ def test_dropout_drops_the_same_again(implementation: Implementation, x: Tensor,
         loss.backward()
         return gradients_of(model)
 
-    assert_same_bits(dropped(implementation.adapted(dropping(device))), dropped(dropping(device)))
+    checkpointed = implementation.adapted(dropping(device).train(born == "train")).train()
+    assert_same_bits(dropped(checkpointed), dropped(dropping(device)))
 
 
 def test_random_numbers_after_backward_are_those_without(

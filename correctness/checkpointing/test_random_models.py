@@ -45,7 +45,7 @@ def _results(policy: Any, plan: Plan, device: str) -> list[tuple[str, Tensor | N
         leaves[name] = torch.rand(6, 1, device=device, dtype=plan.dtype, requires_grad=needs)
     handles = _hooked(model, plan, before=True)
     first = model.blocks[0]
-    model = policy(model)
+    model = policy(model.train(plan.born == "train"))
     handles += _hooked(model, plan, before=False)
     named = {**leaves, **dict(model.named_parameters())}
     found: list[tuple[str, Tensor | None]] = []

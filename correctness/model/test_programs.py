@@ -175,6 +175,8 @@ class Life:
         self.past = f"{self.past}, {event}" if self.past != "nothing" else str(event)
 
     def call(self, event: Event) -> None:
+        if "autocast" in event.kind and next(self.model.parameters()).dtype == torch.float64:
+            return  # autocast leaves float64 as it is, and under it torch.cat of float64 is an error
         tokens = LAYOUTS[event.layout](draw(self.device, *SHAPES[event.tokens]))
         weights = dict(self.model.named_parameters())
         before = {name: x.detach().clone() for name, x in [*weights.items(), ("tokens", tokens)]}

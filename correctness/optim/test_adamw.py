@@ -65,6 +65,13 @@ def test_is_as_accurate_in_its_dtype(
     assert_as_accurate_as_plain(implementation.target, start, grads, **ARGUMENTS["language_model"])
 
 
+def test_large_gradients_in_float16(implementation: Implementation, device: str) -> None:
+    """Whose squares are no numbers there: a share of 1 - beta2 of them is."""
+    start = tensors(device, torch.float16, ((3, 5), (130,)))
+    grads = [[x.sign() * (200 + 100 * x.abs()).clamp(max=500) for x in step] for step in gradients(start, 2)]
+    assert_as_accurate_as_plain(implementation.target, start, grads, lr=1e-2)
+
+
 def test_each_of_300_steps(implementation: Implementation, device: str) -> None:
     """More than a count in bfloat16 or in 8 bits can hold, and than corrections that end early last."""
     start = tensors(device, shapes=((3,),))

@@ -54,6 +54,8 @@ class Plan:
     blocks: str
     """Whether they are all different, or share parameters, or are the same objects."""
     dtype: torch.dtype
+    born: str
+    """The mode in which the policy is applied."""
     extra: tuple[tuple[bool, bool, bool], ...]
     """Of each further tensor: whether it is given by name, needs a gradient, and is computed from a leaf."""
     hooks: tuple[tuple[str, bool, int], ...]
@@ -84,6 +86,7 @@ PLANS = st.builds(
     frozen=st.sampled_from((0, 0, 1, 2, 3)),
     blocks=st.sampled_from(("different", "different", "shared weights", "the same")),
     dtype=st.sampled_from((torch.float32, torch.float32, torch.float64, torch.bfloat16)),
+    born=st.sampled_from(("train", "train", "eval")),
     extra=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=3).map(tuple),
     hooks=st.lists(
         st.tuples(st.sampled_from(("pre", "post")), st.booleans(), st.integers(0, 4)), max_size=2

@@ -139,7 +139,7 @@ CALLS = st.builds(
     backward=st.sampled_from(["grad", "backward", "twice", "never"]),
     later=st.booleans(),
     seed=st.integers(0, 2**20),
-)
+).filter(lambda call: "autocast" not in call.mode or call.dtype != torch.float64)  # torch.cat raises an error there
 
 
 @st.composite

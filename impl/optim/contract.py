@@ -48,9 +48,8 @@ class Optimizer(Protocol):
     `master_weights`: for each bfloat16 or float16 parameter the optimizer has a float32 copy, "master_weight" in its
     state, made of the parameter's value at its own first step: weights that are loaded or replaced (`p.data = ...`)
     after the optimizer was made count, and after that step they do not, as the master weight is written over them (a
-    first step that is skipped may or may not make it).
-    Moments and update are in float32, and the parameter is the rounded
-    master weight. float32 and float64 parameters have none.
+    first step that is skipped may or may not make it). Moments and update are in float32, and the parameter is the
+    rounded master weight. float32 and float64 parameters have none.
     """
 
     param_groups: list[dict[str, Any]]
