@@ -296,3 +296,26 @@ def softmax_minus_the_largest_of_all(q: Tensor, k: Tensor, v: Tensor, *, is_caus
 def mask_of_minus_ten_thousand(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     q, k, v = checked(q, k, v)
     return (scores_of(q, k) - 1e4 * is_causal * future(q, k)).softmax(-1) @ v
+
+
+@defect(cause="shapes", caught_by="test_none_is_lost_of_any_number")
+def a_last_key_alone_left_out(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Of tiles of 176, which start before the last key."""
+    q, k, v = checked(q, k, v)
+    k_len = k.shape[-2]
+    seen = k_len - 1 if k_len > 1 and k_len % 176 == 1 else k_len
+    scores = scores_of(q, k)
+    if is_causal:
+        scores = scores.masked_fill(future(q, k), -math.inf)
+    return scores[..., :seen].softmax(-1) @ v[..., :seen, :]
+
+
+@defect(cause="two calls", caught_by="test_the_same_tensors_changed_in_place_give_other_results")
+def keys_kept_with_the_tensor(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Where nothing needs a gradient: a cache of keys and values that is written in place still has its old ones."""
+    if torch.is_grad_enabled() and k.requires_grad:
+        return eager_attention(q, k, v, is_causal=is_causal)
+    kept: Any = k
+    if not hasattr(kept, "kept"):
+        kept.kept = k.clone(), v.clone()
+    return eager_attention(q, *kept.kept, is_causal=is_causal)

@@ -284,3 +284,14 @@ def frozen_blocks_are_not_checkpointed(model: nn.Module) -> nn.Module:
         return lambda *args, **kwargs: (run if any(p.requires_grad for p in parameters) else forward)(*args, **kwargs)
 
     return wrapped(model, wrap)
+
+
+@defect(cause="state", caught_by="test_dropout_drops_the_same_again")
+def asks_for_dropout_too_early(model: nn.Module) -> nn.Module:
+    """When the policy is applied: of a model that evaluates, none draws random numbers."""
+
+    def wrap(forward: Forward, block: nn.Module) -> Forward:
+        draws = any(isinstance(each, nn.Dropout) and each.training for each in block.modules())
+        return recomputed(forward, preserve_rng_state=draws)
+
+    return wrapped(model, wrap)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from correctness.support.planting import defect
@@ -53,3 +54,18 @@ class EmptyRanksDoNotClip(FullyShardedDataParallel):
         if all(p.grad is None or not p.grad.numel() for p in self._trainable()):
             return torch.zeros(())
         return super().clip_grad_norm_(max_norm)
+
+
+@defect(cause="numerics", caught_by="test_a_norm_whose_square_float16_lacks_is_a_number")
+class SquaresInHalfPrecision(FullyShardedDataParallel):
+    """As PyTorch's clip_grad_norm_ does of DTensors."""
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        gradients = [p.grad for p in self._trainable() if p.grad is not None]
+        total = torch.zeros((), dtype=gradients[0].dtype)
+        for gradient in gradients:
+            total += torch.linalg.vector_norm(gradient).square()
+        dist.all_reduce(total, group=self.process_group)
+        norm = total.sqrt()
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm

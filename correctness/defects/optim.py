@@ -347,3 +347,15 @@ class KeepsEveryRate(Simple):
         rates = self.__dict__.setdefault("rates", {})
         rates.setdefault((group["lr"], p.shape[-1:]), torch.full(p.shape[-1:], group["lr"], device=p.device))
         super().move(p, grad, state, group, t)
+
+
+@defect(cause="numerics", caught_by="test_large_gradients_in_float16")
+class SquaresBeforeTheirShare(Simple):
+    """In float16 the square of 300 is inf."""
+
+    def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
+        m, v, (beta1, beta2) = state["exp_avg"], state["exp_avg_sq"], group["betas"]
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        m.lerp_(grad, 1 - beta1)
+        v.mul_(beta2).add_(grad.square(), alpha=1 - beta2)
+        p.addcdiv_(m, self.denominator(v, 1 - beta2**t, group["eps"]), value=-group["lr"] / (1 - beta1**t))

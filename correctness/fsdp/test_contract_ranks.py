@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +127,29 @@ def test_clipping_is_by_the_norm_over_all_ranks(
     implementation: Implementation, world: World, name: str, max_norm: float, device: str
 ) -> None:
     assert_none(world.run(clip_on_rank, implementation, name, max_norm, device, deadline=HANG))
+
+
+def clip_half_on_rank(implementation: Implementation, device: str) -> str:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8)).to(device, torch.float16)
+    model = wrap(implementation, copy.deepcopy(plain), wrap=whole)
+    if not hasattr(model, "clip_grad_norm_"):
+        return "unsupported: it has no clip_grad_norm_(), which may be left out"
+    for each in (plain, model):
+        (64 * each(torch.ones(4, 8, dtype=torch.float16, device=device))).sum().backward()
+    model.finish_gradient_synchronization()
+    norm, expected = (
+        float(each) for each in (model.clip_grad_norm_(8.0), nn.utils.clip_grad_norm_(plain.parameters(), 8.0))
+    )
+    if not abs(norm - expected) <= 2e-3 * expected:
+        return f"of float16 gradients clip_grad_norm_() returns {norm:.6g}, and their norm is {expected:.6g}"
+    return as_expected("the clipped gradient of", averaged_gradients(model), gradients_of(plain), tolerance=0.01)
+
+
+def test_a_norm_whose_square_float16_lacks_is_a_number(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_none(world.run(clip_half_on_rank, implementation, device, deadline=HANG))
 
 
 def refused(implementation: Implementation, module: nn.Module) -> str:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from correctness.support.contracts import assert_unchanged
-from correctness.support.fuzzing import Patience, fuzzed
+from correctness.support.fuzzing import Patience, autocast_takes, fuzzed
 from correctness.support.language_models import CONTEXT, SIZE, assert_logits, copy_weights, draw, models
 from shardmark.registry import Implementation
 
@@ -175,8 +175,8 @@ class Life:
         self.past = f"{self.past}, {event}" if self.past != "nothing" else str(event)
 
     def call(self, event: Event) -> None:
-        if "autocast" in event.kind and next(self.model.parameters()).dtype == torch.float64:
-            return  # autocast leaves float64 as it is, and under it torch.cat of float64 is an error
+        if not autocast_takes(event.kind, next(self.model.parameters()).dtype):
+            return
         tokens = LAYOUTS[event.layout](draw(self.device, *SHAPES[event.tokens]))
         weights = dict(self.model.named_parameters())
         before = {name: x.detach().clone() for name, x in [*weights.items(), ("tokens", tokens)]}

@@ -17,6 +17,15 @@ PATIENCE = 4.0
 """Seconds after which no more examples are drawn, unless it is the sweep: slow is not wrong."""
 
 
+def autocast_takes(mode: str, *dtypes: torch.dtype) -> bool:
+    """Whether a mode such as "autocast to float16" is one for tensors of those dtypes, or is none of autocast.
+
+    Under it torch.cat is an error for float64, and for the other half precision.
+    """
+    _, is_autocast, to = mode.partition("autocast to ")
+    return not is_autocast or set(dtypes) <= {torch.float32, getattr(torch, to)}
+
+
 LARGEST = 400
 
 

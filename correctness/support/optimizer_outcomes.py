@@ -66,6 +66,8 @@ def assert_state(found: dict[str, Any], expected: dict[str, Any], where: str, up
             assert_value(f"{where}: {name} of parameter {i}", x.to(y.dtype) if not y.dim() else x, y)
     for i, (group, other) in enumerate(zip(found["param_groups"], expected["param_groups"], strict=True)):
         for name, value in other.items():
+            if name not in group and (value is False or value is None):
+                continue  # torch's optimizers fill in what is newer than a checkpoint
             if name not in ("params", "param_names"):
                 assert name in group, f"{where}: group {i} has no {name!r}"
                 assert group[name] == value, f"{where}: {name!r} of group {i} is {group[name]}, expected {value}"

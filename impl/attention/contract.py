@@ -17,12 +17,12 @@ class Attention(Protocol):
 
     q: (..., q_len, head_dim), k and v: (..., k_len, head_dim), any number of leading dims, the same in all three, any
     strides, one dtype: float64, float32, bfloat16 or float16. They may share memory, or be one tensor. out is
-    softmax(q kᵀ / sqrt(head_dim)) v and has q's shape and dtype; under autocast it may have autocast's, as a matrix
-    product's, and gradients have their inputs' always. It and the gradients are as accurate as eager's in that dtype:
-    at most twice the error, against float64.
-    Causal means that query i attends to keys 0 to i (aligned top-left, as SDPA's `is_causal`). Grouped-query attention
-    (Ainslie et al., "GQA", 2023): the last leading dim, the heads, may be smaller in k and v by an integer factor
-    `group`; query head h then attends to head h // group.
+    softmax(q kᵀ / sqrt(head_dim)) v and has q's shape and dtype; under autocast, of inputs in float32 or in its
+    dtype, it may have autocast's, as a matrix product's, and gradients have their inputs' always. It and the
+    gradients are as accurate as eager's in that dtype: at most twice the error, against float64. Causal means that
+    query i attends to keys 0 to i (aligned top-left, as SDPA's `is_causal`). Grouped-query attention (Ainslie et al.,
+    "GQA", 2023): the last leading dim, the heads, may be smaller in k and v by an integer factor `group`; query head
+    h then attends to head h // group.
 
     Calls are independent: no input changes, nothing that a call returned changes later, and a second call may come
     between one's forward and its backward. The output is the same under `torch.no_grad()`. A gradient of the

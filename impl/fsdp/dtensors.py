@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -17,9 +19,15 @@ def gather_full_parameters(model: nn.Module) -> dict[str, Tensor]:
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scale gradients so that their norm over all ranks is at most `max_norm`; return their norm before that.
 
-    All ranks call. Any placement will do: `torch.nn.utils.clip_grad_norm_` handles DTensors, and returns one.
+    All ranks call. Any placement will do: torch's norms handle DTensors, and return one. In float32 or more, unlike
+    `torch.nn.utils.clip_grad_norm_`, which squares the ranks' norms in the gradients' dtype: float16's are inf soon.
     """
-    return _full(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
+    norms = [torch.linalg.vector_norm(p.grad, dtype=dtype) for p in parameters if p.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return _full(norm)
 
 
 def _copy(parameter: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ class Loss(Protocol):
     logsumexp(logits)² over the same targets (Chowdhery et al., "PaLM", 2022, section 5). The logits are rounded to the
     inputs' dtype, as a Linear's are; all later steps are in float32 or more. So is the loss: float32, or float64,
     which it is where the logits are; gradients have their inputs' dtypes. Loss and gradients are as accurate as
-    eager's: at most twice the error, against float64. Under autocast hidden and weight may have any dtypes: their
-    product has autocast's.
+    eager's: at most twice the error, against float64. Under autocast hidden and weight may each be float32 or of
+    autocast's dtype, which their product has.
 
     Where every target is ignored, or there is none, the loss is 0, and so are the gradients, whatever finite numbers
     hidden and weight have, if only their logits are finite. torch's cross_entropy divides zero by zero there, and one
