@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
@@ -42,22 +43,37 @@ class Laps:
 
     seconds: float
     parts: dict[str, float] = field(default_factory=dict)
+    host: float | None = None
+    """On CUDA, what the host took to launch it all: of a step which it launches ahead of the device, no part of
+    `seconds`."""
+
+
+MOST_AHEAD = 0.02
+"""Seconds that the device is kept busy at most: longer steps hide their launches themselves, or wait in their midst."""
 
 
 class Stopwatch:
     """Time one step on a device, part by part.
 
-    On CUDA the marks are events on the current stream, so nothing waits until `stop`; on CPU they are `perf_counter`.
+    On CPU the marks are `perf_counter`. On CUDA they are events on the current stream, so nothing waits until `stop`;
+    and the device begins with a spin of `ahead` seconds, what the host took to launch the step before, so that the
+    step's kernels are queued when the first event is reached. On an idle device they would start one by one as they
+    are launched, and what is timed of a step of many small ones would be Python.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, ahead: float = 0.0) -> None:
         self.device = device
+        self._ahead = min(ahead, MOST_AHEAD)
+        self._began = 0.0
         self._marks: list[tuple[str, torch.cuda.Event | float]] = []
 
     def start(self) -> None:
         """Begin: work queued on the device before now is not counted."""
         if self.device == "cuda":
             torch.cuda.synchronize()
+            if self._ahead:
+                torch.cuda._sleep(int(self._ahead * _cycles_per_second()))
+        self._began = time.perf_counter()
         self._marks = [("", self._now())]
 
     def mark(self, part: str) -> None:
@@ -66,13 +82,14 @@ class Stopwatch:
 
     def stop(self) -> Laps:
         """End, wait for the device, and read: what follows the last mark counts in the whole and in no part."""
-        last = self._now()
+        last, host = self._now(), None
         if self.device == "cuda":
+            host = time.perf_counter() - self._began
             torch.cuda.synchronize()
         parts: dict[str, float] = {}
         for (_, before), (part, after) in zip(self._marks, self._marks[1:], strict=False):
             parts[part] = parts.get(part, 0.0) + _seconds(before, after)
-        return Laps(_seconds(self._marks[0][1], last), parts)
+        return Laps(_seconds(self._marks[0][1], last), parts, host)
 
     def _now(self) -> torch.cuda.Event | float:
         if self.device != "cuda":
@@ -80,6 +97,19 @@ class Stopwatch:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+@cache
+def _cycles_per_second() -> float:
+    """Of the counter that `torch.cuda._sleep` reads; measured, as it is not every GPU's clock rate."""
+    cycles = 1_000_000
+    torch.cuda._sleep(cycles)  # the first one loads the kernel
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    torch.cuda._sleep(cycles)
+    ended.record()
+    torch.cuda.synchronize()
+    return cycles / _seconds(began, ended)
 
 
 def _seconds(before: torch.cuda.Event | float, after: torch.cuda.Event | float) -> float:

@@ -132,12 +132,12 @@ def _time(plan: Plan, memory: Memory, mine: Workload) -> Measured:
 
     warmup_began = time.perf_counter()
     for warmup in range(plan.rounds.warmups):  # at least one
-        estimate = {}
+        warm: dict[str, Laps] = {}
         for name, step in list(steps.items()):
             if name == IMPLEMENTATION and warmup == 0 and plan.rounds.warmups > 1:
                 continue  # it has made its first steps under the meter
             try:
-                estimate[name] = _timed(plan, *step).seconds
+                warm[name] = _timed(plan, *step)
             except Unsupported:
                 if name != PEER:
                     raise
@@ -145,16 +145,18 @@ def _time(plan: Plan, memory: Memory, mine: Workload) -> Measured:
         elapsed = _largest(plan, time.perf_counter() - warmup_began)
         if warmup > 0 and elapsed > plan.rounds.max_warmup_seconds:
             break
-    rounds = plan.rounds.count(_largest(plan, estimate[IMPLEMENTATION]))
+    rounds = plan.rounds.count(_largest(plan, warm[IMPLEMENTATION].seconds))
     if plan.limits is not None and (plan.limits.seconds or PEER in steps):
         rounds = max(rounds, fewest_rounds(plan.limits.confidence))
 
+    # The same on each rank: one that begins earlier would wait for the others in its first collective.
+    ahead = {name: _largest(plan, host) if (host := warm[name].host) else 0.0 for name in steps}
     measured = Measured(mine.backend, memory, {name: [] for name in steps})
     done, began = 0, time.perf_counter()
     with _no_gc() if plan.rounds.disable_gc else nullcontext():
         for _ in range(LOOKS):
             for name in alternate(list(steps), rounds, done):
-                measured.laps[name].append(_timed(plan, *steps[name]))
+                measured.laps[name].append(_timed(plan, *steps[name], ahead[name]))
             done, rounds = rounds, 2 * rounds
             if not _undecided(plan, measured):
                 break
@@ -212,11 +214,11 @@ def alternate(names: Sequence[str], rounds: int, done: int = 0) -> Iterator[str]
         yield from names[:: -1 if i % 2 else 1]
 
 
-def _timed(plan: Plan, workload: Workload, step: Callable[[Mark], None]) -> Laps:
+def _timed(plan: Plan, workload: Workload, step: Callable[[Mark], None], ahead: float = 0.0) -> Laps:
     workload.prepare()
     if plan.world_size > 1:
         dist.barrier()  # the ranks begin together
-    watch = Stopwatch(plan.device)
+    watch = Stopwatch(plan.device, ahead)
     watch.start()
     step(watch.mark)
     return watch.stop()

@@ -130,6 +130,7 @@ _ALL = [
     Column("implementation", lambda entry, row: row["implementation"], left=True),
     Column("ranks", lambda entry, row: str(row["world_size"]), trivial="1"),
     Column("time ms", _step, _mean_step),
+    Column("host ms", lambda entry, row: ms(host) if (host := row["time"].get("host")) else None),
     Column("forward", _part("forward")),
     Column("backward", _part("backward")),
     Column("exposed comm.", _part("communication")),
