@@ -20,12 +20,13 @@ from shardmark.rows import Row
 MEMORY = Grid(
     smoke=[AttentionCase(batch=2, seq=seq, head_dim=32, is_causal=False) for seq in (128, 256, 512)],
     laptop=[AttentionCase(batch=2, seq=seq, head_dim=64, is_causal=False) for seq in (256, 512, 1024, 2048)],
-    paper=[
+    paper=[AttentionCase(batch=8, seq=seq, head_dim=64, is_causal=False) for seq in (1024, 4096, 16384)],
+    full=[
         AttentionCase(batch=8, seq=seq, head_dim=head_dim, is_causal=False)
         for head_dim in (16, 32, 64, 128)
         for seq in (256, 1024, 4096, 8192, 16384)
     ],
-    paper_rounds=100,
+    full_rounds=100,
 )
 
 LENGTHS = Grid(
@@ -35,6 +36,11 @@ LENGTHS = Grid(
         AttentionCase(batch=1, seq=4096, head_dim=64),
     ],
     paper=[
+        *(AttentionCase(batch=1, seq=2**power, head_dim=64, dtype="bfloat16") for power in (10, 16)),
+        *(AttentionCase(batch=1, seq=2**13, head_dim=64, mode=mode, dtype="bfloat16") for mode in MODES),
+        AttentionCase(batch=1, seq=2**13, head_dim=64),
+    ],
+    full=[
         AttentionCase(batch=1, seq=2**power, head_dim=head_dim, mode=mode, dtype=dtype)
         for dtype in ("bfloat16", "float32")
         for head_dim in (16, 32, 64, 128)
@@ -47,6 +53,11 @@ HEADS = Grid(
     smoke=[AttentionCase(batch=1, heads=2, seq=256, head_dim=32, mode=mode) for mode in MODES[:2]],
     laptop=[AttentionCase(batch=1, heads=8, seq=1024, head_dim=64, mode=mode) for mode in MODES[:2]],
     paper=[
+        AttentionCase(batch=4, heads=8, seq=seq, head_dim=128, mode=mode, dtype="bfloat16")
+        for seq in (4096, 16384)
+        for mode in MODES[:2]
+    ],
+    full=[
         AttentionCase(batch=4, heads=8, seq=seq, head_dim=head_dim, mode=mode, dtype="bfloat16")
         for head_dim in (64, 128)
         for seq in (1024, 2048, 4096, 8192, 16384)
@@ -113,7 +124,7 @@ class Goal:
         return f"{self.implementation}-{self.peer}-{self.case}"
 
 
-_HEADS = [case for case in HEADS.paper if case.seq >= 4096]
+_HEADS = [case for case in HEADS.at("full") if case.seq >= 4096]
 _FORWARD, _BACKWARD = ([case for case in _HEADS if case.mode == mode] for mode in ("forward", "backward"))
 
 GOALS = Grid(

@@ -21,7 +21,8 @@ RECOMPUTED = Column(
 CASES = Grid(
     smoke=[TrainingStepCase("tiny", batch=2, context=64)],
     laptop=[TrainingStepCase("deep", batch=2, context=256)],
-    paper=[
+    paper=[TrainingStepCase(model, batch=4, context=1024) for model in ("medium", "xl")],
+    full=[
         TrainingStepCase(model, batch=4, context=context)
         for model in ("medium", "large", "xl")
         for context in (1024, 2048)

@@ -22,7 +22,8 @@ from shardmark.world import World
 CASES = Grid(
     smoke=[TrainingStepCase("tiny", batch=2, context=32)],
     laptop=[TrainingStepCase("mini", batch=2, context=32)],
-    paper=[TrainingStepCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
+    paper=[TrainingStepCase(model, batch=4, context=512) for model in ("medium", "xl")],
+    full=[TrainingStepCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
 )
 
 _SIZES = {"smoke": (1, 25), "laptop": (1, 10, 100), "paper": (1, 10, 100, 1000)}  # MB
@@ -49,6 +50,7 @@ REDUCTIONS = Grid(
     smoke=[ReductionCase("tiny", batch=2, context=32)],
     laptop=[ReductionCase("mini", batch=2, context=32)],
     paper=[ReductionCase(case.model, case.batch, case.context) for case in CASES.paper],
+    full=[ReductionCase(case.model, case.batch, case.context) for case in CASES.at("full")],
 )
 
 

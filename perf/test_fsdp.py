@@ -17,13 +17,15 @@ from shardmark.world import World
 CASES = Grid(
     smoke=[FSDPCase("tiny", batch=2, context=32)],
     laptop=[FSDPCase("mini", batch=2, context=32)],
-    paper=[FSDPCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
+    paper=[FSDPCase(model, batch=4, context=512) for model in ("medium", "xl")],
+    full=[FSDPCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
 )
 
 LOW_PRECISION = Grid(
     smoke=[],
     laptop=[replace(case, dtype="bfloat16") for case in CASES.laptop],
     paper=[replace(case, dtype="bfloat16") for case in CASES.paper],
+    full=[replace(case, dtype="bfloat16") for case in CASES.at("full")],
 )
 
 

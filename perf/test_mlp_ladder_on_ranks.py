@@ -48,8 +48,12 @@ RANK_RUNGS = Grid(
         *_on_ranks(_SHORT, "eager", checkpointed=True),
     ],
     paper=[
+        *_on_ranks(MLP_LADDER.paper[0], "eager", "compile_step"),
+        *_on_ranks(MLP_LADDER.paper[0], "eager", checkpointed=True),
+    ],
+    full=[
         rung
-        for case in MLP_LADDER.paper[::2]
+        for case in MLP_LADDER.at("full")[::2]
         for checkpointed in (False, True)
         for rung in _on_ranks(case, *RANK_STEPS, checkpointed=checkpointed)
     ],
@@ -66,7 +70,8 @@ def _made(case: RankRung) -> list[RankRung]:
 RANK_STAGES = Grid(
     smoke=_made(RANK_RUNGS.smoke[0]),
     laptop=_made(RANK_RUNGS.laptop[0]),
-    paper=[case for rung in RANK_RUNGS.paper[:: len(RANK_RUNGS.paper) // 2] for case in _made(rung)],
+    paper=_made(RANK_RUNGS.paper[0]),
+    full=[case for model in MLP_LADDER.at("full")[::2] for case in _made(_on_ranks(model, "eager")[0])],
 )
 """One rung of each model, made whole and made on meta."""
 

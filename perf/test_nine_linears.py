@@ -29,8 +29,7 @@ CASES = Grid(
 
 def _changed(change: Callable[[NineLinearsCase], list[NineLinearsCase]]) -> Grid:
     """The same cases at each scale, changed."""
-    smoke, laptop, paper = ([changed for case in CASES.at(scale) for changed in change(case)] for scale in SCALES)
-    return Grid(smoke, laptop, paper)
+    return Grid(*([changed for case in CASES.at(scale) for changed in change(case)] for scale in SCALES))
 
 
 WRAPPED = _changed(lambda case: [replace(case, wrap=wrap) for wrap in WRAPS[1:]])

@@ -22,7 +22,8 @@ from shardmark.world import World
 CASES = Grid(
     smoke=[ShardedStepCase("tiny", batch=2, context=32)],
     laptop=[ShardedStepCase("mini", batch=2, context=32)],
-    paper=[ShardedStepCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
+    paper=[ShardedStepCase(model, batch=4, context=512) for model in ("medium", "xl")],
+    full=[ShardedStepCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
 )
 
 

@@ -31,6 +31,11 @@ STEP_TIMES = Grid(
         TrainingStepCase("tiny", batch=1, context=64, dtype="float16"),  # few CPUs multiply float16 in hardware
     ],
     paper=[
+        *(TrainingStepCase(model, batch=4, context=512, dtype="bfloat16") for model in MODELS),
+        *(TrainingStepCase("medium", batch=4, context=context) for context in CONTEXTS),
+        *(TrainingStepCase("medium", batch=4, context=512, mode=mode) for mode in STEP_MODES[:2]),
+    ],
+    full=[
         TrainingStepCase(model, batch=4, context=context, dtype=dtype, mode=mode)
         for model in MODELS
         for context in CONTEXTS
@@ -42,13 +47,15 @@ STEP_TIMES = Grid(
 STEP_COMPILED = Grid(
     smoke=[],
     laptop=[TrainingStepCase("tiny", batch=4, context=128)],  # compiling takes longer than all else
-    paper=STEP_TIMES.paper,
+    paper=[TrainingStepCase(model, batch=4, context=512, dtype="bfloat16") for model in ("small", "medium", "xl")],
+    full=STEP_TIMES.at("full"),
 )
 
 STEP_WARMUPS = Grid(
     smoke=STEP_TIMES.smoke[-1:],
     laptop=[TrainingStepCase("mini", batch=4, context=128, mode=mode) for mode in STEP_MODES],
-    paper=[case for case in STEP_TIMES.paper if case.dtype == "float32"],
+    paper=[TrainingStepCase("medium", batch=4, context=512, mode=mode) for mode in STEP_MODES],
+    full=[case for case in STEP_TIMES.at("full") if case.dtype == "float32"],
 )
 
 

@@ -26,6 +26,11 @@ STEP_MEMORY = Grid(
         TrainingStepCase("tiny", batch=4, context=1024),
     ],
     paper=[
+        TrainingStepCase("2.7b", batch=4, context=512, dtype=dtype, mode=mode)
+        for dtype in DTYPES[:2]
+        for mode in STEP_MODES[::2]
+    ],
+    full=[
         TrainingStepCase("2.7b", batch=4, context=context, dtype=dtype, mode=mode)
         for context in CONTEXTS
         for dtype in DTYPES[:2]

@@ -20,6 +20,10 @@ STEP_KERNELS = Grid(
     smoke=[TrainingStepCase("tiny", batch=2, context=32, attention="eager")],
     laptop=[TrainingStepCase("mini", batch=4, context=128, attention=attention) for attention in ("eager", "sdpa")],
     paper=[
+        *(TrainingStepCase("medium", batch=4, context=1024, attention=attention) for attention in ("eager", "sdpa")),
+        TrainingStepCase("xl", batch=4, context=1024, attention="sdpa"),
+    ],
+    full=[
         TrainingStepCase(model, batch=4, context=context, attention=attention)
         for model in MODELS
         for context in CONTEXTS

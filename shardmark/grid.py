@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-SCALES = ("smoke", "laptop", "paper")
+SCALES = ("smoke", "laptop", "paper", "full")
 
 MB = 2**20
 """One megabyte as PyTorch's `bucket_cap_mb` and the published all-reduce tables count it."""
@@ -28,13 +28,18 @@ class Work:
 
 @dataclass(frozen=True)
 class Grid:
-    """The cases of one question, scale by scale; at paper scale, at least `paper_rounds` of each."""
+    """The cases of one question, scale by scale; at full scale, at least `full_rounds` of each.
+
+    `paper` has the telling ones of what people publish, and `full` all of them, where these are more.
+    """
 
     smoke: Sequence[Any]
     laptop: Sequence[Any]
     paper: Sequence[Any]
-    paper_rounds: int = 0
+    full: Sequence[Any] | None = None
+    full_rounds: int = 0
 
     def at(self, scale: str) -> Sequence[Any]:
-        """The cases at "smoke", "laptop" or "paper"."""
-        return getattr(self, scale)
+        """The cases at "smoke", "laptop", "paper" or "full"."""
+        cases = getattr(self, scale)
+        return self.paper if cases is None else cases

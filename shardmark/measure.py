@@ -217,7 +217,7 @@ class Measure:
         if own_rounds is not None:
             return replace(own_rounds, minimum=max(least, own_rounds.minimum))
         cases = self._item.get_closest_marker("cases")
-        published = cases.args[0].paper_rounds if cases and self._session.scale == "paper" else 0
+        published = cases.args[0].full_rounds if cases and self._session.scale == "full" else 0
         return Rounds(
             minimum=max(least, published, option("min_rounds")),
             max_seconds=float(option("max_time")),

@@ -251,10 +251,10 @@ def test_what_is_not_to_be_measured_runs_elsewhere(project: pytest.Pytester) -> 
     result.assert_outcomes(passed=1, skipped=1)
 
 
-def test_paper_scale_has_as_many_rounds_as_were_published(project: pytest.Pytester) -> None:
-    grid = "GRID = Grid(smoke=[Naps(0.005)], laptop=[], paper=[Naps(0.005)], paper_rounds=20)"
+def test_full_scale_has_as_many_rounds_as_were_published(project: pytest.Pytester) -> None:
+    grid = "GRID = Grid(smoke=[Naps(0.005)], laptop=[], paper=[], full=[Naps(0.005)], full_rounds=20)"
     project.makepyfile(test_sleeps=SLEEPS.replace("GRID = Grid(", f"{grid}\nOTHER = Grid("))
-    for scale, rounds in (("smoke", 10), ("paper", 20)):
+    for scale, rounds in (("smoke", 10), ("full", 20)):
         _, output = run_project(project, f"--scale={scale}", "-k", "nap and plain")
         assert output["benchmarks"][0]["stats"]["rounds"] == pytest.approx(rounds, abs=3)
 

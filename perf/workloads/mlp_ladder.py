@@ -28,7 +28,8 @@ def _cases(model: str, batch: int, context: int) -> list[TrainingStepCase]:
 MLP_LADDER = Grid(
     smoke=_cases("mlp-tiny", 2, 32)[:1],
     laptop=_cases("mlp-mini", 4, 128),
-    paper=[case for model, context in (("mlp-1024", 1024), ("mlp-4096", 4096)) for case in _cases(model, 8, context)],
+    paper=_cases("mlp-4096", 8, 4096),
+    full=[case for model, context in (("mlp-1024", 1024), ("mlp-4096", 4096)) for case in _cases(model, 8, context)],
 )
 """Eager training steps: in float32 the first rung, in bfloat16 the rung with autocast only."""
 

@@ -19,8 +19,8 @@ import pytest
 
 from shardmark.session import SESSION
 
-SECONDS = {"smoke": 0.5, "laptop": 2.0, "paper": 8.0}
-"""Per test, where no earlier run is remembered: on two cores for smoke and laptop, on an H100 for paper."""
+SECONDS = {"smoke": 0.5, "laptop": 2.0, "paper": 8.0, "full": 8.0}
+"""Per test, where no earlier run is remembered: on two cores for smoke and laptop, on an H100 for paper and full."""
 TRUST = 10.0
 """Seconds that must have been measured before this run counts as much as the last one."""
 
