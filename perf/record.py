@@ -3,7 +3,7 @@
     python perf/record.py -k goals          # the goals, some minutes
     python perf/record.py -k throughput     # attention's TFLOP/s against every peer
     python perf/record.py -k test_loss      # one file
-    python perf/record.py                   # all of it, hours
+    python perf/record.py                   # all of it, less than an hour; with --scale full, hours
 
 Arguments are pytest's and choose what is measured. The rows go to perf/records/<gpu>.json, each in the place of an
 older one of the same test.
