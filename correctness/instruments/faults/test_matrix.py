@@ -17,7 +17,7 @@ LONGEST = 90.0
 """Seconds of any fault: its deadline, the grace of the others, the start of new ranks or of a server."""
 FAILED_IN = {"setup": "setup", "step": "call", "teardown": "teardown", "measured": "call"}
 TYPICAL = ("raises", "is_killed", "sleeps", "leaves_another_dtype", "leaves_no_group", "starts_a_daemon")
-"""Which run in every part of a test, every time; the others do in the sweep."""
+"""Which run in every part of a test on four ranks too."""
 
 MEASURED = [name for name in FAULTS if FAULTS[name].outcome == FAILS and not name.startswith("returns_")]
 """A step returns nothing."""
@@ -25,6 +25,7 @@ MEASURED = [name for name in FAULTS if FAULTS[name].outcome == FAILS and not nam
 EVERY = [(name, phase) for phase in PHASES for name in (MEASURED if phase == "measured" else FAULTS)]
 STEPS = [(name, phase) for name, phase in EVERY if phase == "step"]
 FEW = [(name, phase) for name, phase in EVERY if name in TYPICAL]
+EVERY_TIME = [("raises", "setup"), ("is_killed", "step"), ("leaves_another_dtype", "teardown"), ("raises", "measured")]
 
 
 def complaints(run: Run, size: int, cases: list[tuple[str, str]]) -> Iterator[str]:
@@ -62,7 +63,7 @@ def check_rows(run: Run) -> None:
 @pytest.mark.parametrize(
     ("size", "cases", "options"),
     [
-        pytest.param(2, FEW, (), id="2ranks"),
+        pytest.param(2, EVERY_TIME, (), id="2ranks"),
         pytest.param(4, FEW, ("-n2",), id="4ranks-two_workers", marks=pytest.mark.sweep),
         pytest.param(2, STEPS, (), id="2ranks-steps", marks=pytest.mark.sweep),
         pytest.param(2, EVERY, (), id="2ranks-every", marks=pytest.mark.sweep),
