@@ -27,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 CASES = [
     TrainingStepCase("tiny", 1, 4),  # the largest moment is the end of backward
     TrainingStepCase("tiny", 2, 32),  # the loss
-    TrainingStepCase("tiny", 3, 61),
+    pytest.param(TrainingStepCase("tiny", 3, 61), marks=pytest.mark.sweep),
 ]
 
 
