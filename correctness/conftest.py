@@ -26,6 +26,8 @@ from shardmark.world import World, available_ranks
 FOLDER = Path(__file__).parent
 MOST_RANKS_OF_PYTORCH = 2
 """On which PyTorch's own implementations are tested every time."""
+SIMPLER = ("naive", "flat", "overlapped")
+"""Ways of data parallelism that lead to `bucketed`, and are tested every time on as few."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
@@ -58,7 +60,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave most of what is slow to the sweep, and the sweep to those who ask for it.
 
     Slow are tests of an implementation that compiles, as each new shape takes seconds, large sizes in Triton's
-    interpreter, and large sizes or many ranks of PyTorch's own.
+    interpreter, and large sizes or many ranks of PyTorch's own. Cases marked `judged` are left to the sweep unless
+    `--impl` names their family.
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     for item in items:
@@ -75,8 +78,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # PyTorch's own, each in a file `library.py`, have PyTorch's tests; what --impl names is tested in full.
         of_pytorch = getattr(getattr(implementation, "target", None), "__module__", "").endswith(".library")
         chosen = getattr(implementation, "family", None) in config.stash[SESSION].selected
-        many = large or item.callspec.params.get("world", 0) > MOST_RANKS_OF_PYTORCH
-        if compiles or interprets or (many and of_pytorch and not chosen):
+        simpler = of_pytorch or getattr(implementation, "name", None) in SIMPLER
+        many = simpler and item.callspec.params.get("world", 0) > MOST_RANKS_OF_PYTORCH
+        judged = item.get_closest_marker("judged") is not None
+        if compiles or interprets or ((many or judged or (large and of_pytorch)) and not chosen):
             item.add_marker(pytest.mark.sweep)
     if "sweep" not in config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("sweep")])

@@ -123,7 +123,7 @@ def training_memory(implementation: Implementation, case: TrainingStepCase, phas
     [
         TrainingStepCase("tiny", 1, 4),  # the largest moment is the end of backward, bucketed's the output projection
         TrainingStepCase("tiny", 2, 32),  # the largest moment is the loss
-        TrainingStepCase("tiny", 3, 61),
+        pytest.param(TrainingStepCase("tiny", 3, 61), marks=pytest.mark.sweep),
     ],
     ids=str,
 )

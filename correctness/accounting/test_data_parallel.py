@@ -25,7 +25,7 @@ def peak(implementation: Implementation, case: TrainingStepCase) -> dict[str, in
     "case",
     [
         ReductionCase("tiny", 1, 4),  # the largest moment is the end of backward
-        ReductionCase("tiny", 2, 32),  # the largest moment is the loss
+        pytest.param(ReductionCase("tiny", 2, 32), marks=pytest.mark.sweep),  # the largest moment is the loss
         ReductionCase("deep", 1, 4),  # several buckets: gradients are on their way before backward ends
     ],
     ids=str,
@@ -47,7 +47,7 @@ def first_steps_peak(implementation: Implementation, case: TrainingStepCase) -> 
     return memory.tensors
 
 
-@pytest.mark.parametrize("bucket_mb", [1, 25])
+@pytest.mark.parametrize("bucket_mb", [1, pytest.param(25, marks=pytest.mark.sweep)])
 def test_learning_the_order_takes_no_more_than_a_step(bucket_mb: int, worlds: WorldsBySize) -> None:
     case = TrainingStepCase("deep", 1, 4, bucket_mb=bucket_mb)
     for found in worlds(2).run(first_steps_peak, family("data_parallel").implementations["bucketed"], case):

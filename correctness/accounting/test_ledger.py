@@ -194,7 +194,9 @@ def peak_on_rank(workload: type, implementation: Implementation, case: Any) -> d
     ("family_name", "name", "workload", "case"),
     [
         ("data_parallel", "bucketed", DataParallelStep, TrainingStepCase("wide", 8, 32)),
-        ("data_parallel", "bucketed", DataParallelStep, ReductionCase("wide", 8, 32)),
+        pytest.param(
+            "data_parallel", "bucketed", DataParallelStep, ReductionCase("wide", 8, 32), marks=pytest.mark.sweep
+        ),
         ("sharded_optimizer", "sharded", ShardedStep, ShardedStepCase("wide", 8, 32)),
     ],
     ids=["bucketed", "bucketed_in_bfloat16", "sharded_optimizer"],

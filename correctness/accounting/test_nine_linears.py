@@ -51,7 +51,7 @@ def test_where_activations_decide(name: str, worlds: Any) -> None:
     assert_formula(worlds, name, MANY)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("name", [*OWN, "fsdp1", "fsdp2"])
 def test_with_every_wrap_on_every_number_of_ranks(name: str, wrap: str, ranks: int, worlds: Any) -> None:

@@ -51,7 +51,7 @@ def bytes_by_kind(case: ShardedStepCase) -> dict[str, int]:
     return phases | kinds["before_step"] | at_end
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.sweep), 3])
 def test_bytes_of_each_kind_are_the_formulas_to_the_byte_on_every_rank(ranks: int, worlds: Any) -> None:
     case = replace(AT_LAYERS, ranks=ranks)
     expected = [

@@ -18,6 +18,7 @@ from shardmark.registry import Implementation
 pytestmark = [pytest.mark.family("attention"), pytest.mark.usefixtures("poisoned")]
 
 MASKS = pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+FLOAT16 = pytest.param(torch.float16, marks=pytest.mark.judged)
 
 LENGTHS = {  # q_len, k_len
     "three": (3, 3),
@@ -30,8 +31,9 @@ LENGTHS = {  # q_len, k_len
 
 
 def _marked(names: Iterable[str]) -> list[Any]:
-    """All but those that Triton's interpreter is quick with are marked as large."""
-    return [pytest.param(name, marks=pytest.mark.large if name in LARGE else ()) for name in names]
+    """All but those that Triton's interpreter is quick with are marked as large; of two alike one is `judged`."""
+    marks = dict.fromkeys(LARGE, pytest.mark.large) | {"more_keys": pytest.mark.judged}
+    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
 
 
 LARGE = (
@@ -41,7 +43,7 @@ LARGE = (
 
 
 @MASKS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FLOAT16], ids=str)
 @pytest.mark.parametrize("shape_id", _marked(LENGTHS))
 def test_a_query_sees_the_keys_up_to_its_own(
     implementation: Implementation, shape_id: str, dtype: torch.dtype, is_causal: bool, device: str
@@ -135,7 +137,7 @@ def _inputs(shape_id: str, dtype: torch.dtype, device: str) -> list[Tensor]:
 
 
 @MASKS
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, FLOAT16], ids=str)
 @pytest.mark.parametrize("shape_id", _marked(SHAPES))
 @pytest.mark.compiled_every_time("fewer_keys-torch.float32-causal", "tile_and_one-torch.bfloat16-full")
 def test_is_as_accurate_as_eager(
@@ -180,7 +182,9 @@ GROUPED = {  # leading dims of q, leading dims of k and v
 
 
 @MASKS
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.judged)], ids=str
+)
 @pytest.mark.parametrize("heads", GROUPED)
 def test_takes_grouped_query_heads(
     implementation: Implementation, heads: str, dtype: torch.dtype, is_causal: bool, device: str

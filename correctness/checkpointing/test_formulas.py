@@ -22,7 +22,7 @@ from perf.workloads.training_step import CheckpointedStep
 from shardmark.memory import Memory, meter
 from shardmark.registry import family
 
-DEPTHS = [1, 2, 3, 5, 7]
+DEPTHS = [1, *(pytest.param(layers, marks=pytest.mark.sweep) for layers in (2, 3, 7)), 5]
 
 
 def test_a_dtype_without_a_closed_form_is_one_line() -> None:
@@ -73,11 +73,15 @@ def step_memory(name: str, case: TrainingStepCase) -> Memory:
     ("changes", "batch", "context"),
     [
         ({"layers": 5}, 3, 33),  # the largest moment is SwiGLU's product
-        ({"layers": 8, "d_model": 8, "d_ff": 32}, 3, 90),  # the same in the last block, as inputs outweigh gradients
+        pytest.param(  # the same in the last block, as inputs outweigh gradients
+            {"layers": 8, "d_model": 8, "d_ff": 32}, 3, 90, marks=pytest.mark.sweep
+        ),
         ({"layers": 4, "vocab": 1000}, 2, 30),  # it is the loss
-        ({"layers": 1, "d_model": 32, "d_ff": 96}, 1, 200),
+        pytest.param({"layers": 1, "d_model": 32, "d_ff": 96}, 1, 200, marks=pytest.mark.sweep),
         ({"layers": 3, "d_model": 60, "d_ff": 151, "heads": 3, "vocab": 121}, 3, 9),  # it is W1's backward
-        ({"layers": 2, "d_model": 40, "heads": 4, "vocab": 200}, 1, 5),  # it is the embedding
+        pytest.param(  # it is the embedding
+            {"layers": 2, "d_model": 40, "heads": 4, "vocab": 200}, 1, 5, marks=pytest.mark.sweep
+        ),
     ],
     ids=["product", "last_product", "loss", "one_block", "w1", "embedding"],
 )

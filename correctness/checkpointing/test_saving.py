@@ -98,13 +98,16 @@ FROZEN: dict[str, Callable[[str], bool]] = {  # by the parameter's name
     "every_second_block": lambda name: name.startswith(tuple(f"blocks.{i}." for i in range(1, LAYERS, 2))),
 }
 
-MODES = [
-    pytest.param(
-        mode, frozen, marks=() if (mode == "train") != (frozen in ("first_half", "all_blocks")) else pytest.mark.sweep
-    )
-    for mode in ("train", "eval")
-    for frozen in FROZEN
-]
+EVERY_TIME = [("train", "every_second_block"), ("eval", "first_half")]
+
+
+def _marks(mode: str, frozen: str) -> list[pytest.MarkDecorator]:
+    if (mode == "train") == (frozen in ("first_half", "all_blocks")):
+        return [pytest.mark.sweep]
+    return [] if (mode, frozen) in EVERY_TIME else [pytest.mark.judged]
+
+
+MODES = [pytest.param(mode, frozen, marks=_marks(mode, frozen)) for mode in ("train", "eval") for frozen in FROZEN]
 
 
 def _freeze(model: Transformer, frozen: str) -> None:

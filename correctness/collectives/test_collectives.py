@@ -30,8 +30,12 @@ LARGE = 300_007
 """Elements of the larger tensor: more than 1 MiB of float32, and no multiple of it."""
 
 
-RANKS = [pytest.param(n, marks=[pytest.mark.sweep] if n in (5, 6, 8) else []) for n in range(1, 9)]
-"""Five, six and eight are left to the sweep: there are a power of two and odd numbers without them."""
+RANKS = [
+    *range(1, 5),
+    *(pytest.param(n, marks=pytest.mark.judged if n == 7 else pytest.mark.sweep) for n in range(5, 9)),
+]
+"""Seven judge what `--impl` names; five, six and eight are left to the sweep: there are a power of two and odd numbers
+without them."""
 
 
 @pytest.fixture(scope="module", params=RANKS, ids=lambda n: f"{n}ranks")

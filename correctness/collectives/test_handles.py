@@ -26,6 +26,7 @@ from shardmark.registry import Implementation
 from shardmark.world import RankError, World
 
 OURS = ("ring", "direct")
+LATE = [pytest.param(0, id="first", marks=pytest.mark.judged), pytest.param(-1, id="last")]
 N = 500_000
 """Elements: enough for several segments."""
 
@@ -73,7 +74,7 @@ def with_a_late_rank(implementation: Implementation, late: int, async_op: bool, 
 
 
 @pytest.mark.family("collectives")
-@pytest.mark.parametrize("late", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("late", LATE)
 def test_results_are_there_when_it_returns(
     implementation: Implementation, world: World, late: int, device: str
 ) -> None:
@@ -81,7 +82,7 @@ def test_results_are_there_when_it_returns(
 
 
 @pytest.mark.family("collectives")
-@pytest.mark.parametrize("late", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("late", LATE)
 def test_results_are_there_when_wait_returns(
     implementation: Implementation, world: World, late: int, device: str
 ) -> None:
@@ -216,6 +217,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.sweep
 def test_an_interpreter_ends_in_the_midst_of_a_collective(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", EXIT, str(tmp_path / "store")]
     root = ROOT

@@ -215,7 +215,7 @@ class _Returned:
         return None
 
 
-@pytest.mark.examples(3, 12, 30)
+@pytest.mark.examples(2, 12, 30)
 def test_random_scripts_of_collectives(
     implementation: Implementation, world: World, examples: int, device: str
 ) -> None:

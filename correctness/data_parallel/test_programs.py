@@ -56,7 +56,7 @@ def play(implementation: Implementation, seed: int, device: str) -> tuple[list[s
     return [], bits
 
 
-@pytest.mark.examples(3, 14, 30)
+@pytest.mark.examples(2, 14, 30)
 def test_random_programs(implementation: Implementation, world: World, examples: int, device: str) -> None:
     for seed in torch.randint(2**31, (examples,)).tolist():
         ranks = world.run(play, implementation, seed, device)

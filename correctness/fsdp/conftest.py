@@ -10,8 +10,8 @@ from shardmark.session import SESSION
 
 EVERY_TIME = ("sharded", "simple", "fsdp2")
 AT_EVERY_SIZE = "sharded"
-FOR_ALL = ("test_twenty_steps", "test_units_of_any_size")
-"""Tests that every implementation runs, on two ranks."""
+FOR_ALL, MODEL = ("test_twenty_steps", "test_units_of_any_size"), "tied_and_frozen"
+"""Tests that every implementation runs, on two ranks and on that model; on others the one above does."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -25,6 +25,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if name is None or not item.path.is_relative_to(Path(__file__).parent):
             continue
         small = parameters.get("world", 2) <= 2
-        every_time = name in EVERY_TIME or item.name.startswith(FOR_ALL)
+        every_time = parameters["name"] == MODEL if item.name.startswith(FOR_ALL) else name in EVERY_TIME
         if not (name == AT_EVERY_SIZE or (small and every_time)):
             item.add_marker(pytest.mark.sweep)

@@ -92,7 +92,7 @@ def outputs_on_rank(implementation: Implementation, units: type[nn.Module], devi
     return ""
 
 
-@pytest.mark.parametrize("units", [Fork, nn.Linear], ids=["forks", "linears"])
+@pytest.mark.parametrize("units", [Fork, pytest.param(nn.Linear, marks=pytest.mark.judged)], ids=["forks", "linears"])
 def test_a_loss_may_use_some_of_a_units_outputs(
     implementation: Implementation, world: World, units: type[nn.Module], device: str
 ) -> None:

@@ -210,6 +210,7 @@ def play(program: Program, length: int) -> str:
     return first
 
 
+@pytest.mark.large
 @pytest.mark.examples(1, 4, 40)
 def test_programs_do_what_they_do_to_an_unsharded_model(
     implementation: Implementation, world: World, examples: int, device: str

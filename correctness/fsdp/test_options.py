@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from correctness.support.fully_sharded import backward, full, own_batch, wrap
 from correctness.support.whole_batch import (
-    MODULES,
+    ONE_MODULE,
     STEPS,
     adam,
     assert_equal_states,
@@ -52,7 +52,7 @@ def _assert_equals_a_single_process(
 
 @pytest.mark.family("fsdp", only=OURS, option="wrap")
 @pytest.mark.parametrize("units", WRAPS)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", ONE_MODULE)
 def test_units_of_any_size_give_the_same(
     implementation: Implementation, world: World, name: str, units: str, device: str
 ) -> None:
@@ -69,7 +69,7 @@ def test_units_of_any_size_give_the_same(
     ],
     ids=["two_ahead", "kept_two_ahead", "offloaded"],
 )
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", ONE_MODULE)
 def test_every_option_gives_the_same(
     implementation: Implementation, world: World, name: str, options: dict[str, Any], device: str
 ) -> None:

@@ -47,7 +47,9 @@ def train_on_rank(mode: str, name: str, device: str, reshard: bool) -> dict[str,
     return {key: whole(tensor) for key, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "tied_and_frozen" else pytest.mark.sweep) for name in MODULES]
+)
 @pytest.mark.parametrize(
     ("mode", "reshard"),
     [("replicate", True), ("fully_shard", True), ("fully_shard", False), ("hybrid_shard", True)],
@@ -60,7 +62,7 @@ def test_parameters_equal_a_single_process_on_the_whole_batch(
     assert_equal_states(world.run(train_on_rank, mode, name, device, reshard), single_process(name, world.size, device))
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 3, pytest.param(5, marks=pytest.mark.sweep)])
 def test_rows_need_not_divide_by_the_ranks(ranks: int, device: str, worlds: WorldsBySize) -> None:
     """Of 12 rows a fifth rank has none."""
     found = worlds(ranks).run(train_on_rank, "fully_shard", "plain", device, True)

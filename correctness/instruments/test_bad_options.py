@@ -75,10 +75,13 @@ def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Path:
     return here
 
 
-def test_a_wrong_value_is_one_line_and_nothing_is_left(pytester: pytest.Pytester, folder: Path) -> None:
+@pytest.mark.parametrize("cases", [CASES[::5], pytest.param(CASES, marks=pytest.mark.sweep)], ids=["some", "all"])
+def test_a_wrong_value_is_one_line_and_nothing_is_left(
+    cases: list[tuple[list[str], str]], pytester: pytest.Pytester, folder: Path
+) -> None:
     before = sorted(folder.rglob("*"))
     wrong = []
-    for arguments, says in CASES:
+    for arguments, says in cases:
         result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
         errors = [line for line in result.errlines if line]
         try:

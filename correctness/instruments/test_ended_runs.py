@@ -50,7 +50,7 @@ MOMENTS = [
     Moment("summary", lambda n: SignalIn("report.screen:write_summary", n), 3, status=0),
     Moment("ranks end", lambda n: SignalIn("world:Worlds.close", n), 3, status=0),
 ]
-EVERY_TIME = ("options are checked", "first row half written", "between rows", "last rewrite", "ranks end")
+EVERY_TIME = ("options are checked", "first row half written", "ranks end")
 
 
 def moments(every_time: tuple[str, ...] = EVERY_TIME) -> Any:
@@ -86,7 +86,7 @@ def test_a_signal_ends_the_run_with_its_rows_and_tables(moment: Moment, number: 
     assert "Traceback" not in ended.output
 
 
-@moments(every_time=("second row half written", "last rewrite"))
+@moments(every_time=("second row half written",))
 def test_a_killed_run_has_the_rows_before_and_the_next_one_takes_over(moment: Moment, folder: Path) -> None:
     ended = forked(folder, *OPTIONS, fault=moment.fault((KILL,)))
     assert ended.status == -KILL
@@ -102,7 +102,7 @@ def test_a_killed_run_has_the_rows_before_and_the_next_one_takes_over(moment: Mo
     "numbers",
     [
         pytest.param((TERM, HUP), id="TERM_HUP", marks=pytest.mark.sweep),
-        pytest.param((INT, INT, INT), id="INT_INT_INT"),
+        pytest.param((INT, INT, INT), id="INT_INT_INT", marks=pytest.mark.sweep),
     ],
 )
 def test_signals_that_come_together_are_one(numbers: tuple[signal.Signals, ...], folder: Path) -> None:

@@ -85,6 +85,7 @@ register("loss", "in_one_file", library_loss, memory=eager_peak, time=Race("eage
 '''
 
 
+@pytest.mark.sweep
 def test_to_add_an_implementation_is_one_file(copy: Path) -> None:
     (copy / "impl/loss/in_one_file.py").write_text(IMPLEMENTATION)
     output = run(copy, "correctness/loss/test_loss.py", "-v", "-k", "in_one_file and (non_contiguous or large_logits)")
@@ -183,6 +184,7 @@ def test_softmax(implementation, case, measure):
 }
 
 
+@pytest.mark.sweep
 def test_to_add_a_family_is_one_folder_and_its_tests(copy: Path) -> None:
     for name, text in FAMILY.items():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)

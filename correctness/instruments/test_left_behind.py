@@ -110,7 +110,7 @@ def begin_on_rank_1() -> None:
     ("leak", "what"),
     [
         (destroy_the_group, "another process group, or none"),
-        (begin_on_rank_1, "collectives that not every rank began"),
+        pytest.param(begin_on_rank_1, "collectives that not every rank began", marks=pytest.mark.sweep),
     ],
 )
 def test_what_cannot_be_put_back_ends_the_world(leak: Callable[[], None], what: str, pair: World) -> None:
@@ -188,6 +188,7 @@ def test_what_a_rank_has_started_ends_with_it(pair: World) -> None:
     assert wait_until(lambda: not any(map(is_running, pids)))
 
 
+@pytest.mark.sweep
 def test_a_world_whose_parent_is_killed_leaves_nothing(tmp_path: Any) -> None:
     script = tmp_path / "run.py"
     script.write_text(

@@ -73,7 +73,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, None], ids=["SIGKILL", "SIGTERM", "normal_end"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(signal.SIGKILL, id="SIGKILL"),
+        pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.sweep),
+        pytest.param(None, id="normal_end", marks=pytest.mark.sweep),
+    ],
+)
 def test_no_rank_outlives_the_process_that_started_it(end: signal.Signals | None, tmp_path: Path) -> None:
     """Not even ranks that hang in C, when that process gets no chance to clean up. TMPDIR has no room for a socket."""
     script, temporary = tmp_path / "session.py", tmp_path / ("a long näme" * 10)
@@ -151,6 +158,7 @@ def test_an_interrupted_run_keeps_its_rows_and_leaves_nothing_running(number: si
     assert not list(temporary.glob("shardmark-*"))
 
 
+@pytest.mark.sweep
 def test_under_torchrun_its_ranks_are_the_world(device: str) -> None:
     if available_ranks(device) < 2:
         pytest.skip("needs two ranks")

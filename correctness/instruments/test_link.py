@@ -94,6 +94,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.sweep
 @makes_links
 def test_nothing_remains_of_it_when_its_process_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "session.py"

@@ -26,6 +26,7 @@ def test_that_compiles_itself(compiler): pass
 """
 
 
+@pytest.mark.sweep
 def test_without_a_cpp_compiler_what_compiles_is_skipped_with_the_reason(
     project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -39,6 +40,7 @@ def test_without_a_cpp_compiler_what_compiles_is_skipped_with_the_reason(
     result.stdout.fnmatch_lines([f"SKIPPED * compiled: {reason}", f"SKIPPED * {reason}"], consecutive=False)
 
 
+@pytest.mark.sweep
 def test_without_triton_all_is_collected_and_what_needs_it_is_skipped_with_the_reason() -> None:
     """Each file of kernels is skipped once."""
     run = "import sys, pytest; sys.modules['triton'] = None; sys.exit(pytest.main(sys.argv[1:]))"

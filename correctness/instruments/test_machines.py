@@ -53,11 +53,11 @@ time.sleep(100)
 def test_a_run_that_hangs_is_ended_with_what_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(machines, "LONGEST", 5.0)
+    monkeypatch.setattr(machines, "LONGEST", 2.0)
     monkeypatch.setattr(machines, "PATIENCE", 0.1)
     began = time.monotonic()
     status, line = machines._follow([sys.executable, "-c", HANGS], Run(tmp_path, dict(os.environ)))
-    assert (status, line) == (-signal.SIGKILL, "ended after 5 s") and time.monotonic() - began < 50
+    assert (status, line) == (-signal.SIGKILL, "ended after 2 s") and time.monotonic() - began < 50
     child = int(capfd.readouterr().out)
     assert wait_until(lambda: not is_running(child))
 

@@ -282,6 +282,7 @@ def test_a_row_is_saved_without_an_implementation_or_a_plan(
     result.stdout.fnmatch_lines(["*How do we do it ourselves?*", "2 rows, 2 losses"])
 
 
+@pytest.mark.sweep
 def test_the_attention_backends_of_a_run_are_in_its_machine_info(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

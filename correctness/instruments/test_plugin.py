@@ -213,6 +213,7 @@ def test_disabled_benchmarks_still_hold_memory_to_its_budget(project: pytest.Pyt
     assert not output
 
 
+@pytest.mark.sweep
 def test_pytest_benchmarks_compare_reads_the_file(project: pytest.Pytester) -> None:
     run_project(project, "--scale=paper", "-k", "plain")
     compared = project.run(sys.executable, "-m", "pytest_benchmark", "compare", "out.json")

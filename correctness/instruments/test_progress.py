@@ -110,6 +110,7 @@ def on_a_terminal(*arguments: str) -> str:
     return output.decode()
 
 
+@pytest.mark.sweep
 def test_a_terminal_shows_how_long_it_will_take_and_what_is_left_beside_the_dots(
     project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

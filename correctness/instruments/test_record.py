@@ -30,6 +30,7 @@ def test_a_first_record_is_the_run() -> None:
     assert merged({}, newer) == newer
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_it_is_one_line() -> None:
     run = subprocess.run([sys.executable, str(ROOT / "perf" / "record.py")], capture_output=True, text=True, timeout=60)

@@ -116,7 +116,14 @@ def test_a_second_run_on_the_same_file_is_refused_at_any_time(tmp_path: Path) ->
     assert rows_of(tmp_path / "out.json") == [1, 1]
 
 
-@pytest.mark.parametrize("unmeasured", [0, 1, 2], ids=["none", "all", "every_second"])
+@pytest.mark.parametrize(
+    "unmeasured",
+    [
+        pytest.param(0, id="none", marks=pytest.mark.sweep),
+        pytest.param(1, id="all", marks=pytest.mark.sweep),
+        pytest.param(2, id="every_second"),
+    ],
+)
 def test_a_row_costs_its_own_size(unmeasured: int, tmp_path: Path) -> None:
     file = GrowingFile(tmp_path / "out.json")
     row = json.dumps({"row": 1, "data": list(range(500))})

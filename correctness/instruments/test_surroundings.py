@@ -68,8 +68,8 @@ def without_roots_rights(run: Fresh) -> None:
     run.folder.chmod(0o555)
 
 
-ONE_FOR_ALL = {"64 descriptors": lambda run: run.limits.update({resource.RLIMIT_NOFILE: 64})}
 LACKS: dict[str, Callable[[Fresh], None]] = {
+    "64 descriptors": lambda run: run.limits.update({resource.RLIMIT_NOFILE: 64}),
     "no HOME": variables(HOME=None),
     "a HOME that is gone": variables(HOME="/nowhere"),
     "LANG=C": variables(LANG="C", LC_ALL="C"),
@@ -95,11 +95,12 @@ def running(tag: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("lack", [*ONE_FOR_ALL, *(pytest.param(name, marks=pytest.mark.sweep) for name in LACKS)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("lack", LACKS)
 def test_a_run_that_lacks_it_measures_all_and_leaves_nothing(lack: str, tmp_path: Path) -> None:
     tag = uuid.uuid4().hex
     run = Fresh(project(tmp_path), ["--benchmark-json=out.json"], {"RUN_TAG": tag})
-    (ONE_FOR_ALL | LACKS)[lack](run)
+    LACKS[lack](run)
     ended = run.run()
     tmp_path.chmod(0o755)
     assert ended.status == 0 and ended.has_table, ended.output

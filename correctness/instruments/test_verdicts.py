@@ -76,10 +76,11 @@ PLAN = plan_of(
 )
 
 
-def test_noise_decides_a_verdict_in_at_most_one_run_of_20(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("runs", [100, pytest.param(300, marks=pytest.mark.sweep)])
+def test_noise_decides_a_verdict_in_at_most_one_run_of_20(runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal implementations are held to exactly 1.0, so that every verdict that is decided is decided by noise."""
     monkeypatch.setattr(budget, "SMALLEST_EFFECT", 0.0)
-    runs, wrong, looks = 300, 0, set()
+    wrong, looks = 0, set()
     for run in range(runs):
         verdicts = [judge(PLAN, seed=run * JUDGEMENTS + i) for i in range(JUDGEMENTS)]
         wrong += any(verdict != UNDECIDED for verdict, _ in verdicts)

@@ -129,7 +129,7 @@ def play(loss_of: Loss, program: list[Call], device: str) -> int:
     return len(calls)
 
 
-@pytest.mark.examples(24, 100, 1000)
+@pytest.mark.examples(10, 100, 1000)
 def test_random_programs_are_as_accurate_as_eager_and_change_nothing_else(
     implementation: Implementation, examples: int, device: str
 ) -> None:

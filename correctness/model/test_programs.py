@@ -225,7 +225,7 @@ class Life:
         assert off <= allowed, f"the gradients' relative error is {off:.2g}, allowed {allowed:.2g}, after {self.past}"
 
 
-@pytest.mark.examples(25, 80, 400)
+@pytest.mark.examples(12, 80, 400)
 def test_any_program_has_the_plain_models_logits_and_gradients(
     implementation: Implementation, examples: int, device: str
 ) -> None:

@@ -39,7 +39,7 @@ COMPILED = [
         chip,
         configuration,
         id=_name(kind, chip, configuration),
-        marks=[] if (chip, configuration) == (90, CONFIGURATIONS[0]) and kind in KINDS[:2] else [pytest.mark.sweep],
+        marks=[] if (chip, configuration) == (90, CONFIGURATIONS[0]) and kind in KINDS[:1] else [pytest.mark.sweep],
     )
     for configuration in CONFIGURATIONS
     for chip in CHIPS

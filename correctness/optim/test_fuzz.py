@@ -38,7 +38,7 @@ def fewer_where_interpreted(implementation: Implementation, examples: int, devic
     return examples // 15
 
 
-@pytest.mark.examples(25, 80, 1000)
+@pytest.mark.examples(12, 80, 1000)
 @pytest.mark.family("optimizer")
 def test_any_training_leads_where_the_plain_one_leads(
     implementation: Implementation, examples: int, device: str

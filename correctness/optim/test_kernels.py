@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton", exc_type=ImportError)
 
-from correctness.support.faults import with_fault
+from correctness.support.faults import every_fourth, with_fault
 from correctness.support.optimizing import (
     assert_as_accurate_as_plain,
     assert_same,
@@ -111,7 +111,7 @@ FAULTS = {  # what is replaced in the kernels' source, and by what
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", [None, *FAULTS])
+@pytest.mark.parametrize("fault", [None, *every_fourth(FAULTS)])
 def test_a_planted_fault_is_caught(
     fault: str | None,
     fused: Callable[[Configuration], Any],

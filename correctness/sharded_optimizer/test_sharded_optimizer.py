@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from correctness.support.optimizer_outcomes import assert_value
 from correctness.support.whole_batch import (
     MODULES,
+    ONE_MODULE,
     STEPS,
     assert_equal_states,
     batch,
@@ -108,7 +109,7 @@ def test_behind_a_wrapper_parameters_equal_a_single_process(
 
 
 @pytest.mark.family("sharded_optimizer", option="average_gradients")
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", ONE_MODULE)
 def test_averaging_itself_parameters_equal_a_single_process(
     implementation: Implementation, world: World, name: str, device: str
 ) -> None:
@@ -117,7 +118,7 @@ def test_averaging_itself_parameters_equal_a_single_process(
 
 
 @pytest.mark.family("sharded_optimizer", option="average_gradients")
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", ONE_MODULE)
 def test_two_backward_passes_a_step_accumulate(
     implementation: Implementation, world: World, name: str, device: str
 ) -> None:
@@ -133,7 +134,7 @@ def test_averages_and_updates_are_waited_for(implementation: Implementation, wor
 
 
 @pytest.mark.family("sharded_optimizer", option="bucket_mb")
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", ONE_MODULE)
 def test_many_buckets_give_the_same(implementation: Implementation, world: World, name: str, device: str) -> None:
     ranks = world.run(train_in_small_buckets, implementation, name, device, True)
     assert_equal_states(ranks, single_process(name, world.size, device, optimizer=whole))

@@ -165,7 +165,10 @@ def test_a_state_that_does_not_fit_is_refused_on_every_rank(
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.bfloat16, id="bfloat16"), pytest.param(torch.float32, id="float32", marks=pytest.mark.judged)],
+)
 def test_a_state_is_loaded_as_the_optimizer_loads_it(
     implementation: Implementation, world: World, dtype: torch.dtype, device: str
 ) -> None:

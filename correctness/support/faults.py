@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+def every_fourth(faults: Iterable[str]) -> list[Any]:
+    """Of tests of the checks themselves: the others are planted in the sweep."""
+    return [pytest.param(name, marks=pytest.mark.sweep if i % 4 else ()) for i, name in enumerate(faults)]
 
 
 def with_fault(module: ModuleType, folder: Path, right: str, wrong: str) -> ModuleType:

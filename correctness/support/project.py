@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
+import hypothesis  # noqa: F401  (or its plugin imports it at the end of each run, as `pytester` forgets it again)
 import pytest
+import pytest_benchmark.plugin
 
 from correctness.support.paths import ROOT
 from shardmark import registry
@@ -160,6 +163,10 @@ def test_first_steps(implementation, case, device, measure):
 """
 
 
+ask_the_processor = cache(pytest_benchmark.plugin.get_cpu_info)
+"""Once for all runs, as that takes tenths of a second."""
+
+
 def make_project(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, conftest: str, **files: str
 ) -> pytest.Pytester:
@@ -168,6 +175,7 @@ def make_project(
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # or pytest-benchmark disables itself in there
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))  # its own family goes with it
+    monkeypatch.setattr(pytest_benchmark.plugin, "get_cpu_info", ask_the_processor)
     pytester.makeconftest(conftest)
     pytester.makepyfile(**files)
     return pytester

@@ -58,6 +58,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "used_twice": UsedTwice,
 }
 """What tests train, by name, so that ranks can make their own."""
+ONE_MODULE = [name if name == "tied_and_frozen" else pytest.param(name, marks=pytest.mark.judged) for name in MODULES]
+"""One of them every time; the others of what `--impl` names."""
 
 
 def module(name: str, seed: int, device: str) -> nn.Module:

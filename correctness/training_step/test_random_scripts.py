@@ -129,7 +129,7 @@ scripts = st.builds(
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
-@pytest.mark.examples(16, 40, 300)
+@pytest.mark.examples(8, 40, 300)
 def test_any_order_of_events(implementation: Implementation, examples: int, precision: str, device: str) -> None:
     """Losses, gradients, parameters and momentum are those of autograd and SGD, after each event."""
     skip_where_graphs_own_gradients(implementation)

@@ -93,6 +93,7 @@ def test_that_would_have_met_it(worlds):
 """
 
 
+@pytest.mark.sweep
 def test_under_torchrun_sealed_calls_alone_are_unpickled(tmp_path: Path) -> None:
     if available_ranks("cpu") < 2:
         pytest.skip("needs two ranks")

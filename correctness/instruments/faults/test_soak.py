@@ -50,7 +50,7 @@ def worlds(count: int) -> Iterator[World]:
                 world.run(identity)
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("count", [5, pytest.param(200, marks=pytest.mark.sweep)])
 def test_worlds_and_calls_leave_everything_where_it_was(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
