@@ -73,6 +73,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._order_is_known = False
         self._next = 0  # the first bucket whose reduce-scatter has not started
         self._synchronizing = True  # False inside no_sync
+        self._owned = [0] * dist.get_world_size(self.process_group)  # bytes, by rank
         self._overlap = None if module is None else ForwardOverlap(module, self._bucket_of)
         super().__init__(params, defaults)
 
@@ -195,7 +196,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _shard(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
         """Move parameters into new buckets, the last first, as backward reaches them; returns this rank's shards."""
         runs = partition(parameters[::-1], self._bucket_bytes, least_bytes=self._bucket_bytes)
-        new = [ShardedBucket(run, self.process_group, self._collectives) for run in runs]
+        new = [ShardedBucket(run, self.process_group, self._collectives, self._owned) for run in runs]
         for bucket in new:
             dist.broadcast(bucket.flat, group=self.process_group, group_src=0)
             self._bucket_of.update(dict.fromkeys(bucket.parameters, bucket))

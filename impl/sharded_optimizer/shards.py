@@ -24,6 +24,8 @@ class Segment:
     start: int
     stop: int
     shard: nn.Parameter  # (stop - start,)
+    place: int
+    """Where it begins in the rank's slice."""
 
     def view_gradient(self) -> None:
         """Make the shard's gradient a view of the parameter's, or None where that is None."""
@@ -35,16 +37,21 @@ class ShardedBucket:
     """Parameters of one group and dtype that are communicated together, as views into one flat tensor.
 
     The flat tensor is padded to a multiple of the world size, and every rank owns a slice of `size` elements. A slice
-    may begin or end inside a parameter, so no rank owns more than another, whatever the parameters' sizes.
+    may begin or end inside a parameter, so no rank owns more than another, whatever the parameters' sizes. `owned`, the
+    bytes that each rank owns in other buckets, says where the padding goes: of many buckets of a few elements the first
+    rank would own all. It is brought up to date.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, collectives: Collectives) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], group: dist.ProcessGroup, collectives: Collectives, owned: list[int]
+    ) -> None:
         self.parameters = parameters
         self._group, self._collectives = group, collectives
         self.ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.sizes = [p.numel() for p in parameters]
         self.size = -(-sum(self.sizes) // self.ranks)  # elements of a rank's slice
         self.own = slice(rank * self.size, (rank + 1) * self.size)
+        self._begin = self._place(owned)
         self.flat = torch.zeros(self.ranks * self.size, dtype=parameters[0].dtype, device=parameters[0].device)
         self._views = self.slots(self.flat)
         for p, view in self._views.items():
@@ -110,23 +117,38 @@ class ShardedBucket:
 
     def slots(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
         """Each parameter's part, in its shape, of a tensor that is laid out as `self.flat`."""
-        parts = flat[: sum(self.sizes)].split(self.sizes)
+        parts = flat[self._begin : self._begin + sum(self.sizes)].split(self.sizes)
         return {p: part.view(p.shape) for p, part in zip(self.parameters, parts, strict=True)}
 
     def _slot(self, parameter: nn.Parameter) -> Tensor:
         if self.gradients is None:
             self.gradients = torch.empty_like(self.flat)
-            self.gradients[sum(self.sizes) :].zero_()
+            self.gradients[: self._begin].zero_()
+            self.gradients[self._begin + sum(self.sizes) :].zero_()
             self._slots = self.slots(self.gradients)
         return self._slots[parameter]
 
+    def _place(self, owned: list[int]) -> int:
+        """Where the first parameter begins: the padding before it is what leaves the fullest rank least full."""
+        bounds = [(rank * self.size, (rank + 1) * self.size) for rank in range(self.ranks)]
+        used, nbytes = sum(self.sizes), self.parameters[0].element_size()
+
+        def after(begin: int) -> list[int]:
+            parts = (max(0, min(begin + used, end) - max(begin, start)) for start, end in bounds)
+            return [before + nbytes * part for before, part in zip(owned, parts, strict=True)]
+
+        begin = min(range(self.ranks * self.size - used + 1), key=lambda begin: max(after(begin)))
+        owned[:] = after(begin)
+        return begin
+
     def _make_segments(self) -> list[Segment]:
         """The parts of parameters that lie in this rank's slice, in order."""
-        segments, begin = [], 0  # where the parameter begins in `flat`
+        segments, begin = [], self._begin  # where the parameter begins in `flat`
         for p, size in zip(self.parameters, self.sizes, strict=True):
             first, last = max(begin, self.own.start), min(begin + size, self.own.stop)
             if first < last:
-                segments.append(Segment(p, first - begin, last - begin, nn.Parameter(self.flat[first:last])))
+                shard, place = nn.Parameter(self.flat[first:last]), first - self.own.start
+                segments.append(Segment(p, first - begin, last - begin, shard, place))
             begin += size
         return segments
 

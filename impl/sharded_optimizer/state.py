@@ -118,12 +118,9 @@ def _gather(
 ) -> dict[nn.Parameter, Tensor]:
     """All-gather one kind of state of the bucket, by parameter."""
     own = torch.zeros(bucket.size, dtype=dtype, device=bucket.flat.device)
-    begin = 0
     for segment in bucket.segments:
-        part = own[begin : begin + segment.shard.numel()]
         if name in state.get(segment.shard, {}):
-            part.copy_(state[segment.shard][name])
-        begin += segment.shard.numel()
+            own[segment.place : segment.place + segment.shard.numel()].copy_(state[segment.shard][name])
     full = torch.empty(bucket.flat.shape, dtype=dtype, device=own.device)
     collectives.all_gather(full, own, group)
     return bucket.slots(full)
