@@ -134,8 +134,8 @@ def test_without_a_network_one_line_says_so_and_rows_are_kept(tmp_path: Path) ->
     run = Fresh(project(tmp_path), ["--benchmark-json=out.json", "-rs"])
     without("unshare", "-n")(run)
     ended = run.run()
-    assert ended.rows() == [0, 1, 2] and ended.has_table
-    assert len(ended.lines("ranks talk over the loopback interface, and it is down")) == 1, ended.output
+    assert (ended.status, ended.rows()) == (0, [0, 1, 2]) and ended.has_table, ended.output
+    assert len(ended.lines(": ranks talk over the loopback interface, and it is down: ip link set lo up")) == 1
 
 
 @pytest.mark.sweep
