@@ -15,6 +15,7 @@ import re
 import zlib
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -127,13 +128,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[SESSION] = session
     if torchrun.launched():  # at once, as the other ranks are waiting
         try:
-            session.worlds = torchrun.TorchrunWorlds(session.device)
+            session.worlds = torchrun.TorchrunWorlds(session.device, partial(_end_with, config))
         except WorldError as error:
             raise pytest.UsageError(str(error)) from None
     config.pluginmanager.register(LastToFinish(), "shardmark's end")
     config.pluginmanager.register(Progress(config), "shardmark progress")
     if session.selected:
         config.pluginmanager.register(Judge(session), "shardmark judge")
+
+
+def _end_with(config: pytest.Config, line: str) -> None:
+    """End the run after the test that is running, whose failure is told whatever torchrun sends by then."""
+    config.stash[SESSION].ending.hold()
+    config.pluginmanager.get_plugin("session").shouldstop = line  # type: ignore[union-attr]
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

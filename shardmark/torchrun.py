@@ -11,10 +11,12 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import select
 import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +32,7 @@ _FOREVER = timedelta(days=30)
 _STOP = b""
 _POLL = 0.005
 """Seconds between looks at the store: short beside a test, rare beside a step."""
+_DEAD = "has ended; torchrun's own output says how"
 
 
 def launched() -> bool:
@@ -84,10 +87,10 @@ class TorchrunWorld:
     """`shardmark.world.World`'s interface over torchrun's ranks. Made once, on rank 0.
 
     The ranks cannot be replaced from here: after one has died or hung, or was left unfit for the next call, the world
-    is no longer alive.
+    is no longer alive. torchrun ends a run of which a rank has ended: `ending` is told so, in one line, before.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, ending: Callable[[str], object]) -> None:
         self.size = world_size()
         self.device = device
         self.alive = True
@@ -96,6 +99,13 @@ class TorchrunWorld:
         """What ended it, in one line."""
         self._store, self._seal = _join(device)
         self._call = 0
+        self._ending = ending
+        self._ends: dict[int, int] = {}
+        """A descriptor for each other rank on this machine that can be read once the rank has ended."""
+        if int(os.environ["LOCAL_WORLD_SIZE"]) == self.size:
+            processes = self._ask(os.getpid, (), DEADLINE)
+            with suppress(AttributeError, OSError):  # no Linux of 2019 or later
+                self._ends = {rank_: os.pidfd_open(processes[rank_].value) for rank_ in range(1, self.size)}
 
     def run(self, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> list[Any]:
         """Call `function(*args)` on every rank; see `World.run`."""
@@ -124,19 +134,26 @@ class TorchrunWorld:
         own_share.start()
         answers: dict[int, Answer] = {}
         end = time.monotonic() + deadline
-        while len(answers) < self.size and time.monotonic() < end:
-            own_share.join(_POLL)
-            for other in range(self.size):
-                if other not in answers and (answer := self._answer(call, other, own)) is not None:
-                    answers[other] = pickle.loads(answer)
-                    if answers[other].failure:  # the others are likely to be waiting for it in a collective
-                        end = min(end, time.monotonic() + GRACE)
+        try:
+            while len(answers) < self.size and time.monotonic() < end and not self._dead(answers):
+                own_share.join(_POLL)
+                for other in range(self.size):
+                    if other not in answers and (answer := self._answer(call, other, own)) is not None:
+                        answers[other] = pickle.loads(answer)
+                        if answers[other].failure:  # the others are likely to be waiting for it in a collective
+                            end = min(end, time.monotonic() + GRACE)
+        except KeyboardInterrupt:
+            if not self._dead(answers):  # else it is torchrun's
+                raise
         self.alive = len(answers) == self.size
         failures = {rank_: answer.failure for rank_, answer in answers.items() if answer.failure}
+        if dead := self._dead(answers):
+            self._ending(f"rank {dead[0]} of {self.size} {_DEAD}")
+            failures = dict.fromkeys(dead, (_DEAD, None)) | failures
         if failures or not self.alive:
             if self.alive and (any(each.broken for each in answers.values()) or not self._in_step(answers)):
                 self.alive = False
-            silent = [rank_ for rank_ in range(self.size) if rank_ not in answers]
+            silent = [rank_ for rank_ in range(self.size) if rank_ not in answers | failures]
             where = "had not answered; its stack is in its own output"
             raise rank_error(self.size, failures, dict.fromkeys(silent, where))
         self._store.delete_key(f"{call}")
@@ -158,6 +175,13 @@ class TorchrunWorld:
         if self.alive:
             dist.destroy_process_group()
         self.alive = False
+        while self._ends:
+            os.close(self._ends.popitem()[1])
+
+    def _dead(self, answers: dict[int, Answer]) -> list[int]:
+        """Ranks that have ended without an answer."""
+        ended = select.select(self._ends.values(), [], [], 0)[0]
+        return [rank_ for rank_, end in self._ends.items() if end in ended and rank_ not in answers]
 
     def _perform_own(self, work: bytes, own: list[bytes]) -> None:
         if self.device == "cuda":
@@ -197,11 +221,11 @@ class LocalWorld:
 class TorchrunWorlds:
     """`shardmark.world.Worlds`' interface: the one world that torchrun started, and a local world of one."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, ending: Callable[[str], object]) -> None:
         self.device = device
         self.deadline = DEADLINE
         self._worlds: dict[int, TorchrunWorld | LocalWorld] = {1: LocalWorld()}
-        self._worlds[world_size()] = TorchrunWorld(device)
+        self._worlds[world_size()] = TorchrunWorld(device, ending)
 
     def get(self, size: int) -> TorchrunWorld | LocalWorld:
         """The world of that size; WorldError for a size that torchrun did not start, or for a world that is lost."""

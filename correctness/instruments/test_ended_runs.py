@@ -113,6 +113,16 @@ def test_signals_that_come_together_are_one(numbers: tuple[signal.Signals, ...],
     assert ended.rows() == [0, 1, 2] and ended.has_table and ended.status == 2, ended.output
 
 
+def hang_up_below_nohup() -> None:
+    signal.signal(HUP, signal.SIG_IGN)
+    SignalIn("measure:Measure.record", (HUP,), call=2)()
+
+
+def test_a_signal_that_is_ignored_ends_nothing(folder: Path) -> None:
+    ended = forked(folder, *OPTIONS, fault=hang_up_below_nohup)
+    assert (ended.status, ended.rows()) == (0, [0, 1, 2]) and ended.has_table, ended.output
+
+
 def test_a_signal_as_fixtures_are_torn_down_costs_no_table(folder: Path) -> None:
     project(folder, test_atorn=TEARDOWN.format("SIGTERM"), conftest=conftest_with(TEARDOWN.format("SIGTERM")))
     ended = forked(folder, *OPTIONS)

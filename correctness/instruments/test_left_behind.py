@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -19,7 +22,9 @@ import torch.distributed as dist
 
 from correctness.support.processes import is_running, wait_until
 from correctness.support.ranks import identity
+from shardmark.channel import send
 from shardmark.failures import LeftBehind, RankError
+from shardmark.rank import Answer
 from shardmark.world import GRACE, World
 
 
@@ -160,6 +165,18 @@ def test_large_calls_and_answers_arrive_whole(pair: World) -> None:
     assert pair.run(much, 2**25) == [bytes(2**25)] * 2
 
 
+def answer_another_call_first() -> str:
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as end:
+            if end.family == socket.AF_UNIX:
+                send(end, 0, pickle.dumps(Answer("of another call")))
+    return "of this call"
+
+
+def test_an_answer_of_another_call_is_not_taken_for_this_ones(pair: World) -> None:
+    assert pair.run(answer_another_call_first) == ["of this call"] * 2
+
+
 def die_with_a_child_that_holds_all_it_had() -> None:
     if dist.get_rank() == 1:
         if os.fork() == 0:
@@ -177,12 +194,13 @@ def test_a_death_is_seen_at_once_though_a_child_lives_on_and_before_its_victims(
     assert str(caught.value).startswith("rank 1 of 2 was killed by SIGKILL") and caught.value.rank == 1
 
 
-def start_a_sleeper() -> int:
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+def start_a_sleeper(options: dict[str, Any] | None = None) -> int:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], **(options or {})).pid
 
 
-def test_what_a_rank_has_started_ends_with_it(pair: World) -> None:
-    pids = pair.run(start_a_sleeper)
+@pytest.mark.parametrize("options", [{"env": {}}, {"start_new_session": True}], ids=["no environment", "daemon"])
+def test_what_a_rank_has_started_ends_with_it(options: dict[str, Any], pair: World) -> None:
+    pids = pair.run(start_a_sleeper, options)
     assert all(map(is_running, pids))
     pair.close()
     assert wait_until(lambda: not any(map(is_running, pids)))

@@ -180,10 +180,11 @@ def test_under_torchrun_its_ranks_are_the_world(device: str) -> None:
     assert run.stdout.count(" passed") == 1  # rank 0 runs pytest, the others serve it
 
 
-def test_temporary_files_are_all_in_the_private_directory(device: str) -> None:
-    before = set(os.listdir(tempfile.gettempdir()))
+def test_temporary_files_are_all_in_the_private_directory(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with World(1, device) as world:
         world.run(identity)
-        new = {name for name in os.listdir(tempfile.gettempdir()) if name not in before and "shardmark" in name}
-        assert new == {world._directory.name}
+        assert list(tmp_path.glob("*shardmark*")) == [world._directory]
     assert not world._directory.exists()

@@ -90,6 +90,26 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
     assert link.is_symlink() and rows_of(target) == [1]
 
 
+def test_what_another_user_may_have_put_under_the_hidden_name_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("text")
+    (tmp_path / ".out.json.partial").symlink_to("precious")
+    with pytest.raises(RowFileError, match=r"^--benchmark-json .*out\.json: Too many levels of symbolic links$"):
+        GrowingFile(tmp_path / "out.json")
+    assert (tmp_path / "precious").read_text() == "text"
+
+
+def test_an_older_files_mode_stays(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.touch(0o604)
+    file = GrowingFile(path)
+    for count in range(1, 4):
+        add(file, count)
+        assert path.stat().st_mode & 0o777 == 0o604
+    file.replace("{}")
+    file.close()
+    assert path.stat().st_mode & 0o777 == 0o604
+
+
 def test_what_is_no_regular_file_is_refused_and_left_alone(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     wrong = {

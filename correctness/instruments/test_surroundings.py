@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
 import subprocess
-import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from correctness.support.processes import wait_until
-from correctness.support.runs import Fresh, environment_of_a_run, forked, numbers, project
+from correctness.support.paths import ROOT
+from correctness.support.processes import running, wait_until
+from correctness.support.runs import Fresh, forked, numbers, project
 from shardmark.growing import GrowingFile
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -59,13 +60,29 @@ def small(folder: str, size: str) -> Callable[[Fresh], None]:
     return change
 
 
-def without_roots_rights(run: Fresh) -> None:
-    """In a folder that its user may not write."""
-    without("setpriv", "--bounding-set=-all", "--inh-caps=-all")(run)
-    (run.folder / "tmp").mkdir()
-    run.environment["TMPDIR"] = str(run.folder / "tmp")
-    run.arguments = [f"--benchmark-json={run.folder}/tmp/out.json"]
-    run.folder.chmod(0o555)
+NOT_ROOT = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
+"""Whatever is root's is this user's, so Python is; but no right beyond that."""
+
+
+def where_only_tmp_may_be_written(*command: str) -> Callable[[Fresh], None]:
+    """Below a command after which the project's folder may not be."""
+
+    def change(run: Fresh) -> None:
+        without(*command)(run)
+        temporary_folder("tmp")(run)
+        run.arguments = [f"--benchmark-json={run.folder}/tmp/out.json"]
+        run.folder.chmod(0o555)
+
+    return change
+
+
+def read_only_checkout(run: Fresh) -> None:
+    """Shardmark and the project, on disks that nobody may write."""
+    where_only_tmp_may_be_written("unshare", "-m")(run)
+    mounted = f'mount --bind "{run.folder}/tmp" "{run.folder}/tmp"'
+    for folder in (ROOT, run.folder):
+        mounted += f' && mount --rbind "{folder}" "{folder}" && mount -o remount,ro,bind "{folder}"'
+    run.below += ["sh", "-c", f'{mounted} && exec "$@"', "sh"]
 
 
 LACKS: dict[str, Callable[[Fresh], None]] = {
@@ -79,20 +96,10 @@ LACKS: dict[str, Callable[[Fresh], None]] = {
     "TMPDIR that is not there": temporary_folder("nowhere", there=False),
     "TMPDIR that is full": small("{}/tiny", "16k"),
     "tiny /dev/shm": small("/dev/shm", "64k"),
-    "a folder that may not be written": without_roots_rights,
+    "root's rights": where_only_tmp_may_be_written("setpriv", "--bounding-set=-all", "--inh-caps=-all"),
+    "a user who is root": where_only_tmp_may_be_written(*NOT_ROOT),
+    "a checkout that may be written": read_only_checkout,
 }
-
-
-def running(tag: str) -> list[str]:
-    """Processes with that word in their environment."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if tag.encode() in file.read_bytes():
-                found.append(file.parent.name)
-        except OSError:
-            continue
-    return found
 
 
 @pytest.mark.sweep
@@ -111,22 +118,38 @@ def test_a_run_that_lacks_it_measures_all_and_leaves_nothing(lack: str, tmp_path
 
 
 @pytest.mark.sweep
+def test_what_a_user_who_is_not_root_may_not_write_is_one_line(tmp_path: Path) -> None:
+    (project(tmp_path) / "older.json").write_text("older")
+    (tmp_path / "older.json").chmod(0o400)
+    tmp_path.chmod(0o555)
+    for option in ("--benchmark-json=new.json", "--benchmark-json=older.json", "--trace-dir=new", "--link=1gbit"):
+        run = Fresh(tmp_path, [option])
+        without(*NOT_ROOT)(run)
+        ended = run.run()
+        assert ended.status == 4 and [line[:7] for line in ended.output.splitlines() if line] == ["ERROR: "]
+    assert (tmp_path / "older.json").read_text() == "older" and not list(tmp_path.glob("*new*"))
+
+
+@pytest.mark.sweep
 def test_without_a_network_one_line_says_so_and_rows_are_kept(tmp_path: Path) -> None:
     run = Fresh(project(tmp_path), ["--benchmark-json=out.json", "-rs"])
     without("unshare", "-n")(run)
     ended = run.run()
-    assert ended.rows() == [0, 1, 2] and ended.has_table
-    assert len(ended.lines("ranks talk over the loopback interface, and it is down")) == 1, ended.output
+    assert (ended.status, ended.rows()) == (0, [0, 1, 2]) and ended.has_table, ended.output
+    assert len(ended.lines(": ranks talk over the loopback interface, and it is down: ip link set lo up")) == 1
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("stdout", [">/dev/full", ">&-", "| head -c 1"])
-def test_where_nobody_reads_what_it_prints_the_file_is_whole(stdout: str, tmp_path: Path) -> None:
-    """pytest ends where it cannot print."""
+@pytest.mark.parametrize(
+    ("stdout", "least"), [(">/dev/full", 1), (">&-", 0), ("2>/dev/full", 3), ("| (head -c 1; exit 1)", 1)]
+)
+def test_where_nobody_reads_what_it_prints_the_file_is_whole(stdout: str, least: int, tmp_path: Path) -> None:
+    """pytest ends where it cannot print: at the first test, or before it where it has no standard output at all."""
     tag = uuid.uuid4().hex
     run = Fresh(project(tmp_path), ["--benchmark-json=out.json"], {"RUN_TAG": tag}, shell=stdout)
     ended = run.run()
-    assert ended.rows() == list(range(len(ended.rows())))
+    assert ended.rows() == list(range(len(ended.rows()))) and len(ended.rows()) >= least
+    assert (ended.status == 0) == (least == 3)
     assert wait_until(lambda: not running(tag), 20)
     assert not list(tmp_path.glob(".out*"))
 
@@ -159,6 +182,70 @@ def test_a_second_run_on_the_same_file_is_one_line_and_one_on_another_goes_on(tm
     assert forked(tmp_path, "--benchmark-json=out.json", "-k", "test_row").rows() == [0, 1, 2]
 
 
+WAITS = """
+import time
+from pathlib import Path
+
+def test_wait():
+    Path("waiting").touch()
+    while not Path("go").exists():
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("workers", [0, 2])
+def test_two_runs_at_once_write_two_files_and_never_one(workers: int, tmp_path: Path) -> None:
+    """pytest-benchmark measures nothing in pytest-xdist's workers, so there are no rows."""
+    rows = [] if workers else [0, 1, 2]
+    project(tmp_path, test_waits=WAITS)
+    both = [f"-n{workers}", "test_costs.py"]
+    first = Fresh(tmp_path, ["--benchmark-json=out.json", *both, "test_waits.py"]).start()
+    try:
+        assert wait_until((tmp_path / "waiting").exists, 100)
+        second = Fresh(tmp_path, ["--benchmark-json=out.json", *both]).run()
+        assert second.status == 4 and len(second.lines("--benchmark-json out.json: another run is writing it")) == 1
+        other = Fresh(tmp_path, ["--benchmark-json=other.json", *both]).run()
+        assert (other.status, other.rows("other.json")) == (0, rows), other.output
+    finally:
+        (tmp_path / "go").touch()
+        output, _ = first.communicate()
+    assert (first.returncode, other.rows()) == (0, rows), output
+    assert not list(tmp_path.glob(".o*"))
+
+
+ODD = """
+import math
+import numpy as np
+import pytest
+
+class Speechless:
+    def __repr__(self):
+        raise LookupError("no text")
+
+loop = []
+loop.append(loop)
+ODD = {"nan": math.nan, "scalar": np.float32(1.5), "speechless": Speechless(), "loop": loop, "keys": {(1, 2): {3}}}
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd(name, benchmark):
+    benchmark.extra_info[name] = ODD[name]
+    benchmark.pedantic(int, rounds=1)
+"""
+
+
+def test_what_json_has_no_word_for_is_text_in_its_own_row(tmp_path: Path) -> None:
+    options = ("--benchmark-json=out.json", "--benchmark-save=all", "-k", "test_odd or test_row")
+    ended = forked(project(tmp_path, test_odd=ODD), *options)
+    assert ended.status == 0 and ended.has_table, ended.output
+    assert len(ended.lines("--benchmark-save: LookupError: no text")) == 1  # pytest-benchmark's own file
+    entries = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)["benchmarks"]
+    assert [list(entry["extra_info"].values()) for entry in entries if entry["name"].startswith("test_odd")] == [
+        *([None], ["1.5"], ["Speechless (LookupError)"], [["[[...]]"]], [{"(1, 2)": "{3}"}])
+    ]
+    assert len([entry for entry in entries if entry["name"].startswith("test_row")]) == 3
+
+
 def clock_jumps() -> None:
     import itertools
     import time
@@ -180,42 +267,3 @@ def test_a_path_that_is_no_text_is_printed_as_what_it_is(tmp_path: Path) -> None
     ended = forked(tmp_path, f"--benchmark-json={folder}/out.json", "-k", "test_row")
     assert ended.status == 0 and numbers(folder / "out.json") == [0, 1, 2]
     assert "\x1b" not in ended.output and len(ended.lines("3 rows in ")) == 1
-
-
-DIES = """
-import os, signal
-import torch.distributed as dist
-from test_costs import test_row  # its rows first
-
-def die(rank):
-    if dist.get_rank() == rank:
-        os.kill(os.getpid(), signal.SIGABRT)
-    dist.barrier()
-
-def test_world(worlds):
-    worlds(2).run(die, int(os.environ["DYING"]))
-"""
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_of_torchrun_that_dies_costs_no_row(rank: int, tmp_path: Path) -> None:
-    project(tmp_path, test_dies=DIES)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [
-        "-m",
-        "pytest",
-        "--device=cpu",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--benchmark-json=out.json",
-        "test_dies.py",
-    ]
-    tag = uuid.uuid4().hex
-    environment = environment_of_a_run(DYING=str(rank), RUN_TAG=tag)
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 1 and numbers(tmp_path / "out.json") == [0, 1, 2]
-    assert "(SIGABRT)" in run.stderr  # torchrun's own word of it
-    assert rank == 0 or "case 0 " in run.stdout
-    assert wait_until(lambda: not running(tag), 20)

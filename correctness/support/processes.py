@@ -22,6 +22,18 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def running(tag: str) -> list[str]:
+    """Processes with that word in their environment."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if tag.encode() in file.read_bytes():
+                found.append(file.parent.name)
+        except OSError:
+            continue
+    return found
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:

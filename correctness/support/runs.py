@@ -67,6 +67,9 @@ def test_world(worlds):
 """
 OPTIONS = ("--device=cpu", "-p", "no:cacheprovider", "--benchmark-quiet", "-q")
 
+ENDS = signal.SIGTERM, signal.SIGHUP
+"""Of which nohup has us ignore the second."""
+
 LIMIT = 300.0
 """Seconds after which a run counts as hung."""
 
@@ -147,6 +150,8 @@ def _run(
         os.dup2(descriptor, stream)
     os.close(descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in ENDS:
+        signal.signal(number, signal.SIG_DFL)
     import pytest
 
     if fault is not None:
@@ -205,6 +210,7 @@ class Fresh:
     def _prepare(self) -> None:
         import resource
 
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+        for number in (signal.SIGINT, *ENDS):  # a shell's background jobs ignore the first
+            signal.signal(number, signal.SIG_DFL)
         for limit, value in self.limits.items():
             resource.setrlimit(limit, (value, value))
