@@ -131,12 +131,15 @@ def test_no_target_left_is_no_loss_and_no_gradient(
 
 
 @pytest.mark.parametrize("sign", [1, -1], ids=["high", "low"])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 45.0), (torch.float32, 1e15)], ids=str)
 @pytest.mark.parametrize("options", OPTIONS)
-def test_no_target_left_of_large_logits(implementation: Implementation, options: str, sign: int, device: str) -> None:
-    """Each is a number that float16 has, and their sum is none: zero times infinity is no zero."""
-    inputs = random_inputs(40, 8, 13, device, torch.float16)
-    inputs.hidden.fill_(sign * 40.0)
-    inputs.weight.fill_(45.0)  # logits of 14,400
+def test_no_target_left_of_large_logits(
+    implementation: Implementation, options: str, dtype: torch.dtype, size: float, sign: int, device: str
+) -> None:
+    """Each is a number, and in float16 their sum is none, in float32 their square: zero times infinity is no zero."""
+    inputs = random_inputs(40, 8, 13, device, dtype)
+    inputs.hidden.fill_(sign * size)
+    inputs.weight.fill_(size * (40 if dtype == torch.float32 else 0.9))
     _assert_zero(implementation, inputs, OPTIONS[options])
 
 

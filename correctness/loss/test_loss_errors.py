@@ -115,17 +115,21 @@ def test_a_z_loss_that_is_not_finite_is_refused(implementation: Implementation, 
         implementation.adapted(x.hidden, x.weight, x.targets, z_loss=z_loss)
 
 
-@pytest.mark.parametrize("target", [-1, 5, 10**12, -101])
+@pytest.mark.parametrize(
+    ("target", "ignored"), [(-1, -100), (5, -100), (10**12, -100), (-101, -100), (-100, -1), (-100, 3)]
+)
 def test_a_target_out_of_range_is_refused(
-    implementation: Implementation, target: int, device: str, record_property: Note
+    implementation: Implementation, target: int, ignored: int, device: str, record_property: Note
 ) -> None:
+    """That of torch's default, too, where another one is to be ignored."""
     if device == "cuda":
         pytest.skip("there it is a device-side assertion, after which the process has no use of its GPU")
-    x = random_inputs(4, 8, 5, device)
+    x = random_inputs(4, 8, 5, device, ignored=ignored)
     x.targets[2] = target
-    call = partial(implementation.adapted, x.hidden, x.weight, x.targets)
+    call = partial(implementation.adapted, x.hidden, x.weight, x.targets, ignore_index=ignored)
     wording = rf"in \[0, 5\)[^\n]*targets\[2\] is {target}"
-    assert_refused(implementation, f"target {target} of 5 words", call, wording, record_property)
+    what = f"target {target} of 5 words with ignore_index={ignored}"
+    assert_refused(implementation, what, call, wording, record_property)
 
 
 def test_off_the_cpu_the_range_is_checked_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,35 +73,37 @@ def test_a_nan_makes_the_loss_nan(
         record_property("note", f"with a NaN in {where} its loss is NaN, and its gradients are numbers")
 
 
-AUTOCAST = {"float32": (torch.float32, torch.float32), "mixed": (torch.bfloat16, torch.float32)}
+AUTOCAST = {"float32": (torch.float32, torch.float32), "mixed": (None, torch.float32)}
+"""Dtypes of hidden and weight; None: autocast's."""
 
 
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("how", AUTOCAST)
 def test_under_autocast_products_are_in_its_dtype_and_the_loss_is_not(
-    implementation: Implementation, how: str, device: str
+    implementation: Implementation, how: str, to: torch.dtype, device: str
 ) -> None:
     """As a Linear and torch's cross_entropy do; mixed: the last layer's output is in half precision already."""
     inputs = random_inputs(60, 32, 97, device)
-    dtypes = AUTOCAST[how]
+    dtypes = [to if dtype is None else dtype for dtype in AUTOCAST[how]]
 
     def under_autocast(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(device, dtype=torch.bfloat16):
+        with torch.autocast(device, dtype=to):
             return implementation.adapted(hidden.to(dtypes[0]), weight.to(dtypes[1]), targets)
 
     def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(device, dtype=torch.bfloat16):
+        with torch.autocast(device, dtype=to):
             logits = torch.nn.functional.linear(hidden.to(dtypes[0]), weight.to(dtypes[1]))
-            assert logits.dtype == torch.bfloat16
+            assert logits.dtype == to
             return torch.nn.functional.cross_entropy(logits, targets)
 
     exact = results(eager_loss, inputs.to(torch.float64))
     found, wanted = results(under_autocast, inputs), results(plain, inputs)
-    half = rounding(inputs.to(torch.float64), torch.finfo(torch.bfloat16).eps, torch.finfo(torch.float32).eps, {})
+    half = rounding(inputs.to(torch.float64), torch.finfo(to).eps, torch.finfo(torch.float32).eps, {})
     for name, x in found.items():
         right = x.dtype == torch.float32 or (name == "loss" and x.dtype == torch.float64)
         assert right, f"under autocast {name} is {x.dtype}, expected torch.float32"
         if name == "loss" and implementation.target is linear_cross_entropy:
-            half[name] += HALF_LOSS * torch.finfo(torch.bfloat16).eps * exact[name].abs().item()
+            half[name] += HALF_LOSS * torch.finfo(to).eps * exact[name].abs().item()
         error, plain_error = ((y.double() - exact[name]).abs().max().item() for y in (x, wanted[name]))
         assert error <= 2 * max(plain_error, half[name]), f"{name}: {error:.2e} against {plain_error:.2e}"
     full = results(implementation.adapted, inputs)["loss"]
