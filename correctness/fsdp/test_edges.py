@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -280,3 +281,60 @@ def test_clipping_counts_ranks_without_elements_and_waits_for_synchronization(pa
     for said, norm in pair.run(clip_one_element, device):
         assert said == "clip_grad_norm_() before finish_gradient_synchronization()"
         assert norm == 3.0
+
+
+@dataclass
+class Found:
+    hidden: Tensor
+    more: list[Tensor]
+
+
+class Caching(nn.Module):
+    """A layer that leaves what it computes in a dict of the caller's, and returns a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM, dtype=torch.float64)
+
+    def forward(self, given: Found, cache: dict[str, Any]) -> Found:
+        hidden = self.layer(given.hidden) + given.more[0]
+        cache[f"call {len(cache)}"] = hidden.detach()
+        return Found(hidden.tanh(), [hidden.sin()])
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Caching() for _ in range(3))
+
+    def forward(self, x: Tensor, cache: dict[str, Any]) -> Found:
+        found = Found(x, [x])
+        for part in self.parts:
+            found = part(found, cache=cache)
+        return found
+
+
+def cached_on_rank(device: str) -> None:
+    x = torch.ones(3, DIM, dtype=torch.float64, device=device)
+    torch.manual_seed(0)
+    plain = Cached().to(device)
+    module = Cached().to(device)
+    module.load_state_dict(plain.state_dict())
+    model = FullyShardedDataParallel(module, wrap=by_type(Caching))
+    for use in (lambda found: found.hidden, lambda found: found.more[0]):
+        model.zero_grad()
+        plain.zero_grad()
+        for each in (plain, model):
+            cache: dict[str, Any] = {}
+            use(each(x, cache)).square().sum().backward()
+            assert list(cache) == ["call 0", "call 1", "call 2"], f"{type(each).__name__} left {list(cache)}"
+        model.finish_gradient_synchronization()
+        shards = torch.cat([p.grad.flatten() for p in model.parameters()])
+        gathered = [torch.empty_like(shards) for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, shards)
+        found, expected = torch.cat(gathered).sum(), torch.cat([p.grad.flatten() for p in plain.parameters()]).sum()
+        torch.testing.assert_close(found, expected)
+
+
+def test_units_take_and_return_dataclasses_and_write_into_what_they_are_given(world: World, device: str) -> None:
+    world.run(cached_on_rank, device)

@@ -21,13 +21,14 @@ class FullySharded(Protocol):
     parameters' own dtype, and any optimizer takes them; some may be empty. `isinstance` says the same of each module as
     before. Ranks that are not in the process group do nothing.
 
-    A call is the module's own: the same arguments, its own hooks, the same outputs (a loss may use any of them), the
-    same gradients of inputs. After `finish_gradient_synchronization`, between backward and `optimizer.step()`, the
-    `.grad` of each trainable shard has the shard's shape and dtype and is this rank's part of the gradient averaged
-    over the ranks. A gradient that a rank does not have counts as zero; one that no rank has is zero or None. Gradients
-    of several backward passes add up, whether each is synchronized or all are at once, until they are set to None.
-    Frozen parameters have none. Tied parameters stay one. Several forwards may precede their backwards, some may have
-    none, and evaluation under `torch.no_grad()` may come at any time.
+    A call is the module's own: the same arguments, its own hooks, the same outputs, tensors in tuples, lists and
+    dicts among them (a loss may use any), the same gradients of inputs. After `finish_gradient_synchronization`,
+    between backward and `optimizer.step()`, the `.grad` of each trainable shard has the shard's shape and dtype and
+    is this rank's part of the gradient averaged over the ranks. A gradient that a rank does not have counts as zero;
+    one that no rank has is zero or None. Gradients of several backward passes add up, whether each is synchronized or
+    all are at once, until they are set to None. Frozen parameters have none. Tied parameters stay one. Several
+    forwards may precede their backwards, some may have none, and evaluation under `torch.no_grad()` may come at any
+    time.
 
     A rank stores about 1/n of the model: once a step is synchronized nothing else of the parameters remains, and of
     gradients their shards alone, and no view of them keeps the full ones in memory; a forward without backward may

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves, tree_map
 
 from impl.collectives import collectives_for
 from impl.distributed import PlainStateDict, check_same_module
 from impl.fsdp.accounting import kept_peak, plain_peak, sharded_peak
 from impl.fsdp.backward import BackwardPasses, backward_runs
+from impl.fsdp.nested import changed, tensors_in
 from impl.fsdp.order import Order
 from impl.fsdp.splitting import device_of, split
 from impl.fsdp.units import Sharding, Unit
@@ -43,6 +43,8 @@ class FullyShardedDataParallel(PlainStateDict):
     parameters stay until its backward is complete. The root module is a unit, too, and is never resharded after
     forward, because backward starts there. `forward_prefetch` and `backward_prefetch` say how many of the next units
     to all-gather while one computes, in the order that the previous step used them.
+
+    What a unit takes and returns may be dataclasses, too, and it may write into a list or a dict that it is given.
 
     Shards have the parameters' own dtype. `compute_dtype` is what parameters, and floating-point inputs of units, are
     cast to before the all-gather. `reduce_dtype` (by default the compute dtype) is what gradients are cast to before
@@ -114,12 +116,13 @@ class FullyShardedDataParallel(PlainStateDict):
         if unit is self._root and not recomputing:
             self._begin_step()
         self._gather(unit, self._backward_order if recomputing else self._forward_order)
-        args, kwargs = tree_map(self._cast, (args, kwargs))
+        args = tuple(changed(x, self._cast) for x in args)
+        kwargs = {name: changed(x, self._cast) for name, x in kwargs.items()}
         if torch.is_grad_enabled() and not recomputing:
             unit.calls += 1
             # Backward of a unit is complete when its inputs have their gradients: autograd runs the newest operators
             # first, so it reaches the ones that made the inputs after all of the unit's own.
-            inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.grad_fn is not None]
+            inputs = [x for x in tensors_in((args, kwargs)) if x.grad_fn is not None]
             if inputs:
                 register_multi_grad_hook(inputs, partial(self._after_backward, unit))
         return args, kwargs
@@ -131,8 +134,8 @@ class FullyShardedDataParallel(PlainStateDict):
         if not torch.is_grad_enabled():
             unit.reshard()
             return
-        for x in tree_leaves(output):
-            if isinstance(x, Tensor) and x.requires_grad:
+        for x in tensors_in(output):
+            if x.requires_grad:
                 x.register_hook(partial(self._before_backward, unit))
         if self.reshard_after_forward and unit is not self._root:
             unit.reshard()

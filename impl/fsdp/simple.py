@@ -24,13 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.weak import WeakIdKeyDictionary
 
 from impl.accounting.library.simple_fsdp import transformer_peak
 from impl.distributed import PlainStateDict, check_same_module
 from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
+from impl.fsdp.nested import changed
 from impl.fsdp.wrapping import check_unsharded, mark_sharded
 from shardmark.registry import Race, register
 
@@ -230,7 +230,9 @@ class _Root(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         reading, policy = self._reading, self._reading.policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
-            args, kwargs = tree_map(partial(_cast, dtype=policy.param_dtype), (args, kwargs))
+            cast = partial(_cast, dtype=policy.param_dtype)
+            args = tuple(changed(x, cast) for x in args)
+            kwargs = {name: changed(x, cast) for name, x in kwargs.items()}
         if reading.reshard and not torch.compiler.is_compiling():
             with reading.regathering():
                 output = super().forward(*args, **kwargs)
