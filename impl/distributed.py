@@ -39,10 +39,14 @@ def check_same_module(module: nn.Module, process_group: dist.ProcessGroup | None
     """
     own = [(name, described(tensor)) for name, tensor in chain(module.named_parameters(), module.named_buffers())]
     every_rank = of_every_rank(own, process_group)
-    for rank, other in enumerate(every_rank):
-        if other != every_rank[0]:
-            name, here, there = _first_difference(every_rank[0], other)
-            raise ValueError(f"the ranks' modules differ at {name!r}: {here} on rank 0, {there} on rank {rank}")
+    differences = [
+        (*_first_difference(every_rank[0], other), rank)
+        for rank, other in enumerate(every_rank)
+        if other != every_rank[0]
+    ]
+    if differences:  # of the ranks', the first in the module's order
+        _, name, here, there, rank = min(differences, key=lambda difference: difference[0])
+        raise ValueError(f"the ranks' modules differ at {name!r}: {here} on rank 0, {there} on rank {rank}")
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no trainable parameters, so there is no gradient to average")
 
@@ -69,13 +73,13 @@ def broadcast_state(module: nn.Module, process_group: dist.ProcessGroup | None) 
             tensor.copy_(sent)
 
 
-def _first_difference(own: list[tuple[str, str]], other: list[tuple[str, str]]) -> tuple[str, str, str]:
-    """The first name at which two descriptions differ, and what each has there."""
+def _first_difference(own: list[tuple[str, str]], other: list[tuple[str, str]]) -> tuple[int, str, str, str]:
+    """Where two descriptions differ first: the place, the name, and what each has there."""
     here, there = dict(own), dict(other)
-    for name in here | there:
+    for place, name in enumerate(here | there):
         if here.get(name) != there.get(name):
-            return name, here.get(name, "missing"), there.get(name, "missing")
-    return own[0][0], "in another order", "in another order"  # the same entries in both
+            return place, name, here.get(name, "missing"), there.get(name, "missing")
+    return 0, own[0][0], "in another order", "in another order"  # the same entries in both
 
 
 def check_dense(parameter: nn.Parameter) -> None:

@@ -73,17 +73,55 @@ def test_sums_are_as_exact_as_the_dtype(
     assert_right(world.run(sums, implementation, dtype, device))
 
 
-def random_sum(implementation: Implementation, device: str) -> Tensor:
-    total = torch.randn(3, 100_001, generator=torch.Generator().manual_seed(dist.get_rank())).to(device)
-    implementation.adapted.all_reduce(total)
-    return total.cpu()
+SIZES = (7, 1001, 40_000, 300_003)
+
+
+def random_sums(implementation: Implementation, device: str) -> list[Tensor]:
+    generator, totals = torch.Generator().manual_seed(dist.get_rank()), []
+    for dtype, size in product((torch.float32, torch.bfloat16), SIZES):
+        total = torch.randn(size, generator=generator).to(device, dtype)
+        implementation.adapted.all_reduce(total)
+        totals.append(total.cpu())
+    return totals
 
 
 def test_every_rank_has_the_same_sum_to_the_bit(implementation: Implementation, world: World, device: str) -> None:
-    ranks = world.run(random_sum, implementation, device)
-    for rank, total in enumerate(ranks):
-        differ = int((total != ranks[0]).sum())
-        assert not differ, f"{differ} elements of an all-reduce on rank {rank} are rounded otherwise than on rank 0"
+    """Of few elements and of many, which may go other ways."""
+    ranks = world.run(random_sums, implementation, device)
+    for rank, totals in enumerate(ranks):
+        for mine, first in zip(totals, ranks[0], strict=True):
+            differ = int((mine != first).sum())
+            assert not differ, (
+                f"{differ} of {len(mine)} elements of an all-reduce of {mine.dtype} on rank {rank} are rounded "
+                "otherwise than on rank 0"
+            )
+
+
+BITS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
+
+
+def gathered_bits(implementation: Implementation, device: str) -> list[str]:
+    """What is wrong with numbers of any bits: zeros below zero, numbers below the normal ones, infinities, NaNs."""
+    ranks, wrong = dist.get_world_size(), []
+    for (dtype, bits), size in product(BITS.items(), SIZES[:3]):
+        end = 2 ** (8 * bits.itemsize - 1) - 1
+        drawn = [
+            torch.randint(-end, end, (size,), generator=torch.Generator().manual_seed(r)).to(bits) for r in range(ranks)
+        ]
+        for each in drawn:
+            each[0] = -end - 1  # -0.0
+        output = torch.zeros(ranks * size, dtype=dtype, device=device)
+        implementation.adapted.all_gather(output, drawn[dist.get_rank()].to(device).view(dtype))
+        differ = int((output.view(bits).cpu() != torch.cat(drawn)).sum())
+        if differ:
+            wrong.append(f"all_gather of {dtype}: {differ} of {ranks * size} elements have other bits than were sent")
+    return wrong
+
+
+def test_what_is_gathered_has_the_bits_that_were_sent(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_right(world.run(gathered_bits, implementation, device))
 
 
 def several_dimensions(implementation: Implementation, name: str, device: str) -> list[str]:

@@ -56,6 +56,8 @@ def wrap_different(implementation: Implementation, device: str, how: str) -> Rai
         module[1].bias = None
     if last and how == "frozen":
         module[1].weight.requires_grad_(False)
+    if how == "several" and dist.get_rank() > 0:  # the last rank at an earlier one than those before it
+        module[0 if last else 1].weight.requires_grad_(False)
     return _wrapping(implementation, module)
 
 
@@ -67,6 +69,7 @@ def wrap_different(implementation: Implementation, device: str, how: str) -> Rai
         ("dtype", "0.bias"),
         ("missing", "1.bias"),
         ("frozen", "1.weight"),
+        ("several", "0.weight"),
     ],
 )
 def test_modules_that_differ_are_named_by_their_first_parameter(

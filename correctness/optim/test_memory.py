@@ -49,4 +49,4 @@ def test_steps_after_the_first_keep_nothing_more(implementation: Implementation,
             memory.mark(str(i))
     more = memory.phases[str(2 + STEPS)] - memory.phases["2"]
     what = "" if changes == "nothing" else f" with other {changes} each time"
-    assert more < 1000, f"steps 4 to {3 + STEPS}{what} leave {more} more bytes behind, {more // STEPS} each"
+    assert more < STEPS, f"steps 4 to {3 + STEPS}{what} leave {more} more bytes behind, {more // STEPS} each"
