@@ -220,6 +220,29 @@ def test_frozen_parameters_have_no_gradient(implementation: Implementation, worl
     assert_nothing_wrong(world.run(frozen_gradients, implementation, device))
 
 
+def thawed_gradients(implementation: Implementation, device: str) -> list[str]:
+    """What is wrong with the averages while the second of three parameters is frozen, and once it is not."""
+    model = wrap(implementation, Products(*map(torch.zeros_like, THREE)).to(device), find_unused_parameters=True)
+    wrong = []
+    for step, when in enumerate(("before it is frozen", "while it is frozen", "once it is trainable again")):
+        model.module.zero_grad()
+        model.module.p[1].requires_grad_(step != 1)
+
+        def own(rank: int, step: int = step) -> Gradients:
+            return [x if i != 1 or step != 1 else None for i, x in enumerate(values(rank, *THREE, step=step))]
+
+        backward(model, own(dist.get_rank()), device)
+        model.finish_gradient_synchronization()
+        wrong += wrong_averages(model, own, f"of three parameters, the second {when}")
+    return wrong
+
+
+def test_a_parameter_that_was_frozen_for_a_while_is_averaged_again(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    assert_nothing_wrong(world.run(thawed_gradients, implementation, device))
+
+
 def not_finite(step: int, rank: int, like: list[Tensor]) -> Gradients:
     """An infinity and a NaN on rank 0, which a loss scaler must find on every rank."""
     gradients = values(rank, *like, step=step)
