@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from correctness.support.optimizer_outcomes import assert_played, assert_value
 from correctness.support.optimizer_scripts import (
@@ -140,9 +141,19 @@ def test_a_scheduler_changes_the_rate(implementation: Implementation, world: Wor
         assert_value(f"the parameter on rank {rank}", parameter, start - 0.3)
 
 
-def from_a_generator(implementation: Implementation, device: str) -> list[Tensor]:
+GIVEN: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "a_generator": lambda params: (p for p in params),
+    "names": lambda params: [(f"layer {i}", p) for i, p in enumerate(params)],
+    "groups_of_generators": lambda params: [{"params": (p for p in params[:3])}, {"params": iter(params[3:])}],
+    "groups_of_names": lambda params: [{"params": [(f"layer {i}", p) for i, p in enumerate(params)]}],
+    "a_group_of_one": lambda params: [{"params": params[0]}, {"params": params[1:]}],
+}
+"""What torch's optimizers take."""
+
+
+def given_as(implementation: Implementation, how: str, device: str) -> list[Tensor]:
     params = parameters(device, *SHAPES)
-    optimizer = implementation.adapted((p for p in params), torch.optim.SGD, lr=0.1)
+    optimizer = implementation.adapted(GIVEN[how](params), torch.optim.SGD, lr=0.1)
     assert isinstance(optimizer, torch.optim.Optimizer), f"{type(optimizer)} is no torch.optim.Optimizer"
     held = [p for group in optimizer.param_groups for p in group["params"]]
     assert [id(p) for p in held] == [id(p) for p in params], "param_groups have other parameters than the user gave"
@@ -151,11 +162,14 @@ def from_a_generator(implementation: Implementation, device: str) -> list[Tensor
     return [p.detach().cpu() for p in params]
 
 
-def test_param_groups_have_the_users_parameters(implementation: Implementation, world: World, device: str) -> None:
+@pytest.mark.parametrize("how", GIVEN)
+def test_param_groups_have_the_users_parameters(
+    implementation: Implementation, world: World, how: str, device: str
+) -> None:
     params = parameters(device, *SHAPES)
     set_gradients(params, 0)
     torch.optim.SGD(params, lr=0.1).step()
-    for rank, found in enumerate(world.run(from_a_generator, implementation, device)):
+    for rank, found in enumerate(world.run(given_as, implementation, how, device)):
         for i, (x, p) in enumerate(zip(found, params, strict=True)):
             assert_value(f"parameter {i} on rank {rank}", x, p.detach())
 

@@ -36,7 +36,7 @@ def zero_redundancy(
     It assigns each parameter as a whole to one rank, largest first. After the update each rank broadcasts its
     parameters: as one tensor, with `parameters_as_bucket_view`. Unsupported for parameters of several dtypes.
     """
-    params = list(params)
+    params = _without_names(params)
     tensors = [p for group in params for p in group["params"]] if isinstance(params[0], dict) else params
     if len({p.dtype for p in tensors}) > 1:
         raise Unsupported("ZeroRedundancyOptimizer takes parameters of one dtype")
@@ -47,6 +47,18 @@ def zero_redundancy(
         parameters_as_bucket_view=True,
         **defaults,
     )
+
+
+def _without_names(params: Any) -> list[Any]:
+    """Parameters, or groups of lists of them: torch's ZeroRedundancyOptimizer takes no `named_parameters()`."""
+
+    def one(each: Any) -> Any:
+        if isinstance(each, dict):
+            own = each["params"]
+            return each | {"params": [own] if isinstance(own, torch.Tensor) else _without_names(own)}
+        return each[1] if isinstance(each, tuple) else each
+
+    return [one(each) for each in params]
 
 
 @cache
