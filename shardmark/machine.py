@@ -7,6 +7,7 @@ run. What is compiled stays on disk, where the next process finds it.
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from functools import cache
@@ -44,6 +45,19 @@ def keep_compiled_code_apart() -> None:
     config, instructions = torch.compiler.config, torch.backends.cpu.get_cpu_capability()
     if not config.cache_key_tag.endswith(instructions):
         config.cache_key_tag += instructions
+
+
+def begin_with_own_device() -> None:
+    """Have each of pytest-xdist's workers begin with another GPU, so that tests that take one run on all of them.
+
+    A worker's devices are still all, the others behind its own: its worlds have as many ranks. Before CUDA starts.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible is not None else [str(i) for i in range(torch.cuda.device_count())]
+    if worker.isdigit() and len(devices) > 1:
+        first = int(worker) % len(devices)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first:] + devices[:first])
 
 
 def error_line(error: BaseException) -> str:

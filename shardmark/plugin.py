@@ -25,7 +25,7 @@ from shardmark import registry, torchrun
 from shardmark.clock import DeviceClock
 from shardmark.judge import Judge, implementation_of
 from shardmark.link import Link
-from shardmark.machine import keep_compiled_code_apart, requires_compiler
+from shardmark.machine import begin_with_own_device, keep_compiled_code_apart, requires_compiler
 from shardmark.measure import Measure
 from shardmark.rank import WorldError, WorldLostError
 from shardmark.registry import RegistryError, Unsupported
@@ -124,6 +124,7 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         config.addinivalue_line("markers", marker)
     keep_compiled_code_apart()
+    begin_with_own_device()
     session = start_session(config)
     config.stash[SESSION] = session
     if torchrun.launched():  # at once, as the other ranks are waiting

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from correctness.support.paths import ROOT
-from shardmark.machine import error_line
+from shardmark.machine import begin_with_own_device, error_line
 from shardmark.world import World
 
 pytest_plugins = ["pytester", "correctness.support.project"]
@@ -139,3 +139,27 @@ class Wrapped(RuntimeError):
 )
 def test_an_errors_line_is_what_went_wrong(error: Exception, line: str) -> None:
     assert error_line(error) == line
+
+
+@pytest.mark.parametrize(
+    ("worker", "visible", "found"),
+    [
+        ("gw0", None, "0,1,2,3"),
+        ("gw1", None, "1,2,3,0"),
+        ("gw6", None, "2,3,0,1"),
+        ("gw1", "5,7", "7,5"),
+        ("gw1", "5", "5"),
+        ("gw1", "", ""),
+        (None, None, None),
+    ],
+)
+def test_each_worker_begins_with_a_gpu_of_its_own(
+    worker: str | None, visible: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for name, value in (("PYTEST_XDIST_WORKER", worker), ("CUDA_VISIBLE_DEVICES", visible)):
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    begin_with_own_device()
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == found
