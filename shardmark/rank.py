@@ -240,9 +240,19 @@ def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank:
     Messages.count()
     gpu = None
     if device == "cuda":
+        let_segments_grow()
         gpu = torch.device("cuda", local_rank)
         torch.cuda.set_device(gpu)
     dist.init_process_group("gloo" if gpu is None else "nccl", store=store, rank=rank, world_size=size, device_id=gpu)
+
+
+def let_segments_grow() -> None:
+    """Before CUDA starts, have its allocator map memory into segments that grow, unless the user has set it up.
+
+    Of segments of fixed size, what one case leaves may be too small for any tensor of the next.
+    """
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _die_with_parent() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from correctness.support import workers
 from correctness.support.workers import FOLDER, share_the_cores
 from shardmark import rank
-from shardmark.rank import threads_of_a_rank
+from shardmark.rank import let_segments_grow, threads_of_a_rank
 
 
 @pytest.fixture
@@ -71,3 +72,20 @@ def test_ranks_of_all_workers_share_the_cores(
     monkeypatch.setattr(rank, "available_cores", lambda: 8)
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(workers))
     assert threads_of_a_rank(ranks) == threads
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_segments_of_the_cuda_allocator_grow_unless_the_user_has_set_it_up(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    let_segments_grow()
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+    os.environ[variable] = "max_split_size_mb:512"
+    let_segments_grow()
+    assert {name: os.environ[name] for name in os.environ if name.endswith("ALLOC_CONF")} == {
+        variable: "max_split_size_mb:512"
+    }
