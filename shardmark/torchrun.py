@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardmark.failures import Left, RankError, rank_error
+from shardmark.failures import Left, RankError, failures_of, rank_error
 from shardmark.rank import Answer, WorldError, WorldLostError, join_group, perform, pickled_call, ranks_met
 from shardmark.seal import Seal, forget_key, launch_key
 from shardmark.world import DEADLINE, GRACE, PROBE
@@ -132,7 +132,7 @@ class TorchrunWorld:
                     if answers[other].failure:  # the others are likely to be waiting for it in a collective
                         end = min(end, time.monotonic() + GRACE)
         self.alive = len(answers) == self.size
-        failures = {rank_: answer.failure for rank_, answer in answers.items() if answer.failure}
+        failures = failures_of(answers)
         if failures or not self.alive:
             if self.alive and (any(each.broken for each in answers.values()) or not self._in_step(answers)):
                 self.alive = False
