@@ -120,7 +120,7 @@ def test_model_of_overhead(
     plan = Plan(AllReduces, implementation, None, case, device, world.size, Rounds(minimum=20, max_seconds=0.5))
     ranks = measure.attempt(
         plan.identity,
-        memory_budget(implementation, case),
+        memory_budget(implementation, case, device),
         lambda: world.run(measure_on_rank, plan, deadline=CASE_DEADLINE),
     )
     row = measure.record(plan.identity, ranks, observe=[OverheadModel(case)])

@@ -84,5 +84,3 @@ def test_goals(case: Goal, device: str, measure: Measure) -> None:
     row = _measure(measure, implementation, case.case, Race("eager", goal=case.time))
     assert row["memory"]["formula"] <= case.memory * eager_peak(case.case)
     assert_within_eagers_peak(row["memory"], eager, case.memory)
-    if row["time"]["ratio"] is None:
-        pytest.skip("not judged: there is no room for both it and eager")

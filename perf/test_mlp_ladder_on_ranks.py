@@ -124,7 +124,7 @@ def made(case: RankRung, device: str) -> Measured:
 def test_stages(case: RankRung, world: World, device: str, measure: Measure) -> None:
     implementation, case = on_ranks(case, world, device, peak_of_stages)
     identity = Identity(implementation.family, implementation.name, case, device, world.size)
-    memory, expected = memory_budget(implementation, case, SLACK), stages(case)
+    memory, expected = memory_budget(implementation, case, device, SLACK), stages(case)
     ranks = measure.attempt(identity, memory, lambda: world.run(made, case, device))
     row = measure.record(identity, ranks, memory=memory, observe=[Stages(expected)])
     for name, held in row["memory"]["stages"].items():

@@ -47,28 +47,22 @@ pytestmark = [
 
 @pytest.mark.family("data_parallel", only=("ddp",))
 @pytest.mark.cases(CASES)
-def test_ddp(
-    implementation: Implementation, case: NineLinearsCase, world: World, device: str, measure: Measure
-) -> None:
-    _measure(measure, implementation, case, world, device)
+def test_ddp(implementation: Implementation, case: NineLinearsCase, world: World, measure: Measure) -> None:
+    _measure(measure, implementation, case, world)
 
 
 @pytest.mark.family("fsdp")
 @pytest.mark.cases(CASES)
-def test_fsdp(
-    implementation: Implementation, case: NineLinearsCase, world: World, device: str, measure: Measure
-) -> None:
+def test_fsdp(implementation: Implementation, case: NineLinearsCase, world: World, measure: Measure) -> None:
     """With a unit for each linear."""
-    _measure(measure, implementation, case, world, device)
+    _measure(measure, implementation, case, world)
 
 
 @pytest.mark.family("fsdp", option="wrap", only=SHARDED)
 @pytest.mark.cases(WRAPPED)
-def test_wrapping(
-    implementation: Implementation, case: NineLinearsCase, world: World, device: str, measure: Measure
-) -> None:
+def test_wrapping(implementation: Implementation, case: NineLinearsCase, world: World, measure: Measure) -> None:
     """With more in a unit."""
-    _measure(measure, implementation, case, world, device)
+    _measure(measure, implementation, case, world)
 
 
 @pytest.mark.family("fsdp", option="cpu_offload", only=SHARDED)
@@ -79,18 +73,16 @@ def test_offload(
     """Of what a rank keeps."""
     if device == "cpu":
         pytest.skip("on a CPU there is nowhere to offload to")
-    _measure(measure, implementation, case, world, device)
+    _measure(measure, implementation, case, world)
 
 
-def _measure(
-    measure: Measure, implementation: Implementation, case: NineLinearsCase, world: World, device: str
-) -> None:
+def _measure(measure: Measure, implementation: Implementation, case: NineLinearsCase, world: World) -> None:
     """Against this question's own formula, or, of a user's own, DDP's: to save is its use."""
     if world.size == 1:
         pytest.skip("one rank has nothing to shard: --ranks 2")
     case = replace(case, ranks=world.size)
     name = implementation.name if implementation.name in STRATEGIES else "ddp"
-    formula = partial(peak, name=name, device=device)
+    formula = partial(peak, name=name)
     kept = implementation.family != "fsdp" or implementation.name.endswith("kept") or case.wrap == "whole"
     # By itself the first linear is not gathered again: its input needs no gradient.
     again = 0 if kept else case.linears - (implementation.name == "simple")

@@ -120,7 +120,7 @@ def test_warmups(implementation: Implementation, case: TrainingStepCase, device:
         with World(1, device) as fresh:
             return fresh.run(timed_steps, plan, count, deadline=CASE_DEADLINE)
 
-    [laps] = measure.attempt(plan.identity, memory_budget(implementation, case), in_a_fresh_process)
+    [laps] = measure.attempt(plan.identity, memory_budget(implementation, case, device), in_a_fresh_process)
     seconds = {n: [lap.seconds for lap in laps[n : n + STEADY.minimum]] for n in WARMUPS}
     steady = Measured(implementation.name, Memory(), {IMPLEMENTATION: laps[-STEADY.minimum :]})
     measure.record(plan.identity, [steady], observe=[AfterWarmups(seconds)])

@@ -135,10 +135,16 @@ def paired_ratios(seconds: Sequence[float], peer_seconds: Sequence[float]) -> li
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """At most `formula` bytes times `slack` of tensors at the peak."""
+    """At most `formula` bytes times `slack` of tensors at the peak; operators may take `expected_workspace` beside."""
 
     formula: int
     slack: float = MEMORY_SLACK
+    expected_workspace: int = 0
+
+    @property
+    def needed(self) -> int:
+        """Bytes without which the case is not started."""
+        return self.formula + self.expected_workspace
 
     @property
     def bytes(self) -> int:

@@ -62,6 +62,11 @@ class Left:
             warnings.warn(printable(text), LeftBehind, stacklevel=3)
 
 
+def failures_of(answers: Mapping[int, Answer]) -> dict[int, Failure]:
+    """How those ranks failed that did."""
+    return {rank: answer.failure for rank, answer in answers.items() if answer.failure}
+
+
 def _unmatched(answers: Mapping[int, Answer]) -> list[tuple[int, int, int]]:
     """Ranks to which more messages went than they have received, or fewer, and both numbers."""
     sent = {rank: sum(answer.sent.get(rank, 0) for answer in answers.values()) for rank in answers}

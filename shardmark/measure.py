@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import pytest
 
@@ -42,7 +42,8 @@ class Measure:
 
     `workload` is a module-level class (`shardmark.plan.Workload`); `work` is what one step does on all ranks; `rates`
     turns the mean step time into further figures of the row's work. The memory budget is the implementation's own
-    formula times `slack`. `time` is the race; without it, the one that the implementation is registered with. `rounds`
+    formula times `slack`. `time` is the race; without it, the one that the implementation is registered with. A case
+    whose `time` has a goal is not started without room for the peer too. `rounds`
     are by default those of pytest-benchmark's options; more are added while a verdict is undecided. `observe` is what
     else is to be seen (`shardmark.observers`). The row is saved whatever the verdict. Over budget, the test fails;
     where the rounds leave a time budget undecided, or the case would not fit, it is skipped with the reason.
@@ -81,7 +82,7 @@ class Measure:
         if race is not None and not race.applies(case, session.device):
             race = Race(race.peer)
         least = fewest_rounds(SHOWN_CONFIDENCE) if race is not None and race.goal is not None else 1
-        memory = memory_budget(implementation, case, slack)
+        memory = memory_budget(implementation, case, session.device, slack)
         plan = Plan(
             workload,
             implementation,
@@ -97,7 +98,8 @@ class Measure:
         )
 
         identity = plan.identity
-        plan = self._with_room_for_peer(plan, memory, self._admit(identity, memory))
+        goal = None if time is None else time.goal
+        plan = self._with_room_for_peer(plan, memory, self._admit(identity, memory), goal)
         ranks = self._unless_out_of_memory(
             identity, memory, lambda: session.worlds.get(world_size).run(measure, plan, deadline=CASE_DEADLINE)
         )
@@ -228,20 +230,25 @@ class Measure:
 
     def _admit(self, identity: Identity, memory: MemoryBudget) -> int:
         """Bytes available for the case; one that would not fit is skipped, with a row that says what it needs."""
-        needed = memory.formula * _copies(identity)
+        needed = memory.needed * _copies(identity)
         available = min(self._session.worlds.get(identity.world_size).run(available_bytes, identity.device))
         if needed > available:
-            self._unmeasured(identity, memory, budget.NOT_STARTED, needed=needed, available=available)
-            pytest.skip(f"not started: needs {needed / MIB:,.0f} MiB of {available / MIB:,.0f} MiB available")
+            self._not_started(identity, memory, needed, available)
         return available
 
-    def _with_room_for_peer(self, plan: Plan, memory: MemoryBudget, available: int) -> Plan:
-        """The plan, without its peer where there is no room for both."""
+    def _not_started(self, identity: Identity, memory: MemoryBudget, needed: int, available: int) -> NoReturn:
+        self._unmeasured(identity, memory, budget.NOT_STARTED, needed=needed, available=available)
+        pytest.skip(f"not started: needs {needed / MIB:,.0f} MiB of {available / MIB:,.0f} MiB available")
+
+    def _with_room_for_peer(self, plan: Plan, memory: MemoryBudget, available: int, goal: float | None) -> Plan:
+        """The plan, without its peer where there is no room for both; with a goal, it is not started then."""
         if plan.peer is None:
             return plan
-        both = (memory.formula + memory_budget(plan.peer, plan.case).formula) * _copies(plan.identity)
+        both = (memory.needed + plan.peer.peak(plan.case, plan.device)) * _copies(plan.identity)
         if both <= available:
             return plan
+        if goal is not None:
+            self._not_started(plan.identity, memory, both, available)
         self._item.warn(
             pytest.PytestWarning(
                 f"measured without its peer {plan.peer}: both need {both / MIB:,.0f} MiB of {available / MIB:,.0f} MiB"
@@ -289,11 +296,9 @@ class Measure:
         )
 
 
-def memory_budget(implementation: Implementation, case: Any, slack: float = MEMORY_SLACK) -> MemoryBudget:
+def memory_budget(implementation: Implementation, case: Any, device: str, slack: float = MEMORY_SLACK) -> MemoryBudget:
     """The implementation's peak by its own formula, and the slack that it is given."""
-    if implementation.memory is None:
-        raise ValueError(f"{implementation.family} {implementation.name} is registered without a memory formula")
-    return MemoryBudget(implementation.memory(case), slack)
+    return MemoryBudget(implementation.peak(case, device), slack, implementation.workspace(case, device))
 
 
 def _copies(identity: Identity) -> int:

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -73,6 +74,8 @@ LONGEST_LINE = 500
 """Characters of the line that says what it raised."""
 LONGEST_EXCEPTION = 2**20
 """Bytes of an exception that is sent along."""
+AT_REST = 0.5
+"""Seconds that a GPU gets to end what a failed call has begun: less than other ranks get to answer."""
 WORLD_VARIABLE = "SHARDMARK_WORLD"
 """The environment's name of a rank's private folder, by which what the rank has started is known."""
 
@@ -104,6 +107,8 @@ def perform(work: bytes | bytearray, keep: bool = False) -> bytes:
             function, args, seed = pickle.loads(work)
             _seed(seed + (dist.get_rank() if dist.is_initialized() else 0))  # each rank draws its own
             result = function(*args)
+            if torch.cuda.is_initialized():  # what is still to be done may fail or hang, and is this call's
+                torch.cuda.synchronize()
         finally:
             if os.getpid() != own_process:  # a child that the call has forked: its parent answers
                 os._exit(0)
@@ -159,13 +164,34 @@ def _pickled_exception(error: BaseException) -> bytes | None:
 
 def _left_behind(before: RankState) -> dict[str, Any]:
     left = before.restore()
-    broken = before.is_broken()
+    broken = before.is_broken() or _unrest_on_gpu()
     joined = dist.is_initialized() and broken is None
     sent, received = Messages.since_last()
     collectives = dist.group.WORLD._get_sequence_number_for_group() if joined else 0  # type: ignore[union-attr]
     if joined and dist.get_backend() == "gloo":
         collectives -= Messages.total  # which Gloo numbers too
     return {"left": left, "broken": broken, "collectives": collectives, "sent": sent, "received": received}
+
+
+def _unrest_on_gpu() -> str | None:
+    """An error on the GPU stays with its process; a collective that other ranks never begin does not end."""
+    if not torch.cuda.is_initialized():
+        return None
+    errors: list[RuntimeError] = []
+
+    def wait(device: int) -> None:
+        torch.cuda.set_device(device)  # the current device is each thread's own
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait, args=(torch.cuda.current_device(),), daemon=True)
+    waiting.start()
+    waiting.join(AT_REST)
+    if waiting.is_alive():
+        return "work on its GPU that does not end"
+    return f"an error on its GPU ({str(errors[0]).partition(chr(10))[0]})" if errors else None
 
 
 def ranks_met(device: str) -> list[int]:
@@ -240,9 +266,19 @@ def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank:
     Messages.count()
     gpu = None
     if device == "cuda":
+        let_segments_grow()
         gpu = torch.device("cuda", local_rank)
         torch.cuda.set_device(gpu)
     dist.init_process_group("gloo" if gpu is None else "nccl", store=store, rank=rank, world_size=size, device_id=gpu)
+
+
+def let_segments_grow() -> None:
+    """Before CUDA starts, have its allocator map memory into segments that grow, unless the user has set it up.
+
+    Of segments of fixed size, what one case leaves may be too small for any tensor of the next.
+    """
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _die_with_parent() -> None:

@@ -63,15 +63,17 @@ class Implementation:
 
     `target` is what the user calls (a function, a class, an object with methods), `time` the peer it is raced against.
     `memory` is the closed form of its peak in bytes for a case: an int; if it has `entries` (bytes by name), a failed
-    budget lists them. Beyond what it `requires` to run, its times and bytes mean something only where
-    `requires_to_measure` is met. Requirements are asked in turn, so the cheap ones stand first. The target is None
-    where it cannot be imported; a requirement then gives the reason.
+    budget lists them. A formula that differs by device has a parameter `device`. `workspace` is, for a case and a
+    device, what operators take beside that and give back: a case needs room for it. Beyond what it `requires` to run,
+    its times and bytes mean something only where `requires_to_measure` is met. Requirements are asked in turn, so the
+    cheap ones stand first. The target is None where it cannot be imported; a requirement then gives the reason.
     """
 
     family: str
     name: str
     target: Any
-    memory: Callable[[Any], int] | None = None
+    memory: Callable[..., int] | None = None
+    workspace: Callable[[Any, str], int] = lambda case, device: 0
     time: Race | None = None
     requires: tuple[Requirement, ...] = ()
     requires_to_measure: tuple[Requirement, ...] = ()
@@ -87,6 +89,12 @@ class Implementation:
         """Why it does not run, or is not measured, on `device`; None where it does."""
         requirements = (*self.requires, *(self.requires_to_measure if to_measure else ()))
         return next((reason for requirement in requirements if (reason := requirement(device))), None)
+
+    def peak(self, case: Any, device: str) -> int:
+        """Bytes at the peak of the case on "cpu" or "cuda", by its formula; ValueError where it has none."""
+        if self.memory is None:
+            raise ValueError(f"{self.family}/{self} has no memory formula")
+        return self.memory(case, device=device) if "device" in _parameters(self.memory) else self.memory(case)
 
     def accepts(self, option: str) -> bool:
         """Whether the target has a parameter of that name, as far as is known."""
@@ -124,7 +132,7 @@ class Family:
     contract: type
     reference: str
     check: Callable[[Any, str], None]
-    memory: Callable[[Any], int] | None = None
+    memory: Callable[..., int] | None = None
     time: Race | None = None
     adapt: Callable[[Any], Any] = lambda target: target
     implementations: dict[str, Implementation] = field(default_factory=dict)
@@ -151,13 +159,14 @@ def register(
     name: str,
     target: Any,
     *,
-    memory: Callable[[Any], int] | None = None,
+    memory: Callable[..., int] | None = None,
+    workspace: Callable[[Any, str], int] = Implementation.workspace,
     time: Race | None = None,
     requires: tuple[Requirement, ...] = (),
     requires_to_measure: tuple[Requirement, ...] = (),
 ) -> Implementation:
     """Add an implementation to a family: the one call that every test, table and listing picks up."""
-    entry = Implementation(family_name, name, target, memory, time, requires, requires_to_measure, spec=name)
+    entry = Implementation(family_name, name, target, memory, workspace, time, requires, requires_to_measure, spec=name)
     family(family_name).implementations[name] = entry
     return entry
 
@@ -184,7 +193,7 @@ def resolve(family_name: str, spec: str) -> Implementation:
         target = getattr(module, attribute)
     except AttributeError:
         raise RegistryError(f"{family_name}={spec}: {source} has no {attribute!r}") from None
-    return Implementation(family_name, attribute, target, owner.memory, owner.time, spec=f"{source}:{attribute}")
+    return Implementation(family_name, attribute, target, owner.memory, time=owner.time, spec=f"{source}:{attribute}")
 
 
 def check_contract(implementation: Implementation, device: str) -> None:

@@ -123,8 +123,14 @@ SETTINGS: dict[str, Setting] = {
         lambda device: torch.set_default_device(None if device.type == "cpu" else device),
     ),
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "autocast": (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
-    "autocast's dtype": (partial(torch.get_autocast_dtype, "cpu"), partial(torch.set_autocast_dtype, "cpu")),
+    **{
+        f"{name} on {device}": (partial(get, device), partial(put, device))
+        for device in ("cpu", "cuda")
+        for name, get, put in (
+            ("autocast", torch.is_autocast_enabled, torch.set_autocast_enabled),
+            ("autocast's dtype", torch.get_autocast_dtype, torch.set_autocast_dtype),
+        )
+    },
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "deterministic algorithms": (
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardmark.failures import Left, RankError, rank_error
+from shardmark.failures import Left, RankError, failures_of, rank_error
 from shardmark.rank import Answer, WorldError, WorldLostError, join_group, perform, pickled_call, ranks_met
 from shardmark.seal import Seal, forget_key, launch_key
 from shardmark.world import DEADLINE, GRACE, PROBE
@@ -146,7 +146,7 @@ class TorchrunWorld:
             if not self._dead(answers):  # else it is torchrun's
                 raise
         self.alive = len(answers) == self.size
-        failures = {rank_: answer.failure for rank_, answer in answers.items() if answer.failure}
+        failures = failures_of(answers)
         if dead := self._dead(answers):
             self._ending(f"rank {dead[0]} of {self.size} {_DEAD}")
             failures = dict.fromkeys(dead, (_DEAD, None)) | failures

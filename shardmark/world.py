@@ -31,7 +31,7 @@ import torch
 
 from shardmark.channel import Channel, GarbledError, ready
 from shardmark.endings import RankFiles, end_of_process, end_ranks, how_it_ended, where_they_are
-from shardmark.failures import Failure, Left, rank_error
+from shardmark.failures import Failure, Left, failures_of, rank_error
 from shardmark.failures import RankError as RankError  # what `run` raises
 from shardmark.link import Link
 from shardmark.rank import Answer, WorldError, available_cores, pickled_call, ranks_met, serve
@@ -113,7 +113,9 @@ class World:
                     process.start()
                 self._processes.append(process)
                 self._ends.append(end_of_process(process))
-            self._collect(time.monotonic(), DEADLINE)  # each rank answers once it has joined the group
+            joined = self._collect(time.monotonic(), DEADLINE)  # each rank answers once it has joined the group
+            if failures := failures_of(joined):
+                raise rank_error(size, failures, {})
         except BaseException:
             self.close()
             raise
@@ -121,9 +123,9 @@ class World:
     def run(self, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> list[Any]:
         """Call `function(*args)` on every rank and return the results in rank order.
 
-        `function` is module-level and, like `args` and the results, goes by pickle: tensors are copied. The world is
-        closed when a rank raises, dies, or has not answered after `deadline` seconds, by default the world's own;
-        RankError reports what happened.
+        `function` is module-level and, like `args` and the results, goes by pickle: tensors are copied. RankError
+        reports a rank that raised, died, or had not answered after `deadline` seconds, by default the world's own. The
+        world is closed then, unless every rank raised and all are fit for the next call.
         """
         __tracebackhide__ = True  # pytest shows the test's line, and what the ranks say
         if not self._processes:
@@ -133,18 +135,23 @@ class World:
         try:
             self._send(work)
             answers = self._collect(start, self.deadline if deadline is None else deadline)
-            left = Left(function, answers, self._in_step(answers))
+            failures = failures_of(answers)
+            left = Left(function, answers, len(failures) in (0, self.size) and self._in_step(answers))
         except BaseException:  # Ctrl-C too: ranks that are still at work are of no use to the next test
             self.close()
             raise
         if left.broken:
             self.close()
+        if failures:
+            raise rank_error(self.size, failures, {})
         left.warn()  # last, as a warning may be an error
         return [answers[rank].value for rank in range(self.size)]
 
     def _in_step(self, answers: dict[int, Answer]) -> bool:
-        """Whether the ranks meet in the next collective: asked of them where they have begun different numbers."""
-        if any(answer.broken for answer in answers.values()) or len({a.collectives for a in answers.values()}) == 1:
+        """Whether the ranks meet in the next collective: asked of them where they raised, or have begun different
+        numbers."""
+        same = len({answer.collectives for answer in answers.values()}) == 1 and not failures_of(answers)
+        if same or any(answer.broken for answer in answers.values()):
             return True
         self._send(pickled_call(ranks_met, (self.device,)))
         try:
@@ -185,13 +192,13 @@ class World:
         self.close()
 
     def _collect(self, start: float, deadline: float) -> dict[int, Answer]:
-        """Each rank's answer, or RankError about the first that failed: one that died before those that missed it."""
+        """Each rank's answer, the first that came first; RankError where one has died, which is told before those that
+        missed it, or has not answered."""
         __tracebackhide__ = True
         answers: dict[int, Answer] = {}
-        failures: dict[int, Failure] = {}
         dead: dict[int, Failure] = {}
         end = start + deadline
-        while waiting := [rank for rank in range(self.size) if rank not in answers | failures | dead]:
+        while waiting := [rank for rank in range(self.size) if rank not in answers.keys() | dead.keys()]:
             moved = ready([self._channels[r] for r in waiting], [self._ends[r] for r in waiting], end)
             for rank in waiting:
                 try:
@@ -202,23 +209,19 @@ class World:
                     dead[rank] = (how_it_ended(self._processes[rank], self._files[rank], GRACE), None)
                     continue
                 except GarbledError:
-                    failures[rank] = ("wrote to the socket of its answers", None)
+                    answers[rank] = _unusable("wrote to the socket of its answers")
                     continue
                 if message is not None and message[0] == self._call:
-                    answer = _unpickled(message[1])
-                    if answer.failure:
-                        failures[rank] = answer.failure
-                    else:
-                        answers[rank] = answer
-            if failures or dead:  # the others are likely to be waiting for it in a collective
+                    answers[rank] = _unpickled(message[1])
+            if dead or failures_of(answers):  # the others are likely to be waiting for it in a collective
                 end = min(end, time.monotonic() + GRACE)
             if time.monotonic() >= end:
                 break
         if len(answers) < self.size:
             seconds = time.monotonic() - start
-            silent = {r: self._processes[r] for r in range(self.size) if r not in answers | failures | dead}
+            silent = {r: self._processes[r] for r in range(self.size) if r not in answers.keys() | dead.keys()}
             where = where_they_are(silent, self._files, seconds, GRACE)
-            raise rank_error(self.size, dead | failures, where)
+            raise rank_error(self.size, dead | failures_of(answers), where)
         return answers
 
 
@@ -226,8 +229,12 @@ def _unpickled(message: bytearray) -> Answer:
     try:
         answer = pickle.loads(message)
     except (Exception, SystemExit) as error:  # whatever its own types do when they are made here
-        return Answer(failure=(f"answered what cannot be read here: {error!r}", None))
-    return answer if isinstance(answer, Answer) else Answer(failure=("answered what is no answer", None))
+        return _unusable(f"answered what cannot be read here: {error!r}")
+    return answer if isinstance(answer, Answer) else _unusable("answered what is no answer")
+
+
+def _unusable(what: str) -> Answer:
+    return Answer(failure=(what, None), broken="what cannot be told")
 
 
 def _loopback_is_up() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from correctness.support.metering import assert_metered, metered, plan_of
+from correctness.support.metering import assert_metered, device_of_rank, metered, plan_of
 from impl.model import SIZES
 from impl.sharded_optimizer.accounting import sharded_bytes, work, zero_redundancy_work
 from impl.sharded_optimizer.cases import ShardedStepCase
@@ -42,7 +42,8 @@ def test_peak_is_the_formulas_on_every_rank(name: str, case: ShardedStepCase, wo
 
 def bytes_by_kind(case: ShardedStepCase) -> dict[str, int]:
     """Of one step on this rank: at the end of its phases, and of each kind when it begins."""
-    plan = plan_of(ShardedStep, family("sharded_optimizer").implementations["sharded"], case, case.ranks)
+    implementation = family("sharded_optimizer").implementations["sharded"]
+    plan = plan_of(ShardedStep, implementation, case, case.ranks, device=device_of_rank())
     kinds, (_, memory, _) = timeline_pass(plan).phases, meter_pass(plan)
     phases = {phase: memory.phases[phase] for phase in ("after_init", "before_step", "after_step")}
     after = kinds["after_optimizer"]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from correctness.support.metering import assert_metered
+from correctness.support.metering import assert_metered, device_of_rank
 from correctness.support.simple_fsdp import TINY, mesh_for, ranks_for
 from correctness.support.training import whole
 from impl.accounting.library.simple_fsdp import peak_of_stages, stages, step_bytes
@@ -62,7 +62,8 @@ def test_init_weights_draws_what_the_constructor_does() -> None:
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
-def metered_stages(case: RankRung, device: str) -> dict[str, int]:
+def metered_stages(case: RankRung) -> dict[str, int]:
+    device = device_of_rank()
     mesh = mesh_for("fully_shard", device)
     with meter(device) as memory:
         with torch.device("meta" if case.meta else device):
@@ -83,7 +84,7 @@ def metered_stages(case: RankRung, device: str) -> dict[str, int]:
 def test_no_stage_holds_more_than_its_formula(meta: bool, ranks: int, worlds: WorldsBySize) -> None:
     """On meta that is never more than the shards, and a generator's state."""
     case = RankRung("mlp-tiny", 1, 8, meta=meta, ranks=ranks)
-    assert_metered(worlds(ranks), ranks * [{**stages(case), "peak": peak_of_stages(case)}], metered_stages, case, "cpu")
+    assert_metered(worlds(ranks), ranks * [{**stages(case), "peak": peak_of_stages(case)}], metered_stages, case)
 
 
 PHASES = ("after_init", "before_step", "after_forward", "after_backward")
@@ -97,19 +98,20 @@ def expected_step(case: RankRung, reshard: bool) -> dict[str, int]:
 
 def metered_step(case: RankRung, reshard: bool) -> dict[str, int]:
     """The phases of the second step, its peaks, and the first's."""
-    mesh = mesh_for("fully_shard", "cpu")
+    device = device_of_rank()
+    mesh = mesh_for("fully_shard", device)
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, case.dtype), reduce_dtype=getattr(torch, case.reduce_dtype)
     )
-    with meter("cpu") as memory:
+    with meter(device) as memory:
         with torch.device("meta"):
             model = MLPLanguageModel(TINY)
         data_parallel(model, mesh, mp_policy=policy, reshard_after_forward=reshard)
-        init_weights(model.to_empty(device="cpu"))
+        init_weights(model.to_empty(device=device))
         if case.checkpointed:
             full(model)
         step = EagerStep(model, torch.optim.AdamW(model.parameters(), fused=True))
-        tokens, targets = (torch.randint(TINY.vocab, (case.batch, case.context)) for _ in range(2))
+        tokens, targets = (torch.randint(TINY.vocab, (case.batch, case.context), device=device) for _ in range(2))
         memory.mark("after_init")
 
         def mark(part: str) -> None:

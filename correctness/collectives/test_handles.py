@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import patch
 from uuid import uuid4
 
 import pytest
@@ -22,7 +23,7 @@ from correctness.support.summing import Call, assert_right, small_integers
 from correctness.support.wire import delayed
 from impl.collectives import Ring, collectives_for, count_bytes_sent
 from impl.collectives.cases import COLLECTIVES
-from shardmark.registry import Implementation
+from shardmark.registry import Implementation, Unsupported
 from shardmark.world import RankError, World
 
 OURS = ("ring", "direct")
@@ -89,12 +90,26 @@ def test_results_are_there_when_wait_returns(
     assert_right(world.run(with_a_late_rank, implementation, late, True, device))
 
 
+def on_nccl(implementation: Implementation) -> str:
+    with patch.object(dist, "get_backend_config", return_value="cuda:nccl"), pytest.raises(Unsupported) as caught:
+        implementation.adapted.all_reduce(torch.ones(3))
+    return str(caught.value)
+
+
+@pytest.mark.family("collectives", only=OURS)
+def test_it_says_that_nccl_does_not_send_its_messages(implementation: Implementation, world: World) -> None:
+    assert all("which Gloo allows and NCCL does not" in said for said in world.run(on_nccl, implementation))
+
+
 def beside_messages(implementation: Implementation, device: str) -> bool:
     """Whether a message of the caller's own, sent beside an all-reduce, arrives as it was sent."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     total, message = torch.ones(N, device=device), torch.full((3,), float(rank), device=device)
     theirs = message + 99
-    own = [dist.irecv(theirs, (rank - 1) % ranks), dist.isend(message, (rank + 1) % ranks)]
+    # One by one, NCCL would wait for each receive before it sends.
+    own = dist.batch_isend_irecv(
+        [dist.P2POp(dist.irecv, theirs, (rank - 1) % ranks), dist.P2POp(dist.isend, message, (rank + 1) % ranks)]
+    )
     handle = implementation.adapted.all_reduce(total, async_op=True)
     for each in [*own, handle]:
         each.wait()

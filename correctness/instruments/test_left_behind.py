@@ -64,12 +64,17 @@ def patched_collective() -> None:
     dist.all_reduce = print  # type: ignore[assignment]
 
 
+def cuda_autocast() -> None:
+    torch.set_autocast_enabled("cuda", True)
+
+
 LEAKS: dict[Callable[[], None], str] = {
     default_dtype: "torch's default dtype",
     default_device: "torch's default device",
     threads: "the number of threads",
     grad_mode: "grad mode",
     determinism: "deterministic algorithms",
+    cuda_autocast: "autocast on cuda",
     working_directory: "the working directory",
     environment: "the environment's RUN_NAME",
     patched_function: "torch.nn.functional.relu",
@@ -84,6 +89,7 @@ def state() -> list[Any]:
         torch.ones(()).device,
         torch.get_num_threads(),
         torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cuda"),
         torch.are_deterministic_algorithms_enabled(),
         os.getcwd(),
         os.environ.get("RUN_NAME"),
@@ -119,6 +125,8 @@ def begin_on_rank_1() -> None:
     ],
 )
 def test_what_cannot_be_put_back_ends_the_world(leak: Callable[[], None], what: str, pair: World) -> None:
+    if leak is begin_on_rank_1 and pair.device != "cpu":
+        pytest.skip("on NCCL a collective that no other rank begins does not end, and its call hangs")
     with pytest.warns(LeftBehind, match=f"{leak.__name__} left on rank 0, 1 {what}"):
         pair.run(leak)
     assert not pair.alive

@@ -257,6 +257,12 @@ def test_available_bytes_are_within_the_machine(device: str) -> None:
     assert 2**20 < available_bytes(device) < 2**50
 
 
+def test_on_cuda_a_share_of_what_is_free_is_left_for_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80_000, 85_000))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    assert 0.92 * 80_000 <= available_bytes("cuda") <= 0.95 * 80_000
+
+
 def test_out_of_memory_is_told_from_other_errors() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60)

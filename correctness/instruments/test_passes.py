@@ -133,11 +133,12 @@ def passes_and_peak(plan: Plan) -> tuple[int, int]:
     [(2400, 2), (6400, 2), (1000, 5), (None, 1)],
     ids=["over_the_formula", "unlike_the_others", "never_within_the_formula", "no_formula"],
 )
-def test_ranks_meter_again_what_is_overstated(formula: int | None, made: int, worlds: WorldsBySize) -> None:
+def test_ranks_meter_again_what_is_overstated(formula: int | None, made: int) -> None:
     memory = None if formula is None else MemoryBudget(formula)
     plan = plan_of(Overstated, ranks=2, rounds=Rounds(minimum=1, maximum=1), memory=memory)
     last = 6400 if formula is None else 2400
-    assert worlds(2).run(passes_and_peak, plan) == [(made, 2400), (made, last)]
+    with World(2, "cpu") as world:
+        assert world.run(passes_and_peak, plan) == [(made, 2400), (made, last)]
 
 
 def test_first_steps_are_observed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,48 @@ def test_a_case_that_would_not_fit_is_not_started(project: pytest.Pytester) -> N
     result.stdout.fnmatch_lines(["*plain * needs 95,367,431,640.62 of * not started", "*not started: needs * MiB of *"])
 
 
+def test_a_case_that_its_workspace_leaves_no_room_for_is_not_started(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_roomy="""
+        from dataclasses import replace
+        import pytest
+        from shardmark.grid import Work
+        from test_sleeps import GRID, Sleep
+
+        @pytest.mark.family("sleep", only=("plain",))
+        @pytest.mark.cases(GRID)
+        def test_roomy(implementation, case, measure):
+            roomy = replace(implementation, workspace=lambda case, device: 10**17)
+            measure(Sleep, roomy, case, work=Work(flops=10))
+        """
+    )
+    _, output = run_project(project, "--scale=smoke", "test_roomy.py")
+    (entry,) = output["unmeasured"]
+    memory = entry["extra_info"]["memory"]
+    assert memory["needed"] == memory["formula"] + 10**17 and memory["expected_workspace"] == 10**17
+
+
+def test_a_goal_whose_peer_would_not_fit_is_not_started(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_race="""
+        import pytest
+        from shardmark.grid import Work
+        from shardmark.registry import Race
+        from test_sleeps import GRID, Sleep
+
+        @pytest.mark.family("sleep", only=("plain",))
+        @pytest.mark.cases(GRID)
+        def test_race(implementation, case, measure):
+            measure(Sleep, implementation, case, work=Work(flops=10), time=Race("giant", goal=1.0))
+        """
+    )
+    result, output = run_project(project, "--scale=smoke", "test_race.py")
+    result.assert_outcomes(skipped=1)
+    (entry,) = output["unmeasured"]
+    row = entry["extra_info"]
+    assert row["verdict"] == "not started" and row["memory"]["needed"] == row["memory"]["formula"] + 10**17
+
+
 def test_a_peer_that_would_not_fit_does_not_stop_the_implementation(project: pytest.Pytester) -> None:
     result, output = run_project(project, "--scale=smoke", "-k", "nap and giant")
     result.assert_outcomes(passed=1, skipped=1, warnings=1)

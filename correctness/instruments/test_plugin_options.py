@@ -111,7 +111,7 @@ def _compiler_is_imported() -> None:
 
 @pytest.mark.usefixtures("_compiler_is_imported")
 def test_the_listing_is_printed_and_nothing_runs(project: pytest.Pytester) -> None:
-    result, output = run_project(project, "--implementations")
+    result, output = run_project(project, "--implementations", "--device=cpu")
     assert result.ret == 0 and not output
     kernel = family("attention").implementations["flash_triton"]
     reason = kernel.unavailable_reason("cpu")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from argparse import Namespace
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from threading import Event
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +16,7 @@ import torch
 from correctness.support import workers
 from correctness.support.workers import FOLDER, share_the_cores
 from shardmark import rank
-from shardmark.rank import threads_of_a_rank
+from shardmark.rank import Answer, let_segments_grow, perform, pickled_call, threads_of_a_rank
 
 
 @pytest.fixture
@@ -71,3 +76,68 @@ def test_ranks_of_all_workers_share_the_cores(
     monkeypatch.setattr(rank, "available_cores", lambda: 8)
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(workers))
     assert threads_of_a_rank(ranks) == threads
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_segments_of_the_cuda_allocator_grow_unless_the_user_has_set_it_up(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    let_segments_grow()
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+    os.environ[variable] = "max_split_size_mb:512"
+    let_segments_grow()
+    assert {name: os.environ[name] for name in os.environ if name.endswith("ALLOC_CONF")} == {
+        variable: "max_split_size_mb:512"
+    }
+
+
+def told(function: Callable[[], None]) -> Answer:
+    return cast(Answer, pickle.loads(perform(pickled_call(function, ()))))
+
+
+def do_nothing() -> None: ...
+
+
+def raise_an_error() -> None:
+    raise LookupError("no such shard")
+
+
+def end(error: str = "") -> None:
+    if error:
+        raise RuntimeError(error)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A GPU that does as the test says when it is waited for."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", end)
+    return monkeypatch
+
+
+def test_a_call_lasts_until_its_gpu_is_done_whose_errors_are_the_calls_own(gpu: pytest.MonkeyPatch) -> None:
+    waits: list[None] = []
+    gpu.setattr(torch.cuda, "synchronize", lambda: waits.append(None))
+    answer = told(do_nothing)
+    assert waits and answer.failure is None and answer.broken is None
+    gpu.setattr(torch.cuda, "synchronize", partial(end, "CUDA error: device-side assert triggered\nCompile with"))
+    answer = told(do_nothing)
+    assert answer.failure is not None and "raised RuntimeError: CUDA error: device-side assert" in answer.failure[0]
+    assert answer.broken == "an error on its GPU (CUDA error: device-side assert triggered)"
+
+
+def test_a_failed_call_is_told_of_though_its_gpu_waits_for_other_ranks(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(rank, "AT_REST", 0.01)
+    assert told(raise_an_error).broken is None
+    others = Event()
+    gpu.setattr(torch.cuda, "synchronize", others.wait)
+    answer = told(raise_an_error)
+    others.set()
+    assert answer.failure is not None and "no such shard" in answer.failure[0]
+    assert answer.broken == "work on its GPU that does not end"

@@ -14,10 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from correctness.support.metering import device_of_rank
 from correctness.support.processes import is_running, wait_until
 from correctness.support.ranks import hang_in_c_with_the_interpreter_locked, identity, scaled_sum
 from shardmark import world as world_module
 from shardmark.rank import WorldError
+from shardmark.registry import Unsupported
 from shardmark.world import RankError, World, Worlds, available_ranks
 
 
@@ -25,6 +27,20 @@ def raise_on_rank_1() -> None:
     if dist.get_rank() == 1:
         raise LookupError("no such shard")
     dist.barrier()
+
+
+def raise_on_every_rank(error: type[BaseException], begun: int = 0) -> None:
+    """Once so many collectives more are under way on rank 0."""
+    dist.barrier()
+    for _ in range(begun if dist.get_rank() == 0 else 0):
+        dist.all_reduce(torch.ones(3, device=device_of_rank()), async_op=True)
+    raise error("not today")
+
+
+def send_and_raise(error: type[BaseException]) -> None:
+    if dist.get_rank() == 1:
+        dist.isend(torch.ones(3), 0)
+    raise error("not today")
 
 
 def hang_on_rank_1() -> None:
@@ -132,6 +148,29 @@ def test_a_rank_that_crashes_leaves_its_stack(pair: World) -> None:
         match=r"(?s)rank 1 of 2 was killed by SIGSEGV: was a .*\?\nFatal Python error.*in crash_on_rank_1",
     ):
         pair.run(crash_on_rank_1)
+
+
+@pytest.mark.parametrize("error", [Unsupported, LookupError, SystemExit])
+def test_what_every_rank_raises_leaves_the_world_for_the_next_test(error: type[BaseException], pair: World) -> None:
+    pids = pair.pids
+    with pytest.raises(RankError, match=r"rank 1 of 2 raised .*not today") as caught:
+        pair.run(raise_on_every_rank, error)
+    assert isinstance(caught.value.exception, error)
+    assert [pid for _, _, pid in pair.run(identity)] == pids
+
+
+def test_unless_it_leaves_them_out_of_step(pair: World) -> None:
+    with pytest.raises(RankError, match="not today"):
+        pair.run(raise_on_every_rank, LookupError, 1)
+    assert not pair.alive
+
+
+def test_unless_it_leaves_a_message_that_nobody_has_received(pair: World) -> None:
+    if pair.device != "cpu":
+        pytest.skip("on NCCL a message does not end before it is received")
+    with pytest.raises(RankError, match="not today"):
+        pair.run(send_and_raise, LookupError)
+    assert not pair.alive
 
 
 @pytest.mark.parametrize("function", [raise_on_rank_1, hang_on_rank_1, crash_on_rank_1])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from shardmark.memory import Memory, meter
 from shardmark.observers import Observer
 from shardmark.passes import meter_pass
@@ -31,13 +33,14 @@ def plan_of(
     ranks: int = 1,
     *,
     peer: Implementation | None = None,
+    device: str = "cpu",
     **options: Any,
 ) -> Plan:
-    """A plan for CPU with the `options` of `Plan`.
+    """A plan with the `options` of `Plan`.
 
     Without an implementation it has a registered one, which ranks can find by its name; the workload need not use it.
     """
-    return Plan(workload, implementation or resolve("training_step", "eager"), peer, case, "cpu", ranks, **options)
+    return Plan(workload, implementation or resolve("training_step", "eager"), peer, case, device, ranks, **options)
 
 
 def row_by(observer: Observer, ranks: list[Measured]) -> Row:
@@ -48,16 +51,22 @@ def row_by(observer: Observer, ranks: list[Measured]) -> Row:
     return row
 
 
+def device_of_rank() -> str:
+    """Where this rank's tensors are: NCCL takes none but a GPU's."""
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+
+
 def metered(workload: type[Workload], implementation: Implementation, case: Any, ranks: int = 2) -> Memory:
     """What this rank holds of the case, metered once and not timed; the other ranks are in here too."""
-    _, memory, _ = meter_pass(plan_of(workload, implementation, case, ranks))
+    _, memory, _ = meter_pass(plan_of(workload, implementation, case, ranks, device=device_of_rank()))
     return memory
 
 
 def peak_of_a_step(workload: type[Workload], implementation: Implementation, case: Any) -> int:
     """This rank's tensors at the peak of the second step, which later ones repeat; the other ranks are in here too."""
-    with meter("cpu") as memory:
-        step = workload(implementation, case, "cpu")
+    device = device_of_rank()
+    with meter(device) as memory:
+        step = workload(implementation, case, device)
         for _ in range(2):
             step.prepare()
             memory.reset_peak()

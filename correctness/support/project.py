@@ -158,7 +158,8 @@ FIRST = Column("first s", lambda entry, row: f"{row['time']['first']:.2f}" if "f
 @pytest.mark.cases(GRID)
 def test_first_steps(implementation, case, device, measure):
     plan = Plan(Sleep, implementation, None, case, device, 1)
-    laps = measure.attempt(plan.identity, memory_budget(implementation, case), lambda: timed_steps(plan, 4))
+    memory = memory_budget(implementation, case, device)
+    laps = measure.attempt(plan.identity, memory, lambda: timed_steps(plan, 4))
     measure.record(plan.identity, [Measured("none", Memory(), {IMPLEMENTATION: laps})], observe=[FirstStep()])
 """
 

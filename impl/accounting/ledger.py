@@ -115,10 +115,8 @@ class Explanation:
         )
 
 
-def explain(implementation: Implementation, case: Any) -> Explanation:
+def explain(implementation: Implementation, case: Any, device: str = "cpu") -> Explanation:
     """What is live at the peak of the case by the implementation's memory formula; ValueError where it has none."""
-    if implementation.memory is None:
-        raise ValueError(f"{implementation.family}/{implementation} has no memory formula to explain")
-    nbytes = implementation.memory(case)
+    nbytes = implementation.peak(case, device)
     title = f"{implementation.family}/{implementation} at the peak of {case}:"
     return Explanation(title, getattr(nbytes, "entries", {"one number, without named terms": nbytes}))

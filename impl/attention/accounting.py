@@ -137,17 +137,44 @@ def sdpa_math_peak(case: AttentionCase) -> Bytes:
     return max(backward, forward.add({"gradient of the output": elements * size}))  # which is there beforehand
 
 
-def sdpa_peak(case: AttentionCase) -> Bytes:
-    """Peak of SDPA's fused kernels, in bytes: `flash_peak`, and with several heads the copy of a gradient.
+def sdpa_peak(case: AttentionCase, device: str = "cpu") -> Bytes:
+    """Peak of SDPA's fused kernels, in bytes, with the kernel that takes the dtype; see the three below.
 
-    They lay out gradients as (batch, seq, heads, head_dim), so autograd copies each; by then log-sum-exp is gone. What
-    they take inside their operators is workspace: each thread's tiles on CPU; on CUDA dq in float32, and what comes of
-    keys split among blocks.
+    What they take inside their operators is workspace (`impl.attention.workspace`).
     """
+    if device == "cpu":
+        return _with_copy_of_a_gradient(case, flash_peak(case))
+    return sdpa_efficient_peak(case) if case.dtype == "float32" else sdpa_flash_peak(case, device)
+
+
+def sdpa_flash_peak(case: AttentionCase, device: str = "cpu") -> Bytes:
+    """Peak of SDPA's flash kernel, in bytes, and on CUDA of cuDNN's: `flash_peak`; on CPU with several heads more.
+
+    On CUDA each gradient has its input's strides, so autograd takes it as it is: flash_api.cpp, mha_bwd, and
+    attention_backward.cu, _cudnn_attention_backward. On CPU it is laid out as (batch, seq, heads, head_dim), and
+    autograd copies it: FlashAttentionKernel.cpp, flash_attention_backward_kernel_impl.
+    """
+    return flash_peak(case) if device == "cuda" else _with_copy_of_a_gradient(case, flash_peak(case))
+
+
+def sdpa_efficient_peak(case: AttentionCase) -> Bytes:
+    """Peak of SDPA's memory-efficient kernel, in bytes, which CUDA alone has.
+
+    Gradients are laid out as (batch, seq, heads, head_dim), so with several heads autograd copies each; log-sum-exp has
+    a multiple of 32 rows. attention.cu, _efficient_attention_forward, and attention_backward.cu,
+    _efficient_attention_backward.
+    """
+    batch, seq, _, _ = _sizes(case)
+    more = {"log-sum-exp": 4 * batch * (-seq % 32)}
+    return _with_copy_of_a_gradient(case, flash_peak(case).add(more))
+
+
+def _with_copy_of_a_gradient(case: AttentionCase, peak: Bytes) -> Bytes:
+    """With several heads, where gradients are laid out in another order: by then log-sum-exp is gone."""
     batch, seq, head_dim, size = _sizes(case)
     if case.mode == "forward" or case.heads in (None, 1):
-        return flash_peak(case)
-    return flash_peak(case).without("log-sum-exp").add({"copy of a gradient": batch * seq * head_dim * size})
+        return peak
+    return peak.without("log-sum-exp").add({"copy of a gradient": batch * seq * head_dim * size})
 
 
 def flex_peak(case: AttentionCase) -> Bytes:

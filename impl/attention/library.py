@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from impl.attention import accounting
+from impl.attention import accounting, workspace
 from impl.attention.compiled import compile_each_shape
 from impl.attention.contract import Attention, check_inputs, kv_group
 from impl.attention.eager import eager_attention
@@ -90,14 +90,28 @@ def _batch_and_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
     return q4, k4, v4
 
 
-register("attention", "sdpa", sdpa, memory=accounting.sdpa_peak, time=Race("eager"))
-for _name, _backend, _memory, _requires in (
-    ("sdpa_math", SDPBackend.MATH, accounting.sdpa_math_peak, ()),
-    ("sdpa_flash", SDPBackend.FLASH_ATTENTION, accounting.sdpa_peak, ()),
-    ("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION, accounting.sdpa_peak, (requires_cuda,)),
-    ("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION, accounting.sdpa_peak, (requires_cuda,)),
+register("attention", "sdpa", sdpa, memory=accounting.sdpa_peak, workspace=workspace.sdpa_workspace, time=Race("eager"))
+register("attention", "sdpa_math", pinned(SDPBackend.MATH), memory=accounting.sdpa_math_peak, time=Race("eager"))
+for _name, _backend, _memory, _workspace, _requires in (
+    ("flash", SDPBackend.FLASH_ATTENTION, accounting.sdpa_flash_peak, workspace.flash_workspace, ()),
+    (
+        "efficient",
+        SDPBackend.EFFICIENT_ATTENTION,
+        accounting.sdpa_efficient_peak,
+        workspace.efficient_workspace,
+        (requires_cuda,),
+    ),
+    ("cudnn", SDPBackend.CUDNN_ATTENTION, accounting.sdpa_flash_peak, workspace.cudnn_workspace, (requires_cuda,)),
 ):
-    register("attention", _name, pinned(_backend), memory=_memory, time=Race("eager"), requires=_requires)
+    register(
+        "attention",
+        f"sdpa_{_name}",
+        pinned(_backend),
+        memory=_memory,
+        workspace=_workspace,
+        time=Race("eager"),
+        requires=_requires,
+    )
 
 
 def _requires_its_backward(device: str) -> str | None:

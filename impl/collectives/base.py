@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.collectives.messages import Peers, Steps
+from impl.collectives.messages import GLOO_ALONE, Peers, Steps
 from impl.collectives.worker import WorkerHandle
 
 
@@ -16,7 +16,8 @@ class MessageCollectives(ABC):
     """Collectives made of sends and receives. Contract: `impl.collectives.Collectives`.
 
     They run on a thread while the caller computes. Sums are rounded to the tensor's own dtype at each addition, and are
-    bitwise equal on every rank. ValueError for tensors that are not contiguous, or whose sizes or dtypes do not match.
+    bitwise equal on every rank. ValueError for tensors that are not contiguous, or whose sizes or dtypes do not
+    match; Unsupported for those that are not Gloo's.
     """
 
     @abstractmethod
@@ -94,4 +95,4 @@ def _parts(name: str, large: Tensor, small_name: str, small: Tensor, ranks: int)
 
 def requires_gloo(device: str) -> str | None:
     """Reason unless the backend is Gloo, which lets one thread send while another runs collectives."""
-    return None if device == "cpu" else "it sends messages from a second thread, which Gloo allows and NCCL does not"
+    return None if device == "cpu" else GLOO_ALONE

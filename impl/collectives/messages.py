@@ -20,9 +20,12 @@ from torch import Tensor
 
 from impl.collectives.segments import IN_FLIGHT, segments_of
 from impl.collectives.worker import WorkerHandle, worker_of
+from shardmark.registry import Unsupported
 
 TAG = 0x5AD
 """Tag of these messages, so that none is mistaken for one that the caller sends between the same ranks."""
+
+GLOO_ALONE = "it sends messages from a second thread, which Gloo allows and NCCL does not"
 
 Steps = Iterator[list[dist.P2POp]]
 """A collective, as the messages of one step after the other."""
@@ -53,8 +56,11 @@ class Peers:
         """Run `steps(a segment of each part, buffers)` for each segment of the flat `parts`, on the group's worker.
 
         `buffers` is (rows, elements of a segment of the first part, which is the largest). Every rank cuts its parts in
-        the same way, so all ranks send and receive their messages in the same order.
+        the same way, so all ranks send and receive their messages in the same order. Unsupported where it is not Gloo
+        that sends them.
         """
+        if parts[0].device.type != "cpu" or "cpu:gloo" not in dist.get_backend_config(self.group).split(","):
+            raise Unsupported(f"tensors on {parts[0].device.type}: {GLOO_ALONE}")
         count = segments_of(parts[0].nbytes)
         segments = list(zip(*(part.tensor_split(count) for part in parts), strict=True))
         buffers = parts[0].new_empty(min(IN_FLIGHT, count), rows, segments[0][0].numel())
