@@ -18,8 +18,11 @@ from impl.accounting.ledger import explain
 from impl.attention import accounting, workspace
 from impl.attention.cases import MODES, AttentionCase
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel
+from impl.model.sizes import SIZES
 from impl.precision import PRECISIONS
 from impl.training_step import EagerStep
+from impl.training_step.accounting import eager_peak
+from impl.training_step.cases import TrainingStepCase
 from perf.workloads.attention import AttentionPass
 from shardmark.memory import meter
 from shardmark.registry import family
@@ -70,6 +73,26 @@ def test_sdpa_is_the_kernel_that_takes_the_dtype(mode: str) -> None:
     assert accounting.sdpa_peak(case, "cuda") == accounting.sdpa_efficient_peak(case)
     half = replace(case, dtype="bfloat16")
     assert accounting.sdpa_peak(half, "cuda") == accounting.flash_peak(half)
+
+
+@pytest.mark.parametrize("context", [32, 61])
+def test_of_a_step_in_float32_cuda_keeps_no_second_copy_of_attentions_output(context: int) -> None:
+    """As a token's heads lie side by side already; log-sum-exp may be a few rows longer."""
+    with FakeTensorMode(), torch.no_grad():
+        q = torch.empty(2, 3, context, 16, device="cuda")
+        outs = [aten._scaled_dot_product_efficient_attention(q, q, q, None, True)[0]]
+        outs += [aten._scaled_dot_product_flash_attention(q, q, q)[0]]
+        copied = [
+            out.transpose(1, 2).flatten(-2).untyped_storage()._cdata != out.untyped_storage()._cdata for out in outs
+        ]
+    assert copied == [False, True]
+    case, size = TrainingStepCase("mini", 2, context, mode="forward"), SIZES["mini"]
+    found = eager_peak(case) - eager_peak(case, "cuda")
+    longer = 4 * 2 * size.heads * (-context % 32)
+    assert found == size.layers * (4 * 2 * context * size.d_model - longer) > 0
+    assert eager_peak(replace(case, mode="step"), "cuda") <= eager_peak(replace(case, mode="step"))
+    half = replace(case, dtype="bfloat16")
+    assert eager_peak(half, "cuda") == eager_peak(half)
 
 
 @pytest.mark.parametrize("model", ["mlp-tiny"])

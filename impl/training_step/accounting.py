@@ -36,22 +36,22 @@ SCALER = 12
 """Bytes that float16's loss scaling holds in backward: the scale, how long it has held, and the scaled loss."""
 
 
-def eager_peak(case: TrainingStepCase) -> Bytes:
+def eager_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
     """Bytes at the peak, of everything live: parameters, inputs, gradients, moments, activations, temporaries."""
     if case.model in MLP_SIZES:
         return mlp.eager_peak(case)
-    peak = peak_of_part(TransformerStep(case, Strategy(), autocast=True).run(), case.mode)
+    peak = peak_of_part(TransformerStep(case, Strategy(), autocast=True, device=device).run(), case.mode)
     if case.mode != "forward" and case.dtype == "float16":
         peak = peak.add({"loss scaler": SCALER})
     return peak
 
 
-def checkpointed_peak(case: TrainingStepCase) -> Bytes:
+def checkpointed_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
     """Where each block keeps its input alone; of the transformer in half precision a bound: eager's."""
     if case.model in MLP_SIZES:
         return mlp.eager_peak(case, checkpointed=True)
     whole = case.dtype == "float32" and case.mode == "step"
-    return checkpointing.FULL.peak(case) if whole else eager_peak(case)
+    return checkpointing.FULL.peak(case) if whole else eager_peak(case, device)
 
 
 SOFTMAX_FLOPS = 5

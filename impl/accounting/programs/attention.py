@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 class Sdpa:
     """A fused kernel: leaves the output and log-sum-exp."""
 
+    input_of_projection = "attention output, heads side by side"
+
     def __init__(self, step: TransformerForward) -> None:
         self.step, self.ledger, self.hidden = step, step.ledger, step.hidden_bytes
 
@@ -34,6 +36,17 @@ class Sdpa:
 
     def backward_of_value(self) -> None:
         """Called before the backward of the value projection."""
+
+
+class Efficient(Sdpa):
+    """What SDPA chooses on CUDA in float32: a token's heads lie side by side in its output, so that no copy puts them
+    there. See `impl.attention.accounting.sdpa_efficient_peak`."""
+
+    input_of_projection = ""
+
+    def forward(self) -> None:
+        self.ledger.take("attention output", self.hidden)
+        self.ledger.take("log-sum-exp", self.step.log_sum_exp_bytes)
 
 
 class Eager(Sdpa):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from impl.accounting.ledger import Ledger
-from impl.accounting.programs.attention import Eager, Sdpa
+from impl.accounting.programs.attention import Eager, Efficient, Sdpa
 from impl.accounting.programs.parameters import BYTES, EMBEDDING, FLOAT, ROOT, transformer_units
 from impl.accounting.strategies import Strategy
 from impl.model.sizes import SIZES
@@ -25,7 +25,7 @@ FINAL_NORM = "norm"
 
 class TransformerForward:
     """`autocast` where parameters and the residual stream are float32 whatever the case's dtype; `norm_alone` where the
-    final norm is a unit of its own."""
+    final norm is a unit of its own; `device` for the kernel of attention that SDPA chooses there."""
 
     has_moments = True
 
@@ -37,6 +37,7 @@ class TransformerForward:
         size: TransformerSize | None = None,
         autocast: bool = False,
         norm_alone: bool = False,
+        device: str = "cpu",
     ) -> None:
         size, self.ledger = size or SIZES[case.model], Ledger()
         self.case, self.size, self.strategy = case, size, strategy
@@ -47,7 +48,9 @@ class TransformerForward:
         self.hidden_bytes, self.ffn_bytes = self.c * tokens * size.d_model, self.c * tokens * size.d_ff
         self.residual_bytes, self.column_bytes = self.s * tokens * size.d_model, self.s * tokens
         self.logits_bytes = self.s * tokens * size.vocab
-        self.log_sum_exp_bytes = FLOAT * tokens * size.heads
+        efficient = device == "cuda" and self.c == FLOAT
+        rows = case.context + (-case.context % 32 if efficient else 0)
+        self.log_sum_exp_bytes = FLOAT * case.batch * rows * size.heads
         self.rope_bytes = 0 if self.c == FLOAT else self.c * case.context * size.head_dim  # cosines and sines, cast
         self.units = transformer_units(size, norm_alone)
         self.output = EMBEDDING + 1 + size.layers
@@ -57,7 +60,7 @@ class TransformerForward:
         self.backward_order = [self.output, ROOT, *reversed(self.blocks)]
         self.of = [{parameter.name: parameter for parameter in unit} for unit in self.units]
         self.unit = ROOT
-        self.kernel = Eager(self) if case.attention == "eager" else Sdpa(self)
+        self.kernel = Eager(self) if case.attention == "eager" else Efficient(self) if efficient else Sdpa(self)
 
     def unit_name(self, unit: int) -> str:
         others = {ROOT: "the root module", EMBEDDING: "the embedding", self.output: "the output projection"}

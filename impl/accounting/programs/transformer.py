@@ -176,9 +176,9 @@ class TransformerStep(TransformerForward):
     def attention_backward(self) -> None:
         """Frees attention's activations and leaves the gradient of RMSNorm's output; the residual stream's stays."""
         free, hidden = self.ledger.free, self.hidden_bytes
-        heads = "attention output, heads side by side"
+        inputs = self.kernel.input_of_projection
         self.linear_backward(
-            "attention.output", self.half_gradient(), heads, "gradient of attention's output", casts_input=False
+            "attention.output", self.half_gradient(), inputs, "gradient of attention's output", casts_input=False
         )
         self.kernel.backward()
         for _ in ("k", "q"):
