@@ -174,6 +174,30 @@ def test_param_groups_have_the_users_parameters(
             assert_value(f"parameter {i} on rank {rank}", x, p.detach())
 
 
+def changed_between_steps(make: Any, device: str) -> list[Tensor]:
+    """Parameters that are clamped and scaled in place after each step, as weights are."""
+    params = parameters(device, *SHAPES)
+    optimizer = make(params, torch.optim.AdamW, lr=0.1)
+    for step in range(3):
+        set_gradients(params, step)
+        optimizer.step()
+        with torch.no_grad():
+            for p in params:
+                p.clamp_(-0.5, 0.5).mul_(0.9)
+    return [p.detach().cpu() for p in params]
+
+
+def changed_on_rank(implementation: Implementation, device: str) -> list[Tensor]:
+    return changed_between_steps(implementation.adapted, device)
+
+
+def test_parameters_may_be_changed_between_steps(implementation: Implementation, world: World, device: str) -> None:
+    expected = changed_between_steps(lambda params, optimizer_cls, **options: optimizer_cls(params, **options), device)
+    for rank, found in enumerate(world.run(changed_on_rank, implementation, device)):
+        for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+            assert_value(f"parameter {i} on rank {rank}, clamped and scaled after each step", x, y)
+
+
 def with_a_closure(implementation: Implementation, device: str) -> tuple[Any, int, Tensor]:
     (p,) = parameters(device, (3,))
     optimizer = implementation.adapted([p], torch.optim.SGD, lr=0.25)

@@ -184,6 +184,33 @@ def test_a_state_is_loaded_as_the_optimizer_loads_it(
     assert_played(continued, play_from(None, after, device, expected))
 
 
+def load_wider(make: Any, device: str) -> dict[str, Any]:
+    """The state after a step that follows loading that of float64 parameters."""
+    shapes = ((5,), (3, 2), (4,))
+    wide, narrow = (parameters(device, *shapes, dtype=dtype) for dtype in (torch.float64, torch.bfloat16))
+    saved = torch.optim.AdamW(wide)
+    set_gradients(wide, 0)
+    saved.step()
+    optimizer = make(narrow, torch.optim.AdamW)
+    optimizer.load_state_dict(deepcopy(saved.state_dict()))
+    set_gradients(narrow, 1)
+    optimizer.step()
+    return deepcopy(optimizer.state_dict())
+
+
+def load_wider_on_rank(implementation: Implementation, device: str) -> dict[str, Any]:
+    return load_wider(implementation.adapted, device)
+
+
+def test_a_state_of_another_dtype_becomes_the_parameters(
+    implementation: Implementation, world: World, device: str
+) -> None:
+    """As torch's optimizers cast what they load."""
+    expected = load_wider(lambda params, optimizer_cls: optimizer_cls(params), device)
+    for rank, found in enumerate(world.run(load_wider_on_rank, implementation, device)):
+        assert_state(found, expected, f"on rank {rank}")
+
+
 def load_twice(implementation: Implementation, device: str) -> list[Tensor]:
     """The state is loaded into an optimizer that has made steps already: what it had is gone."""
     params = parameters(device, (5,), (3, 2), (4,))

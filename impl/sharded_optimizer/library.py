@@ -68,7 +68,8 @@ def _zero_redundancy_class() -> Any:
 
     class ZeroRedundancy(ZeroRedundancyOptimizer):
         """torch's, but `state_dict` returns the full state on every rank, where torch's does on one, and loading drops
-        the state of parameters that the loaded one has nothing for, where torch's keeps it.
+        the state of parameters that the loaded one has nothing for, where torch's keeps it, and casts as
+        `optimizer_cls` does.
         """
 
         def state_dict(self) -> dict[str, Any]:
@@ -83,6 +84,7 @@ def _zero_redundancy_class() -> Any:
             check_groups(state_dict, self.param_groups)  # torch's IndexError, and what it would have loaded by then
             self.optim.state.clear()
             super().load_state_dict(state_dict | {"state": dict(state_dict["state"])})  # torch writes into it: a copy
+            self.optim.load_state_dict(self.optim.state_dict())  # which casts, as torch's sharded loading does not
             self.state.clear()  # a second copy of this rank's part, which nothing reads
 
     return ZeroRedundancy
