@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from impl.accounting.programs.parameters import FLOAT, ROOT, Parameter, in_model_order, padded, values
+from impl.accounting.programs.parameters import (
+    FLOAT,
+    ROOT,
+    Parameter,
+    in_model_order,
+    padded,
+    values,
+    with_norms_in_root,
+)
 from impl.accounting.strategies import COUNTS, GRADIENTS, Step, Strategy
 from impl.collectives.accounting import reduce_scatter_buffers
 
@@ -113,18 +121,22 @@ class FullySharded(UnitSharded):
         """The name of a unit's entry; those that all stay gathered have one together."""
         return f"full parameters of {self.step.unit_name(unit)}" if self.reshard_after_forward else "full parameters"
 
+    def gathered_bytes(self, unit: int) -> int:
+        """Bytes that its full parameters take beside the shards."""
+        return self.full(unit)
+
     def gather(self, unit: int, order: list[int]) -> None:
         """The unit, and those after it in that order."""
         at = order.index(unit)
         for each in order[at : at + 1 + self.prefetch]:
             if each not in self.gathered:
                 self.gathered.add(each)
-                self.ledger.take(self.full_parameters(each), self.full(each))
+                self.ledger.take(self.full_parameters(each), self.gathered_bytes(each))
 
     def release(self, unit: int) -> None:
         if unit in self.gathered:
             self.gathered.remove(unit)
-            self.ledger.free(self.full_parameters(unit), self.full(unit))
+            self.ledger.free(self.full_parameters(unit), self.gathered_bytes(unit))
 
     def enter(self, unit: int) -> None:
         self.gather(unit, self.forward_order)
@@ -154,10 +166,14 @@ class FullySharded(UnitSharded):
             self.ledger.free(GRADIENTS, self.gradients(unit))
         else:
             self.ledger.rename(GRADIENTS, name, flat)
-        self.ledger.take("reduce-scatter buffers", reduce_scatter_buffers(flat, self.ranks, self.step.c))
+        self.ledger.take("reduce-scatter buffers", self.buffers(unit))
         self.reducing = unit
         if unit == ROOT:
             self.finish_reduction()
+
+    def buffers(self, unit: int) -> int:
+        """Bytes that the sum of its gradients over the ranks needs beside them."""
+        return reduce_scatter_buffers(self.full(unit), self.ranks, self.step.c)
 
     def finish_reduction(self) -> None:
         if self.reducing is not None:
@@ -168,3 +184,26 @@ class FullySharded(UnitSharded):
                 self.ledger.free("shard of gradients")
             self.ledger.free(f"flat gradients of {self.step.unit_name(self.reducing)}")
             self.reducing = None
+
+
+class NormsWhole(FullySharded):
+    """Every rank has all of the norms' weights, with their gradients and moments; the root's unit is nothing else.
+
+    Full parameters are the rank's own where it computes in float32, else a copy. Gradients are all-reduced in place.
+    """
+
+    def take_parameters(self) -> None:
+        self.units = with_norms_in_root(self.units)
+        super().take_parameters()
+
+    def shard(self, unit: int) -> int:
+        return FLOAT * self.padded(unit) if unit == ROOT else super().shard(unit)
+
+    def padded(self, unit: int) -> int:
+        return values([self.units[unit]]) if unit == ROOT else super().padded(unit)
+
+    def gathered_bytes(self, unit: int) -> int:
+        return 0 if unit == ROOT and self.step.c == FLOAT else super().gathered_bytes(unit)
+
+    def buffers(self, unit: int) -> int:
+        return 0 if unit == ROOT else super().buffers(unit)
