@@ -19,16 +19,14 @@ class ShardedOptimizer(Strategy):
     """ZeRO-1: parameters are views into flat buckets, padded to a multiple of the ranks; each rank has a slice's state.
 
     A gradient moves into its bucket's flat tensor, which exists from the first of its gradients on. A full bucket is
-    reduce-scattered while backward goes on, `in_flight` of them at once, each with buffers of its own. `state_bytes`
-    and `counts_bytes` are those of the rank that has most.
+    reduce-scattered while backward goes on, with buffers of its own, which are there until the step waits for it.
+    `state_bytes` and `counts_bytes` are those of the rank that has most.
     """
 
     FACTOR = 8  # bytes of what gradients are multiplied by on their way, a float64
 
-    def __init__(
-        self, ranks: int, buckets: list[list[int]], in_flight: int, state_bytes: int, counts_bytes: int
-    ) -> None:
-        self.ranks, self.in_flight = ranks, in_flight
+    def __init__(self, ranks: int, buckets: list[list[int]], state_bytes: int, counts_bytes: int) -> None:
+        self.ranks = ranks
         self.state_bytes, self.counts_bytes = state_bytes, counts_bytes
         self.buckets = buckets
         """Of each bucket its parameters' places in the model's order, from the last to the first."""
@@ -61,10 +59,8 @@ class ShardedOptimizer(Strategy):
             self.launch()
 
     def launch(self) -> None:
-        i, name = self.launched, "buffers of reduce-scatters under way"
-        if i >= self.in_flight:
-            self.ledger.free(name, reduce_scatter_buffers(self.flat[i - self.in_flight], self.ranks))
-        self.ledger.take(name, reduce_scatter_buffers(self.flat[i], self.ranks))
+        buffers = reduce_scatter_buffers(self.flat[self.launched], self.ranks)
+        self.ledger.take("buffers of reduce-scatters under way", buffers)
         self.launched += 1
 
 
