@@ -42,6 +42,16 @@ class Sharding:
     def rank(self) -> int:
         return dist.get_rank(self.process_group)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether shards are in host memory, and computed with elsewhere."""
+        return self.shard_device.type != self.device.type
+
+    def wait_for_host_memory(self) -> None:
+        """Return when what is copied to host memory is there, and what is copied from it may be overwritten."""
+        if self.offloads:
+            torch.accelerator.current_stream(self.device).synchronize()
+
 
 class Flat:
     """Parameters of one dtype, all trainable or all frozen, end to end and padded to a multiple of the world size.
@@ -68,7 +78,8 @@ class Flat:
         self._reducing: Handle | None = None
 
         with torch.no_grad():
-            self.shard = self._scatter().to(sharding.shard_device)
+            shard = self._scatter().to(sharding.shard_device)
+            self.shard = shard.pin_memory() if sharding.offloads else shard
             dtype = (sharding.compute_dtype if floating else None) or first.dtype
             self._flat = self._make_flat(dtype)
             # `data` has its own version counter, so autograd does not take an all-gather for a changed parameter.
@@ -132,9 +143,12 @@ class Flat:
             return
         self._reducing.wait()
         self._reducing = None  # before the next allocation: some backends' handles hold a copy of the gradient
-        average = torch.empty_like(self.shard)
+        average = torch.empty_like(self.shard, device=self.sharding.device)
         average.copy_(self._shard_of(self._gradient)).div_(self.sharding.world_size)
         self._gradient = None
+        # To host memory, which torch pins then; but the host waits for what it is about to add.
+        accumulates = any(parameter.grad is not None for parameter in self.parameters)
+        average = average.to(self.sharding.shard_device, non_blocking=not accumulates)
         for parameter, view in zip(self.parameters, self.shard_views(average), strict=True):
             parameter.grad = view if parameter.grad is None else parameter.grad.add_(view)
 
@@ -195,7 +209,7 @@ class Flat:
 
     def _gather_into(self, flat: Tensor) -> Handle | None:
         """Start to all-gather the shards, cast to the flat tensor's dtype."""
-        own, group = self._shard_of(flat).copy_(self.shard), self.sharding.process_group
+        own, group = self._shard_of(flat).copy_(self.shard, non_blocking=True), self.sharding.process_group
         return collectives_for(group).all_gather(flat, own, group, async_op=True)
 
     def _sum(self, gradient: Tensor) -> Handle | None:
@@ -246,15 +260,15 @@ class Whole(Flat):
         return self._views(shard)
 
     def _make_flat(self, dtype: torch.dtype) -> Tensor:
-        same = (self.shard.dtype, self.shard.device) == (dtype, self.sharding.device)
-        return self.shard if same else super()._make_flat(dtype)
+        shared = self.shard.dtype == dtype and not self.sharding.offloads
+        return self.shard if shared else super()._make_flat(dtype)
 
     def _free(self) -> None:
         if self._flat is not self.shard:
             super()._free()
 
     def _gather_into(self, flat: Tensor) -> None:
-        flat.copy_(self.shard)
+        flat.copy_(self.shard, non_blocking=True)
 
     def _sum(self, gradient: Tensor) -> Handle | None:
         group = self.sharding.process_group

@@ -55,7 +55,8 @@ class FullyShardedDataParallel(PlainStateDict):
 
     Shards have the parameters' own dtype. `compute_dtype` is what parameters, and floating-point inputs of units, are
     cast to before the all-gather. `reduce_dtype` (by default the compute dtype) is what gradients are cast to before
-    the reduce-scatter. With `cpu_offload` shards and their gradients, and so the optimizer's state, are in host memory.
+    the reduce-scatter. With `cpu_offload` shards and their gradients, and so the optimizer's state, are in host memory,
+    pinned; copies run beside the computation, and are waited for in `finish_gradient_synchronization`.
 
     A module on the meta device is materialized on `device` one unit at a time, by the `reset_parameters()` of each
     module that owns parameters or buffers there. No rank ever holds the full model.
@@ -140,6 +141,8 @@ class FullyShardedDataParallel(PlainStateDict):
         unit.install_shards()
         if not torch.is_grad_enabled():
             unit.reshard()
+            if unit is self._root:
+                self.sharding.wait_for_host_memory()  # the optimizer may write the shards next
             return
         for x in tree_leaves(output):
             if isinstance(x, Tensor) and x.requires_grad:
@@ -179,6 +182,7 @@ class FullyShardedDataParallel(PlainStateDict):
         if self._backwards:
             raise RuntimeError(BACKWARD_RAISED)
         self._finish_backward()
+        self.sharding.wait_for_host_memory()
         self._unsynchronized = False
 
     def _finish_backward(self) -> None:
