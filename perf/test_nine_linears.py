@@ -54,7 +54,7 @@ def test_ddp(
     _measure(measure, implementation, case, world, device)
 
 
-@pytest.mark.family("fsdp")
+@pytest.mark.family("fsdp", only=STRATEGIES)
 @pytest.mark.cases(CASES)
 def test_fsdp(
     implementation: Implementation, case: NineLinearsCase, world: World, device: str, measure: Measure
