@@ -51,7 +51,7 @@ def test_ddp(implementation: Implementation, case: NineLinearsCase, world: World
     _measure(measure, implementation, case, world)
 
 
-@pytest.mark.family("fsdp")
+@pytest.mark.family("fsdp", only=STRATEGIES)
 @pytest.mark.cases(CASES)
 def test_fsdp(implementation: Implementation, case: NineLinearsCase, world: World, measure: Measure) -> None:
     """With a unit for each linear."""

@@ -20,7 +20,8 @@ from shardmark.world import World
 
 AT_LAYERS = ShardedStepCase("tiny", 2, 32)
 """Its largest moment is when backward leaves the output projection, or is in the last layer."""
-AT_END, AT_LOSS = ShardedStepCase("mini", 1, 4), ShardedStepCase("tiny", 3, 61)  # the one has many buckets
+AT_END, AT_LOSS = ShardedStepCase("mini", 1, 4), ShardedStepCase("tiny", 3, 61)
+MANY_BUCKETS = replace(AT_END, bucket_mb=5)
 
 
 def peak(name: str, case: ShardedStepCase) -> dict[str, int]:
@@ -31,7 +32,13 @@ def peak(name: str, case: ShardedStepCase) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("name", "case"),
-    [("unsharded", AT_LAYERS), ("zero_redundancy", AT_LAYERS), ("sharded", AT_END), ("sharded", AT_LOSS)],
+    [
+        ("unsharded", AT_LAYERS),
+        ("zero_redundancy", AT_LAYERS),
+        ("sharded", AT_END),
+        ("sharded", AT_LOSS),
+        ("sharded", MANY_BUCKETS),
+    ],
     ids=str,
 )
 def test_peak_is_the_formulas_on_every_rank(name: str, case: ShardedStepCase, worlds: Any) -> None:

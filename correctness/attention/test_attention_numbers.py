@@ -16,6 +16,9 @@ pytestmark = [pytest.mark.family("attention"), pytest.mark.usefixtures("poisoned
 SDPA = {"sdpa", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn"}
 """PyTorch's own, as they are."""
 
+EFFICIENT_IN_FLOAT32 = {"sdpa", "sdpa_efficient"}
+"""Those that run the memory-efficient kernel on float32 on CUDA; flash and cuDNN do not take float32."""
+
 WIDE = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 
 
@@ -136,6 +139,11 @@ def test_keys_at_minus_infinity_count_for_nothing(
     implementation: Implementation, device: str, record_property: Note
 ) -> None:
     """More of them than a tile has, and before the others: the first tile leaves nothing to subtract."""
+    if device == "cuda" and implementation.spec in EFFICIENT_IN_FLOAT32:
+        pytest.skip(
+            "PyTorch's memory-efficient attention multiplies float32 as 3xTF32: each x is tf32(x) + tf32(x - tf32(x)), "
+            "and -inf - -inf is NaN"
+        )
     q, k, v, _ = random_inputs((2, 5, 16), (2, 600, 16), torch.float32, device)
     q[..., 0], k[:, :550, 0] = q[..., 0].abs() + 0.1, -float("inf")
     found, wanted = implementation.adapted(q, k, v), eager_attention(q, k[:, 550:], v[:, 550:])

@@ -13,6 +13,8 @@ import torch
 
 pytest.importorskip("triton", exc_type=ImportError)
 
+import triton
+
 from correctness.support.accuracy import assert_as_accurate_as_eager, random_inputs, results
 from correctness.support.compiling import ARITHMETIC, compile_tile
 from correctness.support.faults import every_fourth, with_fault
@@ -206,6 +208,77 @@ READABLE = {
 def test_what_a_tensor_descriptor_cannot_read_is_known(view: str) -> None:
     make, readable = READABLE[view]
     assert flash_triton._is_readable(make(torch.zeros(2, 3, 40, 64, dtype=torch.float16))) == readable
+
+
+Launch = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""The kernel, its autotuner's key, and its arguments."""
+
+
+@pytest.fixture
+def launches(flash: Any, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """What is launched, in order."""
+    found: list[Launch] = []
+    autotune = triton.autotune
+
+    def listening(choices: Any, key: list[str], **options: Any) -> Callable[[Any], Any]:
+        def tuned(kernel: Any) -> Any:
+            real = autotune(choices, key=key, **options)(kernel)
+
+            class Listening:
+                def __getitem__(self, grid: Any) -> Callable[..., Any]:
+                    def launch(**arguments: Any) -> None:
+                        found.append((kernel.fn.__name__, tuple(arguments[name] for name in key), arguments))
+                        real[grid](**arguments)
+
+                    return launch
+
+            return Listening()
+
+        return tuned
+
+    monkeypatch.setattr(triton, "autotune", listening)
+    return found
+
+
+def _keys(launches: list[Launch], q: tuple[int, ...], k: tuple[int, ...], flash: Any, device: str) -> dict[str, Any]:
+    """By kernel, in a forward and a backward of those shapes."""
+    launches.clear()
+    results(flash, random_inputs(q, k, torch.float32, device), is_causal=False)
+    return {kernel: key for kernel, key, _ in launches}
+
+
+def test_the_autotuner_sees_how_many_programs_there_are(flash: Any, launches: list[Launch], device: str) -> None:
+    one, eight, other_eight = (
+        _keys(launches, (*leading, 32, 16), (*leading, 32, 16), flash, device) for leading in ((1, 1), (1, 8), (4, 2))
+    )
+    assert len(one) == 3 and eight == other_eight
+    assert all(one[kernel] != eight[kernel] for kernel in one)
+    few_keys, many_keys = (_keys(launches, (32, 16), (length, 16), flash, device) for length in (32, 256))
+    assert few_keys["attention_forward"] == many_keys["attention_forward"]  # a program for so many queries
+    assert few_keys["attention_backward_kv"] != many_keys["attention_backward_kv"]  # a program for so many keys
+
+
+ODD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "odd_offset": lambda x: torch.cat([x[..., :1], x], dim=-1)[..., 1:],
+    "odd_rows": lambda x: torch.cat([x, x[..., :1]], dim=-1)[..., :-1],
+    "heads_inside": lambda x: torch.cat([x.transpose(1, 2)] * 3, dim=-1)[..., 1:17].transpose(1, 2),
+    "one_for_all_heads": lambda x: torch.cat([x[:, :1], x[:, :1, :, :1]], dim=-1)[..., 1:].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("how", ODD)
+def test_odd_strides_reach_the_kernels_that_read_by_pointers(
+    how: str, flash: Any, launches: list[Launch], device: str
+) -> None:
+    """A copy would be dense: kernels would never run on such strides, and memory would be what no formula says."""
+    inputs = [ODD[how](x) for x in random_inputs((2, 3, 33, 16), (2, 3, 40, 16), torch.float32, device)]
+    assert_as_accurate_as_eager(flash, inputs, is_causal=True)
+    wanted = {name: (x.data_ptr(), *x.stride()[:3]) for name, x in zip("qkv", inputs, strict=False)}
+    for kernel, _, arguments in launches:
+        found = {name: (arguments[name][0].data_ptr(), *arguments[name][1:]) for name in "qkv"}
+        assert found == wanted, f"{kernel} reads a copy"
+        if "grad_out" in arguments:
+            assert arguments["grad_out"][1:] == inputs[3].stride()[:3], f"{kernel} reads a copy of the gradient"
 
 
 def test_what_spills_or_misses_the_matrix_unit_is_told(compiling: ProcessPoolExecutor) -> None:

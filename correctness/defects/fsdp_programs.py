@@ -1,4 +1,4 @@
-"""Wrong ways of full sharding that random programs find, or a parameter of one element."""
+"""Wrong ways of full sharding that random programs find, a parameter of one element, or parameters that stay whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from correctness.support.planting import defect
+from impl.collectives import Handle
 from impl.fsdp import FullyShardedDataParallel
+from impl.fsdp.flat import Whole
 from impl.fsdp.units import Unit
 
 PROGRAMS = "test_programs_do_what_they_do"
@@ -69,3 +71,66 @@ class SquaresInHalfPrecision(FullyShardedDataParallel):
         norm = total.sqrt()
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
+
+
+class _OtherWhole(FullyShardedDataParallel):
+    KIND: type[Whole] = Whole
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        for unit in self.units:
+            for flat in unit.flats:
+                if isinstance(flat, Whole):
+                    flat.__class__ = self.KIND
+
+
+class _KeepsItsOwn(Whole):
+    def _sum(self, gradient: Tensor) -> Handle | None:
+        handle = super()._sum(gradient.clone())
+        gradient.mul_(self.sharding.world_size)
+        return handle
+
+
+class _Sums(Whole):
+    def _sum(self, gradient: Tensor) -> Handle | None:
+        return super()._sum(gradient.mul_(self.sharding.world_size))
+
+
+class _CountsOnEveryRank(Whole):
+    @property
+    def counted(self) -> bool:
+        return True
+
+
+STAY_WHOLE = "test_parameters_that_stay_whole_train_as_in_a_single_process"
+
+
+@defect(cause="gradients", caught_by=STAY_WHOLE)
+class DoesNotAverageWhatIsIgnored(_OtherWhole):
+    """As PyTorch's `fully_shard`: nobody reduces the gradients of `ignored_params`."""
+
+    KIND = _KeepsItsOwn
+
+
+@defect(cause="world size", caught_by=STAY_WHOLE)
+class SumsWhatIsIgnored(_OtherWhole):
+    KIND = _Sums
+
+
+@defect(cause="options", caught_by="test_a_gradient_that_every_rank_has_counts_once_in_the_norm")
+class CountsWhatIsIgnoredOnEveryRank(_OtherWhole):
+    """Clips by a norm in which what is whole counts as many times as there are ranks."""
+
+    KIND = _CountsOnEveryRank
+
+
+@defect(cause="communication", caught_by=STAY_WHOLE)
+class StartsWhatIsIgnoredFromOwnWeights(FullyShardedDataParallel):
+    """The values are each rank's own, as where nothing broadcasts what FSDP ignores."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        own = {parameter: parameter.detach().clone() for parameter in module.parameters()}
+        super().__init__(module, **options)
+        for parameter, value in own.items():
+            if parameter.shape == value.shape and parameter.ndim == 1:
+                parameter.data.copy_(value)

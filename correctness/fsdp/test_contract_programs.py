@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from correctness.support.fully_sharded import SGDs, as_expected, assert_none, contains, full, parameters_of, wrap
 from correctness.support.random_models import Rows, random_plan
+from impl.fsdp import norms_and_biases
 from shardmark.registry import Implementation
 from shardmark.world import World
 
@@ -51,6 +52,8 @@ class Program:
         self.tolerance = 1e-3 if options else 1e-9
         if draw.random() < 0.3 and not self.of_torch:
             options["reshard_after_forward"] = False
+        if draw.random() < 0.3:
+            options["ignored_params"] = norms_and_biases
         seeds = [dist.get_global_rank(group, i) if group else i for i in range(self.ranks)]
         self.plain = self.plan.make(seeds[0], device)
         module = self.plan.make(seeds[self.rank], device)

@@ -236,7 +236,7 @@ def test_policies_choose_units() -> None:
 
 def test_units_are_foretold_in_the_order_of_the_step_before() -> None:
     _, second, third = units = [object() for _ in range(3)]
-    order = Order(depth=2)
+    order = Order("forward_prefetch", 2)
     assert [order.next_after(unit) for unit in units] == [[], [], []]
     order.begin()
     assert [order.next_after(unit) for unit in units] == [[second, third], [third], []]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from correctness.support.fully_sharded import backward, full, own_batch, wrap
 from correctness.support.whole_batch import (
@@ -19,7 +20,8 @@ from correctness.support.whole_batch import (
     module,
     single_process,
 )
-from impl.fsdp import by_size, by_type, whole
+from impl.fsdp import FullyShardedDataParallel, by_size, by_type, whole
+from impl.fsdp.flat import Sharding
 from shardmark.registry import Implementation, check_contract, family
 from shardmark.world import World
 
@@ -74,6 +76,67 @@ def test_every_option_gives_the_same(
     implementation: Implementation, world: World, name: str, options: dict[str, Any], device: str
 ) -> None:
     _assert_equals_a_single_process(implementation, world, name, device, **options)
+
+
+class Listening(TorchFunctionMode):
+    """Notes each pinning, and each copy that says whether the host waits for it; nothing is pinned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is Tensor.pin_memory:
+            self.heard.append("pin")
+            return args[0]
+        if "non_blocking" in kwargs:
+            self.heard.append(f"{function.__name__}{'' if kwargs['non_blocking'] else ' and wait'}")
+        return function(*args, **kwargs)
+
+    def synchronize(self) -> None:
+        self.heard.append("wait")
+
+    def since(self) -> list[str]:
+        """What was heard since this was last asked."""
+        heard, self.heard = self.heard, []
+        return heard
+
+
+def offload_as_from_an_accelerator(device: str) -> dict[str, list[str]]:
+    """What is copied in each part of two steps, by a CPU that takes itself for an accelerator."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch, Listening() as listening:
+        patch.setattr(Sharding, "offloads", True)
+        patch.setattr(torch.accelerator, "current_stream", lambda device: listening)
+        model = FullyShardedDataParallel(nn.Linear(4, 4).to(device), cpu_offload=True)
+        found["wrap"] = listening.since()
+        for step in ("first", "added"):
+            output = model(torch.ones(2, 4, device=device))
+            found[f"{step} forward"] = listening.since()
+            output.sum().backward()
+            found[f"{step} backward"] = listening.since()
+            model.finish_gradient_synchronization()
+            found[f"{step} finish"] = listening.since()
+        with torch.no_grad():
+            model(torch.ones(2, 4, device=device))
+        found["evaluation"] = listening.since()
+    return found
+
+
+def test_offloaded_shards_are_pinned_and_copies_are_waited_for_before_the_optimizer(world: World, device: str) -> None:
+    """CUDA copies beside the computation from and to pinned memory alone; what the host reads must have arrived."""
+    for found in world.run(offload_as_from_an_accelerator, device):
+        assert found == {
+            "wrap": ["pin"],
+            "first forward": ["copy_"],
+            "first backward": [],
+            "first finish": ["to", "wait"],
+            "added forward": ["copy_"],
+            "added backward": [],
+            "added finish": ["to and wait", "wait"],
+            "evaluation": ["copy_", "wait"],
+        }
 
 
 @pytest.mark.parametrize("name", family("fsdp").implementations)

@@ -154,6 +154,18 @@ def test_new_gradients_are_sent_into_the_table_that_is_there(
     assert_same(kept, train(fused(SMALL), start, grads))
 
 
+def test_dense_tensors_of_equal_strides_are_not_copied(fused: Callable[[Configuration], Any], device: str) -> None:
+    """The kernels read them as they lie, whatever the strides; a copy would be dense in another order."""
+    start = [x.mT for x in tensors(device, torch.float32, ((6, 17), (3, 2, 5)))]
+    optimizer = fused(SMALL)(leaves(start))
+    (params,) = (group["params"] for group in optimizer.param_groups)
+    for p in params:
+        p.grad = torch.randn_like(p)
+        assert p.stride() == p.grad.stride() and not p.is_contiguous()
+    operands, copied = optimizer._operands()
+    assert not copied and [x.data_ptr() for x in operands.gradients] == [p.grad.data_ptr() for p in params]
+
+
 @pytest.mark.parametrize("change", ["misaligned", "strided", "another parameter's", "fewer", "dtype"])
 def test_other_gradients_are_seen(change: str, fused: Callable[[Configuration], Any], device: str) -> None:
     """What the table does not hold by its addresses alone; a gradient may even lie where another's was."""

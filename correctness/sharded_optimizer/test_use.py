@@ -161,6 +161,22 @@ def test_buckets_are_reduced_in_the_order_in_which_backward_fills_them(world: Wo
     assert set(map(str, world.run(learn_order, device))) == {"([5, 7, 3], [7, 5, 3])"}
 
 
+def leave_under_way(device: str) -> list[bool]:
+    """Of each of six buckets, whether its reduce-scatter is to be waited for after backward, and after the step."""
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3))).to(device)
+    optimizer = ShardedOptimizer(model.parameters(), Adam, average_gradients=True, bucket_mb=1e-6)
+    found = []
+    for event in (lambda: model(torch.ones(5, device=device)).sum().backward(), optimizer.step):
+        event()
+        found += [bucket._reduction is not None for bucket in optimizer._buckets]
+    return found
+
+
+def test_backward_waits_for_no_reduce_scatter(world: World, device: str) -> None:
+    """A stream that waits runs nothing of backward meanwhile."""
+    assert world.run(leave_under_way, device) == world.size * [6 * [True] + 6 * [False]]
+
+
 class Peeking(nn.Module):
     """Reads its child's weight itself."""
 

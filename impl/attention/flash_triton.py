@@ -29,6 +29,9 @@ MAX_HEAD_DIM = 128
 ALIGNMENT = 16
 """A tensor descriptor (TMA) needs addresses and strides that are multiples of this many bytes."""
 
+MANY_ROWS = 2**17
+"""With more rows over all its programs, a kernel keeps every multiprocessor busy several times over."""
+
 PRECISIONS = {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}
 """Triton's name for each value of `torch.get_float32_matmul_precision()`."""
 
@@ -141,6 +144,7 @@ class _Launch:
                 k_len=self.k_len,
                 scale=math.log2(math.e) / math.sqrt(self.head_dim),
                 q_bucket=triton.next_power_of_2(self.q_len),
+                rows_bucket=min(triton.next_power_of_2(length * self.batch * programs), MANY_ROWS),
                 IS_CAUSAL=self.is_causal,
                 HEAD_DIM=self.head_dim,
                 COLUMNS=self.columns,
@@ -169,12 +173,17 @@ def _is_readable(x: Tensor) -> bool:
 
 @functools.cache
 def _tuned(kernel: str, arithmetic: str, chip: int, columns: int) -> Any:
-    """The kernel with its configurations; Triton's autotuner times them once for each size and takes the fastest."""
+    """The kernel with its configurations; Triton's autotuner times them once for each size and takes the fastest.
+
+    The size is how long a program's loop is, and how many programs there are to fill the device.
+    """
     choices = [configuration(tile, arithmetic) for tile in tiles(kernel, arithmetic, chip, columns)]
     if knobs.runtime.interpret:
         choices = choices[:1]  # times mean nothing in the interpreter
     tune = triton.autotune(
-        choices, key=["q_bucket", "IS_CAUSAL", "HEAD_DIM"], prune_configs_by={"early_config_prune": prune}
+        choices,
+        key=["q_bucket", "rows_bucket", "IS_CAUSAL", "HEAD_DIM"],
+        prune_configs_by={"early_config_prune": prune},
     )
     return tune(getattr(triton_kernels, kernel))
 

@@ -6,7 +6,8 @@ Every tensor is (batch, heads, seq, HEAD_DIM), k and v with `heads // group` hea
 descriptor, else as a tuple (pointer, batch stride, head stride, row stride); the innermost stride is 1. Tiles are
 (BLOCK_M or BLOCK_N) x COLUMNS, where COLUMNS is HEAD_DIM or the next power of two; elements outside of the tensor are
 loaded as zero and not stored. `scale` is log2(e) / sqrt(HEAD_DIM), because exponentials have base 2. `lse` and `delta`
-are float32 (batch, heads, q_len). Kernels do not read `q_bucket`: it is the autotuner's key for the size.
+are float32 (batch, heads, q_len). Kernels do not read `q_bucket` and `rows_bucket`: they are the autotuner's key for
+the size.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 CHUNK = tl.constexpr(32)
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "q_bucket"])
+@triton.jit(do_not_specialize=["q_len", "k_len", "q_bucket", "rows_bucket"])
 def attention_forward(
-    q, k, v, out, lse, heads, group, q_len, k_len, scale, q_bucket,
+    q, k, v, out, lse, heads, group, q_len, k_len, scale, q_bucket, rows_bucket,
     IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -56,9 +57,9 @@ def attention_forward(
     tl.store(lse + _row_offsets(batch, head, heads, q_len, rows), row_lse, mask=rows < q_len)
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "q_bucket"])
+@triton.jit(do_not_specialize=["q_len", "k_len", "q_bucket", "rows_bucket"])
 def attention_backward_q(
-    q, k, v, out, grad_out, grad_q, lse, delta, heads, group, q_len, k_len, scale, q_bucket,
+    q, k, v, out, grad_out, grad_q, lse, delta, heads, group, q_len, k_len, scale, q_bucket, rows_bucket,
     IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -95,9 +96,9 @@ def attention_backward_q(
     _store(grad_q, acc * (scale * LN_2), batch, head, start, q_len, TMA, BLOCK_M, HEAD_DIM, COLUMNS)
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "q_bucket"])
+@triton.jit(do_not_specialize=["q_len", "k_len", "q_bucket", "rows_bucket"])
 def attention_backward_kv(
-    q, k, v, grad_out, grad_k, grad_v, lse, delta, heads, group, q_len, k_len, scale, q_bucket,
+    q, k, v, grad_out, grad_k, grad_v, lse, delta, heads, group, q_len, k_len, scale, q_bucket, rows_bucket,
     IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip

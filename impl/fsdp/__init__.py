@@ -7,8 +7,9 @@
     optimizer.step()
 
 Our own: `sharded_plain` without prefetch (the reference), `sharded` with a prefetch of one unit, `sharded_kept` with
-`reshard_after_forward=False`; and `simple`, where reading a parameter all-gathers it. PyTorch's: `fsdp1`, `fsdp2`, and
-the latter as Hugging Face's `accelerate` applies it.
+`reshard_after_forward=False`, `sharded_norms_whole` with norms and biases whole on every rank; and `simple`, where
+reading a parameter all-gathers it. PyTorch's: `fsdp1`, `fsdp2`, and the latter as Hugging Face's `accelerate` applies
+it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from impl.fsdp.sharded import FullyShardedDataParallel
 from impl.fsdp.simple import SimpleFullyShardedDataParallel
 from impl.fsdp.library import TorchFSDP1, TorchFSDP2
 from impl.fsdp.accelerated import AcceleratedFSDP2
-from impl.fsdp.wrapping import by_size, by_type, whole
+from impl.fsdp.wrapping import by_size, by_type, norms_and_biases, whole
 # isort: on
 
 __all__ = [
@@ -33,5 +34,6 @@ __all__ = [
     "TorchFSDP2",
     "by_size",
     "by_type",
+    "norms_and_biases",
     "whole",
 ]

@@ -1,10 +1,19 @@
-"""Whether a backward pass is running, and whether it raised. Both need private names of torch's autograd."""
+"""Whether a backward pass is running, and whether it raised, for which torch's autograd has private names only; and
+whether an optimizer steps before gradients are synchronized."""
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+if TYPE_CHECKING:
+    from impl.fsdp.sharded import FullyShardedDataParallel
+
+NOT_SYNCHRONIZED = "optimizer.step() before finish_gradient_synchronization()"
 
 
 def backward_runs() -> bool:
@@ -29,3 +38,19 @@ class BackwardPasses:
 
     def forget(self) -> None:
         self._open.clear()
+
+
+def refuse_unsynchronized_steps(model: FullyShardedDataParallel) -> None:
+    """Raise RuntimeError in `optimizer.step()` on the model's parameters while gradients are not synchronized."""
+    alive = weakref.ref(model)
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        model = alive()
+        if model is None or not model._unsynchronized:
+            return
+        own = set(model._trainable())
+        if any(p in own for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(NOT_SYNCHRONIZED)
+
+    handle = register_optimizer_step_pre_hook(check)
+    weakref.finalize(model, handle.remove)

@@ -37,9 +37,11 @@ class FullySharded(Protocol):
 
     With `compute_dtype` parameters and floating-point inputs (positional, keyword, and in tuples, lists and dicts) are
     cast to it, and matrices are multiplied in it; with `reduce_dtype` gradients are communicated in it. Each works
-    without the other; without `reduce_dtype` gradients are communicated in the compute dtype or their own. Two options
-    more are used where an implementation takes them: `wrap`, a function from a module to its submodules that become
-    units, and `reshard_after_forward`, whether full parameters are freed between forward and backward.
+    without the other; without `reduce_dtype` gradients are communicated in the compute dtype or their own. Three
+    options more are used where an implementation takes them: `wrap`, a function from a module to its submodules that
+    become units; `reshard_after_forward`, whether full parameters are freed between forward and backward; and
+    `ignored_params`, a function from a module to those of its parameters that every rank has in full and in their own
+    shapes, the same on every rank to the bit, with all of the averaged gradient.
 
     Every rank must run the same units in the same order, in forward and in backward. A parameter may be read only while
     the forward of its own unit, or of a unit around it, runs.

@@ -6,9 +6,14 @@ from impl.fsdp.units import Unit
 
 
 class Order:
-    """Records the order of one step to predict the next step's; `depth` is how many units to prefetch."""
+    """Records the order of one step to predict the next step's; `depth` is how many units to prefetch.
 
-    def __init__(self, depth: int) -> None:
+    ValueError for a depth that is none, under the `name` of the option that sets it.
+    """
+
+    def __init__(self, name: str, depth: int) -> None:
+        if not isinstance(depth, int) or depth < 0:
+            raise ValueError(f"{name} is how many units to prefetch, from 0 on, got {depth!r}")
         self.depth = depth
         self._last: list[Unit] = []
         self._now: list[Unit] = []

@@ -44,10 +44,10 @@ class Pieces:
 
 
 def pieces(shard: Tensor, shape: torch.Size, interval: tuple[int, int]) -> Pieces:
-    """A one-dimensional shard, which holds that interval of the flattened tensor, as boxes that share its memory."""
-    found, at = {}, 0
+    """A shard, which holds that interval of the flattened tensor, as boxes that share its memory."""
+    flat, found, at = shard.detach().view(-1), {}, 0
     for offsets, sizes in boxes(shape, *interval):
-        found[offsets] = shard.detach()[at : at + prod(sizes)].view(sizes)
+        found[offsets] = flat[at : at + prod(sizes)].view(sizes)
         at += prod(sizes)
     return Pieces(shape, shard.dtype, found)
 

@@ -9,7 +9,6 @@ al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 202
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from functools import partial, reduce
 from typing import Any
@@ -18,20 +17,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from impl.collectives import collectives_for
 from impl.distributed import PlainStateDict, check_same_module
-from impl.fsdp.accounting import kept_peak, plain_peak, sharded_peak
-from impl.fsdp.backward import BackwardPasses, backward_runs
+from impl.fsdp.accounting import kept_peak, norms_whole_peak, plain_peak, sharded_peak
+from impl.fsdp.backward import BackwardPasses, backward_runs, refuse_unsynchronized_steps
+from impl.fsdp.flat import Sharding
 from impl.fsdp.nested import changed, tensors_in
 from impl.fsdp.order import Order
 from impl.fsdp.splitting import device_of, split
-from impl.fsdp.units import Sharding, Unit
-from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, check_unsharded, mark_sharded
+from impl.fsdp.units import Unit
+from impl.fsdp.wrapping import (
+    LINEARS_AND_EMBEDDINGS,
+    ParameterPolicy,
+    Policy,
+    check_unsharded,
+    mark_sharded,
+    no_parameters,
+    norms_and_biases,
+)
 from shardmark.registry import Race, register
 
-NOT_SYNCHRONIZED = "optimizer.step() before finish_gradient_synchronization()"
 BACKWARD_RAISED = "backward raised, so that gradients are incomplete: call zero_grad() and begin the next step"
 
 
@@ -46,9 +52,13 @@ class FullyShardedDataParallel(PlainStateDict):
 
     What a unit takes and returns may be dataclasses, too, and it may write into a list or a dict that it is given.
 
+    `ignored_params` chooses parameters that stay whole on every rank. Their gradients are all-reduced with the root
+    module's unit, all at once, and nothing of them is gathered. PyTorch's option of that name averages no gradients.
+
     Shards have the parameters' own dtype. `compute_dtype` is what parameters, and floating-point inputs of units, are
     cast to before the all-gather. `reduce_dtype` (by default the compute dtype) is what gradients are cast to before
-    the reduce-scatter. With `cpu_offload` shards and their gradients, and so the optimizer's state, are in host memory.
+    the reduce-scatter. With `cpu_offload` shards and their gradients, and so the optimizer's state, are in host memory,
+    pinned; copies run beside the computation, and are waited for in `finish_gradient_synchronization`.
 
     A module on the meta device is materialized on `device` one unit at a time, by the `reset_parameters()` of each
     module that owns parameters or buffers there. No rank ever holds the full model.
@@ -70,6 +80,7 @@ class FullyShardedDataParallel(PlainStateDict):
         compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         wrap: Policy = LINEARS_AND_EMBEDDINGS,
+        ignored_params: ParameterPolicy = no_parameters,
         reshard_after_forward: bool = True,
         forward_prefetch: int = 1,
         backward_prefetch: int = 1,
@@ -77,7 +88,8 @@ class FullyShardedDataParallel(PlainStateDict):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        _check_options(compute_dtype, reduce_dtype, forward_prefetch, backward_prefetch)
+        self._forward_order = Order("forward_prefetch", forward_prefetch)
+        self._backward_order = Order("backward_prefetch", backward_prefetch)
         group = process_group or dist.group.WORLD
         assert group is not None
         check_unsharded(module)
@@ -89,16 +101,15 @@ class FullyShardedDataParallel(PlainStateDict):
         self.sharding = Sharding(
             group, compute_dtype, reduce_dtype, device, torch.device("cpu") if cpu_offload else device
         )
-        self.units = split(module, wrap, self.sharding)
+        self.units = split(module, wrap, ignored_params, self.sharding)
         self._root = self.units[0]
-        self._forward_order, self._backward_order = Order(forward_prefetch), Order(backward_prefetch)
         self._reducing: Unit | None = None  # one reduce-scatter at a time, because each needs memory
         self._unsynchronized = False
         self._backwards = BackwardPasses()
         for unit in self.units:
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
             unit.module.register_forward_hook(partial(self._after_forward, unit))
-        _refuse_unsynchronized_steps(self)
+        refuse_unsynchronized_steps(self)
         mark_sharded(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,6 +144,8 @@ class FullyShardedDataParallel(PlainStateDict):
         unit.install_shards()
         if not torch.is_grad_enabled():
             unit.reshard()
+            if unit is self._root:
+                self.sharding.wait_for_host_memory()  # the optimizer may write the shards next
             return
         for x in tensors_in(output):
             if x.requires_grad:
@@ -172,6 +185,7 @@ class FullyShardedDataParallel(PlainStateDict):
         if self._backwards:
             raise RuntimeError(BACKWARD_RAISED)
         self._finish_backward()
+        self.sharding.wait_for_host_memory()
         self._unsynchronized = False
 
     def _finish_backward(self) -> None:
@@ -204,9 +218,10 @@ class FullyShardedDataParallel(PlainStateDict):
         if self._unsynchronized:
             raise RuntimeError("clip_grad_norm_() before finish_gradient_synchronization()")
         gradients = [p.grad for p in self._trainable() if p.grad is not None]
+        counted = [p.grad for p in self._trainable(counted=True) if p.grad is not None]
         # The same dtype on every rank, also where a rank has no elements, and one in which squares do not overflow.
         dtype = reduce(torch.promote_types, (p.dtype for p in self._trainable()), torch.float32)
-        norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients if gradient.numel()]
+        norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in counted if gradient.numel()]
         total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=dtype)
         total = total.to(self.sharding.device)
         collectives_for(self.process_group).all_reduce(total, self.process_group)
@@ -243,41 +258,15 @@ class FullyShardedDataParallel(PlainStateDict):
         self._backwards.forget()
         self._unsynchronized = False
 
-    def _trainable(self) -> Iterator[nn.Parameter]:
-        """This rank's shards of the trainable parameters."""
-        return (p for unit in self.units for flat in unit.flats if flat.trainable for p in flat.parameters)
+    def _trainable(self, counted: bool = False) -> Iterator[nn.Parameter]:
+        """This rank's shards of the trainable parameters; `counted`, without what another rank counts."""
+        flats = (flat for unit in self.units for flat in unit.flats if flat.trainable and (flat.counted or not counted))
+        return (p for flat in flats for p in flat.parameters)
 
     def _cast(self, x: Any) -> Any:
         """A floating-point tensor in the compute dtype; anything else unchanged."""
         dtype = self.sharding.compute_dtype
         return x.to(dtype) if dtype and isinstance(x, Tensor) and x.is_floating_point() else x
-
-
-def _check_options(
-    compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, forward_prefetch: int, backward_prefetch: int
-) -> None:
-    for name, dtype in {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}.items():
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"{name} is a floating-point dtype or None, got {dtype!r}")
-    for name, depth in {"forward_prefetch": forward_prefetch, "backward_prefetch": backward_prefetch}.items():
-        if not isinstance(depth, int) or depth < 0:
-            raise ValueError(f"{name} is how many units to prefetch, from 0 on, got {depth!r}")
-
-
-def _refuse_unsynchronized_steps(model: FullyShardedDataParallel) -> None:
-    """Raise RuntimeError in `optimizer.step()` on the model's parameters while gradients are not synchronized."""
-    alive = weakref.ref(model)
-
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        model = alive()
-        if model is None or not model._unsynchronized:
-            return
-        own = set(model._trainable())
-        if any(p in own for group in optimizer.param_groups for p in group["params"]):
-            raise RuntimeError(NOT_SYNCHRONIZED)
-
-    handle = register_optimizer_step_pre_hook(check)
-    weakref.finalize(model, handle.remove)
 
 
 register(
@@ -294,4 +283,11 @@ register(
     partial(FullyShardedDataParallel, reshard_after_forward=False),
     memory=kept_peak,
     time=Race("fsdp2_kept", budget=2.0, goal=1.0),
+)
+register(
+    "fsdp",
+    "sharded_norms_whole",
+    partial(FullyShardedDataParallel, ignored_params=norms_and_biases),
+    memory=norms_whole_peak,
+    time=Race("fsdp2", budget=2.0, goal=1.0),
 )

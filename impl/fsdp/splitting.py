@@ -8,31 +8,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from impl.fsdp.units import Place, Sharding, Unit
-from impl.fsdp.wrapping import Policy, choose_units
+from impl.fsdp.flat import Sharding, Whole
+from impl.fsdp.units import Place, Unit
+from impl.fsdp.wrapping import ParameterPolicy, Policy, choose_ignored, choose_units
 
 
-def split(module: nn.Module, wrap: Policy, sharding: Sharding) -> list[Unit]:
+def split(module: nn.Module, wrap: Policy, ignored_params: ParameterPolicy, sharding: Sharding) -> list[Unit]:
     """The module's units, the root module first, sharded one after the other; every rank gets rank 0's values.
 
-    ValueError for a submodule on the meta device that has no `reset_parameters()`.
+    Ignored parameters are in the root module's unit, whole. ValueError for a submodule on the meta device that has no
+    `reset_parameters()`.
     """
     roots = choose_units(wrap, module)
+    ignored = choose_ignored(ignored_params, module)
     owners = _owners(module, roots)
     for part in module.modules():
         _check_can_be_materialized(part)
     units = []
+    whole: dict[nn.Parameter, list[Place]] = {}
     for root in roots:
         parts = [part for part in owners if owners[part] is root]
-        _materialize(parts, sharding.device)
+        allocated = _materialize(parts, sharding.device)
+        ignored |= {new for old, new in allocated.items() if old in ignored}
         for buffer in (b for part in parts for b in part.buffers(recurse=False)):
             torch.distributed.broadcast(buffer, group=sharding.process_group, group_src=0)
         places: dict[nn.Parameter, list[Place]] = {}
         for part in parts:
             for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-                places.setdefault(parameter, []).append((part, name))
+                (whole if parameter in ignored else places).setdefault(parameter, []).append((part, name))
         if places or root is module:
             units.append(Unit(root, places, sharding))
+    units[0].add(whole, sharding, Whole)
     return units
 
 
@@ -100,8 +106,11 @@ def _check_can_be_materialized(part: nn.Module) -> None:
         )
 
 
-def _materialize(parts: list[nn.Module], device: torch.device) -> None:
-    """Allocate what is on the meta device and call its `reset_parameters()`; tied parameters stay tied."""
+def _materialize(parts: list[nn.Module], device: torch.device) -> dict[nn.Parameter, nn.Parameter]:
+    """Allocate what is on the meta device and call its `reset_parameters()`; tied parameters stay tied.
+
+    Returns the new parameter of each one that was on the meta device.
+    """
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     on_meta: list[Any] = [part for part in parts if _on_meta(part)]
     for part in on_meta:
@@ -114,3 +123,4 @@ def _materialize(parts: list[nn.Module], device: torch.device) -> None:
     with torch.device(device):
         for part in on_meta:
             part.reset_parameters()
+    return allocated

@@ -1,18 +1,20 @@
-"""Which modules become units, whose parameters are all-gathered together; and which modules are sharded already.
+"""Which modules become units, whose parameters are all-gathered together; which parameters stay whole on every rank;
+and which modules are sharded already.
 
-A policy takes the root module and returns the submodules that become units. The root module is always a unit, too: it
-holds the parameters that are in no other.
+A policy takes the root module and returns the submodules that become units, or the parameters that stay whole. The root
+module is always a unit, too: it holds the parameters that are in no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from weakref import WeakSet
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 Policy = Callable[[nn.Module], Sequence[nn.Module]]
+ParameterPolicy = Callable[[nn.Module], Collection[nn.Parameter]]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules without a forward, which is what would say when to gather their parameters."""
@@ -61,6 +63,24 @@ def by_size(min_parameters: int) -> Policy:
 def whole(module: nn.Module) -> list[nn.Module]:
     """No submodules: the root module is the only unit."""
     return []
+
+
+def norms_and_biases(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters with fewer than two dimensions: many, and hardly any of the model's elements."""
+    return [parameter for parameter in module.parameters() if parameter.ndim < 2]
+
+
+def no_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """None: all are sharded."""
+    return []
+
+
+def choose_ignored(policy: ParameterPolicy, module: nn.Module) -> set[nn.Parameter]:
+    """The policy's choice of parameters that stay whole; ValueError for what is no parameter of the module."""
+    own, chosen = set(module.parameters()), set(policy(module))
+    if foreign := chosen - own:
+        raise ValueError(f"ignored_params chose {len(foreign)} of {len(chosen)} that are not parameters of the module")
+    return chosen
 
 
 def choose_units(policy: Policy, module: nn.Module) -> list[nn.Module]:

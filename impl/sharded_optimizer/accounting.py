@@ -16,7 +16,7 @@ from impl.accounting.strategies.sharded import ShardedOptimizer
 from impl.data_parallel import accounting as data_parallel
 from impl.data_parallel.accounting import bucketed_peak, ddp_peak
 from impl.model.sizes import SIZES
-from impl.sharded_optimizer.shards import BUCKET_MB, IN_FLIGHT
+from impl.sharded_optimizer.shards import BUCKET_MB
 from shardmark.grid import MB, Work
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def sharded_peak(case: ShardedStepCase) -> Bytes:
     """Peak in bytes of `sharded`, on the rank that has most."""
     most = max((_own(case, rank) for rank in range(case.ranks)), key=lambda own: 2 * own[0] + own[1])
     places = [[*range(bucket.last, bucket.first - 1, -1)] for bucket in _buckets(case)]
-    strategy = ShardedOptimizer(case.ranks, places, IN_FLIGHT, 2 * _FLOAT * most[0], _FLOAT * most[1])
+    strategy = ShardedOptimizer(case.ranks, places, 2 * _FLOAT * most[0], _FLOAT * most[1])
     return TransformerStep(case, strategy, autocast=True).run().peak
 
 
@@ -131,9 +131,9 @@ def _counts(case: ShardedStepCase) -> list[int]:
 def _buckets(case: ShardedStepCase) -> list[_Bucket]:
     """Of the parameters from the last to the first."""
     runs: list[list[int]] = []  # places
-    counts = _counts(case)
+    counts, most = _counts(case), (case.bucket_mb or BUCKET_MB) * MB
     for place in reversed(range(len(counts))):
-        if not runs or _FLOAT * (sum(counts[i] for i in runs[-1]) + counts[place]) > BUCKET_MB * MB:
+        if not runs or _FLOAT * (sum(counts[i] for i in runs[-1]) + counts[place]) > most:
             runs.append([])
         runs[-1].append(place)
     return [

@@ -25,7 +25,7 @@ from impl.distributed import backward_twice, call_on_gradient, check_dense
 from impl.sharded_optimizer import checks
 from impl.sharded_optimizer.accounting import sharded_peak
 from impl.sharded_optimizer.overlap import ForwardOverlap
-from impl.sharded_optimizer.shards import BUCKET_MB, IN_FLIGHT, Segment, ShardedBucket
+from impl.sharded_optimizer.shards import BUCKET_MB, Segment, ShardedBucket
 from impl.sharded_optimizer.state import arguments, check_state, gather_state, split_state
 from shardmark.registry import Race, register
 
@@ -98,11 +98,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._launch(self._next + len(list(full)))
 
     def _launch(self, end: int) -> None:
-        """Start the reduce-scatters up to bucket `end` (exclusive) that have not started."""
-        for i in range(self._next, end):
-            if i >= IN_FLIGHT:
-                self._buckets[i - IN_FLIGHT].finish_reduction()  # frees its buffers
-            self._buckets[i].reduce()
+        """Start the reduce-scatters up to bucket `end` (exclusive) that have not started.
+
+        Backward waits for none of them: on CUDA its next kernels would wait as well.
+        """
+        for bucket in self._buckets[self._next : end]:
+            bucket.reduce()
         self._next = max(self._next, end)
 
     @torch.no_grad()

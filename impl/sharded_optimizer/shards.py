@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from impl.collectives import Collectives, Handle
 
-BUCKET_MB = 5
-"""MB (2^20 bytes) of gradients that are reduce-scattered together, and of parameters that are all-gathered together."""
-IN_FLIGHT = 2
-"""Reduce-scatters that run at the same time, each with its own buffers."""
+BUCKET_MB = 25
+"""MB (2^20 bytes) of gradients that are reduce-scattered together, and of parameters that are all-gathered together; as
+many as PyTorch's DDP reduces together."""
 
 
 @dataclass(eq=False)

@@ -29,6 +29,8 @@ class ShardedStep(RankStep):
         self.averages = implementation.accepts("average_gradients")
         model: Any = language_model(case)
         options: dict[str, Any] = {"average_gradients": True, "module": model} if self.averages else {}
+        if case.bucket_mb is not None and implementation.accepts("bucket_mb"):
+            options["bucket_mb"] = case.bucket_mb
         if not self.averages:
             wrapper = WRAPPERS.get(implementation.name, "bucketed")
             model = family("data_parallel").implementations[wrapper].adapted(model)

@@ -53,6 +53,12 @@ def transformer_units(size: TransformerSize, norm_alone: bool = False) -> Units:
     ]
 
 
+def with_norms_in_root(units: Units) -> Units:
+    """The same units, but that the root has all parameters with fewer than two dimensions."""
+    norms = [parameter for unit in units for parameter in unit if len(parameter.shape) < 2]
+    return [norms, *([parameter for parameter in unit if parameter not in norms] for unit in units[ROOT + 1 :])]
+
+
 def values(units: Units) -> int:
     """How many values the parameters of these units have."""
     return sum(parameter.values for unit in units for parameter in unit)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from impl.accounting.programs.parameters import FLOAT, ROOT, Parameter, in_model_order, padded, values
+from impl.accounting.programs.parameters import (
+    FLOAT,
+    ROOT,
+    Parameter,
+    in_model_order,
+    padded,
+    values,
+    with_norms_in_root,
+)
 from impl.accounting.strategies import COUNTS, GRADIENTS, Step, Strategy
 from impl.collectives.accounting import reduce_scatter_buffers
 
@@ -11,16 +19,14 @@ class ShardedOptimizer(Strategy):
     """ZeRO-1: parameters are views into flat buckets, padded to a multiple of the ranks; each rank has a slice's state.
 
     A gradient moves into its bucket's flat tensor, which exists from the first of its gradients on. A full bucket is
-    reduce-scattered while backward goes on, `in_flight` of them at once, each with buffers of its own. `state_bytes`
-    and `counts_bytes` are those of the rank that has most.
+    reduce-scattered while backward goes on, with buffers of its own, which are there until the step waits for it.
+    `state_bytes` and `counts_bytes` are those of the rank that has most.
     """
 
     FACTOR = 8  # bytes of what gradients are multiplied by on their way, a float64
 
-    def __init__(
-        self, ranks: int, buckets: list[list[int]], in_flight: int, state_bytes: int, counts_bytes: int
-    ) -> None:
-        self.ranks, self.in_flight = ranks, in_flight
+    def __init__(self, ranks: int, buckets: list[list[int]], state_bytes: int, counts_bytes: int) -> None:
+        self.ranks = ranks
         self.state_bytes, self.counts_bytes = state_bytes, counts_bytes
         self.buckets = buckets
         """Of each bucket its parameters' places in the model's order, from the last to the first."""
@@ -53,10 +59,8 @@ class ShardedOptimizer(Strategy):
             self.launch()
 
     def launch(self) -> None:
-        i, name = self.launched, "buffers of reduce-scatters under way"
-        if i >= self.in_flight:
-            self.ledger.free(name, reduce_scatter_buffers(self.flat[i - self.in_flight], self.ranks))
-        self.ledger.take(name, reduce_scatter_buffers(self.flat[i], self.ranks))
+        buffers = reduce_scatter_buffers(self.flat[self.launched], self.ranks)
+        self.ledger.take("buffers of reduce-scatters under way", buffers)
         self.launched += 1
 
 
@@ -113,18 +117,22 @@ class FullySharded(UnitSharded):
         """The name of a unit's entry; those that all stay gathered have one together."""
         return f"full parameters of {self.step.unit_name(unit)}" if self.reshard_after_forward else "full parameters"
 
+    def gathered_bytes(self, unit: int) -> int:
+        """Bytes that its full parameters take beside the shards."""
+        return self.full(unit)
+
     def gather(self, unit: int, order: list[int]) -> None:
         """The unit, and those after it in that order."""
         at = order.index(unit)
         for each in order[at : at + 1 + self.prefetch]:
             if each not in self.gathered:
                 self.gathered.add(each)
-                self.ledger.take(self.full_parameters(each), self.full(each))
+                self.ledger.take(self.full_parameters(each), self.gathered_bytes(each))
 
     def release(self, unit: int) -> None:
         if unit in self.gathered:
             self.gathered.remove(unit)
-            self.ledger.free(self.full_parameters(unit), self.full(unit))
+            self.ledger.free(self.full_parameters(unit), self.gathered_bytes(unit))
 
     def enter(self, unit: int) -> None:
         self.gather(unit, self.forward_order)
@@ -154,10 +162,14 @@ class FullySharded(UnitSharded):
             self.ledger.free(GRADIENTS, self.gradients(unit))
         else:
             self.ledger.rename(GRADIENTS, name, flat)
-        self.ledger.take("reduce-scatter buffers", reduce_scatter_buffers(flat, self.ranks, self.step.c))
+        self.ledger.take("reduce-scatter buffers", self.buffers(unit))
         self.reducing = unit
         if unit == ROOT:
             self.finish_reduction()
+
+    def buffers(self, unit: int) -> int:
+        """Bytes that the sum of its gradients over the ranks needs beside them."""
+        return reduce_scatter_buffers(self.full(unit), self.ranks, self.step.c)
 
     def finish_reduction(self) -> None:
         if self.reducing is not None:
@@ -168,3 +180,26 @@ class FullySharded(UnitSharded):
                 self.ledger.free("shard of gradients")
             self.ledger.free(f"flat gradients of {self.step.unit_name(self.reducing)}")
             self.reducing = None
+
+
+class NormsWhole(FullySharded):
+    """Every rank has all of the norms' weights, with their gradients and moments; the root's unit is nothing else.
+
+    Full parameters are the rank's own where it computes in float32, else a copy. Gradients are all-reduced in place.
+    """
+
+    def take_parameters(self) -> None:
+        self.units = with_norms_in_root(self.units)
+        super().take_parameters()
+
+    def shard(self, unit: int) -> int:
+        return FLOAT * self.padded(unit) if unit == ROOT else super().shard(unit)
+
+    def padded(self, unit: int) -> int:
+        return values([self.units[unit]]) if unit == ROOT else super().padded(unit)
+
+    def gathered_bytes(self, unit: int) -> int:
+        return 0 if unit == ROOT and self.step.c == FLOAT else super().gathered_bytes(unit)
+
+    def buffers(self, unit: int) -> int:
+        return 0 if unit == ROOT else super().buffers(unit)
