@@ -217,3 +217,12 @@ def a_last_key_alone_left_out(q: Tensor, k: Tensor, v: Tensor, *, is_causal: boo
     if is_causal:
         scores = scores.masked_fill(future(q, k), -math.inf)
     return scores[..., :seen].softmax(-1) @ v[..., :seen, :]
+
+
+@defect(cause="numerics", caught_by="test_autocast_leaves_float64_as_it_is")
+def casts_float64_under_autocast(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """To autocast's dtype, as it casts whatever it is given."""
+    check_inputs(q, k, v)
+    device = q.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
+    return eager_attention(q.to(dtype), k.to(dtype), v.to(dtype), is_causal=is_causal).to(q.dtype)

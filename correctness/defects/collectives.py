@@ -155,6 +155,27 @@ class AddsItsOwnFirst(Plain):
         return Done() if async_op else None
 
 
+@defect(cause="world size", caught_by="test_every_rank_has_the_same_sum_to_the_bit")
+class OneShotOwnFirst(AddsItsOwnFirst):
+    """Small tensors alone: right on two ranks, whose sum has one order."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        if tensor.numel() > 2**16:
+            return Plain.all_reduce(self, tensor, group, async_op=async_op)
+        return super().all_reduce(tensor, group, async_op=async_op)
+
+
+@defect(cause="numerics", caught_by="test_what_is_gathered_has_the_bits_that_were_sent")
+class GathersBySumming(Plain):
+    """Each rank's part with zeros around it: -0.0 becomes 0.0."""
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        padded = torch.zeros_like(output)
+        padded.view(dist.get_world_size(group), input.numel())[dist.get_rank(group)] = input.detach().view(-1)
+        handle = super().all_reduce(padded, group, async_op=True)
+        return finished(handle, lambda: output.copy_(padded), async_op)
+
+
 # Subgroups
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,6 +20,16 @@ LOGITS = "test_logits_are_the_plain_models"
 class SeesTheNextToken(Parts):
     def mask(self, context: int, device: Any) -> Tensor:
         return torch.ones(context, context, dtype=torch.bool, device=device).tril(1)
+
+
+@defect(cause="masks", caught_by="test_large_scores")
+class AddsMinusTenThousand(Parts):
+    """As BERT's mask does: a large score outweighs it."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT / math.sqrt(self.scale())
+        scores = torch.where(self.mask(q.shape[-2], q.device), scores, scores - 1e4)
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
 
 
 @defect(cause="two calls", caught_by="test_calls_of_other_shapes")

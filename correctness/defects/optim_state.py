@@ -134,3 +134,14 @@ class KeepsEveryRate(Simple):
         rates = self.__dict__.setdefault("rates", {})
         rates.setdefault((group["lr"], p.shape[-1:]), torch.full(p.shape[-1:], group["lr"], device=p.device))
         super().move(p, grad, state, group, t)
+
+
+@defect(cause="memory", caught_by="test_steps_after_the_first_keep_nothing_more")
+class KeepsOneElementForEachRate(Simple):
+    """Eight bytes, so that no rate is copied twice."""
+
+    def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
+        rates = self.__dict__.setdefault("rates", {})
+        if group["lr"] not in rates:
+            rates[group["lr"]] = torch.tensor(group["lr"], dtype=torch.float64, device=p.device)
+        super().move(p, grad, state, group, t)

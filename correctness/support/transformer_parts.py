@@ -1,4 +1,4 @@
-"""A transformer of one function, with a method for each part, in which defects are planted."""
+"""A transformer of one function, with a method for each part, for defects to be planted in."""
 
 from __future__ import annotations
 
