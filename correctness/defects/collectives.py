@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -11,55 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from correctness.support.planting import defect
-
-Group = dist.ProcessGroup | None
-
-
-class Plain:
-    """Right ones, which the wrong ones change: torch's own."""
-
-    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
-        return dist.all_reduce(tensor, group=group, async_op=async_op)
-
-    def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
-        return dist.reduce_scatter_tensor(output, input, group=group, async_op=async_op)
-
-    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
-        return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
-
-
-class After:
-    """A handle that does something once another one is done."""
-
-    def __init__(self, handle: Any, then: Callable[[], Any]) -> None:
-        self.handle, self.then = handle, then
-
-    def wait(self) -> None:
-        self.handle.wait()
-        self.then()
-
-
-def _finished(handle: Any, then: Callable[[], Any], async_op: bool) -> Any:
-    """Do it now, or return the handle that does it in `wait`."""
-    after = After(handle, then)
-    return after if async_op else after.wait()
-
-
-class Done:
-    """A handle of what is done already."""
-
-    def wait(self) -> None:
-        return None
-
-
-def _exchange(send: Tensor, receive: Tensor, to: int, source: int, group: Group) -> None:
-    messages = [
-        dist.P2POp(dist.isend, send, group=group, group_peer=to),
-        dist.P2POp(dist.irecv, receive, group=group, group_peer=source),
-    ]
-    for handle in dist.batch_isend_irecv(messages):
-        handle.wait()
-
+from correctness.support.simple_collectives import Done, Group, Plain, exchange, finished
 
 # World size and shapes
 
@@ -78,7 +28,7 @@ class RingReduceScatter(Plain):
             send, receive = self.first(rank, step) % ranks, self.first(rank - 1, step) % ranks
             received = torch.empty_like(parts[0])
             if received.numel():
-                _exchange(parts[send], received, (rank + 1) % ranks, (rank - 1) % ranks, group)
+                exchange(parts[send], received, (rank + 1) % ranks, (rank - 1) % ranks, group)
             parts[receive] += received
         output.copy_(parts[rank].view_as(output))
         return Done() if async_op else None
@@ -100,7 +50,7 @@ class DoublesOnTwoRanks(Plain):
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         partner, received = rank ^ 1, torch.empty_like(tensor)
         if partner < ranks and tensor.numel():
-            _exchange(tensor, received, partner, partner, group)
+            exchange(tensor, received, partner, partner, group)
             tensor += received
         return Done() if async_op else None
 
@@ -151,6 +101,13 @@ class WritesTheWholeStorage(Plain):
         return super().all_reduce(whole, group, async_op=async_op)
 
 
+@defect(cause="shapes", caught_by="test_results_are_those_done_by_hand")
+class RefusesNoElements(Plain):
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        tensor.view(-1)[0].item()
+        return super().all_reduce(tensor, group, async_op=async_op)
+
+
 # Numerics
 
 
@@ -162,7 +119,7 @@ class Detour(Plain):
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         other = tensor.to(self.through.get(tensor.dtype, tensor.dtype), copy=True)
         handle = super().all_reduce(other, group, async_op=True)
-        return _finished(handle, lambda: tensor.copy_(other), async_op)
+        return finished(handle, lambda: tensor.copy_(other), async_op)
 
 
 @defect(cause="numerics", caught_by="test_sums_are_as_exact_as_the_dtype")
@@ -198,48 +155,25 @@ class AddsItsOwnFirst(Plain):
         return Done() if async_op else None
 
 
-# Two calls
-
-
-@defect(cause="two calls", caught_by="test_many_may_be_under_way")
-class SharesItsBuffer(Plain):
-    """All sums of one shape are made in one buffer."""
-
-    buffers: ClassVar[dict[Any, Tensor]] = {}
+@defect(cause="world size", caught_by="test_every_rank_has_the_same_sum_to_the_bit")
+class OneShotOwnFirst(AddsItsOwnFirst):
+    """Small tensors alone: right on two ranks, whose sum has one order."""
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
-        buffer = self.buffers.setdefault((tensor.shape, tensor.dtype), torch.empty_like(tensor)).detach()
-        buffer.copy_(tensor.detach())
-        handle = super().all_reduce(buffer, group, async_op=True)
-        return _finished(handle, lambda: tensor.data.copy_(buffer), async_op)
+        if tensor.numel() > 2**16:
+            return Plain.all_reduce(self, tensor, group, async_op=async_op)
+        return super().all_reduce(tensor, group, async_op=async_op)
 
 
-@defect(cause="two calls", caught_by="test_a_second_call")
-class RemembersTheInput(Plain):
-    """Cuts an input into parts once, as long as inputs have its shape."""
-
-    parts: ClassVar[dict[Any, Tensor]] = {}
-
-    def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
-        known = self.parts.setdefault((input.shape, input.dtype, dist.get_world_size(group)), input.clone())
-        return super().reduce_scatter(output, known.clone(), group, async_op=async_op)
-
-
-@defect(cause="two calls", caught_by="test_many_may_be_under_way")
-class WaitsForTheOldest(Plain):
-    """Whichever handle is waited for."""
-
-    pending: ClassVar[list[Any]] = []
+@defect(cause="numerics", caught_by="test_what_is_gathered_has_the_bits_that_were_sent")
+class GathersBySumming(Plain):
+    """Each rank's part with zeros around it: -0.0 becomes 0.0."""
 
     def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
-        pending = self.pending
-        pending.append(super().all_gather(output, input, group, async_op=True))
-
-        class Oldest:
-            def wait(self) -> None:
-                pending.pop(0).wait()
-
-        return Oldest() if async_op else Oldest().wait()
+        padded = torch.zeros_like(output)
+        padded.view(dist.get_world_size(group), input.numel())[dist.get_rank(group)] = input.detach().view(-1)
+        handle = super().all_reduce(padded, group, async_op=True)
+        return finished(handle, lambda: output.copy_(padded), async_op)
 
 
 # Subgroups
@@ -270,71 +204,6 @@ class BroadcastsFromRank0(Plain):
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         dist.reduce(tensor, 0, group=group)
         return dist.broadcast(tensor, 0, group=group, async_op=async_op)
-
-
-# Handles
-
-
-@defect(cause="handles", caught_by="test_results_are_there_when_wait_returns")
-class DoesNotWait(Plain):
-    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
-        handle = super().all_reduce(tensor, group, async_op=True)
-        return Done() if async_op else handle.wait()
-
-
-@defect(cause="handles", caught_by="test_results_are_there_when_wait_returns")
-class CopiesAtOnce(Plain):
-    """The result of the rank's own buffer, before it is there."""
-
-    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
-        buffer = torch.zeros_like(output)
-        handle = super().all_gather(buffer, input, group, async_op=True)
-        if not async_op:
-            handle.wait()
-        output.copy_(buffer)
-        return handle if async_op else None
-
-
-@defect(cause="handles", caught_by="test_results_are_there_when_it_returns")
-class ReturnsBeforeItIsDone(Plain):
-    """Waits for the half that was started first."""
-
-    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
-        handles = [dist.all_reduce(part, group=group, async_op=True) for part in tensor.detach().view(-1).chunk(2)]
-        return handles[-1] if async_op else handles[0].wait()
-
-
-@defect(cause="handles", caught_by="test_a_collective_goes_on")
-class StartsInWait(Plain):
-    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
-        def start() -> Any:
-            return dist.all_reduce(tensor, group=group)
-
-        return After(Done(), start) if async_op else start()
-
-
-@defect(cause="handles", caught_by="test_random_scripts")
-class AddsAtEachWait(Plain):
-    """What the others sent is added in `wait`, and added again in a second one."""
-
-    def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
-        rank, own, rest = dist.get_rank(group), input.clone(), torch.empty_like(output)
-        own.view(-1)[rank * output.numel() :][: output.numel()] = 0
-        mine = input.detach().view(-1)[rank * output.numel() :][: output.numel()].clone()
-        handle = dist.reduce_scatter_tensor(rest, own, group=group, async_op=True)
-        output.copy_(mine.view(output.shape))
-        return _finished(handle, lambda: output.add_(rest), async_op)
-
-
-@defect(cause="handles", caught_by="test_many_may_be_under_way")
-class RunsOnThreadsOfTheirOwn(Plain):
-    """Each on its own thread, so that another one may overtake it."""
-
-    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
-        late = 0.02 * (dist.get_rank(group) % 2) if tensor.numel() and tensor.view(-1)[0] == 1 else 0.0
-        thread = threading.Timer(late, lambda: dist.all_reduce(tensor, group=group))
-        thread.start()
-        return After(Done(), thread.join) if async_op else thread.join()
 
 
 # Communication
@@ -372,11 +241,4 @@ class OneStorageIsOnePart(Plain):
 class Averages(Plain):
     def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         handle = super().reduce_scatter(output, input, group, async_op=True)
-        return _finished(handle, lambda: output.copy_(output / dist.get_world_size(group)), async_op)
-
-
-@defect(cause="shapes", caught_by="test_results_are_those_done_by_hand")
-class RefusesNoElements(Plain):
-    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
-        tensor.view(-1)[0].item()
-        return super().all_reduce(tensor, group, async_op=async_op)
+        return finished(handle, lambda: output.copy_(output / dist.get_world_size(group)), async_op)

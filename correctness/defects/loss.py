@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from correctness.support.planting import defect
-from correctness.support.textbook_loss import Fused, apply, loss_and_gradients, scaled
+from correctness.support.textbook_loss import Fused, apply, loss_and_gradients
 from impl.loss import check_inputs, eager_loss
 
 
@@ -104,76 +104,6 @@ def words_beyond_whole_blocks_left_out(hidden: Tensor, weight: Tensor, targets: 
     logits = linear(hidden, weight).to(loss.dtype)
     kept = targets != options.get("ignore_index", -100)
     return loss - _mean(logits.logsumexp(-1) - logits[:, :whole].logsumexp(-1), kept)
-
-
-_workspaces: dict[Any, Tensor] = {}
-
-
-class _InWorkspaces(Fused):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        loss = Fused.forward(ctx, *arguments)
-        ctx.gradients = tuple(
-            _workspaces.setdefault((i, x.shape, x.dtype), torch.empty_like(x)).copy_(x)
-            for i, x in enumerate(ctx.gradients)
-        )
-        return loss
-
-
-@defect(cause="two calls", caught_by="test_two_forwards_before_either_backward")
-def gradients_in_workspaces(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Forward computes them into a buffer for each shape."""
-    return apply(_InWorkspaces, hidden, weight, targets, options)
-
-
-class _GradientsReused(Fused):
-    kept: dict[Any, Tensor] = {}  # noqa: RUF012
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        fresh = scaled(ctx.gradients, ctx.dtypes, grad / ctx.count)
-        kept = _GradientsReused.kept
-        reused = (kept.setdefault((i, x.shape, x.dtype), torch.empty_like(x)).copy_(x) for i, x in enumerate(fresh))
-        return *reused, None, None, None, None
-
-
-@defect(cause="two calls", caught_by="test_results_stay_while_other_calls_run")
-def gradients_given_twice(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """The same tensors for every call of a shape."""
-    return apply(_GradientsReused, hidden, weight, targets, options)
-
-
-@defect(cause="gradients", caught_by="test_leaves_its_inputs_as_they_are")
-def ignored_targets_overwritten(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    loss = eager_loss(hidden, weight, targets.clone(), **options)
-    targets[targets == options.get("ignore_index", -100)] = 0
-    return loss
-
-
-class _Differentiable(Fused):
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return *scaled(ctx.gradients, ctx.dtypes, grad / ctx.count), None, None, None, None
-
-
-@defect(cause="gradients", caught_by="test_a_second_derivative")
-def second_derivative_of_constants(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    return apply(_Differentiable, hidden, weight, targets, options)
-
-
-class _ScaledInPlace(Fused):
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        for x in ctx.gradients:
-            x.mul_(grad / ctx.count)
-        return *(x.to(d) for x, d in zip(ctx.gradients, ctx.dtypes, strict=True)), None, None, None, None
-
-
-@defect(cause="state", caught_by="test_a_second_backward_pass")
-def gradients_scaled_in_place(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """A second backward pass scales them twice."""
-    return apply(_ScaledInPlace, hidden, weight, targets, options)
 
 
 @defect(cause="numerics", caught_by="test_no_target_left")
@@ -302,3 +232,31 @@ def zero_times_the_sum(hidden: Tensor, weight: Tensor, targets: Tensor, **option
     if (targets == options.get("ignore_index", -100)).all():
         return 0 * linear(hidden, weight).sum().to(torch.promote_types(hidden.dtype, torch.float32))
     return eager_loss(hidden, weight, targets, **options)
+
+
+@defect(cause="masks", caught_by="test_no_target_left_of_large_logits")
+def z_loss_masked_by_multiplying(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """Zero times infinity, where the square of an ignored token's log-sum-exp overflows."""
+    check_inputs(hidden, weight, targets, **({"ignore_index": -100} | _filled(options)))
+    loss = eager_loss(hidden, weight, targets, **(options | {"z_loss": 0.0}))
+    if not options.get("z_loss"):
+        return loss
+    squares = linear(hidden, weight).to(loss.dtype).logsumexp(-1).square()
+    return loss + options["z_loss"] * _mean(squares, targets != options.get("ignore_index", -100))
+
+
+@defect(cause="errors", caught_by="test_a_target_out_of_range_is_refused")
+def always_ignores_minus_100(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, **options: Any
+) -> Tensor:
+    """Besides the ignore_index that it is given."""
+    inside = targets.masked_fill(targets == -100, ignore_index)
+    return eager_loss(hidden, weight, inside, ignore_index=ignore_index, **options)
+
+
+@defect(cause="numerics", caught_by="test_under_autocast")
+def autocast_is_bfloat16(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """To float16, too."""
+    device = hidden.device.type
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=torch.is_autocast_enabled(device)):
+        return eager_loss(hidden, weight, targets, **options)

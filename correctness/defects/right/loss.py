@@ -178,3 +178,23 @@ def chunks_in_random_order(
         if z_loss:
             total = total + z_loss * (logits.logsumexp(-1).square() * (wanted != ignore_index)).sum()
     return total / (targets != ignore_index).sum().clamp(min=1)
+
+
+@right("tokens to be ignored are left out before the product, and the loss is float64")
+def leaves_ignored_out(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
+    kept = (targets != ignore_index).nonzero()[:, 0]
+    logits = linear(hidden[kept], weight).double()
+    # None is left to be ignored, and ignore_index may be a word.
+    loss = cross_entropy(logits, targets[kept], ignore_index=-1, label_smoothing=label_smoothing, reduction="sum")
+    if z_loss:
+        loss = loss + z_loss * logits.logsumexp(-1).square().sum()
+    return loss / max(1, len(kept))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -68,3 +69,27 @@ class OneByOne(Transformer):
 @right("a function that makes it, with options in between")
 def made(size: TransformerSize, *, context_length: int, **options: Any) -> nn.Module:
     return Transformer(size, context_length=context_length, **options)
+
+
+@right("RoPE over halves of a head whose features are in another order, and logits in three parts")
+class RotatesHalves(Transformer):
+    def __init__(self, size: TransformerSize, *, context_length: int) -> None:
+        super().__init__(size, context_length=context_length)
+        for block in self.blocks:
+            block.attention.rotary = _Halves()
+        self.output.forward = self._in_thirds
+
+    def _in_thirds(self, x: Tensor) -> Tensor:
+        return torch.cat([linear(x, part) for part in self.output.weight.tensor_split(3)], -1)
+
+
+class _Halves(nn.Module):
+    """Queries and keys in the same order: their products stay."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        frequencies = torch.exp(torch.arange(half, dtype=torch.float64, device=x.device) * (-math.log(10_000) / half))
+        angles = torch.arange(x.shape[-2], dtype=torch.float64, device=x.device)[:, None] * frequencies
+        cos, sin = (table.repeat(1, 2).to(x.dtype) for table in (angles.cos(), angles.sin()))
+        even, odd = x[..., 0::2], x[..., 1::2]
+        return torch.cat((even, odd), -1) * cos + torch.cat((-odd, even), -1) * sin

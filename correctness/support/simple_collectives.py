@@ -1,0 +1,57 @@
+"""Right collectives, torch's own, for defects to be planted in, and the handles that these return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+
+
+class Plain:
+    """Right ones, which the wrong ones change: torch's own."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        return dist.all_reduce(tensor, group=group, async_op=async_op)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        return dist.reduce_scatter_tensor(output, input, group=group, async_op=async_op)
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
+
+
+class After:
+    """A handle that does something once another one is done."""
+
+    def __init__(self, handle: Any, then: Callable[[], Any]) -> None:
+        self.handle, self.then = handle, then
+
+    def wait(self) -> None:
+        self.handle.wait()
+        self.then()
+
+
+def finished(handle: Any, then: Callable[[], Any], async_op: bool) -> Any:
+    """Do it now, or return the handle that does it in `wait`."""
+    after = After(handle, then)
+    return after if async_op else after.wait()
+
+
+class Done:
+    """A handle of what is done already."""
+
+    def wait(self) -> None:
+        return None
+
+
+def exchange(send: Tensor, receive: Tensor, to: int, source: int, group: Group) -> None:
+    messages = [
+        dist.P2POp(dist.isend, send, group=group, group_peer=to),
+        dist.P2POp(dist.irecv, receive, group=group, group_peer=source),
+    ]
+    for handle in dist.batch_isend_irecv(messages):
+        handle.wait()
