@@ -25,7 +25,8 @@ def _cases(*megabytes: int) -> list[CollectiveCase]:
 SIZES = Grid(
     smoke=_cases(1),
     laptop=[*_cases(1, 25), CollectiveCase("all_reduce", 100)],
-    paper=_cases(1, 10, 25, 100, 1024),
+    paper=_cases(1, 25, 1024),
+    full=_cases(1, 10, 25, 100, 1024),
 )
 
 LARGE_ALL_REDUCE = Grid(

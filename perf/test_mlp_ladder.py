@@ -37,15 +37,17 @@ class Rung:
         return f"{self.implementation}-{self.case}"
 
 
+NAMES = ("compile_model", "compile_forward_backward", "compile_step", "checkpointed")
+
+
 def _rungs(case: TrainingStepCase) -> list[Rung]:
-    names = ("compile_model", "compile_forward_backward", "compile_step", "checkpointed")
-    return [Rung(name, case) for name in (*names, *(OPTIONS if case.dtype == "bfloat16" else ()))]
+    return [Rung(name, case) for name in (*NAMES, *(OPTIONS if case.dtype == "bfloat16" else ()))]
 
 
 MLP_RUNGS = Grid(
     smoke=[],
     laptop=[Rung(name, MLP_LADDER.laptop[0]) for name in ("compile_model", "compile_step", "checkpointed")],
-    paper=_rungs(MLP_LADDER.paper[-1]),
+    paper=[Rung(name, MLP_LADDER.paper[-1]) for name in NAMES],
     full=[rung for case in MLP_LADDER.at("full") for rung in _rungs(case)],
 )
 """The rungs above those."""

@@ -29,7 +29,7 @@ def _each_dtype(*models: str) -> list[OptimizerCase]:
 OPTIMIZER_STEP = Grid(
     smoke=_each_dtype("tiny"),
     laptop=_each_dtype("mini"),
-    paper=_each_dtype("medium", "2.7b"),
+    paper=_each_dtype("2.7b"),
     full=_each_dtype("medium", "xl", "2.7b"),
 )
 

@@ -54,7 +54,7 @@ STEP_COMPILED = Grid(
 STEP_WARMUPS = Grid(
     smoke=STEP_TIMES.smoke[-1:],
     laptop=[TrainingStepCase("mini", batch=4, context=128, mode=mode) for mode in STEP_MODES],
-    paper=[TrainingStepCase("medium", batch=4, context=512, mode=mode) for mode in STEP_MODES],
+    paper=[TrainingStepCase("medium", batch=4, context=512)],
     full=[case for case in STEP_TIMES.at("full") if case.dtype == "float32"],
 )
 
