@@ -18,7 +18,7 @@ WORDS = ["", "words", "nan", "1e999", "\x1b[31mred", "two\nlines", "\udcff", "ü
 """That are no value of any option which takes a word or a number."""
 CHOICES = {
     "--device": (WORDS, "--device is one of auto, cpu, cuda, not *"),
-    "--scale": (WORDS, "--scale is one of auto, smoke, laptop, paper, not *"),
+    "--scale": (WORDS, "--scale is one of auto, smoke, laptop, paper, full, not *"),
     "--ranks": ([*WORDS, "-1", "0", "2.5", "9" * 30], "--ranks *"),
     "--link": (
         [*WORDS, "-1", "0gbit", "1", "infgbit"],

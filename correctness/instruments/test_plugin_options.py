@@ -132,7 +132,7 @@ def test_the_listing_is_printed_and_nothing_runs(project: pytest.Pytester) -> No
     ("arguments", "message"),
     [
         (["--device=tpu"], "--device is one of auto, cpu, cuda, not 'tpu'"),
-        (["--scale=huge"], "--scale is one of auto, smoke, laptop, paper, not 'huge'"),
+        (["--scale=huge"], "--scale is one of auto, smoke, laptop, paper, full, not 'huge'"),
         (["--ranks=two"], "--ranks takes world sizes such as 2,4, not 'two'"),
         (["--ranks=2,9999"], "--ranks 2,9999: 9999 ranks are more than this machine allows: *"),
         (["--ranks=0"], "--ranks 0: a world has at least one rank, not 0"),

@@ -54,7 +54,7 @@ def judge(plan: Plan, seed: int, slower: float = 1.0) -> tuple[str, int]:
     """The verdict on steps `slower` times as long as the peer's, as `measure` would have it, and its rounds."""
     times = drawn_times(seed, slower)
 
-    def timed(plan: Plan, workload: Drawn, step: object) -> Laps:
+    def timed(plan: Plan, workload: Drawn, step: object, ahead: float = 0.0) -> Laps:
         return Laps(next(times)[workload.implementation.name])
 
     with pytest.MonkeyPatch.context() as patch:
