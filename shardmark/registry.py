@@ -6,10 +6,12 @@ why a target does not meet the contract. `impl` fills the registry; `--impl` add
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
 import sys
+import textwrap
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -109,15 +111,31 @@ class Implementation:
 
 
 def _parameters(target: Any) -> set[str]:
-    """The names of a call's parameters: of a class that takes `**options`, those of its base classes as well."""
+    """The names of a call's parameters: of a class that takes `**options`, those of its base classes as well, but for
+    what it gives them itself."""
     try:
         parameters = inspect.signature(target).parameters.values()
     except ValueError:  # what is written in C may have no signature
         return set()
     names = {p.name for p in parameters}
     if isinstance(target, type) and any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return names.union(*map(_parameters, target.__bases__))
+        return names | (set().union(*map(_parameters, target.__bases__)) - _given_to_its_base(target))
     return names
+
+
+def _given_to_its_base(target: type) -> set[str]:
+    """The names of arguments with which the class calls another `__init__`, as far as its source is there."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(vars(target).get("__init__", target))))
+    except (OSError, TypeError, SyntaxError):
+        return set()
+    return {
+        keyword.arg
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "__init__"
+        for keyword in call.keywords
+        if keyword.arg
+    }
 
 
 @dataclass

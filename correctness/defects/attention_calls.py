@@ -87,7 +87,7 @@ def mask_kept_by_length(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = Fa
     return scores.softmax(-1) @ v
 
 
-@defect(cause="two calls", caught_by="test_inputs_that_changed_in_place")
+@defect(cause="two calls", caught_by="test_the_same_tensors_changed_in_place")
 class LogSumExpKeptByAddress(Flash):
     kept: dict[Any, tuple[Tensor, Tensor]] = {}  # noqa: RUF012
 

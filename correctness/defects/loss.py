@@ -234,17 +234,6 @@ def zero_times_the_sum(hidden: Tensor, weight: Tensor, targets: Tensor, **option
     return eager_loss(hidden, weight, targets, **options)
 
 
-@defect(cause="masks", caught_by="test_no_target_left_of_large_logits")
-def z_loss_masked_by_multiplying(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Zero times infinity, where the square of an ignored token's log-sum-exp overflows."""
-    check_inputs(hidden, weight, targets, **({"ignore_index": -100} | _filled(options)))
-    loss = eager_loss(hidden, weight, targets, **(options | {"z_loss": 0.0}))
-    if not options.get("z_loss"):
-        return loss
-    squares = linear(hidden, weight).to(loss.dtype).logsumexp(-1).square()
-    return loss + options["z_loss"] * _mean(squares, targets != options.get("ignore_index", -100))
-
-
 @defect(cause="errors", caught_by="test_a_target_out_of_range_is_refused")
 def always_ignores_minus_100(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, **options: Any

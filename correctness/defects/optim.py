@@ -222,15 +222,3 @@ class ClipsFirstGroups(Clipping):
         if "state" in vars(self) and self.state and self.first is None:
             self.first = len(self.param_groups)
         super().add_param_group(param_group)
-
-
-@defect(cause="numerics", caught_by="test_large_gradients_in_float16")
-class SquaresBeforeTheirShare(Simple):
-    """In float16 the square of 300 is inf."""
-
-    def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
-        m, v, (beta1, beta2) = state["exp_avg"], state["exp_avg_sq"], group["betas"]
-        p.mul_(1 - group["lr"] * group["weight_decay"])
-        m.lerp_(grad, 1 - beta1)
-        v.mul_(beta2).add_(grad.square(), alpha=1 - beta2)
-        p.addcdiv_(m, self.denominator(v, 1 - beta2**t, group["eps"]), value=-group["lr"] / (1 - beta1**t))

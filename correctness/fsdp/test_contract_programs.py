@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -187,7 +188,7 @@ def play_on_rank(implementation: Implementation, seed: int, device: str) -> str:
     What is wrong is told at the end of its program, so that other ranks need not wait for this one.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
-    sides = [dist.new_group([*range(first, size, 2)]) for first in range(min(size, 2))]
+    sides = _sides(size)
     for number, length in enumerate(LENGTHS):
         group = sides[rank % 2] if number % 3 == 2 else None
         program = Program(implementation, random.Random(f"{seed} {number}"), group, device)
@@ -196,8 +197,13 @@ def play_on_rank(implementation: Implementation, seed: int, device: str) -> str:
         dist.all_reduce(wrong)  # also: a rank that leaves a group while others still connect to it breaks that
         if wrong:
             return problem
-    dist.destroy_process_group(sides[rank % 2])
     return ""
+
+
+@cache
+def _sides(size: int) -> list[dist.ProcessGroup]:
+    """Even and odd ranks; for good, as PyTorch's wrappers keep the meshes that they have made of groups."""
+    return [dist.new_group([*range(first, size, 2)]) for first in range(min(size, 2))]
 
 
 def play(program: Program, length: int) -> str:

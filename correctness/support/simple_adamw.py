@@ -96,7 +96,7 @@ class Clipping(Simple):
         return (most / (norm + 1e-6)).clamp(max=1)
 
     def update(self, p: Tensor, grad: Tensor, group: State) -> None:
-        super().update(p, grad * self.factor, group)
+        super().update(p, (grad * self.factor).to(grad.dtype), group)  # without dims a product has the wider dtype
 
 
 class Master(Simple):

@@ -34,7 +34,8 @@ class Attention(Protocol):
     A `torch.autograd.Function` whose `apply` takes (q, k, v, is_causal) meets the contract, too. It is taken for a
     FlashAttention: between forward and backward it holds nothing of q_len times k_len elements.
 
-    Without sequences or queries out is empty, and the gradients of k and v are zero; without keys, it is a ValueError.
+    Without sequences or queries out is empty, and the gradients of k and v are zero, or it raises an error. Our own do
+    not, and raise ValueError without keys.
     ValueError for shapes, dtypes or devices that do not go together. `shardmark.registry.Unsupported`, a ValueError,
     for inputs that the contract allows and this implementation does not take.
     """

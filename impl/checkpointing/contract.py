@@ -19,14 +19,15 @@ class Policy(Protocol):
     arguments, by `backward()`, with `inputs=` too, and by `torch.autograd.grad`; under autocast in any of its dtypes
     and where it is disabled inside of autocast, whatever holds as backward runs (autocast, `no_grad`); in any dtype;
     in eval mode, and where each submodule has a mode of its own; where the input or some parameters need no gradient,
-    where blocks share parameters (torch's selective checkpointing raises an error there, under autocast), and where
-    several forwards come before the first backward. Parameters stay the same objects; their names in `state_dict` and
-    what `isinstance` says do not change; forward hooks and pre-hooks of blocks run, and what they return counts,
-    whether registered before the policy or later, until they are removed. For a block that holds one of torch's
-    dropout modules, at any depth, backward restores the state of the random number generators, and leaves them as it
-    found them; a block that draws random numbers in another way, changes its buffers in forward (as `nn.BatchNorm1d`
-    does) or its input in place must not be checkpointed. Between a forward and its backward nothing that forward
-    depends on may change, `train()` and `eval()` included; backward goes through a graph once.
+    where blocks share parameters (but for the order in which their gradients are summed; torch's selective
+    checkpointing raises an error there, under autocast), and where several forwards come before the first backward.
+    Parameters stay the same objects; their names in `state_dict` and what `isinstance` says do not change; forward
+    hooks and pre-hooks of blocks run, and what they return counts, whether registered before the policy or later,
+    until they are removed. For a block that holds one of torch's dropout modules, at any depth, backward restores the
+    state of the random number generators, and leaves them as it found them; a block that draws random numbers in
+    another way, changes its buffers in forward (as `nn.BatchNorm1d` does) or its input in place must not be
+    checkpointed. Between a forward and its backward nothing that forward depends on may change, `train()` and
+    `eval()` included; backward goes through a graph once.
 
     Of a model of many blocks forward keeps fewer bytes for backward than without and the peak of forward and backward
     is lower, in training and in eval mode, whichever parameters are frozen; nothing is kept after backward, after a

@@ -16,15 +16,16 @@ class Optimizer(Protocol):
     """`Optimizer(params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2)` makes a `torch.optim.Optimizer`.
 
     `step()` is algorithm 2 of the paper for every parameter that has a gradient, a zero gradient too, whatever their
-    number, sizes, strides and dtypes. Parameters whose `.grad` is None do not change, nor do their state and step
-    count. It updates parameters in place, where their data is at that step, and neither writes `.grad` nor uses its
-    memory after the step. Each parameter counts its own steps. Each param group has its own arguments, which a step
-    reads anew, as schedulers change them; groups may be added later. Of float64 parameters all arithmetic is in
-    float64, bias corrections included. inf and NaN in a gradient reach the parameter and its moments, as in torch's,
-    unless stated otherwise below. After a parameter's first steps nothing more is kept, whatever changes from step to
-    step: arguments, which parameters have a gradient, loaded state. Optimizers share nothing, but for a state that is
-    loaded without a copy: as after torch's `load_state_dict`, a step may then write into the tensors that were loaded.
-    Our own copy what they load.
+    number, sizes, strides and dtypes; in float16, which has no squares of numbers above 255, those of gradients may
+    be lost. Parameters whose `.grad` is None do not change, nor do their state and step count. It updates parameters
+    in place, where their data is at that step, and neither writes `.grad` nor uses its memory after the step. Each
+    parameter counts its own steps. Each param group has its own arguments, which a step reads anew, as schedulers
+    change them; groups may be added later. Of float64 parameters all arithmetic is in float64, bias corrections
+    included. inf and NaN in a gradient reach the parameter and its moments, as in torch's, unless stated otherwise
+    below. After a parameter's first steps nothing more is kept, whatever changes from step to step: arguments, which
+    parameters have a gradient, loaded state. Optimizers share nothing, but for a state that is loaded without a copy:
+    as after torch's `load_state_dict`, a step may then write into the tensors that were loaded. Our own copy what
+    they load.
 
     State: after `load_state_dict` training goes on as if it had not stopped, in a new optimizer or in one that has
     made other steps, with the param groups' arguments that were saved. The state is then the saved one and nothing

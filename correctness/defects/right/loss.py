@@ -167,7 +167,7 @@ def chunks_in_random_order(
     check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
     chunks = list(zip(hidden.split(100), targets.split(100), strict=True))
     random.shuffle(chunks)
-    total = 0 * (hidden.sum() + weight.sum())
+    total = 0 * (hidden.double().sum() + weight.double().sum())
     total = total.to(torch.promote_types(product_dtype(hidden, weight), torch.float32))
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))  # so that its gradients add up in float32
     for rows, wanted in chunks:

@@ -25,8 +25,10 @@ class Functional(nn.Module):
         half = torch.arange(0, size.head_dim, 2, dtype=torch.float64)
         angles = torch.outer(torch.arange(context_length, dtype=torch.float64), 10_000.0 ** (-half / size.head_dim))
         rotation = torch.stack((angles.cos(), -angles.sin(), angles.sin(), angles.cos()), -1)
-        self.register_buffer("rotation", rotation.unflatten(-1, (2, 2)).to(torch.get_default_dtype()))
-        self.register_buffer("mask", torch.ones(context_length, context_length, dtype=torch.bool).tril())
+        self.register_buffer("rotation", rotation.unflatten(-1, (2, 2)).to(torch.get_default_dtype()), persistent=False)
+        self.register_buffer(
+            "mask", torch.ones(context_length, context_length, dtype=torch.bool).tril(), persistent=False
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         batch, context = tokens.shape
