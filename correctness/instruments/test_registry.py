@@ -40,6 +40,10 @@ class Noisy(Buckets):
     def __init__(self, module, *, loud=True, **options):
         super().__init__(module, **options)
 
+class Small(Buckets):
+    def __init__(self, module, **options):
+        super().__init__(module, bucket_mb=1.0, **options)
+
 def hides(module, **options):
     return Buckets(module, **options)
 """
@@ -66,12 +70,13 @@ def test_every_implementation_meets_its_contract(name: str, device: str) -> None
 
 
 def test_options_are_those_of_the_signature_and_of_what_a_class_hands_them_on_to(own: Path) -> None:
+    """But for those that the class chooses itself."""
     options = ("loud", "bucket_mb", "reduce_dtype")
     accepted = {
         name: [option for option in options if resolve("data_parallel", f"{own}:{name}").accepts(option)]
-        for name in ("Buckets", "Noisy", "hides")
+        for name in ("Buckets", "Noisy", "Small", "hides")
     }
-    assert accepted == {"Buckets": ["bucket_mb"], "Noisy": ["loud", "bucket_mb"], "hides": []}
+    assert accepted == {"Buckets": ["bucket_mb"], "Noisy": ["loud", "bucket_mb"], "Small": [], "hides": []}
 
 
 def test_a_users_file_is_found_and_travels(own: Path) -> None:
