@@ -25,7 +25,7 @@ from correctness.support.fully_sharded import (
 )
 from correctness.support.whole_batch import (
     DIM,
-    MODULES,
+    ONE_MODULE,
     STEPS,
     adam,
     assert_equal_states,
@@ -73,7 +73,7 @@ def train_on_rank(implementation: Implementation, name: str, policy: str, device
 
 @pytest.mark.family("fsdp", option="ignored_params")
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", ONE_MODULE)
 def test_parameters_that_stay_whole_train_as_in_a_single_process(
     implementation: Implementation, world: World, name: str, policy: str, device: str
 ) -> None:
