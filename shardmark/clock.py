@@ -44,8 +44,7 @@ class Laps:
     seconds: float
     parts: dict[str, float] = field(default_factory=dict)
     host: float | None = None
-    """On CUDA, what the host took to launch it all: of a step which it launches ahead of the device, no part of
-    `seconds`."""
+    """On CUDA, what the host took to launch it all, waiting for the device within the step included."""
 
 
 MOST_AHEAD = 0.02
@@ -56,14 +55,16 @@ class Stopwatch:
     """Time one step on a device, part by part.
 
     On CPU the marks are `perf_counter`. On CUDA they are events on the current stream, so nothing waits until `stop`;
-    and the device begins with a spin of `ahead` seconds, what the host took to launch the step before, so that the
-    step's kernels are queued when the first event is reached. On an idle device they would start one by one as they
-    are launched, and what is timed of a step of many small ones would be Python.
+    and the device begins with a spin of `ahead` seconds, what the host takes to launch the step, so that the step's
+    kernels are queued when the first event is reached. On an idle device they would start one by one as they are
+    launched, and what is timed of a step of many small ones would be Python. What a step has on another stream that
+    does not wait for the current one runs during the spin, and is not timed. Made before ranks meet in a barrier, as
+    the first one on a GPU measures how long a spin is.
     """
 
     def __init__(self, device: str, ahead: float = 0.0) -> None:
         self.device = device
-        self._ahead = min(ahead, MOST_AHEAD)
+        self._spin = int(min(ahead, MOST_AHEAD) * _cycles_per_second()) if device == "cuda" and ahead else 0
         self._began = 0.0
         self._marks: list[tuple[str, torch.cuda.Event | float]] = []
 
@@ -71,8 +72,8 @@ class Stopwatch:
         """Begin: work queued on the device before now is not counted."""
         if self.device == "cuda":
             torch.cuda.synchronize()
-            if self._ahead:
-                torch.cuda._sleep(int(self._ahead * _cycles_per_second()))
+            if self._spin:
+                torch.cuda._sleep(self._spin)
         self._began = time.perf_counter()
         self._marks = [("", self._now())]
 

@@ -15,6 +15,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+TURNED = "SHARDMARK_DEVICES_OF_WORKER"
+"""The environment's name of the worker whose order the visible devices have."""
+
 
 @cache
 def requires_compiler(device: str) -> str | None:
@@ -50,14 +53,18 @@ def keep_compiled_code_apart() -> None:
 def begin_with_own_device() -> None:
     """Have each of pytest-xdist's workers begin with another GPU, so that tests that take one run on all of them.
 
-    A worker's devices are still all, the others behind its own: its worlds have as many ranks. Before CUDA starts.
+    A worker's devices are still all, the others behind its own: its worlds have as many ranks. Before CUDA starts, and
+    once: a pytest that a test runs has them in that order already.
     """
+    if TURNED in os.environ:
+        return
     worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible is not None else [str(i) for i in range(torch.cuda.device_count())]
     if worker.isdigit() and len(devices) > 1:
         first = int(worker) % len(devices)
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first:] + devices[:first])
+        os.environ[TURNED] = worker
 
 
 def error_line(error: BaseException) -> str:

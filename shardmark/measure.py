@@ -244,7 +244,9 @@ class Measure:
         """The plan, without its peer where there is no room for both; with a goal, it is not started then."""
         if plan.peer is None:
             return plan
-        both = (memory.needed + plan.peer.peak(plan.case, plan.device)) * _copies(plan.identity)
+        tensors = memory.formula + plan.peer.peak(plan.case, plan.device)
+        workspace = max(memory.expected_workspace, plan.peer.workspace(plan.case, plan.device))  # they take turns
+        both = (tensors + workspace) * _copies(plan.identity)
         if both <= available:
             return plan
         if goal is not None:

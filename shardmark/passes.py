@@ -151,7 +151,7 @@ def _time(plan: Plan, memory: Memory, mine: Workload) -> Measured:
 
     # The same on each rank: one that begins earlier would wait for the others in its first collective.
     ahead = {name: _largest(plan, host) if (host := warm[name].host) else 0.0 for name in steps}
-    measured = Measured(mine.backend, memory, {name: [] for name in steps})
+    measured = Measured(mine.backend, memory, {name: [] for name in steps}, host=warm[IMPLEMENTATION].host)
     done, began = 0, time.perf_counter()
     with _no_gc() if plan.rounds.disable_gc else nullcontext():
         for _ in range(LOOKS):
@@ -216,9 +216,9 @@ def alternate(names: Sequence[str], rounds: int, done: int = 0) -> Iterator[str]
 
 def _timed(plan: Plan, workload: Workload, step: Callable[[Mark], None], ahead: float = 0.0) -> Laps:
     workload.prepare()
+    watch = Stopwatch(plan.device, ahead)
     if plan.world_size > 1:
         dist.barrier()  # the ranks begin together
-    watch = Stopwatch(plan.device, ahead)
     watch.start()
     step(watch.mark)
     return watch.stop()

@@ -108,5 +108,7 @@ class Measured:
     laps: dict[str, list[Laps]] = field(default_factory=dict)
     first_step: float | None = None
     """Seconds of the first step, under the memory meter, which adds little where that step compiles."""
+    host: float | None = None
+    """Seconds that its host took to launch the last warm-up, on CUDA: in rounds it may wait for the device."""
     observed: dict[type[Observer], Any] = field(default_factory=dict)
     """What each observer's own pass found on this rank."""

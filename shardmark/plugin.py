@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--scale",
         default="auto",
         help="grid of cases: auto (paper on CUDA, laptop on CPU), "
-        "smoke (seconds), laptop (minutes on two cores) or paper (the sizes people publish)",
+        "smoke (seconds), laptop (minutes), paper (the telling sizes of what people publish) or full (all)",
     )
     group.addoption("--ranks", default=None, metavar="N,N", help="world sizes to use, such as 2,4")
     group.addoption(

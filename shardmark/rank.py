@@ -180,8 +180,8 @@ def _unrest_on_gpu() -> str | None:
     errors: list[RuntimeError] = []
 
     def wait(device: int) -> None:
-        torch.cuda.set_device(device)  # the current device is each thread's own
         try:
+            torch.cuda.set_device(device)  # the current device is each thread's own
             torch.cuda.synchronize()
         except RuntimeError as error:
             errors.append(error)

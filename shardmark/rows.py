@@ -79,7 +79,7 @@ def time_entry(
     entry: Row = {
         "parts": mean_parts(ranks, IMPLEMENTATION),
         "mean_by_rank": [fmean(laps.seconds for laps in rank.laps[IMPLEMENTATION]) for rank in ranks],
-        "host": _host_seconds(ranks),
+        "host": max((rank.host for rank in ranks if rank.host is not None), default=None),
         "peer": None,
         "ratio": None,
         "interval": None,
@@ -105,12 +105,6 @@ def time_entry(
         "outcome": None if race.goal is None else interval.outcome(tolerated(race.goal)),
     }
     return entry, judged
-
-
-def _host_seconds(ranks: list[Measured]) -> float | None:
-    """The mean time that a step's launches take the slowest rank's host; None on CPU, which is the device itself."""
-    rounds = zip(*([lap.host or 0.0 for lap in rank.laps[IMPLEMENTATION]] for rank in ranks), strict=True)
-    return fmean(max(hosts) for hosts in rounds) or None
 
 
 def limit_entry(work: Work, roofline: Roofline, devices: int, seconds: float) -> Row:

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: each rank stores one shard of every parameter, gradient and optimizer state.
+"""Fully sharded data parallelism: each rank stores one shard of parameters, gradients and optimizer state.
 
 The model is divided into units. Hooks all-gather a unit's parameters before its forward and again before its backward,
 free them afterwards, and reduce-scatter the unit's gradients once its backward is complete.
@@ -50,7 +50,8 @@ class FullyShardedDataParallel(PlainStateDict):
     forward, because backward starts there. `forward_prefetch` and `backward_prefetch` say how many of the next units
     to all-gather while one computes, in the order that the previous step used them.
 
-    What a unit takes and returns may be dataclasses, too, and it may write into a list or a dict that it is given.
+    What a unit takes and returns may be dataclasses, too (tensors in them are not cast), and it may write into a list
+    or a dict that it is given, unless `compute_dtype` casts what is in that.
 
     `ignored_params` chooses parameters that stay whole on every rank. Their gradients are all-reduced with the root
     module's unit, all at once, and nothing of them is gathered. PyTorch's option of that name averages no gradients.
@@ -210,6 +211,7 @@ class FullyShardedDataParallel(PlainStateDict):
         }
         for unit in self.units:
             unit.reshard()
+        self.sharding.wait_for_host_memory()  # the optimizer may write the shards next
         return {name: full[p] for name, p in self.module.named_parameters(remove_duplicate=False)}
 
     @torch.no_grad()
