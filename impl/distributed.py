@@ -63,6 +63,12 @@ def of_every_rank(own: T, process_group: dist.ProcessGroup | None) -> list[T]:
     return every_rank
 
 
+def has_own_memory(gradient: Tensor) -> bool:
+    """Whether it may be overwritten: autograd hands views of one tensor on to several nodes, of which one may wait."""
+    itself_and_the_python_object = 2
+    return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) == itself_and_the_python_object
+
+
 @torch.no_grad()
 def broadcast_state(module: nn.Module, process_group: dist.ProcessGroup | None) -> None:
     """Give every rank rank 0's parameters and buffers, whatever their strides: a collective sends memory as it lies."""

@@ -16,6 +16,7 @@ from correctness.support.whole_batch import DIM
 from impl.fsdp import FullyShardedDataParallel, by_size, by_type, whole
 from impl.fsdp.order import Order
 from impl.model.mlp import MLPBlock, MLPLanguageModel, MLPSize
+from impl.sharded_optimizer import ShardedOptimizer
 from shardmark.memory import meter
 from shardmark.registry import family
 from shardmark.world import World
@@ -338,3 +339,45 @@ def cached_on_rank(device: str) -> None:
 
 def test_units_take_and_return_dataclasses_and_write_into_what_they_are_given(world: World, device: str) -> None:
     world.run(cached_on_rank, device)
+
+
+class Added(nn.Module):
+    """A unit of one parameter, whose gradient is a view of its input's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.rand(4 * DIM, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table.view(4, DIM)
+
+
+def shared_gradient_on_rank(kind: str, device: str) -> None:
+    """With a layer before it, whose backward comes after the unit's gradient is on its way."""
+    x = torch.rand(4, DIM, dtype=torch.float64, device=device, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(DIM, DIM, dtype=torch.float64), Added()).to(device)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(DIM, DIM, dtype=torch.float64), Added()).to(device)
+    before = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    plain(x).square().sum().backward()
+    if kind == "fsdp":
+        model = FullyShardedDataParallel(module, wrap=by_type(nn.Linear, Added))
+        model(x).square().sum().backward()
+        model.finish_gradient_synchronization()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        found = model.gather_full_parameters()
+    else:
+        optimizer = ShardedOptimizer(
+            module.parameters(), torch.optim.SGD, average_gradients=True, bucket_mb=1e-6, lr=1.0
+        )
+        module(x).square().sum().backward()
+        optimizer.step()
+        found = {name: p.detach() for name, p in module.named_parameters()}
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(found[name], before[name] - p.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "sharded_optimizer"])
+def test_a_gradient_that_other_nodes_still_read_is_not_overwritten(world: World, kind: str, device: str) -> None:
+    world.run(shared_gradient_on_rank, kind, device)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from impl.collectives import Handle, collectives_for
-from impl.distributed import call_on_gradient
+from impl.distributed import call_on_gradient, has_own_memory
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,8 @@ class Flat:
     def _flatten_gradients(self) -> Tensor:
         """All gradients in one flat tensor; each is freed once it is copied. A single unpadded one is not copied."""
         only = self._gradients.get(0)
-        if only is not None and only.numel() == self._flat.numel() and only.is_contiguous():
+        alone = only is not None and only.numel() == self._flat.numel() and only.is_contiguous()
+        if only is not None and alone and has_own_memory(only):
             return self._gradients.pop(0).to(self._reduce_dtype).flatten()
         flat = torch.empty_like(self._flat, dtype=self._reduce_dtype)
         flat[self._offsets[-1] :] = 0  # padding

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from impl.collectives import Collectives, Handle
+from impl.distributed import has_own_memory
 
 BUCKET_MB = 25
 """MB (2^20 bytes) of gradients that are reduce-scattered together, and of parameters that are all-gathered together; as
@@ -67,7 +68,8 @@ class ShardedBucket:
     def collect(self, parameter: nn.Parameter) -> None:
         """Divide the parameter's gradient by the world size and move it into its slot; `.grad` becomes the slot."""
         grad, scale = parameter.grad, 1 / self.ranks  # so that sums are averages
-        if grad is not None and grad.numel() == self.flat.numel() and grad.is_contiguous():
+        alone = grad is not None and grad.numel() == self.flat.numel() and grad.is_contiguous()
+        if grad is not None and alone and has_own_memory(grad):
             self.gradients = grad.mul_(scale).view(-1)  # the only gradient of its bucket needs no copy
         else:
             slot = self._slot(parameter)
