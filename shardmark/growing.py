@@ -220,7 +220,7 @@ class _Copy:
             return file.read(self.benchmarks - begin)
 
     def _put(self, data: bytes, position: int) -> None:
-        """All of it; OSError where it does not fit."""
+        """Write all of the data at that position; OSError where the disk has no room."""
         left = memoryview(data)
         while left:
             written = os.pwrite(self.descriptor, left, position)

@@ -46,7 +46,7 @@ class RowFile:
         """Why `--benchmark-save` has not come about."""
         self._file: GrowingFile | None = None
         self._rescued: GrowingFile | None = None
-        """All rows, elsewhere, from when on they could not be in the file."""
+        """The file in the folder for temporary files that has all rows, once they could not be written to theirs."""
         if self.path is not None and writes:
             self._file = GrowingFile(self.path)
 
@@ -108,7 +108,7 @@ class RowFile:
             self.trouble = f"{type(error).__name__}: {error}"
 
     def _append(self, file: GrowingFile) -> None:
-        """All that is not in that file yet: after a failure more than one row."""
+        """Write the rows that are not in that file yet: after a failure more than one."""
         timed, untimed = file.taken
         new, unmeasured = self._benchmarks.benchmarks[timed:], self.unmeasured[untimed:]
         output = self._output(new)

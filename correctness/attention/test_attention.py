@@ -11,7 +11,7 @@ from torch import Tensor
 
 from correctness.support.accuracy import assert_as_accurate_as_eager, random_inputs, results
 from correctness.support.contracts import assert_near, skip_if_slow
-from correctness.support.fuzzing import Patience, one_beyond_tiles
+from correctness.support.fuzzing import one_beyond_tiles
 from impl.attention import FlashAttentionPyTorch, as_attention, eager_attention
 from shardmark.registry import Implementation
 
@@ -91,17 +91,11 @@ def _assert_weights(when: str, found: Tensor, wanted: Tensor, queries: Tensor | 
 @pytest.mark.parametrize("of", ["queries", "keys"])
 def test_none_is_lost_of_any_number(implementation: Implementation, examples: int, of: str, device: str) -> None:
     """Whatever the size of tiles, the last key is seen, and the last query sees."""
-    patience = Patience(examples)
-
-    def holds() -> None:
-        for n in one_beyond_tiles(examples):
-            shapes = ((n, 4), (3, 4)) if of == "queries" else ((3, 4), (n, 4))
-            inputs = random_inputs(*shapes, torch.float32, device)
-            with patience:
-                found = results(implementation.adapted, inputs, is_causal=False)
-            assert_near(found, results(eager_attention, [x.double() for x in inputs], is_causal=False), f"{n} {of}")
-
-    patience.with_(holds)
+    for n in one_beyond_tiles(examples):
+        shapes = ((n, 4), (3, 4)) if of == "queries" else ((3, 4), (n, 4))
+        inputs = random_inputs(*shapes, torch.float32, device)
+        found = results(implementation.adapted, inputs, is_causal=False)
+        assert_near(found, results(eager_attention, [x.double() for x in inputs], is_causal=False), f"{n} {of}")
 
 
 def test_is_causal_only_where_asked(implementation: Implementation, device: str) -> None:

@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from torch import Tensor
 
 from correctness.support.accuracy import assert_accurate
-from correctness.support.attention_programs import MODES, PROGRAMS, Call
-from correctness.support.contracts import assert_unchanged
-from correctness.support.fuzzing import Patience, fuzzed
+from correctness.support.attention_programs import PROGRAMS, Call
+from correctness.support.call_programs import MODES, RunningCall, hold, look, play
 from impl.attention import Attention
-from impl.interpreting import requires_triton
-from shardmark.registry import Implementation, Unsupported
+from shardmark.registry import Implementation
 
 pytestmark = [pytest.mark.family("attention"), pytest.mark.usefixtures("poisoned")]
 
@@ -25,16 +22,11 @@ TIMES = 8
 NAMES = ("q", "k", "v", "the output's gradient")
 
 
-class Running:
-    """A call that has gone forward, and perhaps backward."""
-
+class Running(RunningCall):
     def __init__(self, attention: Attention, call: Call, device: str, first: Running | None = None) -> None:
         """Of new inputs, or of the very tensors of an earlier call."""
-        self.call, self.inputs = call, first.inputs if first else call.inputs(device)
-        self.memory = {name: _memory(x) for name, x in zip(NAMES, self.inputs, strict=True)}
-        self.before = {name: x.clone() for name, x in self.memory.items()}
-        self.waits = call.mode not in ("no_grad", "inference_mode", "nothing_requires_grad")
-        self.results: dict[str, Tensor] = {}
+        self.inputs = first.inputs if first else call.inputs(device)
+        super().__init__(call, dict(zip(NAMES, self.inputs, strict=True)))
         with MODES[call.mode](device):
             needed = call.needs if self.waits or call.mode == "no_grad" else ""
             self.leaves = first.leaves if first else self._leaves(needed)
@@ -106,70 +98,24 @@ class Running:
     def _gradients(self, needed: dict[str, Tensor], grad: Tensor, **options: Any) -> dict[str, Any]:
         return dict(zip(needed, torch.autograd.grad(self.out, list(needed.values()), grad, **options), strict=True))
 
-    def look(self, when: str) -> None:
-        """Neither its inputs, nor the memory around them, nor its results have changed."""
-        assert_unchanged(self.before, self.memory, f"of {self.call}, {when}: an input, or memory beside it:")
-        assert_unchanged(self.kept, self.results, f"of {self.call}, {when}: a result:")
 
-    def overwrite(self) -> None:
-        """The inputs, as a training step does with its buffers: results are not views of them."""
-        for x in self.memory.values():
-            x.mul_(-0.5)
-        self.before = {name: x.clone() for name, x in self.memory.items()}
-
-
-def _memory(x: Tensor) -> Tensor:
-    return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
-
-
-def play(attention: Attention, program: list[Call], device: str) -> int:
-    """How many of its calls the attention takes."""
-    calls: list[Running] = []
-
-    def look(when: str) -> None:
-        for each in calls:
-            each.look(when)
-
-    for call in program:
-        try:
-            calls.append(Running(attention, call, device))
-        except Unsupported:
-            continue
-        look("after a forward")
-        if calls[-1].waits and not call.later:
-            calls[-1].backward()
-            look("after a backward")
-    for each in reversed(calls):
-        if each.waits:
-            each.backward()
-            look("after a backward")
-    if calls:
-        first = calls[0]
-        for each in calls:
-            each.overwrite()
-        look("after its inputs were overwritten")
-        if first.call.shared == "none":  # else the layouts overlap, and were scaled more than once
-            Running(attention, first.call, device, first)
-        look("after a call of the first one's tensors, overwritten in place")
-    return len(calls)
+def play_attention(attention: Attention, program: list[Call], device: str) -> list[Running]:
+    """Play it, and the first call again, of its very tensors, which have been overwritten."""
+    calls: list[Running] = play(program, lambda call: Running(attention, call, device), lambda x: x.mul_(-0.5))
+    if calls and calls[0].call.shared == "none":  # else the layouts overlap, and were scaled more than once
+        Running(attention, calls[0].call, device, calls[0])
+        look(calls, "after a call of the first one's tensors, overwritten in place")
+    return calls
 
 
 @pytest.mark.examples(10, 100, 1000)
 def test_random_programs_are_as_accurate_as_eager_and_change_nothing_else(
     implementation: Implementation, examples: int, device: str
 ) -> None:
-    taken = 0
-    interpreted = device == "cpu" and requires_triton in implementation.requires
-
-    patience = Patience(examples)
-
-    @fuzzed(examples // 6 if interpreted else examples)
-    @given(PROGRAMS)
-    def holds(program: list[Call]) -> None:
-        nonlocal taken
-        with patience:
-            taken += play(implementation.adapted, program, device)
-
-    patience.with_(holds)
-    if not taken:
-        pytest.skip("takes none of the random calls")
+    hold(
+        PROGRAMS,
+        lambda program: play_attention(implementation.adapted, program, device),
+        implementation,
+        examples,
+        device,
+    )

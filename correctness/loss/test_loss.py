@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from correctness.support.contracts import assert_near, is_ours
-from correctness.support.fuzzing import Patience, one_beyond_tiles
+from correctness.support.fuzzing import one_beyond_tiles
 from correctness.support.losses import Inputs, assert_as_accurate_as_eager, random_inputs, results
 from impl.loss import chunked, eager_loss, fused, fused_loss_pytorch
 from shardmark.registry import Implementation, RegistryError, check_contract, family, resolve
@@ -158,17 +158,11 @@ def _assert_zero(implementation: Implementation, inputs: Inputs, options: dict[s
 @pytest.mark.parametrize("of", ["tokens", "words"])
 def test_none_is_lost_of_any_number(implementation: Implementation, examples: int, of: str, device: str) -> None:
     """Whatever the size of tiles, the last token, or the last word, counts as the others do."""
-    patience = Patience(examples)
-
-    def holds() -> None:
-        for n in one_beyond_tiles(examples):
-            inputs = random_inputs(n if of == "tokens" else 3, 4, 5 if of == "tokens" else n, device, ignored=None)
-            inputs.targets[-1:] = len(inputs.weight) - 1
-            with patience:
-                found = results(implementation.adapted, inputs)
-            assert_near(found, results(eager_loss, inputs.to(torch.float64)), f"of {n} {of}")
-
-    patience.with_(holds)
+    for n in one_beyond_tiles(examples):
+        inputs = random_inputs(n if of == "tokens" else 3, 4, 5 if of == "tokens" else n, device, ignored=None)
+        inputs.targets[-1:] = len(inputs.weight) - 1
+        found = results(implementation.adapted, inputs)
+        assert_near(found, results(eager_loss, inputs.to(torch.float64)), f"of {n} {of}")
 
 
 NON_CONTIGUOUS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -206,7 +206,7 @@ def test_a_state_of_another_dtype_becomes_the_parameters(
     implementation: Implementation, world: World, device: str
 ) -> None:
     """As torch's optimizers cast what they load."""
-    expected = load_wider(lambda params, optimizer_cls: optimizer_cls(params), device)
+    expected = load_wider(unsharded, device)
     for rank, found in enumerate(world.run(load_wider_on_rank, implementation, device)):
         assert_state(found, expected, f"on rank {rank}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from correctness.support.accuracy import random_inputs
+from correctness.support.call_programs import MODES
 from correctness.support.fuzzing import autocast_takes
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -31,15 +31,6 @@ PROFILES: dict[str, Callable[[Tensor], Tensor]] = {  # what is added to the scor
     "last_key": lambda at: (at == 1).to(at.dtype),
     "low_halves": lambda at: -(at * 8 % 2).floor(),
     "all_low": lambda at: -torch.ones_like(at),
-}
-
-MODES: dict[str, Callable[[str], AbstractContextManager[object]]] = {
-    "gradients": lambda device: nullcontext(),
-    "no_grad": lambda device: torch.no_grad(),
-    "inference_mode": lambda device: torch.inference_mode(),
-    "nothing_requires_grad": lambda device: nullcontext(),
-    "autocast to bfloat16": lambda device: torch.autocast(device, dtype=torch.bfloat16),
-    "autocast to float16": lambda device: torch.autocast(device, dtype=torch.float16),
 }
 
 

@@ -29,7 +29,7 @@ class Fault:
     deadline: float
 
     def pattern(self, size: int) -> str:
-        """Of the line that the user reads."""
+        """What the line that the user reads has to match."""
         if self.outcome == FAILS:
             return rf"rank {self.ranks} of {size} {self.says}"
         ranks = ", ".join(map(str, range(size))) if self.ranks != "1" else "1"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -29,9 +29,19 @@ def autocast_takes(mode: str, *dtypes: torch.dtype) -> bool:
 LARGEST = 400
 
 
-def one_beyond_tiles(examples: int) -> list[int]:
-    """That many of the sizes up to LARGEST, those first that are one more than a multiple of a large power of two."""
-    return sorted(range(1, LARGEST), key=lambda n: (n - 1) & -(n - 1), reverse=True)[:examples]
+def one_beyond_tiles(examples: int) -> Iterator[int]:
+    """That many of the sizes up to LARGEST, those first that are one more than a multiple of a large power of two.
+
+    No more than there is patience for.
+    """
+    sizes = sorted(range(1, LARGEST), key=lambda n: (n - 1) & -(n - 1), reverse=True)[:examples]
+    patience = Patience(examples)
+    for n in sizes:
+        try:
+            with patience:
+                yield n
+        except Enough:
+            return
 
 
 class Enough(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from correctness.support.call_programs import MODES
 from correctness.support.fuzzing import autocast_takes
 from correctness.support.losses import Inputs, random_inputs
 
@@ -21,15 +21,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "rows_apart": lambda x: x.repeat_interleave(2, dim=0)[::2],
     "odd_offset": lambda x: torch.cat([x[:, :1], x], dim=-1)[:, 1:],
     "one_for_all_rows": lambda x: x[:1].expand_as(x),
-}
-
-MODES: dict[str, Callable[[str], AbstractContextManager[object]]] = {
-    "gradients": lambda device: nullcontext(),
-    "no_grad": lambda device: torch.no_grad(),
-    "inference_mode": lambda device: torch.inference_mode(),
-    "nothing_requires_grad": lambda device: nullcontext(),
-    "autocast to bfloat16": lambda device: torch.autocast(device, dtype=torch.bfloat16),
-    "autocast to float16": lambda device: torch.autocast(device, dtype=torch.float16),
 }
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16

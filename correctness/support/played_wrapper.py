@@ -184,7 +184,7 @@ class Played:
         self.bits.append(("averages", self.members, {name: _bits(grad) for name, grad in found.items()}))
 
     def _change(self, event: Event) -> None:
-        """What changes the module."""
+        """Do what that event does to the module: freeze a parameter, change a buffer, and so on."""
         name, draw = event.name, event.draw("what")
         trainable = [i for i, kind in enumerate(self.setting.kinds) if not kind.frozen]
         if name in ("freeze", "thaw"):
