@@ -22,12 +22,12 @@ from impl.fsdp.cases import FSDPCase
 from impl.training_step.cases import ScalingCase, TrainingStepCase
 from perf.workloads.data_parallel import DataParallelStep
 from perf.workloads.fsdp import FSDPStep
-from shardmark.budget import paired_ratios
 from shardmark.clock import Laps
+from shardmark.evidence import paired_ratios
 from shardmark.grid import Grid, Work
 from shardmark.measure import Measure
 from shardmark.memory import Memory
-from shardmark.passes import alternate, timed_steps
+from shardmark.passes import shuffled, timed_steps
 from shardmark.plan import IMPLEMENTATION, PEER, Identity, Measured, Plan
 from shardmark.plugin import WorldsBySize
 from shardmark.rank import available_cores
@@ -122,9 +122,10 @@ def _scale(
     plans = {n: Plan(workload, implementation, None, on(n), world.device, n) for n in (1, ranks)}
     threads = max(1, available_cores() // ranks)
     laps: dict[int, list[list[Laps]]] = {n: [[] for _ in range(n)] for n in plans}
-    for n in alternate(list(plans), ROUNDS):
-        for mine, new in zip(laps[n], worlds(n).run(timed_on_rank, plans[n], threads), strict=True):
-            mine += [Laps(lap.seconds) for lap in new]
+    for _ in range(ROUNDS):
+        for n in shuffled(list(plans)):
+            for mine, new in zip(laps[n], worlds(n).run(timed_on_rank, plans[n], threads), strict=True):
+                mine += [Laps(lap.seconds) for lap in new]
     backends, sent = zip(*world.run(sent_in_a_step, plans[ranks]), strict=True)
     (alone,) = laps[1]
     measured = [Measured(backends[0], Memory(), {IMPLEMENTATION: mine, PEER: alone}) for mine in laps[ranks]]

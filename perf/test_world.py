@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardmark.clock import Laps
 from shardmark.measure import Measure
 from shardmark.memory import Memory
-from shardmark.passes import alternate
+from shardmark.passes import shuffled
 from shardmark.plan import IMPLEMENTATION, PEER, Identity, Measured
 from shardmark.registry import Race
 from shardmark.world import World
@@ -22,7 +22,7 @@ from shardmark.world import World
 pytestmark = pytest.mark.question("What does a test on two real ranks cost?")
 
 RANKS = 2
-SPAWNS = 6  # of seconds each: the fewest that a 95% interval of a median can be told from
+SPAWNS = 8  # of seconds each: the fewest that a 95% interval can be told from
 ROUNDS = 20  # enough for a verdict among hundreds
 
 
@@ -76,10 +76,11 @@ def times() -> dict[str, dict[str, list[Laps]]]:
         laps: dict[str, dict[str, list[Laps]]] = {}
         for way, rounds in (("spawn", SPAWNS), ("warm", ROUNDS)):
             laps[way] = {IMPLEMENTATION: [], PEER: []}
-            for name in alternate([IMPLEMENTATION, PEER], rounds):
-                began = time.perf_counter()
-                ways[way if name == IMPLEMENTATION else "fresh"]()
-                laps[way][name].append(Laps(time.perf_counter() - began))
+            for _ in range(rounds):
+                for name in shuffled([IMPLEMENTATION, PEER]):
+                    began = time.perf_counter()
+                    ways[way if name == IMPLEMENTATION else "fresh"]()
+                    laps[way][name].append(Laps(time.perf_counter() - began))
     fresh_and_spawn = {IMPLEMENTATION: laps["spawn"][PEER], PEER: laps["spawn"][IMPLEMENTATION]}
     return {**laps, "fresh": fresh_and_spawn}
 

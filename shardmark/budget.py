@@ -1,45 +1,38 @@
-"""Budgets, goals, and the statistics of their verdicts.
+"""Budgets and goals, and their verdicts.
 
-A memory budget is a formula times a stated slack. A time budget is a ratio to a peer measured in alternating rounds of
-the same run; a confidence interval of the paired ratios decides, so noise alone neither passes nor fails it. A budget
-fails its test; a goal is judged in the same way and reported as reached or missed.
+A memory budget is a formula times a stated slack. A time budget is a ratio to a peer measured in the same run, in pairs
+in random order; an interval of that ratio decides (`shardmark.evidence`), so noise alone neither passes nor fails it. A
+budget fails its test; a goal is judged in the same way and reported as reached or missed.
 
-A run has many verdicts, so their error is held over the whole run: the chance that any interval misses its true median
-is at most `FAMILY_WISE_ERROR`. Each verdict gets an equal share of it (Bonferroni), and as rounds are added while a
-verdict is undecided, each look at them gets an equal share of that. Goals fail nothing: each has a 95% interval of its
-own, from the rounds that there are.
+A run has many verdicts, so their error is held over the whole run: the chance that any interval of a budget misses is
+at most `FAMILY_WISE_ERROR`, of which each verdict gets an equal share (Bonferroni). Goals fail nothing: each has a 95%
+interval of its own, from the rounds that there are.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
+from shardmark.evidence import FAIL, PASS, UNDECIDED, Interval, decided, interval, paired_ratios
 from shardmark.registry import Race
 
-PASS, FAIL, UNDECIDED = "pass", "fail", "undecided"
-REACHED, MISSED = "reached", "missed"
 NOT_STARTED, OUT_OF_MEMORY = "not started", "out of memory"
 
 MIB = 2**20
 
-FAMILY_WISE_ERROR = 0.05
+FAMILY_WISE_ERROR = 0.01
 """The chance that noise makes any time verdict of a run wrong."""
 
-LOOKS = 4
-"""How often the rounds of a case are looked at, twice as many each time, until its verdicts are decided."""
+SMALLEST_EFFECT = 0.01
+"""A ratio to a peer may be over its budget by this share, as two that do the same differ by where their memory lies."""
 
-SMALLEST_EFFECT = 0.05
-"""A ratio to a peer may be over its limit by this share: nobody chooses a technique for less."""
-
-SHOWN_CONFIDENCE = 0.95
-"""Confidence of the interval in tables, by which goals are judged."""
+WORTH = 0.05
+"""A goal is reached up to this share beyond it: nobody chooses a technique for less."""
 
 RANKS_ALIKE = 1.01
 """The ranks' peaks may lie this far apart: the largest over the smallest."""
@@ -48,51 +41,19 @@ MEMORY_SLACK = 1.05
 """The default slack on a formula: room for small things that it leaves out, not for another tensor."""
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A confidence interval of a median: `low` to `high`, holding it with probability `coverage`.
-
-    With too few samples that is less than the `confidence` that was asked for.
-    """
-
-    median: float
-    low: float
-    high: float
-    coverage: float
-    confidence: float
-
-    def verdict(self, limit: float) -> str:
-        """PASS when the whole interval is within the limit, FAIL when all of it is over, else UNDECIDED."""
-        if self.coverage < self.confidence:
-            return UNDECIDED
-        return PASS if self.high <= limit else FAIL if self.low > limit else UNDECIDED
-
-    def outcome(self, goal: float) -> str:
-        """Whether a goal is REACHED, MISSED or UNDECIDED."""
-        return {PASS: REACHED, FAIL: MISSED}.get(self.verdict(goal), UNDECIDED)
-
-    def __str__(self) -> str:
-        return f"{100 * self.coverage:.6g}% interval [{self.low:.4g}, {self.high:.4g}]"
-
-
 def confidence(judgements: int) -> float:
-    """What each interval needs, so that all of a run, LOOKS for each judgement, hold with 1 - FAMILY_WISE_ERROR."""
-    return 1 - FAMILY_WISE_ERROR / (max(judgements, 1) * LOOKS)
+    """What each interval needs, so that all of a run hold with 1 - FAMILY_WISE_ERROR."""
+    return 1 - FAMILY_WISE_ERROR / max(judgements, 1)
 
 
-def fewest_rounds(confidence: float) -> int:
-    """The fewest samples whose whole range is an interval of that confidence."""
-    return next(n for n in itertools.count(1) if 1 - 2 * 0.5**n >= confidence)
-
-
-def tolerated(limit: float) -> float:
-    """The largest ratio to a peer that counts as within the limit."""
-    return limit * (1 + SMALLEST_EFFECT)
+def tolerated(budget: float) -> float:
+    """The largest ratio to a peer that counts as within the budget."""
+    return budget * (1 + SMALLEST_EFFECT)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the rounds of a case are to decide: limits of the ratio to the peer, and of the median step in seconds."""
+    """What the rounds of a case are to decide: limits of the ratio to the peer, and of the step in seconds."""
 
     confidence: float
     ratios: tuple[float, ...] = ()
@@ -103,34 +64,7 @@ class Limits:
         samples = [(seconds, limit) for limit in self.seconds]
         if peer_seconds is not None:
             samples += [(paired_ratios(seconds, peer_seconds), tolerated(limit)) for limit in self.ratios]
-        return any(median_interval(values, self.confidence).verdict(limit) == UNDECIDED for values, limit in samples)
-
-
-def median_interval(samples: Sequence[float], confidence: float = SHOWN_CONFIDENCE) -> Interval:
-    """The median of `samples` and its confidence interval from order statistics.
-
-    It assumes no distribution, but that samples are independent: the number of them below the true median is
-    binomial(n, 1/2), so the interval between the k-th smallest and the k-th largest misses it with probability
-    2 P(X < k) (Conover, Practical Nonparametric Statistics, 3.2). The narrowest interval that covers the median with
-    that confidence is taken; with fewer than `fewest_rounds` samples there is none, and the whole range is returned
-    with the coverage it has.
-    """
-    if not samples:
-        raise ValueError("an interval needs at least one sample")
-    ordered = sorted(samples)
-    n = len(ordered)
-    missed, k = 2 / 2**n, 1  # probability that the true median lies outside [1st smallest, 1st largest]
-    while k < n / 2:
-        wider_miss = missed + 2 * math.comb(n, k) / 2**n  # of whole numbers, which do not overflow
-        if 1 - wider_miss < confidence:
-            break
-        missed, k = wider_miss, k + 1
-    return Interval(median(ordered), ordered[k - 1], ordered[n - k], max(0.0, 1 - missed), confidence)
-
-
-def paired_ratios(seconds: Sequence[float], peer_seconds: Sequence[float]) -> list[float]:
-    """Ratio of each round's time to the peer's time in the same round: drift of the machine cancels."""
-    return [mine / theirs for mine, theirs in zip(seconds, peer_seconds, strict=True)]
+        return not all(decided(values, limit, self.confidence) for values, limit in samples)
 
 
 @dataclass(frozen=True)
@@ -182,7 +116,7 @@ class AbsoluteBudget:
 
 
 def read_budgets(path: Path) -> list[AbsoluteBudget]:
-    """Read a `--budgets` file: one table a pattern, with `seconds` (median) and `bytes` (peak) as its limits.
+    """Read a `--budgets` file: one table a pattern, with `seconds` (of a step) and `bytes` (peak) as its limits.
 
         ["perf/test_attention.py::*flash_pytorch*"]
         seconds = 0.05
@@ -252,7 +186,7 @@ def verdicts(
     if ratio is not None and race is not None and race.budget is not None:
         yield (
             ratio.verdict(tolerated(race.budget)),
-            f"{ratio.median:.3f}x {race.peer}'s time, {ratio}, against the budget of {race.budget}x "
+            f"{ratio.center:.3f}x {race.peer}'s time, {ratio}, against the budget of {race.budget}x "
             f"and {SMALLEST_EFFECT:.0%}, the smallest effect that matters",
         )
     for own in absolute:
@@ -262,8 +196,8 @@ def verdicts(
                 f'peak of {peak:,} bytes, over the {own.bytes:,} of "{own.pattern}"',
             )
         if own.seconds is not None:
-            step = median_interval(seconds, confidence)
+            step = interval(seconds, confidence)
             yield (
                 step.verdict(own.seconds),
-                f'{step.median:.6f} s, {step}, against the {own.seconds} s of "{own.pattern}"',
+                f'{step.center:.6f} s, {step}, against the {own.seconds} s of "{own.pattern}"',
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import pytest
 
 from shardmark import budget, registry
-from shardmark.budget import MEMORY_SLACK, MIB, SHOWN_CONFIDENCE, Limits, MemoryBudget, fewest_rounds
+from shardmark.budget import MEMORY_SLACK, MIB, Limits, MemoryBudget
+from shardmark.disturbances import in_words
+from shardmark.evidence import FAIL, SHOWN_CONFIDENCE, UNDECIDED, fewest_rounds
 from shardmark.excess import Held, excess_lines
 from shardmark.grid import Work
 from shardmark.memory import available_bytes, is_out_of_memory
@@ -20,6 +23,7 @@ from shardmark.observers import Observer, Profile
 from shardmark.passes import blocks_at_peak, measure
 from shardmark.plan import Identity, Measured, Plan, Rounds, Workload
 from shardmark.registry import Implementation, Race
+from shardmark.report import undecided
 from shardmark.rows import Row, limit_entry, memory_entry, new_row, step_seconds, time_entry
 from shardmark.world import RankError
 
@@ -46,7 +50,7 @@ class Measure:
     whose `time` has a goal is not started without room for the peer too. `rounds`
     are by default those of pytest-benchmark's options; more are added while a verdict is undecided. `observe` is what
     else is to be seen (`shardmark.observers`). The row is saved whatever the verdict. Over budget, the test fails;
-    where the rounds leave a time budget undecided, or the case would not fit, it is skipped with the reason.
+    where the rounds leave a time budget undecided, so is the test; where the case would not fit, it is skipped.
 
     A test that measures by its own means saves its row with `record`.
     """
@@ -94,6 +98,7 @@ class Measure:
             memory=memory,
             limits=self._limits(race),
             observers=tuple(type(observer) for observer in observe),
+            coin=secrets.randbits(64),
             trace=trace,
         )
 
@@ -152,27 +157,27 @@ class Measure:
         tensors, peaks = (row["memory"].get(f"{name}_by_rank", []) for name in ("tensors", "peak"))
         verdicts = list(budget.verdicts(tensors, peaks, seconds, ratio, time, memory, absolute, session.confidence))
         if "not_done" in row["limit"]:
-            verdicts.append((budget.FAIL, row["limit"]["not_done"]))
+            verdicts.append((FAIL, row["limit"]["not_done"]))
         row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
         if self._benchmark.disabled:
-            verdicts = [(verdict, why) for verdict, why in verdicts if verdict != budget.UNDECIDED]
+            verdicts = [(verdict, why) for verdict, why in verdicts if verdict != UNDECIDED]
         else:
             session.questions.observe(self._benchmark.group, observe)
             self._save(row, {"mean": fmean(seconds), "stddev": stdev(seconds) if len(seconds) > 1 else 0.0})
         complaints = {
-            outcome: "; ".join(why for verdict, why in verdicts if verdict == outcome)
-            for outcome in (budget.FAIL, budget.UNDECIDED)
+            outcome: "; ".join(why for verdict, why in verdicts if verdict == outcome) for outcome in (FAIL, UNDECIDED)
         }
-        if complaints[budget.FAIL]:
+        if complaints[FAIL]:
             lines: list[str] = []
-            if memory is not None and memory.verdict(max(tensors, default=0)) == budget.FAIL:
+            if memory is not None and memory.verdict(max(tensors, default=0)) == FAIL:
                 found: list[Held] = []
                 with suppress(Exception):  # the verdict, and what the formula has, stand without it
                     found = at_peak()
                 lines = list(excess_lines(memory.formula, found))
-            pytest.fail("\n".join([complaints[budget.FAIL], "", *lines]).rstrip(), pytrace=False)
-        if complaints[budget.UNDECIDED]:
-            pytest.skip(f"undecided: {complaints[budget.UNDECIDED]}")
+            pytest.fail("\n".join([complaints[FAIL], "", *lines]).rstrip(), pytrace=False)
+        if complaints[UNDECIDED]:
+            machine = in_words(row["time"]["machine"])
+            self._item.stash[undecided.WHY] = "; ".join(each for each in (complaints[UNDECIDED], machine) if each)
         return row
 
     def _limit(self, identity: Identity, work: Work, seconds: float) -> Row:

@@ -8,6 +8,8 @@ one. What comes back are plain numbers.
 from __future__ import annotations
 
 import gc
+import math
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -17,8 +19,10 @@ import torch
 import torch.distributed as dist
 
 from shardmark.blocks import mark, recording
-from shardmark.budget import LOOKS, RANKS_ALIKE, fewest_rounds
+from shardmark.budget import RANKS_ALIKE
 from shardmark.clock import Laps, Stopwatch
+from shardmark.disturbances import seconds_waited
+from shardmark.evidence import fewest_rounds
 from shardmark.excess import STEP, Held, held_at_peak
 from shardmark.handles import workers_free_first
 from shardmark.memory import Memory, meter, release
@@ -38,8 +42,11 @@ repeat."""
 MOST_PASSES = 5
 """Multi-rank metering repeats at most this often; the smallest peak counts."""
 
-UNDECIDED_SECONDS = 10.0
-"""Rounds of a case double while its verdicts are undecided, but not to take longer than this."""
+PATIENCE = 30
+"""Rounds are added while a verdict is undecided, until all have taken this many times what they usually may."""
+
+LOOK = 1.25
+"""A verdict is looked for again whenever there are this many times as many."""
 
 NEAR = 1.001
 """A peak may be this many times its formula, as formulas leave out single values such as an optimizer's counters."""
@@ -73,7 +80,7 @@ def _meter_and_time(plan: Plan) -> Measured:
         workload, again, _ = meter_pass(plan)
         memory = min(memory, again, key=lambda memory: memory.tensors)
     memory.peaks[FIRST] = first_peak
-    measured = _time(plan, memory, workload)
+    measured = timed_rounds(plan, memory, workload)
     measured.first_step = first_step
     return measured
 
@@ -118,10 +125,10 @@ def meter_pass(plan: Plan) -> tuple[Workload, Memory, float]:
     return workload, figures, first_step
 
 
-def _time(plan: Plan, memory: Memory, mine: Workload) -> Measured:
-    """Rounds in which the implementation, its parts alone and its peer take turns, the order reversed every round.
+def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
+    """Rounds in which the implementation, its peer and its parts alone take turns, in random order.
 
-    They are enough for a verdict, where one is asked for, and double while it is undecided.
+    They are enough for a verdict, where one is asked for; while it is undecided, more are added of those two alone.
     """
     steps: dict[str, tuple[Workload, Callable[[Mark], None]]] = {IMPLEMENTATION: (mine, mine.step)}
     for observer in plan.observers:
@@ -152,16 +159,21 @@ def _time(plan: Plan, memory: Memory, mine: Workload) -> Measured:
     # The same on each rank: one that begins earlier would wait for the others in its first collective.
     ahead = {name: _largest(plan, host) if (host := warm[name].host) else 0.0 for name in steps}
     measured = Measured(mine.backend, memory, {name: [] for name in steps}, host=warm[IMPLEMENTATION].host)
-    done, began = 0, time.perf_counter()
+    coin = random.Random(plan.coin)
+    pair = [name for name in (IMPLEMENTATION, PEER) if name in steps]
+    parts = [name for name in steps if name not in pair]
     with _no_gc() if plan.rounds.disable_gc else nullcontext():
-        for _ in range(LOOKS):
-            for name in alternate(list(steps), rounds, done):
-                measured.laps[name].append(_timed(plan, *steps[name], ahead[name]))
-            done, rounds = rounds, 2 * rounds
-            if not _undecided(plan, measured):
+        began, waited = time.perf_counter(), seconds_waited()
+        done = 0
+        while True:
+            for _ in range(done, rounds):
+                for name in [*shuffled(pair, coin), *(shuffled(parts, coin) if done == 0 else ())]:
+                    measured.laps[name].append(_timed(plan, *steps[name], ahead[name]))
+            elapsed = _largest(plan, time.perf_counter() - began)
+            done, rounds = rounds, math.ceil(rounds * LOOK)
+            if elapsed * rounds / done > PATIENCE * plan.rounds.max_seconds or not _undecided(plan, measured):
                 break
-            if 2 * _largest(plan, time.perf_counter() - began) > UNDECIDED_SECONDS:
-                break
+        measured.waited = (seconds_waited() - waited) / (elapsed * torch.get_num_threads())
     return measured
 
 
@@ -205,13 +217,9 @@ def blocks_at_peak(plan: Plan) -> list[Held]:
     return held_at_peak(recorded.replay())
 
 
-def alternate(names: Sequence[str], rounds: int, done: int = 0) -> Iterator[str]:
-    """Every name once a round, the order reversed every round, so that the machine's drift favours none.
-
-    The first `done` of the rounds are left out.
-    """
-    for i in range(done, rounds):
-        yield from names[:: -1 if i % 2 else 1]
+def shuffled(names: Sequence[T], coin: random.Random | None = None) -> list[T]:
+    """The steps of a round in random order, so that nothing that the machine does favours one of them."""
+    return (coin or random.SystemRandom()).sample(names, len(names))
 
 
 def _timed(plan: Plan, workload: Workload, step: Callable[[Mark], None], ahead: float = 0.0) -> Laps:

@@ -48,8 +48,8 @@ class Rounds:
     minimum: int = 5
     maximum: int = 100
     max_seconds: float = 1.0
-    """Rounds go on past the minimum until the implementation's own steps took this long; past the maximum only while
-    a verdict is undecided."""
+    """Rounds go on past the minimum until the implementation's own steps took this long; and while a verdict is
+    undecided, for many times as long (`shardmark.passes.PATIENCE`)."""
     warmups: int = 1
     max_warmup_seconds: float = math.inf
     disable_gc: bool = False
@@ -90,6 +90,8 @@ class Plan:
     """What the rounds are to decide."""
     observers: tuple[type[Observer], ...] = ()
     """Their classes alone travel: what an observer was made with is for the row, which is filled where pytest runs."""
+    coin: int = 0
+    """What decides in which order the steps of each round are taken, the same on all ranks."""
     trace: Path | None = None
     """Where the Chrome trace and the memory snapshot go, but for the rank and the ending."""
 
@@ -110,5 +112,7 @@ class Measured:
     """Seconds of the first step, under the memory meter, which adds little where that step compiles."""
     host: float | None = None
     """Seconds that its host took to launch the last warm-up, on CUDA: in rounds it may wait for the device."""
+    waited: float = 0.0
+    """The share of the timed rounds for which its threads were ready to run and had no core."""
     observed: dict[type[Observer], Any] = field(default_factory=dict)
     """What each observer's own pass found on this rank."""

@@ -31,6 +31,7 @@ from shardmark.rank import WorldError, WorldLostError
 from shardmark.registry import RegistryError, Unsupported
 from shardmark.report import screen
 from shardmark.report.progress import Progress
+from shardmark.report.undecided import Undecided
 from shardmark.rows import describe_machine
 from shardmark.session import SESSION, start_session
 from shardmark.world import RankError, World
@@ -134,6 +135,7 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(str(error)) from None
     config.pluginmanager.register(LastToFinish(), "shardmark's end")
     config.pluginmanager.register(Progress(config), "shardmark progress")
+    config.pluginmanager.register(Undecided(), "shardmark undecided")
     if session.selected:
         config.pluginmanager.register(Judge(session), "shardmark judge")
 

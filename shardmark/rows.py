@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from shardmark.budget import SHOWN_CONFIDENCE, Interval, MemoryBudget, median_interval, paired_ratios, tolerated
+from shardmark.budget import WORTH, MemoryBudget
+from shardmark.disturbances import disturbances
+from shardmark.evidence import SHOWN_CONFIDENCE, Interval, interval, paired_ratios
 from shardmark.grid import Work
 from shardmark.hardware import Roofline
 from shardmark.memory import Memory
@@ -86,23 +88,27 @@ def time_entry(
         "budget": None,
         "goal": None,
         "outcome": None,
+        "machine": disturbances(
+            step_seconds(ranks),
+            step_seconds(ranks, PEER) if PEER in ranks[0].laps else [],
+            max((rank.waited for rank in ranks), default=0.0),
+        ),
     }
     if race is None or PEER not in ranks[0].laps:  # no peer, or no room or device for it
         return entry, None
     peer_seconds = step_seconds(ranks, PEER)
     ratios = paired_ratios(step_seconds(ranks), peer_seconds)
-    interval, judged = median_interval(ratios), median_interval(ratios, confidence)
+    shown, judged = interval(ratios), interval(ratios, confidence)
     entry |= {
         "peer": race.peer,
         "peer_mean": fmean(peer_seconds),
-        "ratio": interval.median,
-        "interval": [interval.low, interval.high],
-        "coverage": interval.coverage,
+        "ratio": shown.center,
+        "interval": shown.ends,
         "budget": race.budget,
-        "budget_interval": None if race.budget is None else [judged.low, judged.high],
-        "budget_coverage": None if race.budget is None else judged.coverage,
+        "budget_interval": None if race.budget is None else judged.ends,
+        "budget_confidence": None if race.budget is None else confidence,
         "goal": race.goal,
-        "outcome": None if race.goal is None else interval.outcome(tolerated(race.goal)),
+        "outcome": None if race.goal is None else shown.outcome(race.goal * (1 + WORTH)),
     }
     return entry, judged
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from shardmark.budget import SHOWN_CONFIDENCE, fewest_rounds, median_interval, tolerated
+from shardmark.budget import WORTH
+from shardmark.evidence import SHOWN_CONFIDENCE, fewest_rounds, interval
 from shardmark.observers.observer import Observer
 from shardmark.plan import Measured
 from shardmark.rows import Row, step_seconds
@@ -21,8 +22,8 @@ class Goals(Observer):
     def fill(self, row: Row, ranks: list[Measured]) -> None:
         """In the row's "limit". Each figure is work over step time, so the interval of the step time decides."""
         seconds, limit = step_seconds(ranks), row["limit"]
-        step = median_interval(seconds)
-        longest = {name: tolerated(limit[name] * fmean(seconds) / goal) for name, goal in self.goals.items()}
+        step = interval(seconds)
+        longest = {name: (1 + WORTH) * limit[name] * fmean(seconds) / goal for name, goal in self.goals.items()}
         limit["goals"] = {
             name: {"goal": goal, "outcome": step.outcome(longest[name])} for name, goal in self.goals.items()
         }

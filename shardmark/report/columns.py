@@ -59,8 +59,8 @@ def _ratio(entry: Entry, row: Row) -> str | None:
     time = row["time"]
     if time.get("ratio") is None:
         return None
-    low, high = time["interval"]
-    return f"{time['ratio']:.3g} [{low:.3g}, {high:.3g}] {time['peer']}"
+    ends = " [{:.3g}, {:.3g}]".format(*time["interval"]) if time["interval"] else ""
+    return f"{time['ratio']:.3g}{ends} {time['peer']}"
 
 
 def _brief_ratio(entry: Entry, row: Row) -> str | None:

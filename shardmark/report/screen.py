@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shardmark.report import tables
+from shardmark.report import tables, undecided
 from shardmark.report.layout import printable
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ def write_summary(terminal: pytest.TerminalReporter, session: Session, every_col
             terminal.write_line(line)
     if goals := tables.goals_line(rows):
         terminal.write_line(f"\n{goals}")
+    for report in terminal.stats.get(undecided.OUTCOME, []):
+        terminal.write_line(f"\n{undecided.OUTCOME}: {report.nodeid}: {undecided.why(report)}", yellow=True)
     if rows and not every_column:
         terminal.write_line("\n-v shows all columns")
     if rows and session.rows.path is not None:

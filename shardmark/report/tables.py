@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from shardmark.budget import MISSED, REACHED, UNDECIDED
+from shardmark.evidence import MISSED, REACHED, UNDECIDED
 from shardmark.report.columns import COLUMNS, Column, Entry, goal_outcomes
 from shardmark.report.layout import layout
 from shardmark.report.questions import MOST_COLUMNS, Questions

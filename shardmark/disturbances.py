@@ -1,0 +1,103 @@
+"""What the machine did while a case was timed, as far as it can be told from the times and from the kernel's scheduler.
+
+A time budget's verdict needs none of it: a disturbance only makes an interval wider. It says whether to look for a
+quiet machine, and what to look for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+NOTED = 0.05
+"""A change of the steps' time, or a share of it, from which it is said."""
+_BURST = 0.25
+"""A round that is longer than the rounds around it by this share stands out."""
+_AROUND = 8
+"""Rounds before and after one that are around it."""
+_PLACES = 64
+"""Where a level may begin: as many places, spread over the rounds."""
+_FEWEST = 16
+"""Rounds from which anything can be said."""
+_CERTAIN = 4.0
+"""Standard errors of a change that is no chance."""
+
+WAITED, WARMUP, DRIFT, LEVEL, BURSTS = "waited", "warm-up", "drift", "level", "bursts"
+
+
+def seconds_waited() -> float:
+    """Seconds that the threads of this process were ready to run and had no core, so far; 0 where nobody counts."""
+    waited = 0
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError, IndexError, ValueError):  # ended in the meantime; no such statistics
+            waited += int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1])
+    return waited / 1e9
+
+
+def disturbances(seconds: Sequence[float], peer_seconds: Sequence[float], waited: float) -> dict[str, float]:
+    """By name, as shares of a step's time; `waited` is the share of the rounds that a thread waited for a core.
+
+    A warm-up is what the first rounds took longer, a drift what the last took longer than the first, in small steps; a
+    level is one that lasts and is reached at once, as when the clock rate changes; bursts are the share of rounds that
+    stand out from those around them. `peer_seconds` may be empty.
+    """
+    found = {WAITED: waited} if waited >= NOTED else {}
+    series = np.log(np.maximum(seconds, 1e-12))
+    if len(peer_seconds) == len(seconds):  # what both have in common is the machine's
+        series = (series + np.log(np.maximum(peer_seconds, 1e-12))) / 2
+    if len(series) < _FEWEST:
+        return found
+    usual = _medians_around(series)
+    bursts = float(np.mean(series > usual + _BURST))
+    if bursts >= NOTED:
+        found[BURSTS] = bursts
+    found |= _change(series)
+    return found
+
+
+def in_words(found: dict[str, float]) -> str:
+    """The disturbances of a case in one line; empty without any."""
+    said = {
+        WAITED: "its threads waited {:.0%} of the time for a core, which others had",
+        BURSTS: "{:.0%} of the rounds were bursts",
+        WARMUP: "the first rounds were {:.0%} slower",
+        DRIFT: "a drift of {:+.0%}",
+        LEVEL: "all at once {:+.0%}, as when the clock rate changes",
+    }
+    return "; ".join(words.format(found[name]) for name, words in said.items() if name in found)
+
+
+def _change(series: NDArray[np.float64]) -> dict[str, float]:
+    """A warm-up, a level or a drift: the one that leaves least of the series unexplained, if it is no chance."""
+    n = len(series)
+    spread = 1.4826 * float(np.median(np.abs(np.diff(series)))) / 2**0.5 + 1e-9
+    places = sorted({2 + i * (n - 5) // _PLACES for i in range(_PLACES + 1)})
+    jumps = [float(np.median(series[k:]) - np.median(series[:k])) for k in places]
+    left = [float(np.abs(series - _step_at(series, k)).sum()) for k in places]
+    best = int(np.argmin(left))
+    place, jump = places[best], jumps[best]
+    slope, start = np.polyfit(np.arange(n), series, 1)
+    line = float(np.abs(series - (start + slope * np.arange(n))).sum())
+    error = spread * (1 / min(place, n - place)) ** 0.5
+    if line < left[best]:
+        change = float(np.expm1(slope * n))
+        return {DRIFT: change} if abs(change) >= NOTED and abs(slope) * n > _CERTAIN * spread * (12 / n) ** 0.5 else {}
+    if abs(np.expm1(jump)) < NOTED or abs(jump) < _CERTAIN * error:
+        return {}
+    if place <= n // 4 and jump < 0:
+        return {WARMUP: float(np.expm1(-jump))}
+    return {LEVEL: float(np.expm1(jump))}
+
+
+def _step_at(series: NDArray[np.float64], place: int) -> NDArray[np.float64]:
+    return np.where(np.arange(len(series)) < place, np.median(series[:place]), np.median(series[place:]))
+
+
+def _medians_around(series: NDArray[np.float64]) -> NDArray[np.float64]:
+    n = len(series)
+    return np.array([np.median(series[max(0, i - _AROUND) : i + _AROUND + 1]) for i in range(n)])

@@ -1,0 +1,148 @@
+"""What pairs of times say of their ratio, whenever one looks at them: testing by betting.
+
+The steps of a case and of its peer are timed in pairs, and a coin is tossed for which of the two comes first. So what
+the machine does meanwhile, a drift, a neighbour's burst, another clock frequency, favours either as often as the other,
+however one pair depends on those before it: nothing is assumed of the noise.
+
+Of each pair there is the logarithm x of the ratio. If the true one is at most t, then u = (x - t) / scale, cut to ±1 so
+that a burst counts no more than any other pair, is on average at most 0. Who bets a share s of what he has on each
+pair, and gets s u for it, gains nothing on average then; and that he ever has 1 / error times what he began with has a
+probability of at most `error` (Ville's inequality), at whatever moment one looks. He bets several shares side by side,
+as small ones pay for small effects and large ones for large. The interval is what neither he, nor one who bets that
+the ratio is smaller, has disproved.
+
+Waudby-Smith and Ramdas, Estimating means of bounded random variables by betting (2024); Huber, Robust Statistics, 3.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+PASS, FAIL, UNDECIDED = "pass", "fail", "undecided"
+REACHED, MISSED = "reached", "missed"
+
+SHOWN_CONFIDENCE = 0.95
+"""Confidence of the interval in tables, by which goals are judged."""
+
+_SHARES = np.array([0.03, 0.06, 0.12, 0.25, 0.5, 0.98])
+_FIRST_SCALE, _LEAST_SCALE = 0.05, 1e-3
+"""Of logarithms of ratios: the scale while there are too few samples to tell, and where they are all the same."""
+_MOST = 0.75
+"""The scale is the deviation that this share of the samples keeps within: of more, bursts would count for too much."""
+_HALVINGS = 40
+"""Of a bracket around an end of the interval, until floats tell no more apart."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What the true value is, with that confidence: between `low` and `high`; 0 and infinity while nothing is known."""
+
+    center: float
+    low: float
+    high: float
+    confidence: float
+
+    def verdict(self, limit: float) -> str:
+        """PASS when the whole interval is within the limit, FAIL when all of it is over, else UNDECIDED."""
+        return PASS if self.high <= limit else FAIL if self.low > limit else UNDECIDED
+
+    def outcome(self, goal: float) -> str:
+        """Whether a goal is REACHED, MISSED or UNDECIDED."""
+        return {PASS: REACHED, FAIL: MISSED}.get(self.verdict(goal), UNDECIDED)
+
+    @property
+    def ends(self) -> list[float] | None:
+        """Both ends; None while either is not known."""
+        return [self.low, self.high] if self.low > 0 and math.isfinite(self.high) else None
+
+    def __str__(self) -> str:
+        return f"{100 * self.confidence:.6g}% interval [{self.low:.4g}, {self.high:.4g}]"
+
+
+def interval(samples: Sequence[float], confidence: float = SHOWN_CONFIDENCE) -> Interval:
+    """Of the value around which `samples`, all positive, lie in the order in which they were taken.
+
+    However often one looks while there are more and more of them, all of those intervals hold it with `confidence`.
+    """
+    if not samples:
+        raise ValueError("an interval needs at least one sample")
+    pairs = _Pairs(samples, confidence)
+    reach = float(np.max(pairs.scales))
+    bracket = float(np.min(pairs.logs)) - reach, float(np.max(pairs.logs)) + reach
+    low = math.exp(_last(pairs.are_above, *bracket)) if pairs.are_above(bracket[0]) else 0.0
+    high = math.exp(_last(lambda t: not pairs.are_below(t), *bracket)) if pairs.are_below(bracket[1]) else math.inf
+    return Interval(math.exp(_last(pairs.lie_above, *bracket)), low, high, confidence)
+
+
+def decided(samples: Sequence[float], limit: float, confidence: float) -> bool:
+    """Whether that interval lies on one side of a limit: without finding its ends."""
+    pairs = _Pairs(samples, confidence)
+    return pairs.are_above(math.log(limit)) or pairs.are_below(math.log(limit))
+
+
+def fewest_rounds(confidence: float) -> int:
+    """The fewest samples after which an interval of that confidence may have ends."""
+    needed, rounds = math.log(2 / (1 - confidence)), 1
+    while _log_wealth(np.ones(rounds)) < needed:
+        rounds += 1
+    return rounds
+
+
+def paired_ratios(seconds: Sequence[float], peer_seconds: Sequence[float]) -> list[float]:
+    """Ratio of each round's time to the peer's time in the same round: drift of the machine cancels."""
+    return [mine / theirs for mine, theirs in zip(seconds, peer_seconds, strict=True)]
+
+
+class _Pairs:
+    """The logarithms of samples, and what they disprove."""
+
+    def __init__(self, samples: Sequence[float], confidence: float) -> None:
+        self.logs = np.log(np.maximum(samples, np.finfo(float).tiny))
+        self.scales = _scales(self.logs)
+        self._needed = math.log(2 / (1 - confidence))  # half of the error for each end
+
+    def are_above(self, t: float) -> bool:
+        """Whether it is disproved that the true one is at most t."""
+        return _log_wealth((self.logs - t) / self.scales) >= self._needed
+
+    def are_below(self, t: float) -> bool:
+        """Whether it is disproved that the true one is at least t."""
+        return _log_wealth((t - self.logs) / self.scales) >= self._needed
+
+    def lie_above(self, t: float) -> bool:
+        """Whether the samples' center is above t."""
+        return bool(np.sum(np.clip((self.logs - t) / self.scales[-1], -1, 1)) > 0)
+
+
+def _log_wealth(payoffs: NDArray[np.float64]) -> float:
+    """The logarithm of what one has in the end who began with 1, in equal parts for each share."""
+    each = np.log1p(np.outer(_SHARES, np.clip(payoffs, -1, 1))).sum(axis=1)
+    return float(np.logaddexp.reduce(each)) - math.log(len(_SHARES))
+
+
+def _scales(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """For each sample, how far from t it counts in full: by those before it alone, or the bets on it would not be fair.
+
+    It is found anew whenever there are twice as many.
+    """
+    scales = np.full(len(logs), _FIRST_SCALE)
+    known = 4
+    while known < len(logs):
+        before = logs[:known]
+        deviation = float(np.quantile(np.abs(before - np.median(before)), _MOST))
+        scales[known:] = max(deviation, _LEAST_SCALE)
+        known *= 2
+    return scales
+
+
+def _last(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """Where `holds`, which does at `low` and up to some point, ends to hold."""
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
