@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,7 +27,7 @@ from shardmark.evidence import fewest_rounds
 from shardmark.excess import STEP, Held, held_at_peak
 from shardmark.handles import workers_free_first
 from shardmark.memory import Memory, meter, release
-from shardmark.plan import IMPLEMENTATION, PEER, Mark, Measured, Plan, Workload
+from shardmark.plan import IMPLEMENTATION, PEER, Mark, Measured, Plan, Rounds, Workload
 from shardmark.registry import Unsupported
 from shardmark.trace import modules_of
 
@@ -144,7 +145,7 @@ def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
             if name == IMPLEMENTATION and warmup == 0 and plan.rounds.warmups > 1:
                 continue  # it has made its first steps under the meter
             try:
-                warm[name] = _timed(plan, *step)
+                warm[name] = timed_step(plan, *step)
             except Unsupported:
                 if name != PEER:
                     raise
@@ -164,17 +165,26 @@ def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
     parts = [name for name in steps if name not in pair]
     with _no_gc() if plan.rounds.disable_gc else nullcontext():
         began, waited = time.perf_counter(), seconds_waited()
-        done = 0
-        while True:
-            for _ in range(done, rounds):
-                for name in [*shuffled(pair, coin), *(shuffled(parts, coin) if done == 0 else ())]:
-                    measured.laps[name].append(_timed(plan, *steps[name], ahead[name]))
-            elapsed = _largest(plan, time.perf_counter() - began)
-            done, rounds = rounds, math.ceil(rounds * LOOK)
-            if elapsed * rounds / done > PATIENCE * plan.rounds.max_seconds or not _undecided(plan, measured):
-                break
-        measured.waited = (seconds_waited() - waited) / (elapsed * torch.get_num_threads())
+        for i in rounds_while(lambda: _undecided(plan, measured), rounds, plan.rounds, partial(_largest, plan)):
+            for name in [*shuffled(pair, coin), *(shuffled(parts, coin) if i < rounds else ())]:
+                measured.laps[name].append(timed_step(plan, *steps[name], ahead[name]))
+        waited, elapsed = seconds_waited() - waited, time.perf_counter() - began
+        measured.waited = waited / (elapsed * torch.get_num_threads())
     return measured
+
+
+def rounds_while(
+    undecided: Callable[[], bool], first: int, rounds: Rounds, largest: Callable[[float], float] = lambda own: own
+) -> Iterator[int]:
+    """Numbers of rounds: the first ones, and then more while they leave something undecided, and have not taken too
+    long. `largest` is of the ranks' own seconds, so that all of them decide alike."""
+    done, began = 0, time.perf_counter()
+    while True:
+        yield from range(done, first)
+        elapsed = largest(time.perf_counter() - began)
+        done, first = first, math.ceil(first * LOOK)
+        if elapsed * first / done > PATIENCE * rounds.max_seconds or not undecided():
+            return
 
 
 def _undecided(plan: Plan, measured: Measured) -> bool:
@@ -189,7 +199,7 @@ def _undecided(plan: Plan, measured: Measured) -> bool:
 def timed_steps(plan: Plan, count: int) -> list[Laps]:
     """The first `count` steps of a new workload, each timed: what warm-ups would hide is in them."""
     workload = plan.workload(plan.implementation, plan.case, plan.device)
-    return [_timed(plan, workload, workload.step) for _ in range(count)]
+    return [timed_step(plan, workload, workload.step) for _ in range(count)]
 
 
 def warmed_up(plan: Plan, count: int = WARMUPS) -> Any:
@@ -222,7 +232,8 @@ def shuffled(names: Sequence[T], coin: random.Random | None = None) -> list[T]:
     return (coin or random.SystemRandom()).sample(names, len(names))
 
 
-def _timed(plan: Plan, workload: Workload, step: Callable[[Mark], None], ahead: float = 0.0) -> Laps:
+def timed_step(plan: Plan, workload: Workload, step: Callable[[Mark], None], ahead: float = 0.0) -> Laps:
+    """What one step takes on this rank, which begins it together with the others; see `Stopwatch` for `ahead`."""
     workload.prepare()
     watch = Stopwatch(plan.device, ahead)
     if plan.world_size > 1:

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from shardmark.channel import receive, send
+from shardmark.checkout import Checkout
 from shardmark.link import Host
 from shardmark.machine import keep_compiled_code_apart
 from shardmark.rankstate import Messages, RankState
@@ -202,8 +203,17 @@ def ranks_met(device: str) -> list[int]:
     return [int(rank) for rank in found]
 
 
-def serve(rank: int, size: int, device: str, directory: Path, host: Host | None, end: socket.socket) -> None:
-    """A rank's life: join the group, from that host where one is given, then answer each call until nobody asks."""
+def serve(
+    rank: int,
+    size: int,
+    device: str,
+    directory: Path,
+    host: Host | None,
+    checkout: Checkout | None,
+    end: socket.socket,
+) -> None:
+    """A rank's life: join the group, from that host and with that version of the code where they are given, then answer
+    each call until nobody asks."""
     os.setpgid(0, 0)  # with what it starts, so that all of them end together
     _die_with_parent()
     gc.freeze()  # what was imported before the fork stays: to look through it takes a quarter of a second each time
@@ -215,6 +225,8 @@ def serve(rank: int, size: int, device: str, directory: Path, host: Host | None,
     stacks = (directory / f"rank{rank}.stacks").open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
+    if checkout is not None:
+        checkout.enter()
     send(end, 0, perform(pickled_call(_join, (rank, size, device, directory, host)), keep=True))
     try:
         _answer_calls(end)

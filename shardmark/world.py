@@ -30,6 +30,7 @@ from unittest.mock import patch
 import torch
 
 from shardmark.channel import Channel, GarbledError, ready
+from shardmark.checkout import Checkout
 from shardmark.endings import RankFiles, end_of_process, end_ranks, how_it_ended, where_they_are
 from shardmark.failures import Failure, Left, failures_of, rank_error
 from shardmark.failures import RankError as RankError  # what `run` raises
@@ -76,11 +77,14 @@ def check_size(size: int, device: str) -> None:
 class World:
     """`size` ranks of one process group (NCCL on "cuda", Gloo on "cpu"), each a process that waits for work.
 
-    With a `link`, half of them live on each of its hosts. Raises WorldError when the machine does not allow that many,
+    With a `link`, half of them live on each of its hosts; with a `checkout`, what they measure is of another version.
+    Raises WorldError when the machine does not allow that many,
     RankError when they do not come up.
     """
 
-    def __init__(self, size: int, device: str = "cpu", link: Link | None = None) -> None:
+    def __init__(
+        self, size: int, device: str = "cpu", link: Link | None = None, checkout: Checkout | None = None
+    ) -> None:
         check_size(size, device)
         if device == "cpu" and link is None and not _loopback_is_up():
             raise WorldError("ranks talk over the loopback interface, and it is down: ip link set lo up")
@@ -108,7 +112,7 @@ class World:
                 host = link.host(rank, size) if link else None
                 with theirs:
                     process = context.Process(
-                        target=serve, args=(rank, size, device, self._directory, host, theirs), daemon=True
+                        target=serve, args=(rank, size, device, self._directory, host, checkout, theirs), daemon=True
                     )
                     process.start()
                 self._processes.append(process)
@@ -255,13 +259,14 @@ def _make_room_for_sockets() -> None:
 
 
 class Worlds:
-    """The worlds of a session, on one link if any: one of each size, started when first asked for and replaced when it
-    has failed.
+    """The worlds of a session, on one link if any, and of one version: one of each size, started when first asked for
+    and replaced when it has failed.
     """
 
-    def __init__(self, device: str, link: Link | None = None) -> None:
+    def __init__(self, device: str, link: Link | None = None, checkout: Checkout | None = None) -> None:
         self.device = device
         self.link = link
+        self.checkout = checkout
         self.deadline = DEADLINE
         """Seconds that a call may take on the worlds it hands out."""
         self._worlds: dict[int, World] = {}
@@ -272,7 +277,7 @@ class Worlds:
         if world is None or not world.alive:
             if world is not None:
                 world.close()
-            world = self._worlds[size] = World(size, self.device, self.link)
+            world = self._worlds[size] = World(size, self.device, self.link, self.checkout)
         world.deadline = self.deadline
         return world
 

@@ -61,7 +61,7 @@ def judge(plan: Plan, seed: int, slower: float = 1.0) -> tuple[str, int]:
         return Laps(seconds)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes, "_timed", timed)
+        patch.setattr(passes, "timed_step", timed)
         patch.setattr(time, "perf_counter", lambda: clock)
         measured = passes.timed_rounds(plan, Memory(), Drawn(MINE, None, "cpu"))
     assert plan.limits is not None
@@ -124,7 +124,7 @@ def test_the_coin_decides_the_order_and_parts_are_timed_only_in_the_first_rounds
         order.append(workload.implementation.name)
         return Laps(1.0)  # undecided as long as it is allowed
 
-    monkeypatch.setattr(passes, "_timed", timed)
+    monkeypatch.setattr(passes, "timed_step", timed)
     monkeypatch.setattr(passes, "PATIENCE", 0.1)
     laps = passes.timed_rounds(replace(PLAN, observers=(WithParts,)), Memory(), Drawn(MINE, None, "cpu")).laps
     first = fewest_rounds(confidence(JUDGEMENTS))

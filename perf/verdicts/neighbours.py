@@ -1,0 +1,66 @@
+"""Neighbours: processes that disturb a machine in a known way."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+def _spin(seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
+def busy(seed: int) -> None:
+    """On and off, each for a tenth of a second to some seconds, as jobs of a build do."""
+    generator = random.Random(seed)
+    while True:
+        _spin(min(generator.expovariate(2), 5.0))
+        time.sleep(min(generator.expovariate(2), 5.0))
+
+
+def drift(seed: int) -> None:
+    """Idle at first, and busier and busier for half a minute; then again."""
+    began = time.perf_counter()
+    while True:
+        share = (time.perf_counter() - began) / 30 % 1
+        _spin(0.02 * share)
+        time.sleep(0.02 * (1 - share) + 1e-4)
+
+
+def spikes(seed: int) -> None:
+    """Some five times a second, for 10 to 100 ms."""
+    generator = random.Random(seed)
+    while True:
+        time.sleep(generator.expovariate(5))
+        _spin(generator.uniform(0.01, 0.1))
+
+
+NEIGHBOURS: dict[str, tuple[Callable[[int], None], int]] = {
+    "none": (busy, 0),
+    "busy": (busy, 1),
+    "drift": (drift, 1),
+    "spikes": (spikes, 2),
+}
+"""By name: what they do, and how many of them there are."""
+
+
+@contextmanager
+def neighbours(name: str, seed: int) -> Iterator[None]:
+    """They disturb what the block does."""
+    does, count = NEIGHBOURS[name]
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=does, args=(seed + i,), daemon=True) for i in range(count)]
+    for process in processes:
+        process.start()
+    try:
+        time.sleep(0.5 if count else 0.0)  # until they have started
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

@@ -1,0 +1,85 @@
+"""Steps of which one does a known share more of the same work than the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardmark.clock import Stopwatch
+from shardmark.memory import Memory
+from shardmark.passes import timed_rounds
+from shardmark.plan import Mark, Measured, Plan
+from shardmark.registry import Family, Implementation, add_family, register
+
+REPETITIONS = {0: (30, 30), 3: (33, 34), 5: (20, 21), 10: (20, 22)}
+"""By how many percent one is slower: how often the peer repeats its work, and how often that one does."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A peer's step, and one that is `slower` percent longer; `width` is that of the layers."""
+
+    slower: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"width{self.width}-slower{self.slower}"
+
+
+class Repetitions(Protocol):
+    """How often a case's work is repeated."""
+
+    def __call__(self, case: Steps) -> int: ...
+
+
+def _is_callable(target: Any, device: str) -> None: ...
+
+
+add_family(Family("repetitions", Repetitions, reference="peer", check=_is_callable))
+PEER = register("repetitions", "peer", lambda case: REPETITIONS[case.slower][0])
+SLOWER = register("repetitions", "slower", lambda case: REPETITIONS[case.slower][1])
+
+
+class Repeated:
+    """Forward and backward of two layers again and again; among ranks each time with an all-reduce of gradients."""
+
+    backend = "gloo"
+
+    def __init__(self, implementation: Implementation, case: Steps, device: str) -> None:
+        self.repetitions = implementation.target(case)
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(case.width, case.width, device=device) for _ in range(2)))
+        self.inputs = torch.randn(case.width, case.width, device=device)
+
+    def prepare(self) -> None: ...
+
+    def step(self, mark: Mark) -> None:
+        """All repetitions."""
+        for _ in range(self.repetitions):
+            self.layers(self.inputs).sum().backward()
+            if dist.get_world_size() > 1:
+                for parameter in self.layers.parameters():
+                    dist.all_reduce(parameter.grad)
+
+
+def judged_rounds(plan: Plan) -> Measured:
+    """The timed rounds of the plan on this rank, as `measure` has them."""
+    return timed_rounds(plan, Memory(), plan.workload(plan.implementation, plan.case, plan.device))
+
+
+def times_in_a_row(plan: Plan, seconds: float) -> list[float]:
+    """For about that long, what one step after another takes the slowest rank."""
+    workload = plan.workload(plan.implementation, plan.case, plan.device)
+    watch, taken = Stopwatch(plan.device), list[float]()
+    for _ in range(3):
+        workload.step(lambda part: None)
+    while sum(taken) < seconds:
+        dist.barrier()
+        watch.start()
+        workload.step(lambda part: None)
+        slowest = torch.tensor(watch.stop().seconds, dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        taken.append(slowest.item())
+    return taken
