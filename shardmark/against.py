@@ -84,13 +84,13 @@ class OldRow:
     world_size: int
     link: str | None
     race: OldRace | None
-    memory: dict[str, float]
+    memory: dict[str, int]
     counters: dict[str, float]
     collectives: Collectives | None
 
     @classmethod
     def of(cls, row: Row) -> OldRow:
-        memory = {name: _number(row["memory"][name]) for name in ("tensors", "workspace") if name in row["memory"]}
+        memory = {name: int(_number(row["memory"][name])) for name in ("tensors", "workspace") if name in row["memory"]}
         counters = {name: value for name, value in row.get("counters", {}).items() if value is not None}
         collectives = counters.pop("collectives", None)
         if collectives is not None:

@@ -73,6 +73,11 @@ class Gate:
         old = self.baseline.rows.get(test_id) if self.baseline is not None and self.other_machine is None else None
         return (old.race.high,) if old is not None and old.race is not None and old.race.peer == peer else ()
 
+    def tensors(self, test_id: str) -> int | None:
+        """Bytes of them at the peak in the test's older row, if there is one."""
+        old = self.baseline.rows.get(test_id) if self.baseline is not None else None
+        return None if old is None else old.memory.get("tensors")
+
     def count_judgements(self, test_ids: Sequence[str]) -> int:
         """How many of these tests may be compared in time."""
         self._collected = set(test_ids)

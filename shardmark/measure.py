@@ -93,6 +93,7 @@ class Measure:
             world_size,
             self._rounds(rounds, max([least, *(observer.min_rounds for observer in observe)])),
             memory=memory,
+            tensors_before=None if session.gate is None else session.gate.tensors(self._benchmark.fullname),
             limits=self._limits(race),
             observers=tuple(type(observer) for observer in observe),
             trace=trace,

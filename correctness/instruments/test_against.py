@@ -12,7 +12,8 @@ import pytest
 from correctness.support.planted_rows import ALL_REDUCES, figures, run
 from correctness.support.planted_rows import planted as planted
 from correctness.support.project import run_project
-from shardmark.budget import confidence, fewest_rounds
+from shardmark.budget import SHOWN_CONFIDENCE, confidence, fewest_rounds
+from shardmark.plan import Plan
 
 pytest_plugins = ["pytester", "correctness.support.project"]
 
@@ -196,16 +197,28 @@ def test_times_of_another_machine_are_refused_and_bytes_compared(
     result.stdout.fnmatch_lines(["time: 0 rows compared, 2 on another machine", "memory: 2 rows compared"])
 
 
-def test_a_row_that_is_slower_gets_rounds_until_that_is_decided(project: pytest.Pytester) -> None:
-    few = ("--scale=smoke", "-k", "nap and plain", "--benchmark-min-rounds=2", "--benchmark-max-time=0.000001")
-    first, _ = run_project(project, *few, "--benchmark-json=old.json")
+def test_a_row_is_measured_as_comparing_it_needs(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rounds, of which its own test asks for three: then for an interval to compare with, now for a verdict of two.
+    And metered again, among ranks, where its older row has less.
+    """
+    plans: list[Plan] = []
+
+    def noted(*args: Any, **options: Any) -> Plan:
+        plans.append(Plan(*args, **options))
+        return plans[-1]
+
+    monkeypatch.setattr("shardmark.measure.Plan", noted)
+    first, _ = run_project(project, "--scale=smoke", "-k", "rounds", *OLD, "--update-baseline")
     first.assert_outcomes(passed=1)
+    (older,) = json.loads(Path("old.json").read_text())["benchmarks"]
+    assert older["stats"]["rounds"] == fewest_rounds(SHOWN_CONFIDENCE) == 6
     test = project.path / "test_sleeps.py"
-    test.write_text(test.read_text().replace('"plain", 1.0', '"plain", 2.0'))
-    second, output = run_project(project, *few, *OLD)
+    test.write_text(test.read_text().replace('"plain", 1.0', '"plain", 20.0'))
+    second, output = run_project(project, "--scale=smoke", "-k", "rounds", *OLD)
     second.assert_outcomes(failed=1)
-    assert output["benchmarks"][0]["stats"]["rounds"] >= fewest_rounds(confidence(2))  # the budget, and the older ratio
-    second.stdout.fnmatch_lines(["0.[45]*x slow's time, *, against 0.2*x in old.json, *", "slower or larger: 1"])
+    assert output["benchmarks"][0]["stats"]["rounds"] == fewest_rounds(confidence(2)) == 9
+    second.stdout.fnmatch_lines(["*x slow's time, *, against 0.*x in old.json, *", "slower or larger: 1"])
+    assert [plan.tensors_before for plan in plans] == [None, 4000]
 
 
 FOREIGN: dict[str, tuple[str, str]] = {
