@@ -45,8 +45,10 @@ class Checkout:
         """
         for name, module in list(sys.modules.items()):
             spec = getattr(module, "__spec__", None)
-            places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or [])]
-            moves = any(place is not None and self.moved(place) != place for place in places)
+            places = [*(getattr(spec, "submodule_search_locations", None) or [])]
+            if getattr(spec, "has_location", False):  # not what is built in
+                places.append(spec.origin)  # type: ignore[union-attr]
+            moves = any(self.moved(place) != place for place in places)
             if moves and name != "__main__" and name.partition(".")[0] != "shardmark":
                 del sys.modules[name]
         registry.FAMILIES.clear()

@@ -33,8 +33,9 @@ class GrowingFile:
     Until the first row an older file stays. Locks on both copies tell a second run that this one goes on.
     """
 
-    def __init__(self, path: Path, mode: int | None = None) -> None:
+    def __init__(self, path: Path, mode: int | None = None, option: str = "--benchmark-json") -> None:
         self.shown = path
+        self._option = option
         self.rows = 0
         self.taken = (0, 0)
         """How many of each list are in it, for whoever appends."""
@@ -62,9 +63,9 @@ class GrowingFile:
         except FileNotFoundError as error:
             folder = (self.path if path.is_symlink() else path).parent
             why = error.strerror if folder.is_dir() else f"there is no folder {folder}"
-            raise RowFileError(f"--benchmark-json {path}: {why}") from None
+            raise RowFileError(f"{option} {path}: {why}") from None
         except (OSError, ValueError) as error:
-            raise RowFileError(f"--benchmark-json {path}: {getattr(error, 'strerror', error)}") from None
+            raise RowFileError(f"{option} {path}: {getattr(error, 'strerror', error)}") from None
 
     def append(self, head: Entry, benchmarks: list[str], unmeasured: list[str], count: int) -> None:
         """Add those rows, after which there are `count`; OSError, with the file as it was, where that fails."""
@@ -165,11 +166,11 @@ class GrowingFile:
     def _check(self, descriptor: int) -> None:
         """Lock it; RowFileError where it is no regular file, or another run has it."""
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise RowFileError(f"--benchmark-json {self.shown}: not a regular file")
+            raise RowFileError(f"{self._option} {self.shown}: not a regular file")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RowFileError(f"--benchmark-json {self.shown}: another run is writing it") from None
+            raise RowFileError(f"{self._option} {self.shown}: another run is writing it") from None
         except OSError:
             pass  # a file system without locks
 

@@ -85,7 +85,8 @@ class Measure:
         race = time or implementation.time
         if race is not None and not race.applies(case, session.device):
             race = Race(race.peer)
-        least = fewest_rounds(SHOWN_CONFIDENCE) if race is not None and race.goal is not None else 1
+        told = session.gate is not None or (race is not None and race.goal is not None)
+        least = fewest_rounds(SHOWN_CONFIDENCE) if told else 1
         memory = memory_budget(implementation, case, session.device, slack)
         plan = Plan(
             workload,
@@ -96,6 +97,7 @@ class Measure:
             world_size,
             self._rounds(rounds, max([least, *(observer.min_rounds for observer in observe)])),
             memory=memory,
+            tensors_before=None if session.gate is None else session.gate.tensors(self._benchmark.fullname),
             limits=self._limits(race),
             observers=tuple(type(observer) for observer in observe),
             coin=secrets.randbits(64),
@@ -158,6 +160,8 @@ class Measure:
         verdicts = list(budget.verdicts(tensors, peaks, seconds, ratio, time, memory, absolute, session.confidence))
         if "not_done" in row["limit"]:
             verdicts.append((FAIL, row["limit"]["not_done"]))
+        if session.gate is not None:
+            verdicts += session.gate.judge(self._benchmark.fullname, row, ratio)
         row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
         if self._benchmark.disabled:
             verdicts = [(verdict, why) for verdict, why in verdicts if verdict != UNDECIDED]
@@ -194,7 +198,9 @@ class Measure:
 
     def _limits(self, race: Race | None) -> Limits | None:
         """What the rounds are to decide; None where pytest-benchmark is disabled."""
-        ratios = (race.budget,) if race is not None and race.budget is not None else ()
+        ratios: tuple[float, ...] = (race.budget,) if race is not None and race.budget is not None else ()
+        if race is not None and self._session.gate is not None:
+            ratios += self._session.gate.limits(self._benchmark.fullname, race.peer)
         seconds = [own.seconds for own in self._session.budgets_for(self._item.nodeid) if own.seconds is not None]
         if self._benchmark.disabled or not (ratios or seconds):
             return None

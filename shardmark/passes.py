@@ -87,11 +87,14 @@ def _meter_and_time(plan: Plan) -> Measured:
 
 
 def _overstated(plan: Plan, peak: int) -> bool:
-    """Whether, among ranks, one's peak is over the formula, or over another's by more than they may differ."""
+    """Whether, among ranks, one's peak is over the formula or the older one that it is compared with, or over another's
+    by more than they may differ.
+    """
     if plan.world_size == 1 or plan.memory is None:
         return False
     least, most = -_largest(plan, -peak), _largest(plan, peak)
-    return most > NEAR * plan.memory.formula or most > RANKS_ALIKE * least
+    larger = plan.tensors_before is not None and most > plan.tensors_before
+    return larger or most > NEAR * plan.memory.formula or most > RANKS_ALIKE * least
 
 
 def meter_pass(plan: Plan) -> tuple[Workload, Memory, float]:

@@ -86,6 +86,8 @@ class Plan:
     rounds: Rounds = Rounds()
     memory: MemoryBudget | None = None
     """What tensors at the peak are held to."""
+    tensors_before: int | None = None
+    """Bytes of them in the older row that this one is compared with, if there is one."""
     limits: Limits | None = None
     """What the rounds are to decide."""
     observers: tuple[type[Observer], ...] = ()

@@ -78,6 +78,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="your own limits, a TOML table per test-id pattern with `seconds` (median of a step) and `bytes` (peak)",
     )
     group.addoption(
+        "--against",
+        default=None,
+        metavar="OLD.json",
+        help="fail on what got slower or larger, beyond noise, since the run that wrote that file of --benchmark-json",
+    )
+    group.addoption(
+        "--update-baseline",
+        action="store_true",
+        help="write what this run measures to the file of --against, whatever got slower or larger",
+    )
+    group.addoption(
         "--trace-dir",  # --trace is pytest's own: it breaks into the debugger
         default=None,
         metavar="DIR",
@@ -138,6 +149,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Undecided(), "shardmark undecided")
     if session.selected:
         config.pluginmanager.register(Judge(session), "shardmark judge")
+    if session.gate is not None:
+        config.pluginmanager.register(session.gate, "shardmark gate")
 
 
 def _end_with(config: pytest.Config, line: str) -> None:

@@ -67,6 +67,10 @@ class RowFile:
         rows = [entry["extra_info"] for entry in self.rows]
         return sorted({row["backend"] for row in rows if row["family"] == family and row["backend"]})
 
+    def output(self) -> Entry:
+        """All that was measured, as pytest-benchmark writes it."""
+        return self._output(self._benchmarks.benchmarks)
+
     def finish(self) -> None:
         """Write the file once more, with all that pytest-benchmark has, in its place; where that fails, elsewhere.
 
@@ -118,7 +122,7 @@ class RowFile:
         file.taken = timed + len(new), untimed + len(unmeasured)
 
     def _write_whole(self, file: GrowingFile) -> None:
-        file.replace(dumped(self._output(self._benchmarks.benchmarks), indent=4))
+        file.replace(dumped(self.output(), indent=4))
 
     def _rescue(self) -> bool:
         """Rows that cannot be where they should be are where anything can be; whether there is such a place."""
@@ -159,7 +163,7 @@ class RowFile:
             config=self.config,
             benchmarks=benchmarks,
             include_data=True,
-            machine_info=self._machine_info,
+            machine_info=self.machine_info,
             commit_info=self._commit_info,
         )
         hook.pytest_benchmark_update_json(config=self.config, benchmarks=benchmarks, output_json=output)
@@ -171,7 +175,8 @@ class RowFile:
         return self.config.pluginmanager.get_plugin("pytest-benchmark")
 
     @cached_property
-    def _machine_info(self) -> Entry:
+    def machine_info(self) -> Entry:
+        """What pytest-benchmark says of the machine, and the plugin beside it."""
         return self._benchmarks.get_machine_info()
 
     @cached_property

@@ -17,7 +17,9 @@ from shardmark.grid import Work
 from shardmark.hardware import Roofline
 from shardmark.memory import Memory
 from shardmark.plan import IMPLEMENTATION, PEER, Identity, Measured
+from shardmark.rank import available_cores, threads_of_a_rank
 from shardmark.registry import Race
+from shardmark.torchrun import launched
 
 Row = dict[str, Any]
 
@@ -129,7 +131,8 @@ def mean_parts(ranks: list[Measured], name: str) -> dict[str, float]:
 
 
 def describe_machine(device: str) -> Row:
-    """What `machine_info` says beside pytest-benchmark's own: GPUs and driver, torch and triton."""
+    """What `machine_info` says beside pytest-benchmark's own: GPUs and driver, cores that ranks share and threads of a
+    world of one, torch and triton."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if device == "cuda" else []
     try:
         from triton import __version__ as triton_version
@@ -139,6 +142,8 @@ def describe_machine(device: str) -> Row:
         "device": device,
         "gpus": gpus,
         "driver": _driver_version() if gpus else None,
+        "cores": available_cores(),
+        "threads": torch.get_num_threads() if launched() else threads_of_a_rank(1),
         "torch": torch.__version__,
         "triton": triton_version,
         "libc": " ".join(platform.libc_ver()),

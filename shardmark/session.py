@@ -17,6 +17,7 @@ from shardmark import registry, torchrun
 from shardmark.budget import AbsoluteBudget, confidence, read_budgets
 from shardmark.clock import DeviceClock
 from shardmark.deadline import TRIED, Deadlines
+from shardmark.gate import Gate
 from shardmark.grid import SCALES
 from shardmark.hardware import Roofline, measure_roofline
 from shardmark.link import Link, LinkError
@@ -64,6 +65,7 @@ class Session:
         self.matched_budgets: set[str] = set()
         self.judgements = 1
         self.trace: TraceFolder | None = None
+        self.gate: Gate | None = None
         self.ending = ending
         self.questions = Questions()
         self.shown = False
@@ -75,9 +77,10 @@ class Session:
         self.rows = RowFile(config, self.ending, writes=not _is_helping())
         try:
             _check_benchmark(option)
+            self.gate = _gate(option, self.rows)
             self.trace = None if option("trace_dir") is None else TraceFolder(_path("trace_dir", option))
         except BaseException:
-            self.rows.finish()
+            self._close_files()
             raise
         self._rooflines: dict[str, Roofline] = {}
 
@@ -114,10 +117,13 @@ class Session:
         return confidence(self.judgements)
 
     def count_judgements(self, items: list[pytest.Item]) -> None:
-        """Count what they may ask a time verdict of: each test's ratio to its peer, and `--budgets` in seconds."""
+        """Count what they may ask a time verdict of: each test's ratio to its peer, then and now, and `--budgets` in
+        seconds."""
         measured = [item for item in items if "measure" in getattr(item, "fixturenames", ())]
         absolute = [budget for budget in self.budgets if budget.seconds is not None]
         self.judgements = len(measured) + sum(budget.matches(item.nodeid) for item in measured for budget in absolute)
+        if self.gate is not None:
+            self.judgements += self.gate.count_judgements([item.nodeid for item in measured])
 
     def budgets_for(self, test_id: str) -> list[AbsoluteBudget]:
         """The `--budgets` that speak of that test; from now on they count as matched."""
@@ -127,12 +133,17 @@ class Session:
 
     def close(self) -> None:
         """Save the rows, and end the worlds and the link between their ranks."""
-        self.rows.finish()
+        self._close_files()
         self.worlds.close()
         if self.trace is not None:
             self.trace.close()
         if self.link is not None:
             self.link.close()
+
+    def _close_files(self) -> None:
+        self.rows.finish()
+        if self.gate is not None:
+            self.gate.close()
 
 
 SESSION = pytest.StashKey[Session]()
@@ -177,6 +188,18 @@ def _check_benchmark(option: Callable[..., Any]) -> None:
     storage = str(option("benchmark_storage", None) or "")
     if "://" in storage and not re.match(r"file://|elasticsearch\+https?://", storage):
         raise ValueError(f"--benchmark-storage is file://PATH or elasticsearch+http://HOST, not {storage!r}")
+
+
+def _gate(option: Callable[..., Any], rows: RowFile) -> Gate | None:
+    """What `--against` names, opened."""
+    if option("against") is None:
+        if option("update_baseline"):
+            raise ValueError("--update-baseline needs --against, which names the file")
+        return None
+    disabled = option("benchmark_disable", True) and not option("benchmark_enable", False)
+    if disabled or option("benchmark_skip", False) or option("dist", "no") != "no":
+        raise ValueError("--against needs measurements: not --benchmark-disable, --benchmark-skip or pytest-xdist's -n")
+    return None if _is_helping() else Gate(_path("against", option), option("update_baseline"), rows)
 
 
 def _seed(value: str) -> int:

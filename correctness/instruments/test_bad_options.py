@@ -41,6 +41,7 @@ NO_PATHS = ["", "/", "a\0b", "long" * 100, "y/" * 3000, "/proc/nothing/x", "loop
 """That are no file which can be read or written."""
 PATHS = {
     "--benchmark-json": [*NO_PATHS, ".", "folder", "/dev/null", "none/x", "dangling"],
+    "--against": [*NO_PATHS, ".", "folder", "/dev/null", "none/x", "dangling", "binary", "file"],
     "--budgets": [*NO_PATHS, ".", "folder", "/dev/null", "none/x", "dangling", "binary"],
     "--trace-dir": ["", "a\0b", "long" * 100, "y/" * 3000, "/proc/x", "loop", "fifo", "/dev/full", "file", "file/x"],
 }
@@ -50,6 +51,12 @@ SEVERAL = {
     "--trace-dir=new/er --benchmark-json=none/x": "--benchmark-json none/x: there is no folder none",
     "--benchmark-json=out.json --benchmark-max-time=nan": "--benchmark-max-time is *",
     "--benchmark-json=out.json --trace-dir=file": "--trace-dir file: *",
+    "--update-baseline": "--update-baseline needs --against, which names the file",
+    "--update-baseline --against=none/x": "--update-baseline none/x: there is no folder none",
+    "--update-baseline --against=folder": "--update-baseline folder: *",
+    "--update-baseline --against=file": "--against file is not whole JSON: *",
+    "--update-baseline --against=new --trace-dir=file": "--trace-dir file: *",
+    "--benchmark-json=new --against=new --update-baseline": "--against new is the file of --benchmark-json too: *",
     "--budgets=nan.toml --benchmark-json=out.json": '--budgets nan.toml: ["x"] seconds = nan is not a positive number',
 }
 CASES = [([f"{option}={value}"], says) for option, (values, says) in CHOICES.items() for value in values]

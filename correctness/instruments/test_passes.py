@@ -115,10 +115,16 @@ class Warms(Logged):
 class Overstated(Logged):
     """On the last rank 4000 bytes more in its first pass, as where another thread is late to release a tensor."""
 
+    late_ranks = (-1,)
+
     def __init__(self, implementation: Implementation, case: object, device: str) -> None:
-        late = dist.get_rank() == dist.get_world_size() - 1 and not LOG
+        late = dist.get_rank() - dist.get_world_size() in self.late_ranks and not LOG
         super().__init__(implementation, case, device)
         self.late = torch.empty(1000) if late else None
+
+
+class OverstatedOnAllRanks(Overstated):
+    late_ranks = (-1, -2)
 
 
 def passes_and_peak(plan: Plan) -> tuple[int, int]:
@@ -139,6 +145,22 @@ def test_ranks_meter_again_what_is_overstated(formula: int | None, made: int) ->
     last = 6400 if formula is None else 2400
     with World(2, "cpu") as world:
         assert world.run(passes_and_peak, plan) == [(made, 2400), (made, last)]
+
+
+@pytest.mark.parametrize(
+    ("before", "made", "peak"), [(None, 1, 6400), (6400, 1, 6400), (6399, 2, 2400), (2399, 5, 2400)]
+)
+def test_ranks_meter_again_what_is_more_than_before(before: int | None, made: int, peak: int) -> None:
+    """A row is compared with its older one to the byte, and what a formula leaves room for is more than that."""
+    plan = plan_of(
+        OverstatedOnAllRanks,
+        ranks=2,
+        rounds=Rounds(minimum=1, maximum=1),
+        memory=MemoryBudget(10**4),
+        tensors_before=before,
+    )
+    with World(2, "cpu") as world:
+        assert world.run(passes_and_peak, plan) == [(made, peak)] * 2
 
 
 def test_first_steps_are_observed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,29 @@
+"""The files of examples/ do what they say."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from correctness.support.paths import ROOT
+from correctness.support.planted_rows import figures, run
+from correctness.support.planted_rows import planted as planted
+
+pytest_plugins = ["pytester"]
+
+
+def test_the_workflow_gates_and_updates(planted: pytest.Pytester) -> None:
+    """Its commands, in a repository that measures in perf/."""
+    (planted.path / "perf").mkdir()
+    (planted.path / "test_planted.py").rename(planted.path / "perf" / "test_planted.py")
+    workflow = (ROOT / "examples" / "github-workflow.yml").read_text()
+    gate, update = (shlex.split(command) for command in re.findall(r"^ +- run: pytest (.+)$", workflow, re.MULTILINE))
+    missing = run(planted, *gate, a=figures())
+    assert missing.ret == 4
+    missing.stderr.fnmatch_lines(["ERROR: --against perf/baseline.json: No such file or directory"])
+    run(planted, *update, a=figures()).assert_outcomes(passed=1)
+    run(planted, *gate, a=figures()).assert_outcomes(passed=1)
+    run(planted, *gate, a=figures(tensors=4001)).assert_outcomes(failed=1)
+    assert (planted.path / "new.json").exists()

@@ -1,0 +1,205 @@
+"""With `--against old.json`: rows that are slower or larger fail, and at the end what is worse, and what is better.
+
+With `--update-baseline` they fail nothing: the file becomes what this run measured.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmark.against import LISTS, Baseline, Change, Compared, Machine, compared
+from shardmark.evidence import FAIL, UNDECIDED, Interval
+from shardmark.growing import Entry, GrowingFile, dumped
+from shardmark.report.layout import printable
+from shardmark.rowfile import RowFile
+from shardmark.rows import Row
+
+MOST_BETTER = 10
+"""Lines on what is better; the others are counted."""
+
+
+class Gate:
+    """The plugin, registered where `--against` names a file.
+
+    Raises BaselineError, RowFileError, or another ValueError in one line, where that file cannot be used.
+    """
+
+    def __init__(self, path: Path, update: bool, rows: RowFile) -> None:
+        self.path = path
+        self.name = printable(path.name)
+        self.rows = rows
+        self.update = update
+        if rows.path is not None and _is_same(path, rows.path):
+            raise ValueError(
+                f"--against {path} is the file of --benchmark-json too: it is --update-baseline that replaces it"
+            )
+        self._file = GrowingFile(path, option="--update-baseline") if update else None
+        """Open from the start, so that what keeps it from being written is known before anything is measured."""
+        try:
+            self.baseline = None if self._file is not None and not self._file.path.exists() else Baseline(path)
+        except BaseException:
+            self.close()
+            raise
+        self._found: dict[str, dict[str, Compared]] = {}
+        """By test: of its time, memory and counters, what has come of comparing them."""
+        self._collected: set[str] = set()
+        self._complete = False
+        """Whether every test that was collected has run."""
+        self._updated: str | None = None
+
+    def close(self) -> None:
+        """Leave the file as it is."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    @cached_property
+    def other_machine(self) -> str | None:
+        """Why times are not compared, in one line, where they are of another machine."""
+        if self.baseline is None or self.baseline.machine == (here := Machine.of(self.rows.machine_info)):
+            return None
+        return printable(f"time is not compared: {self.name} is of {self.baseline.machine}; this is {here}")
+
+    def limits(self, test_id: str, peer: str) -> tuple[float, ...]:
+        """The ratio to that peer which the test's older row stays within, if there is one to compare with."""
+        old = self.baseline.rows.get(test_id) if self.baseline is not None and self.other_machine is None else None
+        race = old.race if old is not None else None
+        return (race.ends[1],) if race is not None and race.ends is not None and race.peer == peer else ()
+
+    def tensors(self, test_id: str) -> int | None:
+        """Bytes of them at the peak in the test's older row, if there is one."""
+        old = self.baseline.rows.get(test_id) if self.baseline is not None else None
+        return None if old is None else old.memory.get("tensors")
+
+    def count_judgements(self, test_ids: Sequence[str]) -> int:
+        """How many of these tests may be compared in time."""
+        self._collected = set(test_ids)
+        if self.baseline is None or self.other_machine is not None:
+            return 0
+        return sum(test in self.baseline.rows and self.baseline.rows[test].race is not None for test in test_ids)
+
+    def judge(self, test_id: str, row: Row, ratio: Interval | None) -> list[tuple[str, str]]:
+        """The verdicts on a row, and what to say of those that are not met or not decided; none on an update."""
+        old = self.baseline.rows.get(test_id) if self.baseline is not None else None
+        if old is None:
+            return []
+        found = compared(old, row, ratio, self.other_machine is None, self.name)
+        self._found[test_id] = found
+        return [] if self.update else [(change.verdict, change.text) for change in _changes(found)]
+
+    def pytest_report_header(self, config: pytest.Config) -> str:
+        if self.baseline is None:
+            return f"against: {self.name}, which this run is to write"
+        if self.other_machine is not None:
+            return config.get_terminal_writer().markup(self.other_machine, red=True, bold=True)
+        return f"against: {self.name}, {_rows(len(self.baseline.rows))} of this machine"
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self) -> Generator[None, Any, Any]:
+        """It raises where the run ends early: interrupted, at its first failure (`-x`), or without having begun."""
+        result = yield
+        self._complete = True
+        return result
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write what this run measured; where that fails, the run does not pass."""
+        if self._file is None:
+            return
+        if not self._complete:
+            self._updated = "is as it was: the run ended before its last test"
+        elif not any(entry["stats"] is not None for entry in self.rows.rows):
+            self._updated = "is as it was: nothing was measured"
+        else:
+            try:
+                output = self.rows.output()
+                new = len(output["benchmarks"])
+                self._keep_rows_of_other_tests(output)
+                self._file.replace(dumped(output, indent=4))
+                kept = len(output["benchmarks"]) - new
+                self._updated = f"has {_rows(new)} of this run, and {kept} of tests that were not run"
+            except Exception as error:
+                self._updated = f"is as it was: {type(error).__name__}: {error}"
+                session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+        self.close()
+
+    def _keep_rows_of_other_tests(self, output: Entry) -> None:
+        """Put those of the older file first, if they are of this machine."""
+        if self.baseline is None or self.other_machine is not None:
+            return
+        fresh = {entry["fullname"] for each in LISTS for entry in output[each]}
+        for each in LISTS:
+            kept = [entry for name, entry in self.baseline.entries[each].items() if name not in fresh]
+            output[each] = [*kept, *output[each]]
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
+        """What was compared, below all else."""
+        yield
+        if self.baseline is not None or self._updated is not None:
+            terminalreporter.section(f"against {self.name}", sep="-")
+        if self.other_machine is not None:
+            terminalreporter.write_line(self.other_machine, red=True, bold=True)
+        if self.baseline is not None:
+            for line in self._counts(self.baseline):
+                terminalreporter.write_line(line)
+            worse = self._lines(lambda change: change.verdict == FAIL)
+            better = self._lines(lambda change: change.better)
+            terminalreporter.write_line(f"slower or larger: {len(worse)}", red=bool(worse))
+            for line in worse:
+                terminalreporter.write_line(line)
+            terminalreporter.write_line(f"faster or smaller: {len(better)}", green=bool(better))
+            for line in better[:MOST_BETTER]:
+                terminalreporter.write_line(line)
+            if len(better) > MOST_BETTER:
+                terminalreporter.write_line(f"  and {len(better) - MOST_BETTER} more")
+        if self._updated is not None:
+            terminalreporter.write_line(printable(f"{self.name} {self._updated}"), yellow="as it was" in self._updated)
+
+    def _counts(self, baseline: Baseline) -> Iterator[str]:
+        for what in ("time", "memory", "counters"):
+            results = [found[what] for found in self._found.values()]
+            reasons = Counter(result for result in results if isinstance(result, str))
+            undecided = sum(change.verdict == UNDECIDED for found in results for change in _changes({what: found}))
+            line = f"{what}: {_rows(len(results) - reasons.total())} compared"
+            line += f", {undecided} undecided" if undecided else ""
+            yield line + "".join(f", {count} {reason}" for reason, count in reasons.most_common())
+        measured = {entry["fullname"] for entry in self.rows.rows if entry["stats"] is not None}
+        missing = baseline.rows.keys() - measured
+        others = {
+            "new": len(measured - baseline.rows.keys()),
+            f"of {self.name} not measured this time": len(missing & self._collected),
+            f"of {self.name} not among this run's tests": len(missing - self._collected),
+        }
+        if any(others.values()):
+            yield "other rows: " + ", ".join(f"{count} {which}" for which, count in others.items() if count)
+
+    def _lines(self, chosen: Any) -> list[str]:
+        return [
+            printable(f"  {test}: {change.text}")
+            for test, found in self._found.items()
+            for change in _changes(found)
+            if chosen(change)
+        ]
+
+
+def _changes(found: dict[str, Compared]) -> list[Change]:
+    return [change for changes in found.values() if not isinstance(changes, str) for change in changes]
+
+
+def _rows(count: int) -> str:
+    return f"{count} row{'s' * (count != 1)}"
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    with suppress(ValueError):  # no path
+        return os.path.realpath(path) == os.path.realpath(other)
+    return False
