@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 from shardmark import registry
 
@@ -43,18 +44,21 @@ class Checkout:
 
         The instruments stay the ones that there are: both versions are measured by the same ones.
         """
-        for name, module in list(sys.modules.items()):
-            spec = getattr(module, "__spec__", None)
-            places = [*(getattr(spec, "submodule_search_locations", None) or [])]
-            if getattr(spec, "has_location", False):  # not what is built in
-                places.append(spec.origin)  # type: ignore[union-attr]
-            moves = any(self.moved(place) != place for place in places)
-            if moves and name != "__main__" and name.partition(".")[0] != "shardmark":
-                del sys.modules[name]
+        for name in [name for name, module in sys.modules.items() if self._has(name, module)]:
+            del sys.modules[name]
         registry.FAMILIES.clear()
         registry.moved = self.moved
         sys.path[:] = [self.moved(folder or os.getcwd()) for folder in sys.path]
         os.chdir(self.moved(os.getcwd()))
+
+    def _has(self, name: str, module: Any) -> bool:
+        """Whether a module is of what is measured."""
+        spec = getattr(module, "__spec__", None)
+        places = [*(getattr(spec, "submodule_search_locations", None) or [])]
+        if spec is not None and getattr(spec, "has_location", False):  # not what is built in
+            places.append(spec.origin)
+        own = name == "__main__" or name.partition(".")[0] == "shardmark"
+        return not own and any(self.moved(place) != place for place in places)
 
     def remove(self) -> None:
         """Remove the copy."""

@@ -6,7 +6,6 @@ With `--update-baseline` they fail nothing: the file becomes what this run measu
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -15,15 +14,13 @@ from typing import Any
 
 import pytest
 
-from shardmark.against import LISTS, Baseline, Change, Compared, Machine, compared
-from shardmark.evidence import FAIL, UNDECIDED, Interval
+from shardmark.against import LISTS, Baseline, Machine, compared
+from shardmark.comparison import Comparison, rows
+from shardmark.evidence import Interval
 from shardmark.growing import Entry, GrowingFile, dumped
 from shardmark.report.layout import printable
 from shardmark.rowfile import RowFile
 from shardmark.rows import Row
-
-MOST_BETTER = 10
-"""Lines on what is better; the others are counted."""
 
 
 class Gate:
@@ -48,8 +45,7 @@ class Gate:
         except BaseException:
             self.close()
             raise
-        self._found: dict[str, dict[str, Compared]] = {}
-        """By test: of its time, memory and counters, what has come of comparing them."""
+        self._comparison = Comparison()
         self._collected: set[str] = set()
         self._complete = False
         """Whether every test that was collected has run."""
@@ -92,15 +88,15 @@ class Gate:
         if old is None:
             return []
         found = compared(old, row, ratio, self.other_machine is None, self.name)
-        self._found[test_id] = found
-        return [] if self.update else [(change.verdict, change.text) for change in _changes(found)]
+        verdicts = self._comparison.add(test_id, found)
+        return [] if self.update else verdicts
 
     def pytest_report_header(self, config: pytest.Config) -> str:
         if self.baseline is None:
             return f"against: {self.name}, which this run is to write"
         if self.other_machine is not None:
             return config.get_terminal_writer().markup(self.other_machine, red=True, bold=True)
-        return f"against: {self.name}, {_rows(len(self.baseline.rows))} of this machine"
+        return f"against: {self.name}, {rows(len(self.baseline.rows))} of this machine"
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self) -> Generator[None, Any, Any]:
@@ -125,7 +121,7 @@ class Gate:
                 self._keep_rows_of_other_tests(output)
                 self._file.replace(dumped(output, indent=4))
                 kept = len(output["benchmarks"]) - new
-                self._updated = f"has {_rows(new)} of this run, and {kept} of tests that were not run"
+                self._updated = f"has {rows(new)} of this run, and {kept} of tests that were not run"
             except Exception as error:
                 self._updated = f"is as it was: {type(error).__name__}: {error}"
                 session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
@@ -149,29 +145,11 @@ class Gate:
         if self.other_machine is not None:
             terminalreporter.write_line(self.other_machine, red=True, bold=True)
         if self.baseline is not None:
-            for line in self._counts(self.baseline):
-                terminalreporter.write_line(line)
-            worse = self._lines(lambda change: change.verdict == FAIL)
-            better = self._lines(lambda change: change.better)
-            terminalreporter.write_line(f"slower or larger: {len(worse)}", red=bool(worse))
-            for line in worse:
-                terminalreporter.write_line(line)
-            terminalreporter.write_line(f"faster or smaller: {len(better)}", green=bool(better))
-            for line in better[:MOST_BETTER]:
-                terminalreporter.write_line(line)
-            if len(better) > MOST_BETTER:
-                terminalreporter.write_line(f"  and {len(better) - MOST_BETTER} more")
+            self._comparison.write(terminalreporter, self._other_rows(self.baseline))
         if self._updated is not None:
             terminalreporter.write_line(printable(f"{self.name} {self._updated}"), yellow="as it was" in self._updated)
 
-    def _counts(self, baseline: Baseline) -> Iterator[str]:
-        for what in ("time", "memory", "counters"):
-            results = [found[what] for found in self._found.values()]
-            reasons = Counter(result for result in results if isinstance(result, str))
-            undecided = sum(change.verdict == UNDECIDED for found in results for change in _changes({what: found}))
-            line = f"{what}: {_rows(len(results) - reasons.total())} compared"
-            line += f", {undecided} undecided" if undecided else ""
-            yield line + "".join(f", {count} {reason}" for reason, count in reasons.most_common())
+    def _other_rows(self, baseline: Baseline) -> Iterator[str]:
         measured = {entry["fullname"] for entry in self.rows.rows if entry["stats"] is not None}
         missing = baseline.rows.keys() - measured
         others = {
@@ -181,22 +159,6 @@ class Gate:
         }
         if any(others.values()):
             yield "other rows: " + ", ".join(f"{count} {which}" for which, count in others.items() if count)
-
-    def _lines(self, chosen: Any) -> list[str]:
-        return [
-            printable(f"  {test}: {change.text}")
-            for test, found in self._found.items()
-            for change in _changes(found)
-            if chosen(change)
-        ]
-
-
-def _changes(found: dict[str, Compared]) -> list[Change]:
-    return [change for changes in found.values() if not isinstance(changes, str) for change in changes]
-
-
-def _rows(count: int) -> str:
-    return f"{count} row{'s' * (count != 1)}"
 
 
 def _is_same(path: Path, other: Path) -> bool:

@@ -25,7 +25,7 @@ from shardmark.plan import Identity, Measured, Plan, Rounds, Workload
 from shardmark.registry import Implementation, Race
 from shardmark.report import undecided
 from shardmark.rows import Row, limit_entry, memory_entry, new_row, step_seconds, time_entry
-from shardmark.world import RankError
+from shardmark.world import RankError, World
 
 if TYPE_CHECKING:
     from shardmark.session import Session
@@ -115,8 +115,23 @@ class Measure:
             held = session.worlds.get(world_size).run(blocks_at_peak, plan, deadline=CASE_DEADLINE)
             return max(held, key=lambda rank: sum(each.nbytes for each in rank))
 
+        def beside_ref(row: Row) -> list[tuple[str, str]]:
+            if session.ref is None or self._benchmark.disabled:
+                return []
+            world = session.worlds.get(world_size)
+            assert isinstance(world, World)
+            return session.ref.judge(self._benchmark.fullname, plan, row, world, session.confidence, CASE_DEADLINE)
+
         return self.record(
-            identity, ranks, work=work, time=race, memory=memory, rates=rates, observe=observe, at_peak=at_peak
+            identity,
+            ranks,
+            work=work,
+            time=race,
+            memory=memory,
+            rates=rates,
+            observe=observe,
+            at_peak=at_peak,
+            beside_ref=beside_ref,
         )
 
     def attempt(self, identity: Identity, memory: MemoryBudget, run: Callable[[], list[T]]) -> list[T]:
@@ -136,11 +151,12 @@ class Measure:
         rates: Rates = lambda seconds: {},
         observe: Sequence[Observer] = (),
         at_peak: Callable[[], list[Held]] = lambda: [],
+        beside_ref: Callable[[Row], list[tuple[str, str]]] = lambda row: [],
     ) -> Row:
         """Judge and save what each rank measured, and return the row.
 
         `time` is the race that the ranks' laps hold; `at_peak` finds what was live at the peak, and is called once the
-        row of a failed memory budget is saved.
+        row of a failed memory budget is saved; `beside_ref` judges the row beside that of `--against-ref`.
         """
         __tracebackhide__ = True
         session = self._session
@@ -162,6 +178,7 @@ class Measure:
             verdicts.append((FAIL, row["limit"]["not_done"]))
         if session.gate is not None:
             verdicts += session.gate.judge(self._benchmark.fullname, row, ratio)
+        verdicts += beside_ref(row)
         row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
         if self._benchmark.disabled:
             verdicts = [(verdict, why) for verdict, why in verdicts if verdict != UNDECIDED]

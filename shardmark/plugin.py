@@ -84,6 +84,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="fail on what got slower or larger, beyond noise, since the run that wrote that file of --benchmark-json",
     )
     group.addoption(
+        "--against-ref",
+        default=None,
+        metavar="REF",
+        help="run each case in that commit, branch or tag as well, in turns, and fail on what is slower or larger now",
+    )
+    group.addoption(
         "--update-baseline",
         action="store_true",
         help="write what this run measures to the file of --against, whatever got slower or larger",
@@ -149,8 +155,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Undecided(), "shardmark undecided")
     if session.selected:
         config.pluginmanager.register(Judge(session), "shardmark judge")
-    if session.gate is not None:
-        config.pluginmanager.register(session.gate, "shardmark gate")
+    for name, compares in (("gate", session.gate), ("ref", session.ref)):
+        if compares is not None:
+            config.pluginmanager.register(compares, f"shardmark {name}")
 
 
 def _end_with(config: pytest.Config, line: str) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from shardmark import registry, torchrun
 from shardmark.budget import AbsoluteBudget, confidence, read_budgets
+from shardmark.checkout import check_out
 from shardmark.clock import DeviceClock
 from shardmark.deadline import TRIED, Deadlines
 from shardmark.gate import Gate
@@ -22,6 +23,7 @@ from shardmark.grid import SCALES
 from shardmark.hardware import Roofline, measure_roofline
 from shardmark.link import Link, LinkError
 from shardmark.rank import WorldError, available_cores
+from shardmark.ref import Ref
 from shardmark.registry import Implementation
 from shardmark.report.layout import printable
 from shardmark.report.questions import Questions
@@ -66,6 +68,7 @@ class Session:
         self.judgements = 1
         self.trace: TraceFolder | None = None
         self.gate: Gate | None = None
+        self.ref: Ref | None = None
         self.ending = ending
         self.questions = Questions()
         self.shown = False
@@ -78,6 +81,7 @@ class Session:
         try:
             _check_benchmark(option)
             self.gate = _gate(option, self.rows)
+            self.ref = _ref(option, self.device, config.rootpath)
             self.trace = None if option("trace_dir") is None else TraceFolder(_path("trace_dir", option))
         except BaseException:
             self._close_files()
@@ -122,6 +126,8 @@ class Session:
         measured = [item for item in items if "measure" in getattr(item, "fixturenames", ())]
         absolute = [budget for budget in self.budgets if budget.seconds is not None]
         self.judgements = len(measured) + sum(budget.matches(item.nodeid) for item in measured for budget in absolute)
+        if self.ref is not None:
+            self.judgements += len(measured)
         if self.gate is not None:
             self.judgements += self.gate.count_judgements([item.nodeid for item in measured])
 
@@ -142,6 +148,8 @@ class Session:
 
     def _close_files(self) -> None:
         self.rows.finish()
+        if self.ref is not None:
+            self.ref.close()
         if self.gate is not None:
             self.gate.close()
 
@@ -196,10 +204,25 @@ def _gate(option: Callable[..., Any], rows: RowFile) -> Gate | None:
         if option("update_baseline"):
             raise ValueError("--update-baseline needs --against, which names the file")
         return None
+    _check_measures("--against", option)
+    return None if _is_helping() else Gate(_path("against", option), option("update_baseline"), rows)
+
+
+def _ref(option: Callable[..., Any], device: str, folder: Path) -> Ref | None:
+    """The version that `--against-ref` names, checked out."""
+    ref = option("against_ref")
+    if ref is None:
+        return None
+    if torchrun.launched() or option("link") is not None:
+        raise ValueError(f"--against-ref {ref} has ranks of its own on this machine: not with torchrun or --link")
+    _check_measures("--against-ref", option)
+    return None if _is_helping() else Ref(check_out(ref, folder), device)
+
+
+def _check_measures(name: str, option: Callable[..., Any]) -> None:
     disabled = option("benchmark_disable", True) and not option("benchmark_enable", False)
     if disabled or option("benchmark_skip", False) or option("dist", "no") != "no":
-        raise ValueError("--against needs measurements: not --benchmark-disable, --benchmark-skip or pytest-xdist's -n")
-    return None if _is_helping() else Gate(_path("against", option), option("update_baseline"), rows)
+        raise ValueError(f"{name} needs measurements: not --benchmark-disable, --benchmark-skip or pytest-xdist's -n")
 
 
 def _seed(value: str) -> int:
