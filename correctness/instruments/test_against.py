@@ -12,7 +12,7 @@ import pytest
 from correctness.support.planted_rows import ALL_REDUCES, figures, run
 from correctness.support.planted_rows import planted as planted
 from correctness.support.project import run_project
-from shardmark.budget import SHOWN_CONFIDENCE, confidence, fewest_rounds
+from shardmark.budget import confidence, fewest_rounds
 from shardmark.plan import Plan
 
 pytest_plugins = ["pytester", "correctness.support.project"]
@@ -198,8 +198,8 @@ def test_times_of_another_machine_are_refused_and_bytes_compared(
 
 
 def test_a_row_is_measured_as_comparing_it_needs(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In rounds, of which its own test asks for three: then for an interval to compare with, now for a verdict of two.
-    And metered again, among ranks, where its older row has less.
+    """In rounds, of which its own test asks for three: as many as a verdict takes, then and now. And metered again,
+    among ranks, where its older row has less.
     """
     plans: list[Plan] = []
 
@@ -211,7 +211,7 @@ def test_a_row_is_measured_as_comparing_it_needs(project: pytest.Pytester, monke
     first, _ = run_project(project, "--scale=smoke", "-k", "rounds", *OLD, "--update-baseline")
     first.assert_outcomes(passed=1)
     (older,) = json.loads(Path("old.json").read_text())["benchmarks"]
-    assert older["stats"]["rounds"] == fewest_rounds(SHOWN_CONFIDENCE) == 6
+    assert older["stats"]["rounds"] == fewest_rounds(confidence(1)) == 8
     test = project.path / "test_sleeps.py"
     test.write_text(test.read_text().replace('"plain", 1.0', '"plain", 20.0'))
     second, output = run_project(project, "--scale=smoke", "-k", "rounds", *OLD)
