@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -54,6 +54,8 @@ class Gate:
         self._complete = False
         """Whether every test that was collected has run."""
         self._updated: str | None = None
+        """With `--update-baseline`, what the file is in the end."""
+        self._written = False
 
     def close(self) -> None:
         """Leave the file as it is."""
@@ -123,6 +125,7 @@ class Gate:
                 new = len(output["benchmarks"])
                 self._keep_rows_of_other_tests(output)
                 self._file.replace(dumped(output, indent=4))
+                self._written = True
                 kept = len(output["benchmarks"]) - new
                 self._updated = f"has {_rows(new)} of this run, and {kept} of tests that were not run"
             except Exception as error:
@@ -161,7 +164,7 @@ class Gate:
             if len(better) > MOST_BETTER:
                 terminalreporter.write_line(f"  and {len(better) - MOST_BETTER} more")
         if self._updated is not None:
-            terminalreporter.write_line(printable(f"{self.name} {self._updated}"), yellow="as it was" in self._updated)
+            terminalreporter.write_line(printable(f"{self.name} {self._updated}"), yellow=not self._written)
 
     def _counts(self, baseline: Baseline) -> Iterator[str]:
         for what in ("time", "memory", "counters"):
@@ -181,7 +184,7 @@ class Gate:
         if any(others.values()):
             yield "other rows: " + ", ".join(f"{count} {which}" for which, count in others.items() if count)
 
-    def _lines(self, chosen: Any) -> list[str]:
+    def _lines(self, chosen: Callable[[Change], bool]) -> list[str]:
         return [
             printable(f"  {test}: {change.text}")
             for test, found in self._found.items()
