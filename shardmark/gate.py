@@ -50,6 +50,8 @@ class Gate:
         self._complete = False
         """Whether every test that was collected has run."""
         self._updated: str | None = None
+        """With `--update-baseline`, what the file is in the end."""
+        self._written = False
 
     def close(self) -> None:
         """Leave the file as it is."""
@@ -120,6 +122,7 @@ class Gate:
                 new = len(output["benchmarks"])
                 self._keep_rows_of_other_tests(output)
                 self._file.replace(dumped(output, indent=4))
+                self._written = True
                 kept = len(output["benchmarks"]) - new
                 self._updated = f"has {rows(new)} of this run, and {kept} of tests that were not run"
             except Exception as error:
@@ -147,7 +150,7 @@ class Gate:
         if self.baseline is not None:
             self._comparison.write(terminalreporter, self._other_rows(self.baseline))
         if self._updated is not None:
-            terminalreporter.write_line(printable(f"{self.name} {self._updated}"), yellow="as it was" in self._updated)
+            terminalreporter.write_line(printable(f"{self.name} {self._updated}"), yellow=not self._written)
 
     def _other_rows(self, baseline: Baseline) -> Iterator[str]:
         measured = {entry["fullname"] for entry in self.rows.rows if entry["stats"] is not None}

@@ -85,8 +85,9 @@ class Measure:
         race = time or implementation.time
         if race is not None and not race.applies(case, session.device):
             race = Race(race.peer)
-        told = session.gate is not None or (race is not None and race.goal is not None)
-        least = fewest_rounds(SHOWN_CONFIDENCE) if told else 1
+        least = fewest_rounds(SHOWN_CONFIDENCE) if race is not None and race.goal is not None else 1
+        if race is not None and session.gate is not None:
+            least = fewest_rounds(session.confidence)
         memory = memory_budget(implementation, case, session.device, slack)
         plan = Plan(
             workload,

@@ -9,12 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from correctness.support.repository import commit
 from shardmark.checkout import CheckoutError, check_out
-
-
-def git(folder: Path, *arguments: str) -> None:
-    own = ["-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "commit.gpgsign=false"]
-    subprocess.run(["git", "-C", str(folder), *own, *arguments], check=True, capture_output=True)
 
 
 @pytest.fixture
@@ -22,12 +18,9 @@ def repository(tmp_path: Path) -> Path:
     """With a version "before" and a newer one, of which one file is in no commit."""
     root = tmp_path / "repository"
     (root / "package").mkdir(parents=True)
-    git(root, "init", "-q")
     (root / "mine.py").write_text("VERSION = 'before'\n")
     (root / "package" / "inner.py").write_text("VERSION = 'before'\n")  # a folder without __init__.py
-    git(root, "add", "-A")
-    git(root, "commit", "-qm", "before")
-    git(root, "tag", "before")
+    commit(root, tag="before")
     (root / "mine.py").write_text("VERSION = 'now'\n")
     (root / "package" / "inner.py").write_text("VERSION = 'now'\n")
     (root / "later.py").write_text("")
