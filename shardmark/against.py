@@ -69,7 +69,7 @@ class OldRace:
         """None of a row without a peer."""
         if time.get("peer") is None:
             return None
-        ends = time["budget_interval"] or time["interval"]
+        ends = time["judged_interval"]
         if ends is not None:
             low, high = map(_number, ends)
             ends = (low, high)

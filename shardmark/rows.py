@@ -78,7 +78,7 @@ def time_entry(
     """The row's "time", and the ratio's interval with `confidence`, which decides a budget.
 
     The row has times by part and by rank, and if there is a peer, the ratio to it with the 95% interval that decides a
-    goal.
+    goal, and the one that decides a budget.
     """
     entry: Row = {
         "parts": mean_parts(ranks, IMPLEMENTATION),
@@ -107,8 +107,8 @@ def time_entry(
         "ratio": shown.center,
         "interval": shown.ends,
         "budget": race.budget,
-        "budget_interval": None if race.budget is None else judged.ends,
-        "budget_confidence": None if race.budget is None else confidence,
+        "judged_interval": judged.ends,
+        "judged_confidence": confidence,
         "goal": race.goal,
         "outcome": None if race.goal is None else shown.outcome(race.goal * (1 + WORTH)),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 
@@ -10,16 +11,22 @@ import pytest
 from correctness.support.paths import ROOT
 from correctness.support.planted_rows import figures, run
 from correctness.support.planted_rows import planted as planted
+from correctness.support.repository import commit
 
 pytest_plugins = ["pytester"]
 
 
-def test_the_workflow_gates_and_updates(planted: pytest.Pytester) -> None:
+def test_the_workflow_gates_and_updates(planted: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its commands, in a repository that measures in perf/."""
+    monkeypatch.setenv("GITHUB_BASE_REF", "main")
+    commit(planted.path, tag="origin/main")
     (planted.path / "perf").mkdir()
     (planted.path / "test_planted.py").rename(planted.path / "perf" / "test_planted.py")
     workflow = (ROOT / "examples" / "github-workflow.yml").read_text()
-    gate, update = (shlex.split(command) for command in re.findall(r"^ +- run: pytest (.+)$", workflow, re.MULTILINE))
+    gate, update = (
+        shlex.split(os.path.expandvars(command))
+        for command in re.findall(r"^ +- run: pytest (.+)$", workflow, re.MULTILINE)
+    )
     missing = run(planted, *gate, a=figures())
     assert missing.ret == 4
     missing.stderr.fnmatch_lines(["ERROR: --against perf/baseline.json: No such file or directory"])

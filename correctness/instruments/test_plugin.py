@@ -55,7 +55,7 @@ def test_a_row_says_what_the_design_lists(project: pytest.Pytester) -> None:
     assert row["work"]["flops_per_second"] == pytest.approx(10 / entry["stats"]["mean"])
     assert row["limit"]["seconds"] > 0 and 0 < row["limit"]["fraction"] < 1
     time = row["time"]
-    assert time["peer"] == "slow" and time["budget"] == 0.9 and time["budget_confidence"] >= confidence(1)
+    assert time["peer"] == "slow" and time["budget"] == 0.9 and time["judged_confidence"] >= confidence(1)
     assert time["goal"] is time["outcome"] is None
     assert time["interval"][0] <= time["ratio"] <= time["interval"][1] < 0.9
     assert time["machine"].keys() <= {"waited", "bursts", "warm-up", "drift", "level"}
@@ -232,7 +232,7 @@ def test_the_verdicts_of_a_run_share_one_error(project: pytest.Pytester) -> None
     result, output = run_project(project, "--scale=smoke", "--budgets=budgets.toml", "-k", chosen)
     result.assert_outcomes(passed=2, failed=1, skipped=1)
     for name in ("plain", "slow"):
-        assert row_of(output, name)["time"]["budget_confidence"] >= confidence(4) > confidence(1)
+        assert row_of(output, name)["time"]["judged_confidence"] >= confidence(4) > confidence(1)
 
 
 def test_a_teams_own_budgets_are_held_to(project: pytest.Pytester) -> None:

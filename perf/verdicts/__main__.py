@@ -24,10 +24,9 @@ from shardmark.registry import Race
 from shardmark.rows import step_seconds, time_entry
 from shardmark.world import Worlds
 
-JUDGEMENTS = 150
-"""Verdicts of a run, among which its error is shared: as many as a smoke run has."""
 WIDTHS = {1: (96, 224), 2: (64, 160)}
 """Of the layers, by ranks: steps of some milliseconds, and of some tens of them, as at laptop scale."""
+PAGE = Path("docs/verdicts.md")
 LIVE, SERIES = Path("docs/verdicts/judgements.jsonl"), Path("docs/verdicts/series.json")
 
 
@@ -38,7 +37,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     chosen = parser.parse_args()
     if chosen.what == "report":
-        summary.write(LIVE, SERIES)
+        summary.write(LIVE, SERIES, PAGE)
         return
     LIVE.parent.mkdir(parents=True, exist_ok=True)
     worlds, until = Worlds("cpu"), time.monotonic() + 60 * chosen.minutes
@@ -50,7 +49,7 @@ def main() -> None:
 
 def plan_of(ranks: int, case: Steps) -> Plan:
     """As `measure` would plan it in a run of that many verdicts, with a budget of as long as the peer."""
-    limits = Limits(confidence(JUDGEMENTS), (tolerated(1.0),))
+    limits = Limits(confidence(summary.JUDGEMENTS), (tolerated(1.0),))
     return Plan(Repeated, SLOWER, PEER, case, "cpu", ranks, Rounds(warmups=2), limits=limits, coin=secrets.randbits(64))
 
 

@@ -1,1 +1,170 @@
-def write(a, b): ...
+"""What the judgements and the recordings say: docs/verdicts.md, and its plot."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from shardmark.budget import confidence, tolerated
+from shardmark.evidence import FAIL, PASS, UNDECIDED, decided, fewest_rounds, interval
+from shardmark.passes import LOOK, PATIENCE
+from shardmark.plan import Rounds
+
+JUDGEMENTS = 150
+"""Verdicts of a run, among which its error is shared: as many as a smoke run has."""
+EFFECTS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.1)
+"""True slowdowns that recordings are judged with."""
+REPLAYS = {0.0: 250}
+"""Judgements of each recording: of equal steps most, as a false alarm is rare."""
+FEWER_REPLAYS = 60
+
+Judgement = dict[str, Any]
+
+
+def replayed(series: Sequence[float], slower: float, generator: random.Random) -> tuple[str, float]:
+    """The verdict on steps that take `slower` more than a recording's, and the seconds that it took.
+
+    From a place in the recording on, a coin says for each pair of steps which of them is the slower one's. The coin is
+    all that the statistics rest on, so each of its throws on the same steps is another judgement.
+    """
+    place = generator.randrange(len(series))
+    slots = [series[(place + i) % len(series)] for i in range(len(series))]
+    rounds, step = Rounds(), median(series)
+    first = max(fewest_rounds(confidence(JUDGEMENTS)), rounds.count(step))
+    ratios: list[float] = []
+    seconds = 0.0
+    while True:
+        while len(ratios) < min(first, len(slots) // 2):
+            pair = slots[2 * len(ratios) : 2 * len(ratios) + 2]
+            mine, peers = pair if generator.random() < 0.5 else pair[::-1]
+            ratios.append((1 + slower) * mine / peers)
+            seconds += (1 + slower) * mine + peers
+        done, first = len(ratios), math.ceil(first * LOOK)
+        late = seconds * first / done > PATIENCE * rounds.max_seconds or done >= len(slots) // 2
+        if late or decided(ratios, tolerated(1.0), confidence(JUDGEMENTS)):
+            return interval(ratios, confidence(JUDGEMENTS)).verdict(tolerated(1.0)), seconds
+
+
+def write(live: Path, series: Path, page: Path) -> None:
+    """The page, from the judgements of the one file and the recordings of the other."""
+    judgements: list[Judgement] = [json.loads(line) for line in live.read_text().splitlines()]
+    recordings: list[dict[str, Any]] = json.loads(series.read_text())
+    again = [
+        {
+            "neighbour": each["neighbour"],
+            "ranks": each["ranks"],
+            "slower": round(100 * slower),
+            "verdict": verdict,
+            "seconds": s,
+        }
+        for i, each in enumerate(recordings)
+        for slower in EFFECTS
+        for seed in range(REPLAYS.get(slower, FEWER_REPLAYS))
+        for verdict, s in [replayed(each["seconds"], slower, random.Random(1000 * i + seed))]
+    ]
+    steps = sum(len(each["seconds"]) for each in recordings)
+    page.write_text(
+        PAGE.format(
+            judgements=len(judgements),
+            live=_table(judgements),
+            steps=f"{steps:,}",
+            recordings=len(recordings),
+            replays=f"{len(again):,}",
+            again=_table(again),
+            alarms=_alarms([*judgements, *again]),
+        )
+    )
+    _plot(judgements, again, page.with_suffix(".svg"))
+
+
+def _table(judgements: Iterable[Judgement]) -> str:
+    """By neighbour and true slowdown: how many were judged how, and in which time."""
+    groups: dict[tuple[str, int], list[Judgement]] = defaultdict(list)
+    for each in judgements:
+        groups[each["neighbour"], each["slower"]].append(each)
+        groups["all", each["slower"]].append(each)
+    order = {name: place for place, name in enumerate(("none", "busy", "drift", "spikes", "all"))}
+    lines = [
+        "| neighbour | slower by | judged | fail | undecided | pass | median s | most s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (name, slower), found in sorted(groups.items(), key=lambda item: (item[0][1], order[item[0][0]])):
+        counts = [
+            f"{100 * sum(each['verdict'] == v for each in found) / len(found):.1f}%" for v in (FAIL, UNDECIDED, PASS)
+        ]
+        seconds = sorted(each["seconds"] for each in found)
+        lines.append(
+            f"| {name} | {slower}% | {len(found)} | {' | '.join(counts)} | {median(seconds):.0f} | {seconds[-1]:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def _alarms(judgements: Iterable[Judgement]) -> str:
+    """False alarms among judgements of equal steps, and the rate that they leave possible (95%)."""
+    equal = [each for each in judgements if each["slower"] == 0]
+    failed = sum(each["verdict"] == FAIL for each in equal)
+    most = 3 / len(equal) if failed == 0 else math.nan
+    bound = f"; with 95% confidence, less than 1 in {1 / most:,.0f}" if failed == 0 else ""
+    return f"{failed} of {len(equal):,} judgements of equal steps failed{bound}."
+
+
+def _plot(live: list[Judgement], again: list[Judgement], file: Path) -> None:
+    """The power curve: by true slowdown, the share of judgements that found it."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = "verdicts"  # the same bytes from the same figures
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name in ("none", "busy", "drift", "spikes"):
+        share = {
+            slower: sum(each["verdict"] == FAIL for each in found) / len(found)
+            for slower in sorted({each["slower"] for each in again})
+            if (found := [each for each in again if (each["neighbour"], each["slower"]) == (name, slower)])
+        }
+        axes.plot(share.keys(), [100 * each for each in share.values()], marker="o", label=f"neighbour: {name}")
+    shown = sorted({each["slower"] for each in live})
+    caught = [[each["verdict"] == FAIL for each in live if each["slower"] == slower] for slower in shown]
+    axes.scatter(
+        shown, [100 * sum(each) / len(each) for each in caught], marker="s", color="black", label="live, all", zorder=3
+    )
+    axes.set(xlabel="true slowdown, %", ylabel="judged as slower, %", title="What a time verdict finds")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(file, metadata={"Date": None})
+
+
+PAGE = """# How far a time verdict can be trusted
+
+Written by `python -m perf.verdicts report`, from what `python -m perf.verdicts live` and `record` measured with real
+processes on two shared cores: the judgements one by one are in `verdicts/judgements.jsonl`, the recordings in
+`verdicts/series.json`. A step is forward and backward of two layers some dozens of times, on one rank, or on two with an
+all-reduce of the gradients each time; the slower one does a known share more of the same work. Neighbours are processes
+beside it: one that is busy on and off, one that is busier and busier, two that spike. Each verdict has its share of the
+error of a run of 150.
+
+![The power curve](verdicts.svg)
+
+{alarms}
+
+## Live: {judgements} judgements
+
+Steps of both kinds in pairs in random order, as `measure` has them, until the verdict is decided or half a minute over.
+
+{live}
+
+## Recorded: {replays} judgements of {steps} steps
+
+Steps in a row, in {recordings} recordings. From a random place on, a coin says for each pair which step is the slower
+one's, and that one's time is multiplied. The coin is all that the statistics rest on, so its throws on the same steps are
+other judgements of the same machine.
+
+{again}
+"""
