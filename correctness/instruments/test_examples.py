@@ -23,10 +23,8 @@ def test_the_workflow_gates_and_updates(planted: pytest.Pytester, monkeypatch: p
     (planted.path / "perf").mkdir()
     (planted.path / "test_planted.py").rename(planted.path / "perf" / "test_planted.py")
     workflow = (ROOT / "examples" / "github-workflow.yml").read_text()
-    gate, update = (
-        shlex.split(os.path.expandvars(command))
-        for command in re.findall(r"^ +- run: pytest (.+)$", workflow, re.MULTILINE)
-    )
+    commands = re.findall(r"^ +- run: pytest (.+)$", workflow, re.MULTILINE)
+    gate, update = (shlex.split(os.path.expandvars(command)) for command in commands)
     missing = run(planted, *gate, a=figures())
     assert missing.ret == 4
     missing.stderr.fnmatch_lines(["ERROR: --against perf/baseline.json: No such file or directory"])

@@ -95,13 +95,10 @@ def _table(judgements: Iterable[Judgement]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for (name, slower), found in sorted(groups.items(), key=lambda item: (item[0][1], order[item[0][0]])):
-        counts = [
-            f"{100 * sum(each['verdict'] == v for each in found) / len(found):.1f}%" for v in (FAIL, UNDECIDED, PASS)
-        ]
-        seconds = sorted(each["seconds"] for each in found)
-        lines.append(
-            f"| {name} | {slower}% | {len(found)} | {' | '.join(counts)} | {median(seconds):.0f} | {seconds[-1]:.0f} |"
-        )
+        verdicts, seconds = [each["verdict"] for each in found], [each["seconds"] for each in found]
+        shares = (f"{100 * verdicts.count(verdict) / len(found):.1f}%" for verdict in (FAIL, UNDECIDED, PASS))
+        cells = (name, f"{slower}%", str(len(found)), *shares, f"{median(seconds):.0f}", f"{max(seconds):.0f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -145,10 +142,10 @@ PAGE = """# How far a time verdict can be trusted
 
 Written by `python -m perf.verdicts report`, from what `python -m perf.verdicts live` and `record` measured with real
 processes on two shared cores: the judgements one by one are in `verdicts/judgements.jsonl`, the recordings in
-`verdicts/series.json`. A step is forward and backward of two layers some dozens of times, on one rank, or on two with an
-all-reduce of the gradients each time; the slower one does a known share more of the same work. Neighbours are processes
-beside it: one that is busy on and off, one that is busier and busier, two that spike. Each verdict has its share of the
-error of a run of 150.
+`verdicts/series.json`. A step is forward and backward of two layers some dozens of times, on one rank, or on two with
+an all-reduce of the gradients each time; the slower one does a known share more of the same work. Neighbours are
+processes beside it: one that is busy on and off, one that is busier and busier, two that spike. Each verdict has its
+share of the error of a run of 150.
 
 ![The power curve](verdicts.svg)
 
@@ -163,8 +160,8 @@ Steps of both kinds in pairs in random order, as `measure` has them, until the v
 ## Recorded: {replays} judgements of {steps} steps
 
 Steps in a row, in {recordings} recordings. From a random place on, a coin says for each pair which step is the slower
-one's, and that one's time is multiplied. The coin is all that the statistics rest on, so its throws on the same steps are
-other judgements of the same machine.
+one's, and that one's time is multiplied. The coin is all that the statistics rest on, so its throws on the same steps
+are other judgements of the same machine.
 
 {again}
 """
