@@ -19,6 +19,7 @@ import torch.distributed as dist
 from shardmark.blocks import mark, recording
 from shardmark.budget import LOOKS, RANKS_ALIKE, fewest_rounds
 from shardmark.clock import Laps, Stopwatch
+from shardmark.counters import count
 from shardmark.excess import STEP, Held, held_at_peak
 from shardmark.handles import workers_free_first
 from shardmark.memory import Memory, meter, release
@@ -75,6 +76,7 @@ def _meter_and_time(plan: Plan) -> Measured:
     memory.peaks[FIRST] = first_peak
     measured = _time(plan, memory, workload)
     measured.first_step = first_step
+    measured.counters = count(workload, plan.device)
     return measured
 
 

@@ -14,6 +14,7 @@ from shardmark.memory import Memory
 from shardmark.registry import Implementation
 
 if TYPE_CHECKING:
+    from shardmark.counters import Counters
     from shardmark.observers import Observer
 
 Mark = Callable[[str], None]
@@ -110,5 +111,7 @@ class Measured:
     """Seconds of the first step, under the memory meter, which adds little where that step compiles."""
     host: float | None = None
     """Seconds that its host took to launch the last warm-up, on CUDA: in rounds it may wait for the device."""
+    counters: Counters | None = None
+    """Of one more step, after all rounds."""
     observed: dict[type[Observer], Any] = field(default_factory=dict)
     """What each observer's own pass found on this rank."""

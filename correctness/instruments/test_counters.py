@@ -1,0 +1,317 @@
+"""Counters of a step: each against a workload of which one knows what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.profiler import profile, record_function
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from shardmark.counters import _STEP, Counters, _of_the_device, count
+from shardmark.memory import Memory
+from shardmark.plan import Mark, Measured
+from shardmark.plugin import WorldsBySize
+from shardmark.rows import counters_entry
+
+NONE = {"collectives": [], "bytes_sent": 0, "kernels": None, "synchronizations": 0}
+"""Of a step on CPU that neither communicates nor waits."""
+
+
+class Step:
+    """What `forward` makes of the model and its input is added up; then backward."""
+
+    backend = "none"
+
+    def __init__(self, forward: Callable[[nn.Module, Tensor], Tensor], model: nn.Module | None = None) -> None:
+        self.forward, self.model = forward, model or two_linears()
+        self.x = torch.randn(2, 8)
+        self.loss: Tensor | None = None
+
+    def prepare(self) -> None:
+        self.loss = None
+        self.model.zero_grad()
+
+    def step(self, mark: Mark) -> None:
+        self.loss = self.forward(self.model, self.x).sum()
+        mark("forward")
+        self.loss.backward()
+        mark("backward")
+
+
+def two_linears() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 4, bias=False))
+
+
+def counted(workload: Any) -> Counters:
+    """The counters of its second step."""
+    workload.prepare()
+    workload.step(lambda part: None)
+    found = count(workload, "cpu")
+    assert found is not None
+    return found
+
+
+def plain(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)  # type: ignore[no-any-return]
+
+
+def test_a_step_of_two_linears() -> None:
+    found = counted(Step(plain))
+    assert {name: getattr(found, name) for name in NONE} == NONE
+    # Two products, ReLU and the sum; the gradient of the sum is filled with ones, then come ReLU's and three products.
+    assert found.operators == 4 + 5
+    assert found.flops == 2 * 2 * (2 * (8 * 16) + 3 * (16 * 4))  # two rows, and two FLOPs to multiply and add
+    assert found.saved_bytes == 2 * 16 * 4  # what ReLU gives, once: input and weights are the workload's own
+
+
+def test_each_run_counts_the_same() -> None:
+    torch.manual_seed(0)
+    first = counted(Step(plain))
+    torch.manual_seed(1)
+    assert counted(Step(plain)) == first
+
+
+def reads_a_value(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x) * x.sum().item()  # type: ignore[no-any-return]
+
+
+def finds_a_shape(model: nn.Module, x: Tensor) -> Tensor:
+    """How many columns a mask keeps: backward has to know, too."""
+    return model(x)[:, torch.ones(4, dtype=torch.bool)]  # type: ignore[no-any-return]
+
+
+def takes_by_index(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)[:, torch.ones(4, dtype=torch.int64)]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("forward", "times"), [(reads_a_value, 1), (finds_a_shape, 2), (takes_by_index, 0)])
+def test_the_host_waits_where_it_reads_a_value_or_finds_a_shape(forward: Any, times: int) -> None:
+    assert counted(Step(forward)).synchronizations == times
+
+
+def test_views_and_empty_tensors_are_no_operators() -> None:
+    def viewed(model: nn.Module, x: Tensor) -> Tensor:
+        torch.empty(3), x.new_empty(2).resize_(3), x.detach().T.split(4)[0].unsqueeze_(0)
+        return plain(model, x).view(-1).unsqueeze(0)
+
+    assert counted(Step(viewed)).operators == counted(Step(plain)).operators == 9
+
+
+def checkpointed(model: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(model, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_a_checkpointed_region_saves_nothing_and_computes_twice() -> None:
+    found, without = counted(Step(checkpointed)), counted(Step(plain))
+    assert found.saved_bytes == 0
+    assert found.operators is not None and without.operators is not None
+    assert without.operators < found.operators <= without.operators + 3
+
+
+class Unmarked(Step):
+    """Does not say where its forward ends."""
+
+    def step(self, mark: Mark) -> None:
+        super().step(lambda part: None)
+
+
+class Resizing(Step):
+    """Frees its weights' memory after forward, and has them back before backward."""
+
+    def step(self, mark: Mark) -> None:
+        weights = [(p, p.detach().clone(), p.untyped_storage().nbytes()) for p in self.model.parameters()]
+        self.loss = self.forward(self.model, self.x).sum()
+        for p, _, _ in weights:
+            p.untyped_storage().resize_(0)
+        mark("forward")
+        for p, value, nbytes in weights:
+            p.untyped_storage().resize_(nbytes)
+            p.data.copy_(value)
+        self.loss.backward()
+
+
+@pytest.mark.parametrize("kind", [Unmarked, Resizing])
+def test_what_is_saved_is_weighed_when_forward_has_ended(kind: type[Step]) -> None:
+    assert counted(kind(plain)).saved_bytes == 2 * 16 * 4
+
+
+class Optimizes(Step):
+    def step(self, mark: Mark) -> None:
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.mul_(0.5)
+
+
+def test_without_a_backward_nothing_is_saved() -> None:
+    found = counted(Optimizes(plain))
+    assert found.saved_bytes is None and found.operators == 2 and found.flops == 0
+
+
+class Attention(Step):
+    """Causal attention of q, k and v (2 heads of 4 x 16): of the whole square, as PyTorch's formulas have it."""
+
+    def __init__(self) -> None:
+        super().__init__(plain)
+        self.qkv = [torch.randn(1, 2, 4, 16, requires_grad=True) for _ in range(3)]
+
+    def step(self, mark: Mark) -> None:
+        self.loss = scaled_dot_product_attention(*self.qkv, is_causal=True).sum()
+        mark("forward")
+        self.loss.backward()
+
+
+def test_attention_on_cpu_has_its_flops() -> None:
+    """Two products forward; five backward, as one is computed again."""
+    product = 2 * 2 * 4 * 4 * 16
+    assert counted(Attention()).flops == 7 * product
+
+
+def test_flops_that_cannot_be_counted_are_none() -> None:
+    model = nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 1, 3))
+    found = counted(Step(plain, model))
+    assert found.flops is None and found.operators is not None
+
+
+def test_compiled_code_is_not_compiled_anew_and_not_counted() -> None:
+    compiles: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        compiles.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    found = counted(Step(torch.compile(plain, backend=backend)))
+    assert len(compiles) == 1
+    assert (found.operators, found.flops, found.saved_bytes) == (None, None, None)
+    assert found.synchronizations == 0
+
+
+class Breaks(Step):
+    """Does two steps, and fails the third."""
+
+    steps = 2
+
+    def step(self, mark: Mark) -> None:
+        self.steps -= 1
+        if self.steps < 0:
+            raise RuntimeError("no third step")
+        super().step(mark)
+
+
+def test_what_fails_is_not_counted_and_nothing_fails_with_it() -> None:
+    found = counted(Breaks(plain))
+    assert found.operators == 9 and found.saved_bytes is None
+    broken = Breaks(plain)
+    broken.steps = 0
+    assert count(broken, "cpu") is None
+
+
+class Communicates(Step):
+    """Two all-reduces, a reduce-scatter to each rank, a message from rank 0 and a barrier."""
+
+    def __init__(self) -> None:
+        super().__init__(plain)
+        self.tensors = torch.ones(4), torch.ones(8), torch.ones(4, dtype=torch.float64)
+
+    def step(self, mark: Mark) -> None:
+        part, whole, message = self.tensors
+        dist.all_reduce(part)
+        dist.all_reduce(part)
+        dist.reduce_scatter(part, list(whole.chunk(2)))
+        dist.send(message, 1) if dist.get_rank() == 0 else dist.recv(message, 0)
+        dist.barrier()
+
+
+def counters_of(make: Callable[[], Any]) -> Measured:
+    return Measured("gloo", Memory(), counters=counted(make()))
+
+
+def test_collectives_are_in_order_with_dtype_and_bytes(worlds: WorldsBySize) -> None:
+    row = counters_entry(worlds(2).run(counters_of, Communicates))
+    assert row["collectives"] == [
+        ["all_reduce", "float32", 16, 2],
+        ["reduce_scatter", "float32", 32, 1],
+        ["send", "float64", 32, 1],
+        ["barrier", "uint8", 0, 1],
+    ]
+    assert row["bytes_sent"] == 16 + 16 + 16 + 32  # rank 0's, which sends the message
+
+
+class ShardedProduct(Step):
+    """A product of which each rank has half the rows."""
+
+    def __init__(self) -> None:
+        super().__init__(plain)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.sharded = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
+        self.whole = distribute_tensor(torch.ones(4, 2), mesh)
+
+    def step(self, mark: Mark) -> None:
+        self.sharded @ self.whole
+
+
+def test_flops_of_a_sharded_tensor_are_those_of_its_shard(worlds: WorldsBySize) -> None:
+    row = counters_entry(worlds(2).run(counters_of, ShardedProduct))
+    assert row["flops"] == 2 * 4 * 4 * 2 and row["operators"] == 1
+
+
+@dataclass(frozen=True)
+class Event:
+    """One of the profiler's, from nanosecond `began` to `ended`."""
+
+    of_name: str
+    of_type: str
+    began: int = 0
+    ended: int = 0
+
+    name = property(lambda self: lambda: self.of_name)
+    activity_type = property(lambda self: lambda: self.of_type)
+    start_ns = property(lambda self: lambda: self.began)
+    end_ns = property(lambda self: lambda: self.ended)
+
+
+STEP_ON_CUDA = [
+    Event(_STEP, "user_annotation", 10, 20),
+    Event(_STEP, "gpu_user_annotation", 12, 30),
+    Event("void gemm<float>", "kernel", 15, 19),
+    Event("void add<float>", "kernel", 21, 22),
+    Event("Memcpy DtoH (Device -> Pageable)", "gpu_memcpy", 20, 21),
+    Event("cudaStreamSynchronize", "cuda_runtime", 13, 14),
+    Event("cudaDeviceSynchronize", "cuda_runtime", 21, 22),
+]
+
+
+def test_on_cuda_kernels_and_waits_are_the_profilers() -> None:
+    assert _of_the_device(STEP_ON_CUDA) == (2, 1)
+
+
+def test_on_cuda_without_a_kernel_the_profiler_saw_nothing() -> None:
+    assert _of_the_device([event for event in STEP_ON_CUDA if event.of_type != "kernel"]) == (None, None)
+
+
+def test_the_step_is_an_annotation_to_the_profiler() -> None:
+    with profile() as profiler, record_function(_STEP):
+        pass
+    assert profiler.kineto_results is not None
+    steps = [event for event in profiler.kineto_results.events() if event.name() == _STEP]
+    assert [event.activity_type() for event in steps] == ["user_annotation"]
+
+
+def test_a_row_has_the_largest_ranks_and_nothing_where_nothing_was_counted() -> None:
+    made = partial(Counters, [], synchronizations=0, kernels=None, saved_bytes=None)
+    ranks = [
+        Measured("gloo", Memory(), counters=made(bytes_sent=8, operators=3, flops=None)),
+        Measured("gloo", Memory(), counters=made(bytes_sent=4, operators=5, flops=7)),
+    ]
+    assert counters_entry(ranks) == NONE | {"operators": 5, "flops": None, "bytes_sent": 8, "saved_bytes": None}
+    assert counters_entry([*ranks, Measured("gloo", Memory())]) == {}
