@@ -57,13 +57,12 @@ class Communication:
 
     @property
     def sent(self) -> int:
-        """Bytes that a rank must send for it, as NCCL's tests count them: 2(n-1)/n of `nbytes` for an all-reduce, all
-        of them for a broadcast, a reduction to one rank or a message, (n-1)/n for all else.
+        """Bytes that each rank must send for it, on average over its ranks where they differ: 2(n-1)/n of `nbytes` for
+        an all-reduce, (n-1)/n for any other collective, and all for the sender of a message.
         """
-        if self.name in ("broadcast", "reduce", "send"):
-            return self.nbytes
-        times = {"all_reduce": 2, "receive": 0}.get(self.name, 1)
-        return times * (self.ranks - 1) * self.nbytes // self.ranks
+        if self.name in ("send", "receive"):
+            return self.nbytes if self.name == "send" else 0
+        return (2 if self.name == "all_reduce" else 1) * (self.ranks - 1) * self.nbytes // self.ranks
 
     def __str__(self) -> str:
         return f"{self.name} of {self.nbytes} bytes of {str(self.dtype).removeprefix('torch.')} on {self.ranks} ranks"

@@ -32,8 +32,8 @@ from shardmark.plan import Workload
 from shardmark.trace import modules_of
 
 _STEP = "shardmark_step"
-_COMPILED = "Torch-Compiled Region"
-"""Begins the name of the range around compiled code, whose kernels no operator stands for."""
+_COMPILED = ("Torch-Compiled Region", "CompiledFunction")
+"""How names of ranges around compiled code begin, forward and backward: no operator stands for its kernels."""
 _COMMUNICATION = ("c10d", "_c10d_functional")
 """Namespaces of operators that communicate and compute nothing."""
 _MAKES_NOTHING = ("empty", "new_empty", "_unsafe_view", "lift_fresh", "record_stream")

@@ -196,6 +196,26 @@ def test_compiled_code_is_not_compiled_anew_and_not_counted() -> None:
     assert found.synchronizations == 0
 
 
+class BackwardAlone(Step):
+    """Forward comes before the step, as where attention's backward is timed."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.loss = self.forward(self.model, self.x).sum()
+
+    def step(self, mark: Mark) -> None:
+        assert self.loss is not None
+        self.loss.backward()
+        mark("backward")
+
+
+def test_a_backward_alone_has_its_operators_and_what_was_saved_for_it() -> None:
+    found = counted(BackwardAlone(plain))
+    assert found.operators == 5 and found.saved_bytes == 2 * 16 * 4
+    compiled = counted(BackwardAlone(torch.compile(plain, backend="aot_eager")))
+    assert (compiled.operators, compiled.flops) == (None, None)
+
+
 class Breaks(Step):
     """Does two steps, and fails the third."""
 
