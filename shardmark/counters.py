@@ -10,7 +10,6 @@ DDP's hooks and checkpointing run as ever. What it cannot see is None, and not a
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,17 +18,12 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C._profiler import RecordScope, _EventType
-from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.profiler import profile, record_function
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from shardmark.collectives import Communication, listening
 from shardmark.plan import Workload
-from shardmark.trace import modules_of
+from shardmark.saved import saved_bytes
 
 _STEP = "shardmark_step"
 _COMPILED = ("Torch-Compiled Region", "CompiledFunction")
@@ -79,7 +73,7 @@ def count(workload: Workload, device: str) -> Counters | None:
         saved = None
         if not compiled:  # which would compile anew under hooks
             with suppress(Exception):
-                saved = _saved_bytes(workload)
+                saved = saved_bytes(workload)
         return Counters(**counted, saved_bytes=saved)
     return None
 
@@ -236,69 +230,3 @@ def _of_the_device(events: list[Any]) -> tuple[int | None, int | None]:
     began, ended = steps[0].start_ns(), steps[0].end_ns()
     waits = (event.start_ns() for event in events if event.name().endswith("Synchronize"))
     return kernels, sum(began <= wait <= ended for wait in waits)  # the profiler waits, too, once the step has ended
-
-
-class _ForwardEndedError(Exception):
-    """The step has marked the end of its forward."""
-
-
-class _Saved:
-    """What autograd holds in a saved tensor's place."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def _saved_bytes(workload: Workload) -> int | None:
-    """Bytes that autograd keeps where forward has ended: where the step marks "forward", or backward first asks.
-
-    Backward is left out where that can be: hooks hand it the tensor that a parameter was when it was saved, in whose
-    place FSDP may have put another one.
-    """
-    own = [StorageWeakRef(storage) for tensor in _own_tensors(workload) for storage in _storages(tensor)]
-    packed: list[weakref.ref[_Saved]] = []
-    found: list[int] = []
-
-    def pack(tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor)
-        packed.append(weakref.ref(saved))
-        return saved
-
-    def unpack(saved: _Saved) -> Tensor:
-        weigh()
-        return saved.tensor
-
-    def weigh() -> None:
-        if not found:
-            known = {reference.cdata for reference in own}
-            kept = [saved.tensor for reference in packed if (saved := reference()) is not None]
-            storages = {storage._cdata: storage for tensor in kept for storage in _storages(tensor)}
-            found.append(sum(each.nbytes() for address, each in storages.items() if address not in known))
-
-    def mark(part: str) -> None:
-        if part == "forward":
-            weigh()
-            raise _ForwardEndedError
-
-    with saved_tensors_hooks(pack, unpack), suppress(_ForwardEndedError):
-        workload.prepare()
-        workload.step(mark)
-        weigh()
-    return found[0] if packed else None
-
-
-def _own_tensors(workload: Workload) -> Iterator[Tensor]:
-    module = modules_of(workload)
-    yield from module.parameters()
-    yield from module.buffers()
-    yield from (leaf for leaf in tree_leaves(vars(workload)) if isinstance(leaf, Tensor))
-
-
-def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The tensor's storage; of one that is made of others, such as a DTensor, theirs."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor.untyped_storage()
-        return
-    names, _ = tensor.__tensor_flatten__()
-    for name in names:
-        yield from _storages(getattr(tensor, name))

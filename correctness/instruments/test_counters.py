@@ -15,8 +15,8 @@ from torch.autograd.profiler import profile, record_function
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
+from correctness.support.counting import Step, counted, plain
 from shardmark.counters import _STEP, Counters, _of_the_device, count
 from shardmark.memory import Memory
 from shardmark.plan import Mark, Measured
@@ -25,44 +25,6 @@ from shardmark.rows import counters_entry
 
 NONE = {"collectives": [], "bytes_sent": 0, "kernels": None, "synchronizations": 0}
 """Of a step on CPU that neither communicates nor waits."""
-
-
-class Step:
-    """What `forward` makes of the model and its input is added up; then backward."""
-
-    backend = "none"
-
-    def __init__(self, forward: Callable[[nn.Module, Tensor], Tensor], model: nn.Module | None = None) -> None:
-        self.forward, self.model = forward, model or two_linears()
-        self.x = torch.randn(2, 8)
-        self.loss: Tensor | None = None
-
-    def prepare(self) -> None:
-        self.loss = None
-        self.model.zero_grad()
-
-    def step(self, mark: Mark) -> None:
-        self.loss = self.forward(self.model, self.x).sum()
-        mark("forward")
-        self.loss.backward()
-        mark("backward")
-
-
-def two_linears() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 4, bias=False))
-
-
-def counted(workload: Any) -> Counters:
-    """The counters of its second step."""
-    workload.prepare()
-    workload.step(lambda part: None)
-    found = count(workload, "cpu")
-    assert found is not None
-    return found
-
-
-def plain(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x)  # type: ignore[no-any-return]
 
 
 def test_a_step_of_two_linears() -> None:
@@ -107,56 +69,6 @@ def test_views_and_empty_tensors_are_no_operators() -> None:
     assert counted(Step(viewed)).operators == counted(Step(plain)).operators == 9
 
 
-def checkpointed(model: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(model, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-def test_a_checkpointed_region_saves_nothing_and_computes_twice() -> None:
-    found, without = counted(Step(checkpointed)), counted(Step(plain))
-    assert found.saved_bytes == 0
-    assert found.operators is not None and without.operators is not None
-    assert without.operators < found.operators <= without.operators + 3
-
-
-class Unmarked(Step):
-    """Does not say where its forward ends."""
-
-    def step(self, mark: Mark) -> None:
-        super().step(lambda part: None)
-
-
-class Resizing(Step):
-    """Frees its weights' memory after forward, and has them back before backward."""
-
-    def step(self, mark: Mark) -> None:
-        weights = [(p, p.detach().clone(), p.untyped_storage().nbytes()) for p in self.model.parameters()]
-        self.loss = self.forward(self.model, self.x).sum()
-        for p, _, _ in weights:
-            p.untyped_storage().resize_(0)
-        mark("forward")
-        for p, value, nbytes in weights:
-            p.untyped_storage().resize_(nbytes)
-            p.data.copy_(value)
-        self.loss.backward()
-
-
-@pytest.mark.parametrize("kind", [Unmarked, Resizing])
-def test_what_is_saved_is_weighed_when_forward_has_ended(kind: type[Step]) -> None:
-    assert counted(kind(plain)).saved_bytes == 2 * 16 * 4
-
-
-class Optimizes(Step):
-    def step(self, mark: Mark) -> None:
-        with torch.no_grad():
-            for p in self.model.parameters():
-                p.mul_(0.5)
-
-
-def test_without_a_backward_nothing_is_saved() -> None:
-    found = counted(Optimizes(plain))
-    assert found.saved_bytes is None and found.operators == 2 and found.flops == 0
-
-
 class Attention(Step):
     """Causal attention of q, k and v (2 heads of 4 x 16): of the whole square, as PyTorch's formulas have it."""
 
@@ -194,26 +106,6 @@ def test_compiled_code_is_not_compiled_anew_and_not_counted() -> None:
     assert len(compiles) == 1
     assert (found.operators, found.flops, found.saved_bytes) == (None, None, None)
     assert found.synchronizations == 0
-
-
-class BackwardAlone(Step):
-    """Forward comes before the step, as where attention's backward is timed."""
-
-    def prepare(self) -> None:
-        super().prepare()
-        self.loss = self.forward(self.model, self.x).sum()
-
-    def step(self, mark: Mark) -> None:
-        assert self.loss is not None
-        self.loss.backward()
-        mark("backward")
-
-
-def test_a_backward_alone_has_its_operators_and_what_was_saved_for_it() -> None:
-    found = counted(BackwardAlone(plain))
-    assert found.operators == 5 and found.saved_bytes == 2 * 16 * 4
-    compiled = counted(BackwardAlone(torch.compile(plain, backend="aot_eager")))
-    assert (compiled.operators, compiled.flops) == (None, None)
 
 
 class Breaks(Step):
