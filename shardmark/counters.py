@@ -22,6 +22,7 @@ from torch._C._profiler import RecordScope, _EventType
 from torch.autograd.profiler import profile, record_function
 
 from shardmark.collectives import Communication, listening
+from shardmark.kernels import ATTENTION, MATRIX_PRODUCT, category
 from shardmark.plan import Workload
 from shardmark.saved import saved_bytes
 
@@ -53,7 +54,7 @@ class Counters:
     """Kernels that ran on the GPU, without copies and fills; None on CPU."""
     flops: int | None
     """By `torch.utils.flop_counter`'s formulas, so of matrix products and fused attention alone. None with compiled
-    code, Triton's kernels and convolutions."""
+    code, Triton's kernels, convolutions, and products that have no formula, such as that of a matrix and a vector."""
     saved_bytes: int | None
     """What autograd keeps for backward when forward has ended: the storages of saved tensors, each once, without those
     that the workload had before: its parameters, its buffers, and tensors among its attributes. None where it saves
@@ -112,11 +113,15 @@ class _Tally:
     def __init__(self) -> None:
         self.operators = 0
         self.flops: int | None = 0
+        self.products = 0
         self.reads = 0
         self.compiled = False
 
-    def follow(self, event: Any, within: bool = False) -> None:
-        """Count an event and those below it; `within` says that an operator around it has been counted."""
+    def follow(self, event: Any, within: bool = False, has_flops: bool = False) -> None:
+        """Count an event and those below it.
+
+        `within` says that an operator around it has been counted, `has_flops` that its FLOPs have.
+        """
         what, fields = event.typed
         if what == _EventType.TorchOp and event.name.startswith(_COMPILED):
             self.compiled = True
@@ -124,15 +129,19 @@ class _Tally:
         if not within and _computes(name):
             self.operators += 1
             within = True
-        if name in _formulas() and not _contains(event, name):  # a DTensor's operator runs that of its shard
+        reads, products = self.reads, self.products
+        if not has_flops and name in _formulas() and not _contains(event, name):  # a DTensor's runs that of its shard
             self._add_flops(name, fields.inputs)
-        reads = self.reads
+            has_flops = True
         for child in event.children:
-            self.follow(child, within)
+            self.follow(child, within, has_flops)
         if self.reads == reads and _reads(name):  # `item` is one with what it calls
             self.reads += 1
+        if self.products == products and not has_flops and _is_product(name):
+            self.flops = None
 
     def _add_flops(self, name: str, inputs: list[Any]) -> None:
+        self.products += 1
         try:
             arguments = [_as_tensor(each) for each in inputs[: _positional(name)]]
             self.flops = None if self.flops is None else self.flops + _formulas()[name](*arguments)
@@ -140,14 +149,14 @@ class _Tally:
             self.flops = None
 
 
-def _contains(event: Any, name: str) -> bool:
-    return any(child.name == name or _contains(child, name) for child in event.children)
-
-
 def _as_tensor(value: Any) -> Any:
     """A tensor of the recorded shape, for a formula; anything else as it is."""
     sizes = getattr(value, "sizes", None)
     return value if sizes is None else torch.empty(sizes, dtype=value.dtype, device="meta")
+
+
+def _contains(event: Any, name: str) -> bool:
+    return any(child.name == name or _contains(child, name) for child in event.children)
 
 
 @cache
@@ -186,6 +195,11 @@ def _reads(name: str) -> bool:
 
 
 @cache
+def _is_product(name: str) -> bool:
+    return category(name) in (MATRIX_PRODUCT, ATTENTION) and _computes(name)
+
+
+@cache
 def _positional(name: str) -> int:
     """How many of the operator's arguments may be given by position."""
     return sum(not argument.kwarg_only for argument in _overloads(name)[0]._schema.arguments)
@@ -193,12 +207,14 @@ def _positional(name: str) -> int:
 
 @cache
 def _formulas() -> dict[str, Callable[..., int]]:
-    """FLOPs by the operator's name and from its arguments; PyTorch has none for its attention on CPU."""
+    """FLOPs by the operator's name and from its arguments; PyTorch has none for its attention on CPU, nor for
+    what adds a product in place."""
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop  # imports Triton
 
     own = {str(target).replace(".", "::", 1): formula for target, formula in flop_registry.items()}
+    in_place = {f"{name}_": formula for name, formula in own.items()}
     on_cpu = "aten::_scaled_dot_product_flash_attention_for_cpu"
-    return {**own, on_cpu: sdpa_flop, f"{on_cpu}_backward": sdpa_backward_flop}
+    return {**own, **in_place, on_cpu: sdpa_flop, f"{on_cpu}_backward": sdpa_backward_flop}
 
 
 @contextmanager

@@ -65,11 +65,12 @@ def test_a_step_sends_the_bytes_of_the_formula(
 
 
 WHOLE = [AttentionCase(batch=2, seq=64, head_dim=16, is_causal=False, mode=mode) for mode in ("forward", "both")]
+FUSED = ("sdpa", "flash_pytorch")
 MLP = [TrainingStepCase("mlp-tiny", 2, 32, mode=mode) for mode in ("forward", "step")]
 
 
 COMPUTED: list[Any] = [
-    *((AttentionPass, "attention", "sdpa", case, attention.work(case)) for case in WHOLE),
+    *((AttentionPass, "attention", name, case, attention.work(case)) for name in FUSED for case in WHOLE),
     *((LanguageModelStep, "training_step", "eager", case, training_step.work(case)) for case in MLP),
 ]
 

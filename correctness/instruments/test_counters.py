@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._profiler import RecordScope, _EventType
 from torch.autograd.profiler import profile, record_function
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from correctness.support.counting import Step, counted, plain
-from shardmark.counters import _STEP, Counters, _of_the_device, count
+from shardmark.counters import _STEP, Counters, _of_the_device, _Tally, count
 from shardmark.memory import Memory
 from shardmark.plan import Mark, Measured
 from shardmark.plugin import WorldsBySize
@@ -88,9 +90,29 @@ def test_attention_on_cpu_has_its_flops() -> None:
     assert counted(Attention()).flops == 7 * product
 
 
-def test_flops_that_cannot_be_counted_are_none() -> None:
-    model = nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 1, 3))
-    found = counted(Step(plain, model))
+class Adds(Step):
+    """Adds a product to what is there."""
+
+    def step(self, mark: Mark) -> None:
+        self.x.T @ self.x
+        torch.zeros(8, 8).addmm_(self.x.T, self.x)
+
+
+def test_a_product_that_is_added_in_place_has_its_flops() -> None:
+    assert counted(Adds(plain)).flops == 2 * (2 * 8 * 2 * 8)
+
+
+def convolution(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.nn.functional.conv1d(model(x).unsqueeze(1), torch.ones(1, 1, 3))
+
+
+def with_a_vector(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x) @ torch.ones(4)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("forward", [convolution, with_a_vector])
+def test_flops_that_cannot_be_counted_are_none(forward: Any) -> None:
+    found = counted(Step(forward))
     assert found.flops is None and found.operators is not None
 
 
@@ -217,6 +239,28 @@ def test_the_step_is_an_annotation_to_the_profiler() -> None:
     assert profiler.kineto_results is not None
     steps = [event for event in profiler.kineto_results.events() if event.name() == _STEP]
     assert [event.activity_type() for event in steps] == ["user_annotation"]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One of the profiler's, on tensors of that shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    children: tuple[Operator, ...] = ()
+
+    @property
+    def typed(self) -> tuple[Any, Any]:
+        tensor = SimpleNamespace(sizes=self.shape, dtype=torch.bfloat16)
+        return _EventType.TorchOp, SimpleNamespace(scope=RecordScope.FUNCTION, inputs=3 * [tensor])
+
+
+def test_of_operators_within_each_other_the_outer_one_has_the_flops() -> None:
+    """As for attention on CUDA, whose inner operator has heads and sequence the other way round."""
+    inner = Operator("aten::_flash_attention_forward", (1, 4, 2, 16))
+    tally = _Tally()
+    tally.follow(Operator("aten::_scaled_dot_product_flash_attention", (1, 2, 4, 16), (inner,)))
+    assert tally.flops == 2 * (2 * 2 * 4 * 4 * 16) and tally.operators == 1
 
 
 def test_a_row_has_the_largest_ranks_and_nothing_where_nothing_was_counted() -> None:
