@@ -24,7 +24,7 @@ from shardmark.passes import blocks_at_peak, measure
 from shardmark.plan import Identity, Measured, Plan, Rounds, Workload
 from shardmark.registry import Implementation, Race
 from shardmark.report import undecided
-from shardmark.rows import Row, limit_entry, memory_entry, new_row, step_seconds, time_entry
+from shardmark.rows import Row, counters_entry, limit_entry, memory_entry, new_row, step_seconds, time_entry
 from shardmark.world import RankError, World
 
 if TYPE_CHECKING:
@@ -169,6 +169,7 @@ class Measure:
         if work is not None:
             row["work"] = asdict(work) | rates(fmean(seconds))
             row["limit"] = self._limit(identity, work, fmean(seconds))
+        row["counters"] = counters_entry(ranks)
         row["time"], ratio = time_entry(ranks, time, session.confidence)
         for observer in observe:
             observer.fill(row, ranks)

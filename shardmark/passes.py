@@ -22,6 +22,7 @@ import torch.distributed as dist
 from shardmark.blocks import mark, recording
 from shardmark.budget import RANKS_ALIKE
 from shardmark.clock import Laps, Stopwatch
+from shardmark.counters import count
 from shardmark.disturbances import seconds_waited
 from shardmark.evidence import fewest_rounds
 from shardmark.excess import STEP, Held, held_at_peak
@@ -83,6 +84,7 @@ def _meter_and_time(plan: Plan) -> Measured:
     memory.peaks[FIRST] = first_peak
     measured = timed_rounds(plan, memory, workload)
     measured.first_step = first_step
+    measured.counters = count(workload, plan.device)
     return measured
 
 

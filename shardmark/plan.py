@@ -14,6 +14,7 @@ from shardmark.memory import Memory
 from shardmark.registry import Implementation
 
 if TYPE_CHECKING:
+    from shardmark.counters import Counters
     from shardmark.observers import Observer
 
 Mark = Callable[[str], None]
@@ -116,5 +117,7 @@ class Measured:
     """Seconds that its host took to launch the last warm-up, on CUDA: in rounds it may wait for the device."""
     waited: float = 0.0
     """The share of the timed rounds for which its threads were ready to run and had no core."""
+    counters: Counters | None = None
+    """Of one more step, after all rounds."""
     observed: dict[type[Observer], Any] = field(default_factory=dict)
     """What each observer's own pass found on this rank."""

@@ -22,7 +22,7 @@ from shardmark.evidence import Interval, decided, fewest_rounds, interval, paire
 from shardmark.passes import measure, rounds_while, shuffled, timed_step, warmed_up
 from shardmark.plan import Measured, Plan, Rounds, Workload
 from shardmark.report.layout import printable
-from shardmark.rows import Row, memory_entry
+from shardmark.rows import Row, counters_entry, memory_entry
 from shardmark.world import RankError, World, Worlds
 
 HERE, THERE = "here", "there"
@@ -60,7 +60,9 @@ class Ref:
             missing = dict.fromkeys(("time", "memory", "counters"), f"that {self.name} fails on ({line})")
             return self._comparison.add(test_id, {**missing})
         row["ref"] |= {"ratio": ratio.center, "interval": ratio.ends}
-        old = OldRow.of(row | {"time": {}, "memory": memory_entry(measured, plan.memory), "counters": {}})
+        old = OldRow.of(
+            row | {"time": {}, "memory": memory_entry(measured, plan.memory), "counters": counters_entry(measured)}
+        )
         text = f"{ratio.center:.3f}x the time that it takes in {self.name}, {ratio}"
         time = Change(ratio.verdict(tolerated(1.0)), text, better=tolerated(ratio.high) < 1)
         return self._comparison.add(test_id, {**compared(old, row, None, True, self.name), "time": [time]})

@@ -42,6 +42,7 @@ def new_row(identity: Identity, scale: str, link: str | None) -> Row:
         "time": {},
         "work": {},
         "limit": {},
+        "counters": {},
         "verdict": None,
     }
 
@@ -113,6 +114,18 @@ def time_entry(
         "outcome": None if race.goal is None else shown.outcome(race.goal * (1 + WORTH)),
     }
     return entry, judged
+
+
+def counters_entry(ranks: list[Measured]) -> Row:
+    """The first rank's collectives, and of each other counter the largest rank's; nothing where none was counted."""
+    counted = [asdict(rank.counters) for rank in ranks if rank.counters is not None]
+    if len(counted) < len(ranks):
+        return {}
+    entry: Row = {"collectives": [list(each) for each in counted[0].pop("collectives")]}
+    for name in counted[0]:
+        values = [each[name] for each in counted]
+        entry[name] = None if None in values else max(values)
+    return entry
 
 
 def limit_entry(work: Work, roofline: Roofline, devices: int, seconds: float) -> Row:

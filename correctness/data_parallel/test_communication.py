@@ -20,7 +20,8 @@ from correctness.support.averaging import (
     wrap,
     wrong_averages,
 )
-from correctness.support.wire import Communication, delayed, recorded, slow_gradients
+from correctness.support.wire import delayed, recorded, slow_gradients
+from shardmark.collectives import Communication
 from shardmark.registry import Implementation
 from shardmark.world import World
 

@@ -26,8 +26,9 @@ from correctness.support.fully_sharded import (
     wrap,
 )
 from correctness.support.whole_batch import DIM, batch
-from correctness.support.wire import Communication, recorded
+from correctness.support.wire import recorded
 from impl.fsdp import by_type
+from shardmark.collectives import Communication
 from shardmark.registry import Implementation
 from shardmark.world import World
 

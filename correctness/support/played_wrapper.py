@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from correctness.support.average_programs import Event, Setting
 from correctness.support.average_reference import Gradients
 from correctness.support.averaging import wrap
-from correctness.support.wire import Communication, delayed, quiet, recorded, slow_gradients
+from correctness.support.wire import delayed, quiet, recorded, slow_gradients
 from correctness.support.zoo import Zoo, numbers
+from shardmark.collectives import Communication
 from shardmark.registry import Implementation
 
 Bits = list[tuple[str, list[int], dict[str, int]]]

@@ -125,6 +125,10 @@ def _bytes(name: str) -> Cell:
     return lambda entry, row: mib(row["memory"][name]) if name in row["memory"] else None
 
 
+def _counter(name: str, shown: Callable[[int], str] = "{:,}".format) -> Cell:
+    return lambda entry, row: None if (count := row["counters"].get(name)) is None else shown(count)
+
+
 _ALL = [
     Column("case", lambda entry, row: row["case"]["id"], left=True),
     Column("implementation", lambda entry, row: row["implementation"], left=True),
@@ -147,6 +151,11 @@ _ALL = [
     Column("ratio to peer", _ratio, _brief_ratio, left=True),
     Column("goal", _goal, left=True),
     Column("of roofline", lambda entry, row: f"{f:.0%}" if (f := row["limit"].get("fraction")) else None),
+    Column("GFLOP", _counter("flops", lambda flops: f"{flops / 1e9:,.2f}")),
+    Column("operators", _counter("operators")),
+    Column("kernels", _counter("kernels")),
+    Column("syncs", _counter("synchronizations"), trivial="0"),
+    Column("saved MiB", _counter("saved_bytes", mib)),
     Column("before backward MiB", _before_backward),
     Column("tensors MiB", _tensors),
     Column("workspace MiB", _workspace, left=True),
