@@ -33,6 +33,7 @@ from shardmark.report import screen
 from shardmark.report.progress import Progress
 from shardmark.rows import describe_machine
 from shardmark.session import SESSION, start_session
+from shardmark.workers import SHARED, Worker
 from shardmark.world import RankError, World
 
 WorldsBySize = Callable[[int], World]
@@ -136,6 +137,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Progress(config), "shardmark progress")
     if session.selected:
         config.pluginmanager.register(Judge(session), "shardmark judge")
+    if SHARED in getattr(config, "workerinput", {}):
+        config.pluginmanager.register(Worker(session), "shardmark worker")
 
 
 def _end_with(config: pytest.Config, line: str) -> None:

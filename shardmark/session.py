@@ -75,7 +75,8 @@ class Session:
         self.rows = RowFile(config, self.ending, writes=not _is_helping())
         try:
             _check_benchmark(option)
-            self.trace = None if option("trace_dir") is None else TraceFolder(_path("trace_dir", option))
+            if option("trace_dir") is not None:
+                self.trace = TraceFolder(_path("trace_dir", option), others=_is_helping())
         except BaseException:
             self.rows.finish()
             raise
