@@ -242,7 +242,7 @@ class Flat:
         ]
 
 
-class Whole(Flat):
+class Replicated(Flat):
     """Parameters that every rank has in full and in their own shapes: the shard is all of the flat tensor.
 
     Nothing is gathered, and gradients are all-reduced. Where they are computed with in their own dtype and device, the

@@ -182,7 +182,7 @@ class FullySharded(UnitSharded):
             self.reducing = None
 
 
-class NormsWhole(FullySharded):
+class NormsReplicated(FullySharded):
     """Every rank has all of the norms' weights, with their gradients and moments; the root's unit is nothing else.
 
     Full parameters are the rank's own where it computes in float32, else a copy. Gradients are all-reduced in place.
