@@ -17,9 +17,13 @@ from torch.utils._pytree import tree_leaves
 from impl.accounting.ledger import explain
 from impl.attention import accounting, workspace
 from impl.attention.cases import MODES, AttentionCase
+from impl.collectives.accounting import in_place_peak
+from impl.collectives.cases import COLLECTIVES, CollectiveCase
+from impl.fsdp.cases import FSDPCase
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel
 from impl.model.sizes import SIZES
 from impl.precision import PRECISIONS
+from impl.sharded_optimizer.cases import ShardedStepCase
 from impl.training_step import EagerStep
 from impl.training_step.accounting import eager_peak
 from impl.training_step.cases import TrainingStepCase
@@ -93,6 +97,51 @@ def test_of_a_step_in_float32_cuda_keeps_no_second_copy_of_attentions_output(con
     assert eager_peak(replace(case, mode="step"), "cuda") <= eager_peak(replace(case, mode="step"))
     half = replace(case, dtype="bfloat16")
     assert eager_peak(half, "cuda") == eager_peak(half)
+
+
+AT_THE_LOSS = {
+    "checkpointing": TrainingStepCase("tiny", 4, 250),
+    "data_parallel": TrainingStepCase("tiny", 4, 250),
+    "sharded_optimizer": ShardedStepCase("tiny", 4, 250),
+    "fsdp": FSDPCase("tiny", 4, 250),
+}
+"""Of a step whose largest moment is the loss."""
+
+
+@pytest.mark.parametrize("name", AT_THE_LOSS)
+def test_nor_does_a_step_on_ranks_whatever_is_sharded(name: str) -> None:
+    """Nor one that is checkpointed, but for what its policy frees of it."""
+    case, size = AT_THE_LOSS[name], SIZES["tiny"]
+    longer = 4 * case.batch * size.heads * (-case.context % 32)
+    output = 4 * case.tokens * size.d_model
+    for implementation in family(name).implementations.values():
+        if implementation.name in ("full", "recursive"):
+            kept = 0
+        elif implementation.name == "selective":
+            kept = -longer * size.layers
+        else:
+            kept = size.layers // (2 if implementation.name == "every_2" else 1) * (output - longer)
+        found = implementation.peak(case, "cpu") - implementation.peak(case, "cuda")
+        assert found == kept, f"{implementation}: {found:,} bytes, expected {kept:,}"
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [("sharded_optimizer", ShardedStepCase("tiny", 1, 8)), ("fsdp", FSDPCase("tiny", 1, 8))]
+)
+def test_nccls_reduce_scatter_has_no_buffers_of_ours(name: str, case: Any) -> None:
+    for implementation in family(name).implementations.values():
+        if implementation.name.startswith("sharded"):
+            held = [explain(implementation, case, device).entries for device in ("cpu", "cuda")]
+            buffers = [sum(nbytes for entry, nbytes in each.items() if "buffers" in entry) for each in held]
+            assert buffers[0] > buffers[1] == 0, f"{implementation}: {buffers}"
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_nccl_works_on_the_tensors_and_gloo_on_copies(collective: str) -> None:
+    case = CollectiveCase(collective, 1)
+    backend = family("collectives").implementations["backend"]
+    assert backend.peak(case, "cuda") == in_place_peak(case)
+    assert backend.peak(case, "cpu") == in_place_peak(case) + (0 if collective == "all_reduce" else case.bytes)
 
 
 @pytest.mark.parametrize("model", ["mlp-tiny"])

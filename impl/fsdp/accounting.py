@@ -27,25 +27,25 @@ if TYPE_CHECKING:
     from impl.fsdp.cases import FSDPCase
 
 
-def sharded_peak(case: FSDPCase, reshard_after_forward: bool = True, prefetch: int = 1) -> Bytes:
+def sharded_peak(case: FSDPCase, reshard_after_forward: bool = True, prefetch: int = 1, device: str = "cpu") -> Bytes:
     """Peak in bytes of ours, with units all-gathered so many ahead."""
     strategy = FullySharded(case.ranks, reshard_after_forward=reshard_after_forward, prefetch=prefetch)
-    return TransformerStep(case, strategy).run().peak
+    return TransformerStep(case, strategy, device=device).run().peak
 
 
-def kept_peak(case: FSDPCase) -> Bytes:
+def kept_peak(case: FSDPCase, device: str = "cpu") -> Bytes:
     """Peak in bytes where units stay gathered after forward."""
-    return sharded_peak(case, reshard_after_forward=False)
+    return sharded_peak(case, reshard_after_forward=False, device=device)
 
 
-def plain_peak(case: FSDPCase) -> Bytes:
+def plain_peak(case: FSDPCase, device: str = "cpu") -> Bytes:
     """Peak in bytes without prefetch."""
-    return sharded_peak(case, prefetch=0)
+    return sharded_peak(case, prefetch=0, device=device)
 
 
-def norms_replicated_peak(case: FSDPCase) -> Bytes:
+def norms_replicated_peak(case: FSDPCase, device: str = "cpu") -> Bytes:
     """Peak in bytes where the norms' weights are replicated."""
-    return TransformerStep(case, NormsReplicated(case.ranks)).run().peak
+    return TransformerStep(case, NormsReplicated(case.ranks), device=device).run().peak
 
 
 def work(case: FSDPCase, kept: bool = False, norms_replicated: bool = False) -> Work:

@@ -86,27 +86,27 @@ def sharded_bytes(case: ShardedStepCase, rank: int) -> ShardedBytes:
     )
 
 
-def sharded_peak(case: ShardedStepCase) -> Bytes:
+def sharded_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes of `sharded`, on the rank that has most."""
     most = max((_own(case, rank) for rank in range(case.ranks)), key=lambda own: 2 * own[0] + own[1])
     places = [[*range(bucket.last, bucket.first - 1, -1)] for bucket in _buckets(case)]
     strategy = ShardedOptimizer(case.ranks, places, 2 * _FLOAT * most[0], _FLOAT * most[1])
-    return TransformerStep(case, strategy, autocast=True).run().peak
+    return TransformerStep(case, strategy, autocast=True, device=device).run().peak
 
 
-def balanced_peak(case: ShardedStepCase) -> Bytes:
+def balanced_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes where gradients are averaged by `bucketed`, and ranks have equal parts of the state."""
-    peak = bucketed_peak(case)
+    peak = bucketed_peak(case, device)
     state = peak.entries[STATE] + peak.entries[COUNTS]
     return peak.without(STATE, COUNTS).add({"shard of the optimizer's state": -(-state // case.ranks)})
 
 
-def unsharded_peak(case: ShardedStepCase) -> Bytes:
+def unsharded_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes of the whole optimizer on every rank, gradients averaged by `bucketed`."""
-    return bucketed_peak(case)
+    return bucketed_peak(case, device)
 
 
-def zero_redundancy_peak(case: ShardedStepCase) -> Bytes:
+def zero_redundancy_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes of `zero_redundancy` behind torch DDP, on the rank that has most.
 
     Whole parameters go, largest first, each to the rank that has least so far.
@@ -117,7 +117,7 @@ def zero_redundancy_peak(case: ShardedStepCase) -> Bytes:
         ranks[least] = (ranks[least][0] + count, ranks[least][1] + 1)
     elements, tensors = max(ranks, key=lambda rank: 2 * rank[0] + rank[1])
     own = {"shard of exp_avg and exp_avg_sq": 2 * _FLOAT * elements, COUNTS: _FLOAT * tensors}
-    return ddp_peak(case).without(STATE, COUNTS).add(own)
+    return ddp_peak(case, device).without(STATE, COUNTS).add(own)
 
 
 def _counts(case: ShardedStepCase) -> list[int]:
