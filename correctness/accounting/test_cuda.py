@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -215,13 +217,21 @@ def test_efficient_attention_rounds_head_dim_up_to_its_blocks(
 
 def test_flash_attention_splits_keys_where_queries_leave_multiprocessors_idle() -> None:
     """On 132 of them, with two blocks each: 212 blocks of 64 queries are 80%."""
-    assert workspace.key_splits(1, 212 * 64, 64) == 1
-    assert workspace.key_splits(1, 211 * 64, 64) == 5  # 1,055 blocks: four times 264, but for one
-    assert workspace.key_splits(1, 128 * 64, 64) == 2
-    assert workspace.key_splits(1, 64, 64) == 1  # keys of one block
-    assert [workspace.key_splits(1, 1024, head_dim) for head_dim in (64, 128, 192)] == [4, 8, 16]
+    splits = partial(workspace.key_splits, 1, multiprocessors=132)
+    assert splits(212 * 64, 64) == 1
+    assert splits(211 * 64, 64) == 5  # 1,055 blocks: four times 264, but for one
+    assert splits(128 * 64, 64) == 2
+    assert splits(64, 64) == 1  # keys of one block
+    assert [splits(1024, head_dim) for head_dim in (64, 128, 192)] == [4, 8, 16]
+
+
+@pytest.mark.parametrize(("at_hand", "splits"), [(None, 4), (132, 4), (8, 1)])
+def test_it_splits_them_by_the_gpu_at_hand(at_hand: int | None, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1,024 queries, 16 blocks of 64; without a GPU by an H100's multiprocessors."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: at_hand is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: Namespace(multi_processor_count=at_hand))
     found = workspace.flash_workspace(replace(CASE, batch=1, heads=1, seq=1024, mode="forward"), "cuda")
-    assert found == 4 * 1024 * (64 + 1) * 4
+    assert found == (splits > 1) * splits * 1024 * (64 + 1) * 4
 
 
 @pytest.mark.parametrize("mode", MODES)
