@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ class Sharding:
         """Whether shards are in host memory, and computed with elsewhere."""
         return self.shard_device.type != self.device.type
 
-    def wait_for_host_memory(self) -> None:
+    def wait_for_host_memory(self, *_: Any) -> None:  # a hook has arguments
         """Return when what is copied to host memory is there, and what is copied from it may be overwritten."""
         if self.offloads:
             torch.accelerator.current_stream(self.device).synchronize()

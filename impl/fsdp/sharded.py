@@ -110,6 +110,8 @@ class FullyShardedDataParallel(PlainStateDict):
         for unit in self.units:
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
             unit.module.register_forward_hook(partial(self._after_forward, unit))
+        for part in module.modules():  # of whose shards a forward may still be copying
+            part.register_load_state_dict_pre_hook(self.sharding.wait_for_host_memory)
         refuse_unsynchronized_steps(self)
         mark_sharded(module)
 
