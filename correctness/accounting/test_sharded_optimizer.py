@@ -105,7 +105,7 @@ class Counting:
 
 def bytes_sent(case: ShardedStepCase) -> int:
     """In the second step."""
-    step = ShardedStep(family("sharded_optimizer").implementations["sharded"], case, "cpu")
+    step = ShardedStep(family("sharded_optimizer").implementations["sharded"], case, device_of_rank())
     optimizer: Any = step.optimizer
     step.prepare()
     step.step(lambda part: None)
