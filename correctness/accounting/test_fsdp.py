@@ -53,10 +53,8 @@ def peak(name: str, case: FSDPCase) -> dict[str, int]:
     return {name: peak_of_a_step(FSDPStep, family("fsdp").implementations[name], case)}
 
 
-def formula(name: str, case: FSDPCase) -> int:
-    memory = family("fsdp").implementations[name].memory
-    assert memory is not None
-    return memory(case)
+def formula(name: str, case: FSDPCase, device: str = "cpu") -> int:
+    return family("fsdp").implementations[name].peak(case, device)
 
 
 def named(value: Any) -> str:
@@ -88,12 +86,12 @@ SWEEP = [
     ids=named,
 )
 def test_peaks_are_within_a_fiftieth_of_their_formulas_on_every_rank(
-    names: Sequence[str], case: FSDPCase, worlds: Any
+    names: Sequence[str], case: FSDPCase, worlds: Any, device: str
 ) -> None:
     for name in names:
-        if reason := family("fsdp").implementations[name].unavailable_reason("cpu", to_measure=True):
+        if reason := family("fsdp").implementations[name].unavailable_reason(device, to_measure=True):
             pytest.skip(f"{name}: {reason}")
-        expected = case.ranks * [{name: formula(name, case)}]
+        expected = case.ranks * [{name: formula(name, case, device)}]
         assert_metered(worlds(case.ranks), expected, peak, name, case, below=0.02)
 
 

@@ -11,9 +11,14 @@ from torch import Tensor, nn
 from impl.collectives import Collectives, Handle
 from impl.distributed import has_own_memory
 
-BUCKET_MB = 25
-"""MB (2^20 bytes) of gradients that are reduce-scattered together, and of parameters that are all-gathered together; as
-many as PyTorch's DDP reduces together."""
+
+def default_bucket_mb(device: str) -> int:
+    """MB (2^20 bytes) of gradients that are reduce-scattered together, and of parameters that are all-gathered.
+
+    On a GPU as many as PyTorch's DDP reduces together. On CPU fewer: on two cores a step of a model of 36 MB takes 1.02
+    times as long as ZeroRedundancyOptimizer's with 5, and 1.19 times with 25.
+    """
+    return 5 if device == "cpu" else 25
 
 
 @dataclass(eq=False)
