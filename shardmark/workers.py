@@ -14,6 +14,7 @@ import pickle
 from collections.abc import Generator
 from copy import copy
 from dataclasses import dataclass
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,7 +94,7 @@ class Controller:
         _plugin(self._config, "dsession").nodemanager.teardown_nodes()  # and wait
         session.testscollected = len(session.items)
         items = [item for item in session.items if takes_world(item)]
-        for item, following in zip(items, [*items[1:], None], strict=True):
+        for item, following in zip_longest(items, items[1:]):
             self._config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)

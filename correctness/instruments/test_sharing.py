@@ -163,6 +163,14 @@ def test_a_run_that_is_to_end_early_does_not_come_to_worlds(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("chosen", "status", "numbers"), [("device and 2", 0, [2]), ("world and 1", 0, [1]), ("no", 5, [])]
+)
+def test_a_run_may_have_one_kind_or_none(chosen: str, status: int, numbers: list[int], tmp_path: Path) -> None:
+    ended = run(tmp_path, "-k", chosen)
+    assert (ended.status, ended.rows()) == (status, numbers), ended.output
+
+
+@pytest.mark.parametrize(
     ("arguments", "option", "number"),
     [
         (["perf"], {}, 4),
