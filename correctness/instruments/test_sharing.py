@@ -157,13 +157,15 @@ def test_each_question_has_one_table_of_all_its_rows(ended: Ended) -> None:
     assert "test_nowhere" in unmatched
 
 
+@pytest.mark.sweep
 def test_a_run_that_is_to_end_early_does_not_come_to_worlds(tmp_path: Path) -> None:
     ended = run(tmp_path, "-x", "-k", "5 or 0")
     assert ended.status != 0 and ended.rows() == [5], ended.output
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("chosen", "status", "numbers"), [("device and 2", 0, [2]), ("world and 1", 0, [1]), ("no", 5, [])]
+    ("chosen", "status", "numbers"), [("device and 2", 0, [2]), ("world and 1", 0, [1]), ("neither", 5, [])]
 )
 def test_a_run_may_have_one_kind_or_none(chosen: str, status: int, numbers: list[int], tmp_path: Path) -> None:
     ended = run(tmp_path, "-k", chosen)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FLOAT = 4
 MULTIPROCESSORS = 132
-"""Of an H100 SXM, which a machine without a GPU speaks of."""
+"""Of an H100 SXM, which is what formulas speak of where there is no GPU."""
 MOST_SPLITS = 128
 
 
