@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Generator
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -64,7 +65,7 @@ class Rows:
     benchmarks: list[Any]
     """What pytest-benchmark has of it."""
     observers: list[tuple[str | None, list[Observer]]]
-    """Each row's question, and its observers."""
+    """Each row's question, and those of its observers that go by pickle: the others' lines are not shown."""
 
 
 class Controller:
@@ -145,12 +146,19 @@ class Worker:
         report = yield
         entries, benchmarks = self._session.rows.rows, _benchmarks(item.config).benchmarks
         new = entries[self._sent[0] :]
-        observed = [(entry["group"], [*self._session.questions[entry["group"]].observers.values()]) for entry in new]
+        questions = [entry["group"] for entry in new]
+        observed = [(name, [*filter(_pickles, self._session.questions[name].observers.values())]) for name in questions]
         rows = Rows(new, [_portable(each) for each in benchmarks[self._sent[1] :]], observed)
         if rows.entries or rows.benchmarks:
             report.user_properties.append((ROWS, pickle.dumps(rows)))
             self._sent = len(entries), len(benchmarks)
         return report
+
+
+def _pickles(observer: Observer) -> bool:
+    with suppress(Exception):  # pickle raises as many kinds as there are things it cannot pickle
+        return bool(pickle.dumps(observer))
+    return False
 
 
 def _plugin(config: pytest.Config, name: str) -> Any:

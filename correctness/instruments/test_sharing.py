@@ -12,8 +12,12 @@ import torch
 
 from correctness.support.paths import ROOT
 from correctness.support.runs import CONFTEST, Ended, forked, project
+from impl.training_step.cases import TrainingStepCase
 from perf.conftest import pytest_cmdline_main
+from perf.observers.after_warmups import AfterWarmups
+from perf.observers.attention_parts import AttentionProfile
 from shardmark import workers
+from shardmark.observers import Goals, Timeline
 
 SHARING = """
 import pytest
@@ -63,11 +67,15 @@ class Seen(Observer):
     def lines(self, entries):
         yield f"{len(entries)} rows seen"
 
+class Local(Observer):
+    def __init__(self):
+        self.cannot_be_pickled = lambda: None
+
 DEVICES = Column("devices", lambda entry, row: row["seen"]["devices"] if "seen" in row else None)
 
 def record(number, measure):
     ranks = [Measured("none", Memory(), {IMPLEMENTATION: [Laps(0.001 * (number + 1))] * 3})]
-    observe = [Seen(measure._session.judgements)]
+    observe = [Seen(measure._session.judgements), Local()]
     measure.record(Identity("none", "mine", Case(number), "cpu"), ranks, observe=observe)
 
 @pytest.mark.question("What takes a world?", columns=["case", "time ms", DEVICES])
@@ -147,6 +155,16 @@ def test_a_world_has_every_device_to_itself(rows: dict[int, dict[str, Any]]) -> 
 
 def test_verdicts_share_one_error_in_every_process(rows: dict[int, dict[str, Any]]) -> None:
     assert {seen["judgements"] for seen in rows.values()} == {9}
+
+
+def test_what_perf_observes_goes_by_pickle() -> None:
+    for observer in (
+        AttentionProfile(TrainingStepCase("tiny", 2, 32)),
+        AfterWarmups({0: [1.0]}),
+        Timeline(),
+        Goals(mfu=0.5),
+    ):
+        assert workers._pickles(observer)
 
 
 def test_each_question_has_one_table_of_all_its_rows(ended: Ended) -> None:
