@@ -1,12 +1,27 @@
-"""What a run of this suite says of the machine beside what every run says."""
+"""Several GPUs; and what a run of this suite says of the machine beside what every run says."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardmark.session import SESSION
+from shardmark.workers import share_the_devices
+
+FOLDER = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Measure what takes one GPU on as many at once as `--ranks` allows."""
+    option = config.option
+    paths = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
+    if option.device != "cpu" and all(path.is_relative_to(FOLDER) for path in paths):
+        ranks = [int(size) for size in (option.ranks or "").split(",") if size.strip().isdigit()]
+        share_the_devices(config, min([torch.cuda.device_count(), *([max(ranks)] if ranks else [])]))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -53,5 +53,5 @@ def test_low_precision_step(implementation: Implementation, case: FSDPCase, worl
 
 def _measure(implementation: Implementation, case: FSDPCase, world: World, measure: Measure) -> None:
     case = replace(case, ranks=world.size)
-    kept, norms_whole = implementation.name.endswith("kept"), implementation.name.endswith("norms_whole")
-    measure(FSDPStep, implementation, case, world_size=world.size, work=work(case, kept, norms_whole), slack=1.02)
+    kept, norms_replicated = implementation.name.endswith("kept"), implementation.name.endswith("norms_replicated")
+    measure(FSDPStep, implementation, case, world_size=world.size, work=work(case, kept, norms_replicated), slack=1.02)

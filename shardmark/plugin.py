@@ -34,6 +34,7 @@ from shardmark.report.progress import Progress
 from shardmark.report.undecided import Undecided
 from shardmark.rows import describe_machine
 from shardmark.session import SESSION, start_session
+from shardmark.workers import SHARED, Worker
 from shardmark.world import RankError, World
 
 WorldsBySize = Callable[[int], World]
@@ -158,6 +159,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, compares in (("gate", session.gate), ("ref", session.ref)):
         if compares is not None:
             config.pluginmanager.register(compares, f"shardmark {name}")
+    if SHARED in getattr(config, "workerinput", {}):
+        config.pluginmanager.register(Worker(session), "shardmark worker")
 
 
 def _end_with(config: pytest.Config, line: str) -> None:

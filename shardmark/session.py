@@ -82,7 +82,8 @@ class Session:
             _check_benchmark(option)
             self.gate = _gate(option, self.rows)
             self.ref = _ref(option, self.device, config.rootpath)
-            self.trace = None if option("trace_dir") is None else TraceFolder(_path("trace_dir", option))
+            if option("trace_dir") is not None:
+                self.trace = TraceFolder(_path("trace_dir", option), others=_is_helping())
         except BaseException:
             self._close_files()
             raise

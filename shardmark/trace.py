@@ -203,10 +203,11 @@ def memory_snapshot(path: Path, device: str) -> Iterator[list[Path]]:
 class TraceFolder:
     """The folder of `--trace-dir`, made where it is missing: what the files of each test are called in it.
 
-    Raises ValueError, in one line, for a path that is no folder and cannot become one.
+    With `others`, processes of the same run write to it as well. Raises ValueError, in one line, for a path that is no
+    folder and cannot become one.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, others: bool = False) -> None:
         try:
             self._made = [each for each in (path, *path.parents) if not os.path.lexists(each)]
             path.mkdir(parents=True, exist_ok=True)
@@ -216,6 +217,7 @@ class TraceFolder:
             why = getattr(error, "strerror", error)
             raise ValueError(f"--trace-dir {path}: it is to be a folder, and cannot be: {why}") from None
         self.path = path.absolute()  # ranks may be elsewhere
+        self._others = others
         self._tests: dict[str, str] = {}
 
     def close(self) -> None:
@@ -225,8 +227,8 @@ class TraceFolder:
                 each.rmdir()
 
     def stem(self, test_id: str, wanted: str) -> Path:
-        """The test's files without their endings: `wanted`, and a digest if another test of this run has that."""
+        """The test's files without their endings: `wanted`, and a digest if another test of this run may have that."""
         name = re.sub(r"[^\w.+=-]+", "_", wanted)[:150]
-        if self._tests.setdefault(name, test_id) != test_id:
+        if self._others or self._tests.setdefault(name, test_id) != test_id:
             name = f"{name}-{hashlib.sha256(test_id.encode()).hexdigest()[:8]}"
         return self.path / name

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +19,13 @@ from torch.utils._pytree import tree_leaves
 from impl.accounting.ledger import explain
 from impl.attention import accounting, workspace
 from impl.attention.cases import MODES, AttentionCase
+from impl.collectives.accounting import in_place_peak
+from impl.collectives.cases import COLLECTIVES, CollectiveCase
+from impl.fsdp.cases import FSDPCase
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel
 from impl.model.sizes import SIZES
 from impl.precision import PRECISIONS
+from impl.sharded_optimizer.cases import ShardedStepCase
 from impl.training_step import EagerStep
 from impl.training_step.accounting import eager_peak
 from impl.training_step.cases import TrainingStepCase
@@ -95,6 +101,51 @@ def test_of_a_step_in_float32_cuda_keeps_no_second_copy_of_attentions_output(con
     assert eager_peak(half, "cuda") == eager_peak(half)
 
 
+AT_THE_LOSS = {
+    "checkpointing": TrainingStepCase("tiny", 4, 250),
+    "data_parallel": TrainingStepCase("tiny", 4, 250),
+    "sharded_optimizer": ShardedStepCase("tiny", 4, 250),
+    "fsdp": FSDPCase("tiny", 4, 250),
+}
+"""Of a step whose largest moment is the loss."""
+
+
+@pytest.mark.parametrize("name", AT_THE_LOSS)
+def test_nor_does_a_step_on_ranks_whatever_is_sharded(name: str) -> None:
+    """Nor one that is checkpointed, but for what its policy frees of it."""
+    case, size = AT_THE_LOSS[name], SIZES["tiny"]
+    longer = 4 * case.batch * size.heads * (-case.context % 32)
+    output = 4 * case.tokens * size.d_model
+    for implementation in family(name).implementations.values():
+        if implementation.name in ("full", "recursive"):
+            kept = 0
+        elif implementation.name == "selective":
+            kept = -longer * size.layers
+        else:
+            kept = size.layers // (2 if implementation.name == "every_2" else 1) * (output - longer)
+        found = implementation.peak(case, "cpu") - implementation.peak(case, "cuda")
+        assert found == kept, f"{implementation}: {found:,} bytes, expected {kept:,}"
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [("sharded_optimizer", ShardedStepCase("tiny", 1, 8)), ("fsdp", FSDPCase("tiny", 1, 8))]
+)
+def test_nccls_reduce_scatter_has_no_buffers_of_ours(name: str, case: Any) -> None:
+    for implementation in family(name).implementations.values():
+        if implementation.name.startswith("sharded"):
+            held = [explain(implementation, case, device).entries for device in ("cpu", "cuda")]
+            buffers = [sum(nbytes for entry, nbytes in each.items() if "buffers" in entry) for each in held]
+            assert buffers[0] > buffers[1] == 0, f"{implementation}: {buffers}"
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_nccl_works_on_the_tensors_and_gloo_on_copies(collective: str) -> None:
+    case = CollectiveCase(collective, 1)
+    backend = family("collectives").implementations["backend"]
+    assert backend.peak(case, "cuda") == in_place_peak(case)
+    assert backend.peak(case, "cpu") == in_place_peak(case) + (0 if collective == "all_reduce" else case.bytes)
+
+
 @pytest.mark.parametrize("model", ["mlp-tiny"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_autocast_casts_on_cuda_what_it_casts_on_cpu(dtype: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,13 +217,21 @@ def test_efficient_attention_rounds_head_dim_up_to_its_blocks(
 
 def test_flash_attention_splits_keys_where_queries_leave_multiprocessors_idle() -> None:
     """On 132 of them, with two blocks each: 212 blocks of 64 queries are 80%."""
-    assert workspace.key_splits(1, 212 * 64, 64) == 1
-    assert workspace.key_splits(1, 211 * 64, 64) == 5  # 1,055 blocks: four times 264, but for one
-    assert workspace.key_splits(1, 128 * 64, 64) == 2
-    assert workspace.key_splits(1, 64, 64) == 1  # keys of one block
-    assert [workspace.key_splits(1, 1024, head_dim) for head_dim in (64, 128, 192)] == [4, 8, 16]
+    splits = partial(workspace.key_splits, 1, multiprocessors=132)
+    assert splits(212 * 64, 64) == 1
+    assert splits(211 * 64, 64) == 5  # 1,055 blocks: four times 264, but for one
+    assert splits(128 * 64, 64) == 2
+    assert splits(64, 64) == 1  # keys of one block
+    assert [splits(1024, head_dim) for head_dim in (64, 128, 192)] == [4, 8, 16]
+
+
+@pytest.mark.parametrize(("at_hand", "splits"), [(None, 4), (132, 4), (8, 1)])
+def test_it_splits_them_by_the_gpu_at_hand(at_hand: int | None, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1,024 queries, 16 blocks of 64; without a GPU by an H100's multiprocessors."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: at_hand is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: Namespace(multi_processor_count=at_hand))
     found = workspace.flash_workspace(replace(CASE, batch=1, heads=1, seq=1024, mode="forward"), "cuda")
-    assert found == 4 * 1024 * (64 + 1) * 4
+    assert found == (splits > 1) * splits * 1024 * (64 + 1) * 4
 
 
 @pytest.mark.parametrize("mode", MODES)

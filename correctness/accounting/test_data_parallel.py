@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from correctness.support.metering import assert_metered, metered
+from correctness.support.metering import assert_metered, device_of_rank, metered
 from impl.data_parallel.accounting import best_bucket_bytes, bucketed_peak, exposed_seconds, work
 from impl.data_parallel.cases import ReductionCase
 from impl.training_step.cases import TrainingStepCase
@@ -30,8 +30,8 @@ def peak(implementation: Implementation, case: TrainingStepCase) -> dict[str, in
     ],
     ids=str,
 )
-def test_a_narrower_reductions_peak_is_the_formulas(case: ReductionCase, worlds: WorldsBySize) -> None:
-    expected = [{"peak": bucketed_peak(case)}] * 2
+def test_a_narrower_reductions_peak_is_the_formulas(case: ReductionCase, worlds: WorldsBySize, device: str) -> None:
+    expected = [{"peak": bucketed_peak(case, device)}] * 2
     bucketed = family("data_parallel").implementations["bucketed"]
     # The last bucket holds more than the embedding.
     assert_metered(worlds(2), expected, peak, bucketed, case, below=2e-3)
@@ -39,8 +39,9 @@ def test_a_narrower_reductions_peak_is_the_formulas(case: ReductionCase, worlds:
 
 def first_steps_peak(implementation: Implementation, case: TrainingStepCase) -> int:
     """Of the step that learns the order and fills the buckets anew."""
-    with meter("cpu") as memory:
-        workload = DataParallelStep(implementation, case, "cpu")
+    device = device_of_rank()
+    with meter(device) as memory:
+        workload = DataParallelStep(implementation, case, device)
         workload.prepare()
         memory.reset_peak()
         workload.step(lambda part: None)
@@ -48,10 +49,10 @@ def first_steps_peak(implementation: Implementation, case: TrainingStepCase) -> 
 
 
 @pytest.mark.parametrize("bucket_mb", [1, pytest.param(25, marks=pytest.mark.sweep)])
-def test_learning_the_order_takes_no_more_than_a_step(bucket_mb: int, worlds: WorldsBySize) -> None:
+def test_learning_the_order_takes_no_more_than_a_step(bucket_mb: int, worlds: WorldsBySize, device: str) -> None:
     case = TrainingStepCase("deep", 1, 4, bucket_mb=bucket_mb)
     for found in worlds(2).run(first_steps_peak, family("data_parallel").implementations["bucketed"], case):
-        assert found <= bucketed_peak(case)
+        assert found <= bucketed_peak(case, device)
 
 
 def test_a_narrower_reduction_communicates_half() -> None:

@@ -26,7 +26,7 @@ FEW_TOKENS = replace(TINY, batch=1, context=8)
 """Parameters weigh more than activations."""
 MINI, WIDE = FSDPCase("mini", batch=2, context=64), FSDPCase("wide", batch=8, context=32)
 
-OWN = ("sharded", "sharded_plain", "sharded_kept", "sharded_norms_whole")
+OWN = ("sharded", "sharded_plain", "sharded_kept", "sharded_norms_replicated")
 FSDP1 = ("fsdp1", "fsdp1_post", "fsdp1_no_prefetch", "fsdp1_forward_prefetch")
 OTHERS = (*FSDP1, "fsdp2", "fsdp2_kept", "simple")
 ALL = OWN + OTHERS
@@ -53,10 +53,8 @@ def peak(name: str, case: FSDPCase) -> dict[str, int]:
     return {name: peak_of_a_step(FSDPStep, family("fsdp").implementations[name], case)}
 
 
-def formula(name: str, case: FSDPCase) -> int:
-    memory = family("fsdp").implementations[name].memory
-    assert memory is not None
-    return memory(case)
+def formula(name: str, case: FSDPCase, device: str = "cpu") -> int:
+    return family("fsdp").implementations[name].peak(case, device)
 
 
 def named(value: Any) -> str:
@@ -72,7 +70,7 @@ EVERY_TIME = [
     (("sharded",), MANY_TOKENS),
     (("sharded_plain",), FEW_TOKENS),  # at its peak a block is all-gathered while the one after it is still there
     *((("accelerate",), case) for case in (TINY, replace(TINY, ranks=3), MINI)),
-    (("sharded_norms_whole",), replace(TINY, ranks=3)),
+    (("sharded_norms_replicated",), replace(TINY, ranks=3)),
     (("sharded",), replace(MINI, dtype="bfloat16")),  # of a smaller one scratch space is a larger share
 ]
 SWEEP = [
@@ -88,12 +86,12 @@ SWEEP = [
     ids=named,
 )
 def test_peaks_are_within_a_fiftieth_of_their_formulas_on_every_rank(
-    names: Sequence[str], case: FSDPCase, worlds: Any
+    names: Sequence[str], case: FSDPCase, worlds: Any, device: str
 ) -> None:
     for name in names:
-        if reason := family("fsdp").implementations[name].unavailable_reason("cpu", to_measure=True):
+        if reason := family("fsdp").implementations[name].unavailable_reason(device, to_measure=True):
             pytest.skip(f"{name}: {reason}")
-        expected = case.ranks * [{name: formula(name, case)}]
+        expected = case.ranks * [{name: formula(name, case, device)}]
         assert_metered(worlds(case.ranks), expected, peak, name, case, below=0.02)
 
 
@@ -119,5 +117,5 @@ def test_bytes_sent_are_those_of_gathering_twice_and_reducing_once() -> None:
         assert work(case).bytes_communicated == 4 * (2 * whole + read_again) * (ranks - 1) // ranks
         assert work(case, kept=True).bytes_communicated == 4 * 2 * whole * (ranks - 1) // ranks
         in_blocks = 2 * size.layers * size.d_model  # norms, whose gradients are all-reduced once
-        norms_whole = work(case, norms_whole=True).bytes_communicated
-        assert norms_whole == 4 * (2 * whole + read_again - in_blocks) * (ranks - 1) // ranks
+        norms_replicated = work(case, norms_replicated=True).bytes_communicated
+        assert norms_replicated == 4 * (2 * whole + read_again - in_blocks) * (ranks - 1) // ranks

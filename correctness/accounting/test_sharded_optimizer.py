@@ -9,7 +9,7 @@ import pytest
 
 from correctness.support.metering import assert_metered, device_of_rank, metered, plan_of
 from impl.model import SIZES
-from impl.sharded_optimizer.accounting import sharded_bytes, work, zero_redundancy_work
+from impl.sharded_optimizer.accounting import sharded_bytes, sharded_peak, work, zero_redundancy_work
 from impl.sharded_optimizer.cases import ShardedStepCase
 from perf.workloads.sharded_optimizer import ShardedStep
 from shardmark.observers import timeline_pass
@@ -19,7 +19,7 @@ from shardmark.registry import family
 AT_LAYERS = ShardedStepCase("tiny", 2, 32)
 """Its largest moment is when backward leaves the output projection, or is in the last layer."""
 AT_END, AT_LOSS = ShardedStepCase("mini", 1, 4), ShardedStepCase("tiny", 3, 61)
-MANY_BUCKETS = replace(AT_END, bucket_mb=5)
+FEW_BUCKETS = replace(AT_END, bucket_mb=25)
 
 
 def peak(name: str, case: ShardedStepCase) -> dict[str, int]:
@@ -35,14 +35,19 @@ def peak(name: str, case: ShardedStepCase) -> dict[str, int]:
         ("zero_redundancy", AT_LAYERS),
         ("sharded", AT_END),
         ("sharded", AT_LOSS),
-        ("sharded", MANY_BUCKETS),
+        ("sharded", FEW_BUCKETS),
     ],
     ids=str,
 )
-def test_peak_is_the_formulas_on_every_rank(name: str, case: ShardedStepCase, worlds: Any) -> None:
-    formula = family("sharded_optimizer").implementations[name].memory
-    assert formula is not None
-    assert_metered(worlds(2), [{"peak": formula(case)}] * 2, peak, name, case, below=0.005)
+def test_peak_is_the_formulas_on_every_rank(name: str, case: ShardedStepCase, worlds: Any, device: str) -> None:
+    expected = {"peak": family("sharded_optimizer").implementations[name].peak(case, device)}
+    assert_metered(worlds(2), [expected] * 2, peak, name, case, below=0.005)
+
+
+def test_buckets_are_of_5_mb_on_cpu_and_of_25_on_a_gpu() -> None:
+    for device, bucket_mb in (("cpu", 5), ("cuda", 25)):
+        assert sharded_peak(AT_END, device) == sharded_peak(replace(AT_END, bucket_mb=bucket_mb), device)
+    assert sharded_peak(AT_END, "cuda") != sharded_peak(replace(AT_END, bucket_mb=5), "cuda")
 
 
 def bytes_by_kind(case: ShardedStepCase) -> dict[str, int]:
@@ -58,7 +63,7 @@ def bytes_by_kind(case: ShardedStepCase) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.sweep), 3])
-def test_bytes_of_each_kind_are_the_formulas_to_the_byte_on_every_rank(ranks: int, worlds: Any) -> None:
+def test_bytes_of_each_kind_are_the_formulas_to_the_byte_on_every_rank(ranks: int, worlds: Any, device: str) -> None:
     case = replace(AT_LAYERS, ranks=ranks)
     expected = [
         {
@@ -72,7 +77,7 @@ def test_bytes_of_each_kind_are_the_formulas_to_the_byte_on_every_rank(ranks: in
             "after_optimizer": held.after_step,
             "gradients after optimizer": 0,
         }
-        for held in (sharded_bytes(case, rank) for rank in range(ranks))
+        for held in (sharded_bytes(case, rank, device) for rank in range(ranks))
     ]
     assert_metered(worlds(ranks), expected, bytes_by_kind, case)
 

@@ -56,7 +56,8 @@ def test_a_query_sees_the_keys_up_to_its_own(
     q_len, k_len = LENGTHS[shape_id]
     if "beyond" in shape_id:
         shapes = (-(-q_len // 8), 16), (-(-k_len // 8), 16)
-        skip_if_slow(lambda: results(implementation.adapted, random_inputs(*shapes, dtype, device), is_causal))
+        part = random_inputs(*shapes, dtype, device)
+        skip_if_slow(implementation, lambda: results(implementation.adapted, part, is_causal), device)
     keys, queries = _around_powers_of_two(k_len), _around_powers_of_two(q_len)
     q, k, v = (torch.zeros(n, 40, dtype=dtype, device=device) for n in (q_len, k_len, k_len))
     grad = torch.zeros_like(q)
@@ -140,7 +141,7 @@ def test_is_as_accurate_as_eager(
     inputs = _inputs(shape_id, dtype, device)
     if "beyond" in shape_id:
         part = [x[..., : -(-x.shape[-2] // 8), :] for x in inputs]
-        skip_if_slow(lambda: results(implementation.adapted, part, is_causal))
+        skip_if_slow(implementation, lambda: results(implementation.adapted, part, is_causal), device)
     assert_as_accurate_as_eager(implementation.adapted, inputs, is_causal)
 
 
@@ -153,7 +154,7 @@ def test_many_queries_are_as_accurate_as_eager(
     """Not in half precision, in which PyTorch's SDPA adds up the gradients of v on CPU."""
     inputs = random_inputs((2, 4097, 16), (2, 3, 16), dtype, device)
     part = [x[:, : -(-x.shape[-2] // 8)] for x in inputs]
-    skip_if_slow(lambda: results(implementation.adapted, part, is_causal))
+    skip_if_slow(implementation, lambda: results(implementation.adapted, part, is_causal), device)
     assert_as_accurate_as_eager(implementation.adapted, inputs, is_causal)
 
 

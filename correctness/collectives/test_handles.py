@@ -23,6 +23,7 @@ from correctness.support.summing import Call, assert_right, small_integers
 from correctness.support.wire import delayed
 from impl.collectives import Ring, collectives_for, count_bytes_sent
 from impl.collectives.cases import COLLECTIVES
+from impl.collectives.messages import GLOO_ALONE
 from shardmark.registry import Implementation, Unsupported
 from shardmark.world import RankError, World
 
@@ -90,15 +91,22 @@ def test_results_are_there_when_wait_returns(
     assert_right(world.run(with_a_late_rank, implementation, late, True, device))
 
 
-def on_nccl(implementation: Implementation) -> str:
-    with patch.object(dist, "get_backend_config", return_value="cuda:nccl"), pytest.raises(Unsupported) as caught:
+def on_nccl(implementation: Implementation) -> None:
+    with patch.object(dist, "get_backend_config", return_value="cuda:nccl"):
         implementation.adapted.all_reduce(torch.ones(3))
-    return str(caught.value)
 
 
 @pytest.mark.family("collectives", only=OURS)
-def test_it_says_that_nccl_does_not_send_its_messages(implementation: Implementation, world: World) -> None:
-    assert all("which Gloo allows and NCCL does not" in said for said in world.run(on_nccl, implementation))
+def test_that_nccl_does_not_send_its_messages_is_the_reason_of_a_skip_and_ends_no_world(
+    implementation: Implementation, pair: World
+) -> None:
+    assert implementation.unavailable_reason("cuda") == GLOO_ALONE
+    ranks = pair.pids
+    for _ in range(2):
+        with pytest.raises(RankError) as caught:
+            pair.run(on_nccl, implementation)
+        assert isinstance(caught.value.exception, Unsupported) and GLOO_ALONE in str(caught.value.exception)
+    assert pair.pids == ranks
 
 
 def beside_messages(implementation: Implementation, device: str) -> bool:
@@ -157,19 +165,20 @@ def test_tensors_that_do_not_go_together_are_one_line(implementation: Implementa
         ]
 
 
-def wait_for_a_rank_that_dies() -> None:
+def wait_for_a_rank_that_dies(implementation: Implementation) -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    Ring().all_reduce(torch.ones(N), async_op=True).wait()
+    implementation.adapted.all_reduce(torch.ones(N), async_op=True).wait()
 
 
-def test_a_rank_that_dies_is_an_error_of_those_who_wait_for_it(pair: World) -> None:
+@pytest.mark.family("collectives", only=("ring",))
+def test_a_rank_that_dies_is_an_error_of_those_who_wait_for_it(implementation: Implementation, pair: World) -> None:
     with pytest.raises(RankError, match=r"rank 0 of 2 raised RuntimeError") as caught:
-        pair.run(wait_for_a_rank_that_dies, deadline=30)
+        pair.run(wait_for_a_rank_that_dies, implementation, deadline=30)
     assert "rank 1 of 2 was killed by SIGKILL" in str(caught.value)
 
 
-def threads_after_a_group() -> list[int]:
+def threads_after_a_group(implementation: Implementation) -> list[int]:
     """Threads of the workers: before a group, while it is there, and after it."""
 
     def workers() -> int:
@@ -177,8 +186,8 @@ def threads_after_a_group() -> list[int]:
 
     counts = [workers()]
     group = dist.new_group()
-    Ring().all_reduce(torch.ones(3), group)
-    Ring().all_reduce(torch.ones(3), group)
+    for _ in range(2):
+        implementation.adapted.all_reduce(torch.ones(3), group)
     counts.append(workers())
     dist.destroy_process_group(group)
     del group
@@ -187,8 +196,9 @@ def threads_after_a_group() -> list[int]:
     return [*counts, workers()]
 
 
-def test_a_thread_ends_with_its_process_group(pair: World) -> None:
-    assert pair.run(threads_after_a_group) == [[0, 1, 0]] * 2
+@pytest.mark.family("collectives", only=("ring",))
+def test_a_thread_ends_with_its_process_group(implementation: Implementation, pair: World) -> None:
+    assert pair.run(threads_after_a_group, implementation) == [[0, 1, 0]] * 2
 
 
 def group_of_its_own() -> float:

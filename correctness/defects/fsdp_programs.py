@@ -1,4 +1,4 @@
-"""Wrong ways of full sharding that random programs find, a parameter of one element, or parameters that stay whole."""
+"""Wrong ways of full sharding that random programs find, a parameter of one element, or replicated parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from correctness.support.planting import defect
 from impl.collectives import Handle
 from impl.fsdp import FullyShardedDataParallel
-from impl.fsdp.flat import Whole
+from impl.fsdp.flat import Replicated
 from impl.fsdp.units import Unit
 
 PROGRAMS = "test_programs_do_what_they_do"
@@ -73,58 +73,58 @@ class SquaresInHalfPrecision(FullyShardedDataParallel):
         return norm
 
 
-class _OtherWhole(FullyShardedDataParallel):
-    KIND: type[Whole] = Whole
+class _ReplicatesOtherwise(FullyShardedDataParallel):
+    KIND: type[Replicated] = Replicated
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         for unit in self.units:
             for flat in unit.flats:
-                if isinstance(flat, Whole):
+                if isinstance(flat, Replicated):
                     flat.__class__ = self.KIND
 
 
-class _KeepsItsOwn(Whole):
+class _KeepsItsOwn(Replicated):
     def _sum(self, gradient: Tensor) -> Handle | None:
         handle = super()._sum(gradient.clone())
         gradient.mul_(self.sharding.world_size)
         return handle
 
 
-class _Sums(Whole):
+class _Sums(Replicated):
     def _sum(self, gradient: Tensor) -> Handle | None:
         return super()._sum(gradient.mul_(self.sharding.world_size))
 
 
-class _CountsOnEveryRank(Whole):
+class _CountsOnEveryRank(Replicated):
     @property
     def counted(self) -> bool:
         return True
 
 
-STAY_WHOLE = "test_parameters_that_stay_whole_train_as_in_a_single_process"
+REPLICATED = "test_replicated_parameters_train_as_in_a_single_process"
 
 
-@defect(cause="gradients", caught_by=STAY_WHOLE)
-class DoesNotAverageWhatIsIgnored(_OtherWhole):
+@defect(cause="gradients", caught_by=REPLICATED)
+class DoesNotAverageWhatIsIgnored(_ReplicatesOtherwise):
     """As PyTorch's `fully_shard`: nobody reduces the gradients of `ignored_params`."""
 
     KIND = _KeepsItsOwn
 
 
-@defect(cause="world size", caught_by=STAY_WHOLE)
-class SumsWhatIsIgnored(_OtherWhole):
+@defect(cause="world size", caught_by=REPLICATED)
+class SumsWhatIsIgnored(_ReplicatesOtherwise):
     KIND = _Sums
 
 
 @defect(cause="options", caught_by="test_a_gradient_that_every_rank_has_counts_once_in_the_norm")
-class CountsWhatIsIgnoredOnEveryRank(_OtherWhole):
-    """Clips by a norm in which what is whole counts as many times as there are ranks."""
+class CountsWhatIsIgnoredOnEveryRank(_ReplicatesOtherwise):
+    """Clips by a norm in which what is replicated counts as many times as there are ranks."""
 
     KIND = _CountsOnEveryRank
 
 
-@defect(cause="communication", caught_by=STAY_WHOLE)
+@defect(cause="communication", caught_by=REPLICATED)
 class StartsWhatIsIgnoredFromOwnWeights(FullyShardedDataParallel):
     """The values are each rank's own, as where nothing broadcasts what FSDP ignores."""
 

@@ -74,7 +74,7 @@ def train_on_rank(implementation: Implementation, name: str, policy: str, device
 @pytest.mark.family("fsdp", option="ignored_params")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ONE_MODULE)
-def test_parameters_that_stay_whole_train_as_in_a_single_process(
+def test_replicated_parameters_train_as_in_a_single_process(
     implementation: Implementation, world: World, name: str, policy: str, device: str
 ) -> None:
     ranks = world.run(train_on_rank, implementation, name, policy, device)
@@ -132,18 +132,18 @@ def save_on_rank(directory: Path, device: str) -> dict[str, Tensor]:
     return full(model)
 
 
-def load_on_rank(directory: Path, device: str, whole: bool) -> dict[str, Tensor]:
-    model = FullyShardedDataParallel(module("plain", 1, device), **(OPTIONS if whole else {}))
+def load_on_rank(directory: Path, device: str, replicated: bool) -> dict[str, Tensor]:
+    model = FullyShardedDataParallel(module("plain", 1, device), **(OPTIONS if replicated else {}))
     optimizer = adam(model)
     load(directory, model, optimizer)
     assert all(optimizer.state[p]["exp_avg"].shape == p.shape for p in model.parameters())
     return full(model)
 
 
-def test_a_checkpoint_does_not_say_what_was_whole(worlds: WorldsBySize, tmp_path: Path, device: str) -> None:
+def test_a_checkpoint_does_not_say_what_was_replicated(worlds: WorldsBySize, tmp_path: Path, device: str) -> None:
     saved = worlds(2).run(save_on_rank, tmp_path / "it", device)[0]
-    for whole in (True, False):
-        for loaded in worlds(3).run(load_on_rank, tmp_path / "it", device, whole):
+    for replicated in (True, False):
+        for loaded in worlds(3).run(load_on_rank, tmp_path / "it", device, replicated):
             assert_none([as_expected("the loaded", loaded, saved, tolerance=0)])
 
 
@@ -156,7 +156,7 @@ def made_from_meta_on_rank(device: str) -> dict[str, Tensor]:
     return {name: module.get_parameter(name).detach().cpu() for name in names}
 
 
-def test_what_was_on_meta_stays_whole_as_well(world: World, device: str) -> None:
+def test_what_was_on_meta_is_replicated_as_well(world: World, device: str) -> None:
     first, *others = world.run(made_from_meta_on_rank, device)
     assert first["blocks.1.w1.bias"].shape == (32,) and first["blocks.1.w1.bias"].unique().numel() == 32
     assert_none([as_expected("rank 0's", other, first, tolerance=0) for other in others])

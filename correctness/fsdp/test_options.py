@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from correctness.support.whole_batch import (
     single_process,
 )
 from impl.fsdp import FullyShardedDataParallel, by_size, by_type, whole
+from impl.fsdp.checkpoint import load, save
 from impl.fsdp.flat import Sharding
 from shardmark.registry import Implementation, check_contract, family
 from shardmark.world import World
@@ -137,6 +139,48 @@ def test_offloaded_shards_are_pinned_and_copies_are_waited_for_before_the_optimi
             "added finish": ["to and wait", "wait"],
             "evaluation": ["copy_", "wait"],
         }
+
+
+class Writing(Listening):
+    """Notes each write to the memory of `written`, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.copy_ and args[0].untyped_storage().data_ptr() in self.written:
+            self.heard.append("write")
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def load_after_forward(directory: Path, device: str) -> dict[str, list[str]]:
+    """What is waited for, and written, where shards are loaded while forward may still be copying from them."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch, Writing() as listening:
+        patch.setattr(Sharding, "offloads", True)
+        patch.setattr(torch.accelerator, "current_stream", lambda device: listening)
+        model = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4).to(device)), cpu_offload=True)
+        listening.written = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        save(directory, model)
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        part = {name.removeprefix("0."): tensor for name, tensor in state.items()}
+        ways = {
+            "state": lambda: model.load_state_dict(state),
+            "part": lambda: model.module[0].load_state_dict(part),
+            "checkpoint": lambda: load(directory, model),
+        }
+        for name, way in ways.items():
+            model(torch.ones(2, 4, device=device))
+            listening.since()
+            way()
+            found[name] = list(dict.fromkeys(listening.since()))
+    return found
+
+
+def test_offloaded_shards_are_loaded_once_forward_has_copied_them(world: World, tmp_path: Path, device: str) -> None:
+    for found in world.run(load_after_forward, tmp_path / "it", device):
+        assert found == {way: ["wait", "write"] for way in ("state", "part", "checkpoint")}
 
 
 @pytest.mark.parametrize("name", family("fsdp").implementations)

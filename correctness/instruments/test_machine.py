@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 import torch
@@ -166,3 +167,15 @@ def test_each_worker_begins_with_a_gpu_of_its_own(
     for _ in range(2):  # the second is a run within the first
         begin_with_own_device()
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == found
+
+
+def test_it_does_so_before_cuda_is_asked_whether_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which starts CUDA, and CUDA reads the variable once."""
+    seen: list[str] = []
+    monkeypatch.setenv(TURNED, "")
+    monkeypatch.delenv(TURNED)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: not seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    run_path(str(ROOT / "conftest.py"))
+    assert seen[0] == "7,5"

@@ -244,6 +244,8 @@ def test_file_names_are_safe_and_each_tests_own(tmp_path: Path) -> None:
     second = folder.stem("perf/a.py::test[two]", "b2 s64/../x-naive")
     assert second.parent == first.parent and second.name.startswith(f"{first.name}-") and second != first
     assert json.dumps(str(second))
+    beside = TraceFolder(tmp_path, others=True)  # whose names nobody here knows
+    assert len({beside.stem(f"perf/a.py::test[{number}]", "naive").name for number in range(2)} | {"naive"}) == 3
 
 
 def test_on_cuda_every_mark_waits_for_the_device(nvtx: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 from correctness.support.paths import ROOT
-from shardmark import torchrun
 from shardmark.memory import available_bytes
 from shardmark.rank import available_cores
+from shardmark.workers import may_have_workers
 
 FOLDER = ROOT / "correctness"
 
@@ -21,16 +19,9 @@ BYTES_OF_A_WORKER = 2**30
 
 
 def share_the_cores(config: pytest.Config) -> None:
-    """Set pytest-xdist's options, unless the user did, or wants to see this process: --pdb, -s.
-
-    Not on a machine with a GPU, which the workers would share, and not under torchrun, which starts one set of ranks.
-    """
+    """Set pytest-xdist's options; not on a machine with a GPU, which the workers would share."""
     option = config.option
-    if getattr(option, "numprocesses", 0) is not None or option.tx:  # given, or there is no pytest-xdist
-        return
-    if option.usepdb or option.trace or option.capture == "no" or option.collectonly:
-        return
-    if "PYTEST_XDIST_WORKER" in os.environ or torchrun.launched() or torch.cuda.is_available():
+    if not may_have_workers(config) or torch.cuda.is_available():
         return
     paths = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
     if available_cores() == 1 or not all(path.is_dir() and path.is_relative_to(FOLDER) for path in paths):

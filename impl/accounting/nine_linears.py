@@ -52,7 +52,7 @@ def strategy_of(name: str, case: NineLinearsCase, device: str = "cpu") -> Strate
 
 def peak(case: NineLinearsCase, name: str = "ddp", device: str = "cpu") -> Bytes:
     """Peak in bytes of one rank's step, on the device: what is offloaded from "cuda" is not on it."""
-    return LinearsStep(case, strategy_of(name, case, device)).run().peak
+    return LinearsStep(case, strategy_of(name, case, device), device).run().peak
 
 
 def stages(case: NineLinearsCase, name: str = "ddp") -> dict[str, int]:

@@ -10,6 +10,8 @@ import math
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import torch
+
 from impl.accounting.ledger import Bytes
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 FLOAT = 4
 MULTIPROCESSORS = 132
-"""Of an H100 SXM; with more of them flash attention splits keys further."""
+"""Of an H100 SXM, which is what formulas speak of where there is no GPU."""
 MOST_SPLITS = 128
 
 
@@ -35,7 +37,7 @@ def flash_workspace(case: AttentionCase, device: str) -> Bytes:
         return Bytes({})
     batch, head_dim = math.prod(case.shape[:-2]), case.head_dim
     columns = _up(head_dim, 32 if head_dim <= 128 else 64)
-    splits = key_splits(batch, case.seq, head_dim)
+    splits = key_splits(batch, case.seq, head_dim, multiprocessors())
     forward = Bytes({"sums of each split of keys": FLOAT * splits * batch * case.seq * (columns + 1) * (splits > 1)})
     if case.mode == "forward":
         return forward
@@ -50,7 +52,13 @@ def flash_workspace(case: AttentionCase, device: str) -> Bytes:
     return max(forward, backward)
 
 
-def key_splits(batch: int, seq: int, head_dim: int, multiprocessors: int = MULTIPROCESSORS) -> int:
+def multiprocessors() -> int:
+    """Of the GPU at hand: with more of them flash attention splits keys further."""
+    found = torch.cuda.is_available()
+    return torch.cuda.get_device_properties().multi_processor_count if found else MULTIPROCESSORS
+
+
+def key_splits(batch: int, seq: int, head_dim: int, multiprocessors: int) -> int:
     """Among how many blocks flash attention's forward splits keys (flash_api.cpp, num_splits_heuristic): the fewest
     that are within 85% of the best use of the multiprocessors, two blocks on each; 1 where queries alone nearly fill
     them. A number that cuts keys no finer than the one before does not count.

@@ -33,8 +33,8 @@ class Checkpointed:
         marks = self._run(case).marks
         return marks["after_forward"] - marks["before_step"]
 
-    def peak(self, case: TrainingStepCase) -> Bytes:
-        return self._run(case).peak
+    def peak(self, case: TrainingStepCase, device: str = "cpu") -> Bytes:
+        return self._run(case, device).peak
 
     def recomputed(self, case: TrainingStepCase) -> int:
         """FLOPs that are computed again; causal attention counts half, as in `training_work`."""
@@ -42,10 +42,10 @@ class Checkpointed:
         but_for_last, whole = self.again(case)
         return but_for_last * (block - last) + whole * block
 
-    def _run(self, case: TrainingStepCase) -> Ledger:
+    def _run(self, case: TrainingStepCase, device: str = "cpu") -> Ledger:
         if case.dtype != "float32":
             raise ValueError(f"checkpointing's bytes have a closed form in float32, not in {case.dtype}")
-        return TransformerStep(case, self.strategy(case), autocast=True).run()
+        return TransformerStep(case, self.strategy(case), autocast=True, device=device).run()
 
 
 def every(n: int) -> Checkpointed:

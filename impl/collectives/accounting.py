@@ -66,9 +66,10 @@ def bus_bandwidth(collective: str, nbytes: int, seconds: float, ranks: int) -> f
     return nbytes / seconds * (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
-def reduce_scatter_buffers(nbytes: int, ranks: int, itemsize: int = 4) -> int:
-    """Bytes that a ring's reduce-scatter of `nbytes` holds until it is waited for."""
-    return buffer_bytes(nbytes // itemsize // ranks, itemsize, ring_rows("reduce_scatter", ranks))
+def reduce_scatter_buffers(nbytes: int, ranks: int, device: str, itemsize: int = 4) -> int:
+    """Bytes that a reduce-scatter of `nbytes` holds until it is waited for: on CPU a ring's, on CUDA none of NCCL's."""
+    rows = 0 if device == "cuda" else ring_rows("reduce_scatter", ranks)
+    return buffer_bytes(nbytes // itemsize // ranks, itemsize, rows)
 
 
 def ring_rows(collective: str, ranks: int) -> int:
@@ -92,9 +93,11 @@ def buffered_peak(case: CollectiveCase) -> Bytes:
     return in_place_peak(case).add({"buffer": case.bytes})
 
 
-def backend_peak(case: CollectiveCase) -> Bytes:
-    """Peak in bytes of the backend's: Gloo's works on a copy of the large tensor but in an all-reduce."""
-    return in_place_peak(case) if case.collective == "all_reduce" else buffered_peak(case)
+def backend_peak(case: CollectiveCase, device: str = "cpu") -> Bytes:
+    """Peak in bytes of the backend's: Gloo's works on a copy of the large tensor but in an all-reduce. NCCL's on the
+    tensors, and its own buffers are not PyTorch's (ProcessGroupNCCL.cpp, _allgather_base and _reduce_scatter_base)."""
+    in_place = device == "cuda" or case.collective == "all_reduce"
+    return in_place_peak(case) if in_place else buffered_peak(case)
 
 
 def ring_peak(case: CollectiveCase) -> Bytes:

@@ -32,31 +32,31 @@ def work(case: TrainingStepCase, ranks: int) -> Work:
     )
 
 
-def naive_peak(case: TrainingStepCase) -> Bytes:
+def naive_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes when gradients are reduced in place."""
-    return _peak(case, Strategy())
+    return _peak(case, Strategy(), device)
 
 
 overlapped_peak = naive_peak
 
 
-def flat_peak(case: TrainingStepCase) -> Bytes:
+def flat_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes when all gradients are copied into one tensor after backward."""
-    return _peak(case, Flat())
+    return _peak(case, Flat(), device)
 
 
-def bucketed_peak(case: TrainingStepCase) -> Bytes:
+def bucketed_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes when gradients live in buckets that exist from the start, and are reduced in the case's dtype."""
-    return _peak(case, Bucketed(case.reduce_bytes) if isinstance(case, ReductionCase) else Bucketed())
+    return _peak(case, Bucketed(case.reduce_bytes) if isinstance(case, ReductionCase) else Bucketed(), device)
 
 
-def ddp_peak(case: TrainingStepCase) -> Bytes:
+def ddp_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes of torch DDP, whose buckets exist from the start, beside the gradients."""
-    return _peak(case, DistributedDataParallel())
+    return _peak(case, DistributedDataParallel(), device)
 
 
-def _peak(case: TrainingStepCase, strategy: Strategy) -> Bytes:
-    return TransformerStep(case, strategy, autocast=True).run().peak
+def _peak(case: TrainingStepCase, strategy: Strategy, device: str) -> Bytes:
+    return TransformerStep(case, strategy, autocast=True, device=device).run().peak
 
 
 def exposed_seconds(gradient_bytes: int, bucket_bytes: float, overhead: float, bandwidth: float) -> float:

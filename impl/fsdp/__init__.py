@@ -7,7 +7,7 @@
     optimizer.step()
 
 Our own: `sharded_plain` without prefetch (the reference), `sharded` with a prefetch of one unit, `sharded_kept` with
-`reshard_after_forward=False`, `sharded_norms_whole` with norms and biases whole on every rank; and `simple`, where
+`reshard_after_forward=False`, `sharded_norms_replicated` with norms and biases replicated; and `simple`, where
 reading a parameter all-gathers it. PyTorch's: `fsdp1`, `fsdp2`, and the latter as Hugging Face's `accelerate` applies
 it.
 """

@@ -19,7 +19,7 @@ from impl.accounting.programs.parameters import (
     with_norms_in_root,
 )
 from impl.accounting.programs.transformer import TransformerStep
-from impl.accounting.strategies.sharded import FullySharded, NormsWhole
+from impl.accounting.strategies.sharded import FullySharded, NormsReplicated
 from impl.model.sizes import SIZES
 from shardmark.grid import Work
 
@@ -27,37 +27,38 @@ if TYPE_CHECKING:
     from impl.fsdp.cases import FSDPCase
 
 
-def sharded_peak(case: FSDPCase, reshard_after_forward: bool = True, prefetch: int = 1) -> Bytes:
+def sharded_peak(case: FSDPCase, reshard_after_forward: bool = True, prefetch: int = 1, device: str = "cpu") -> Bytes:
     """Peak in bytes of ours, with units all-gathered so many ahead."""
     strategy = FullySharded(case.ranks, reshard_after_forward=reshard_after_forward, prefetch=prefetch)
-    return TransformerStep(case, strategy).run().peak
+    return TransformerStep(case, strategy, device=device).run().peak
 
 
-def kept_peak(case: FSDPCase) -> Bytes:
+def kept_peak(case: FSDPCase, device: str = "cpu") -> Bytes:
     """Peak in bytes where units stay gathered after forward."""
-    return sharded_peak(case, reshard_after_forward=False)
+    return sharded_peak(case, reshard_after_forward=False, device=device)
 
 
-def plain_peak(case: FSDPCase) -> Bytes:
+def plain_peak(case: FSDPCase, device: str = "cpu") -> Bytes:
     """Peak in bytes without prefetch."""
-    return sharded_peak(case, prefetch=0)
+    return sharded_peak(case, prefetch=0, device=device)
 
 
-def norms_whole_peak(case: FSDPCase) -> Bytes:
-    """Peak in bytes where the norms' weights are whole on every rank."""
-    return TransformerStep(case, NormsWhole(case.ranks)).run().peak
+def norms_replicated_peak(case: FSDPCase, device: str = "cpu") -> Bytes:
+    """Peak in bytes where the norms' weights are replicated."""
+    return TransformerStep(case, NormsReplicated(case.ranks), device=device).run().peak
 
 
-def work(case: FSDPCase, kept: bool = False, norms_whole: bool = False) -> Work:
+def work(case: FSDPCase, kept: bool = False, norms_replicated: bool = False) -> Work:
     """All ranks' FLOPs and bytes moved, and what each must send.
 
     Parameters are all-gathered for forward and, unless they are `kept`, for backward: all but the embedding's, whose
     gradient does not read it, and the root module's own. Gradients are reduced once. Each time (n-1)/n of the bytes go.
-    What is whole is not gathered, and its gradients are all-reduced, which sends as much as to gather and reduce once.
+    What is replicated is not gathered, and its gradients are all-reduced, which sends as much as to gather and reduce
+    once.
     """
     one = training_work(case)
     parameters = transformer_units(SIZES[case.model])
-    if norms_whole:
+    if norms_replicated:
         parameters = with_norms_in_root(parameters)
     units = [padded(values([unit]), case.ranks) for unit in parameters]
     again = 0 if kept else sum(units[EMBEDDING + 1 :])

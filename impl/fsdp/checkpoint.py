@@ -73,6 +73,7 @@ def load(directory: str | Path, model: FullyShardedDataParallel, optimizer: Opti
         _on_every_rank(group, lambda: _check_same_groups(directory, model, optimizer, groups))
         moments = _empty_moments(model, metadata, read)
     _read(directory, model, read)
+    model.sharding.wait_for_host_memory()  # a forward may still be copying from it
     for name, value in state.items():
         for own, new in zip(_tensors(value), _tensors(read[name]), strict=True):
             own.copy_(new)

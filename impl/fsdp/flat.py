@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ class Sharding:
         """Whether shards are in host memory, and computed with elsewhere."""
         return self.shard_device.type != self.device.type
 
-    def wait_for_host_memory(self) -> None:
+    def wait_for_host_memory(self, *_: Any) -> None:  # a hook has arguments
         """Return when what is copied to host memory is there, and what is copied from it may be overwritten."""
         if self.offloads:
             torch.accelerator.current_stream(self.device).synchronize()
@@ -242,7 +243,7 @@ class Flat:
         ]
 
 
-class Whole(Flat):
+class Replicated(Flat):
     """Parameters that every rank has in full and in their own shapes: the shard is all of the flat tensor.
 
     Nothing is gathered, and gradients are all-reduced. Where they are computed with in their own dtype and device, the

@@ -20,7 +20,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from impl.collectives import collectives_for
 from impl.distributed import PlainStateDict, check_same_module
-from impl.fsdp.accounting import kept_peak, norms_whole_peak, plain_peak, sharded_peak
+from impl.fsdp.accounting import kept_peak, norms_replicated_peak, plain_peak, sharded_peak
 from impl.fsdp.backward import BackwardPasses, backward_runs, refuse_unsynchronized_steps
 from impl.fsdp.flat import Sharding
 from impl.fsdp.nested import changed, tensors_in
@@ -53,8 +53,8 @@ class FullyShardedDataParallel(PlainStateDict):
     What a unit takes and returns may be dataclasses, too (tensors in them are not cast), and it may write into a list
     or a dict that it is given, unless `compute_dtype` casts what is in that.
 
-    `ignored_params` chooses parameters that stay whole on every rank. Their gradients are all-reduced with the root
-    module's unit, all at once, and nothing of them is gathered. PyTorch's option of that name averages no gradients.
+    `ignored_params` chooses parameters that are replicated. Their gradients are all-reduced with the root module's
+    unit, all at once, and nothing of them is gathered. PyTorch's option of that name averages no gradients.
 
     Shards have the parameters' own dtype. `compute_dtype` is what parameters, and floating-point inputs of units, are
     cast to before the all-gather. `reduce_dtype` (by default the compute dtype) is what gradients are cast to before
@@ -110,6 +110,8 @@ class FullyShardedDataParallel(PlainStateDict):
         for unit in self.units:
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
             unit.module.register_forward_hook(partial(self._after_forward, unit))
+        for part in module.modules():  # of whose shards a forward may still be copying
+            part.register_load_state_dict_pre_hook(self.sharding.wait_for_host_memory)
         refuse_unsynchronized_steps(self)
         mark_sharded(module)
 
@@ -288,8 +290,8 @@ register(
 )
 register(
     "fsdp",
-    "sharded_norms_whole",
+    "sharded_norms_replicated",
     partial(FullyShardedDataParallel, ignored_params=norms_and_biases),
-    memory=norms_whole_peak,
+    memory=norms_replicated_peak,
     time=Race("fsdp2", budget=2.0, goal=1.0),
 )

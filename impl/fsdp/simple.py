@@ -61,7 +61,9 @@ def data_parallel(
 
     Names in `state_dict` and what `isinstance` says do not change; the values of a `state_dict` are DTensors. Each read
     of a parameter all-gathers it, so every rank must read the same parameters in the same order, and reach them in
-    backward. Save such a model by its `state_dict`; the module itself cannot be pickled.
+    backward. Save such a model by its `state_dict`; the module itself cannot be pickled. There is no `ignored_params`:
+    `init_weights` seeds each rank's draws by the one way in which all parameters are placed. A small one costs a gather
+    of its own; compiled, gathers can go together (`torch._inductor.config.bucket_all_gathers_fx`).
 
     ValueError for another mode, a mesh of other dimensions, parameters that are sharded already or have no rows, no
     trainable ones, and models that differ between ranks. RuntimeError in backward where a parameter changed since

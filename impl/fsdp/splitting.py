@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from impl.fsdp.flat import Sharding, Whole
+from impl.fsdp.flat import Replicated, Sharding
 from impl.fsdp.units import Place, Unit
 from impl.fsdp.wrapping import ParameterPolicy, Policy, choose_ignored, choose_units
 
@@ -16,8 +16,8 @@ from impl.fsdp.wrapping import ParameterPolicy, Policy, choose_ignored, choose_u
 def split(module: nn.Module, wrap: Policy, ignored_params: ParameterPolicy, sharding: Sharding) -> list[Unit]:
     """The module's units, the root module first, sharded one after the other; every rank gets rank 0's values.
 
-    Ignored parameters are in the root module's unit, whole. ValueError for a submodule on the meta device that has no
-    `reset_parameters()`.
+    Ignored parameters are in the root module's unit, replicated. ValueError for a submodule on the meta device that has
+    no `reset_parameters()`.
     """
     roots = choose_units(wrap, module)
     ignored = choose_ignored(ignored_params, module)
@@ -25,7 +25,7 @@ def split(module: nn.Module, wrap: Policy, ignored_params: ParameterPolicy, shar
     for part in module.modules():
         _check_can_be_materialized(part)
     units = []
-    whole: dict[nn.Parameter, list[Place]] = {}
+    replicated: dict[nn.Parameter, list[Place]] = {}
     for root in roots:
         parts = [part for part in owners if owners[part] is root]
         allocated = _materialize(parts, sharding.device)
@@ -35,10 +35,10 @@ def split(module: nn.Module, wrap: Policy, ignored_params: ParameterPolicy, shar
         places: dict[nn.Parameter, list[Place]] = {}
         for part in parts:
             for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-                (whole if parameter in ignored else places).setdefault(parameter, []).append((part, name))
+                (replicated if parameter in ignored else places).setdefault(parameter, []).append((part, name))
         if places or root is module:
             units.append(Unit(root, places, sharding))
-    units[0].add(whole, sharding, Whole)
+    units[0].add(replicated, sharding, Replicated)
     return units
 
 

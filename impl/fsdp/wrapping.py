@@ -1,8 +1,8 @@
-"""Which modules become units, whose parameters are all-gathered together; which parameters stay whole on every rank;
-and which modules are sharded already.
+"""Which modules become units, whose parameters are all-gathered together; which parameters are replicated; and which
+modules are sharded already.
 
-A policy takes the root module and returns the submodules that become units, or the parameters that stay whole. The root
-module is always a unit, too: it holds the parameters that are in no other.
+A policy takes the root module and returns the submodules that become units, or the parameters that are replicated. The
+root module is always a unit, too: it holds the parameters that are in no other.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def no_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def choose_ignored(policy: ParameterPolicy, module: nn.Module) -> set[nn.Parameter]:
-    """The policy's choice of parameters that stay whole; ValueError for what is no parameter of the module."""
+    """The policy's choice of parameters that are replicated; ValueError for what is no parameter of the module."""
     own, chosen = set(module.parameters()), set(policy(module))
     if foreign := chosen - own:
         raise ValueError(f"ignored_params chose {len(foreign)} of {len(chosen)} that are not parameters of the module")

@@ -16,7 +16,7 @@ from impl.accounting.strategies.sharded import ShardedOptimizer
 from impl.data_parallel import accounting as data_parallel
 from impl.data_parallel.accounting import bucketed_peak, ddp_peak
 from impl.model.sizes import SIZES
-from impl.sharded_optimizer.shards import BUCKET_MB
+from impl.sharded_optimizer.shards import default_bucket_mb
 from shardmark.grid import MB, Work
 
 if TYPE_CHECKING:
@@ -73,11 +73,11 @@ def zero_redundancy_work(case: ShardedStepCase) -> Work:
     return replace(one, bytes_communicated=one.bytes_communicated * 3 // 2)
 
 
-def sharded_bytes(case: ShardedStepCase, rank: int) -> ShardedBytes:
+def sharded_bytes(case: ShardedStepCase, rank: int, device: str = "cpu") -> ShardedBytes:
     """Of `sharded`, which averages gradients itself, on that rank."""
     size = SIZES[case.model]
-    flat = _FLOAT * case.ranks * sum(bucket.slice for bucket in _buckets(case))
-    elements, segments = _own(case, rank)
+    flat = _FLOAT * case.ranks * sum(bucket.slice for bucket in _buckets(case, device))
+    elements, segments = _own(case, rank, device)
     return ShardedBytes(
         parameters=flat,
         gradients=flat,
@@ -86,27 +86,27 @@ def sharded_bytes(case: ShardedStepCase, rank: int) -> ShardedBytes:
     )
 
 
-def sharded_peak(case: ShardedStepCase) -> Bytes:
+def sharded_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes of `sharded`, on the rank that has most."""
-    most = max((_own(case, rank) for rank in range(case.ranks)), key=lambda own: 2 * own[0] + own[1])
-    places = [[*range(bucket.last, bucket.first - 1, -1)] for bucket in _buckets(case)]
+    most = max((_own(case, rank, device) for rank in range(case.ranks)), key=lambda own: 2 * own[0] + own[1])
+    places = [[*range(bucket.last, bucket.first - 1, -1)] for bucket in _buckets(case, device)]
     strategy = ShardedOptimizer(case.ranks, places, 2 * _FLOAT * most[0], _FLOAT * most[1])
-    return TransformerStep(case, strategy, autocast=True).run().peak
+    return TransformerStep(case, strategy, autocast=True, device=device).run().peak
 
 
-def balanced_peak(case: ShardedStepCase) -> Bytes:
+def balanced_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes where gradients are averaged by `bucketed`, and ranks have equal parts of the state."""
-    peak = bucketed_peak(case)
+    peak = bucketed_peak(case, device)
     state = peak.entries[STATE] + peak.entries[COUNTS]
     return peak.without(STATE, COUNTS).add({"shard of the optimizer's state": -(-state // case.ranks)})
 
 
-def unsharded_peak(case: ShardedStepCase) -> Bytes:
+def unsharded_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes of the whole optimizer on every rank, gradients averaged by `bucketed`."""
-    return bucketed_peak(case)
+    return bucketed_peak(case, device)
 
 
-def zero_redundancy_peak(case: ShardedStepCase) -> Bytes:
+def zero_redundancy_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes of `zero_redundancy` behind torch DDP, on the rank that has most.
 
     Whole parameters go, largest first, each to the rank that has least so far.
@@ -117,7 +117,7 @@ def zero_redundancy_peak(case: ShardedStepCase) -> Bytes:
         ranks[least] = (ranks[least][0] + count, ranks[least][1] + 1)
     elements, tensors = max(ranks, key=lambda rank: 2 * rank[0] + rank[1])
     own = {"shard of exp_avg and exp_avg_sq": 2 * _FLOAT * elements, COUNTS: _FLOAT * tensors}
-    return ddp_peak(case).without(STATE, COUNTS).add(own)
+    return ddp_peak(case, device).without(STATE, COUNTS).add(own)
 
 
 def _counts(case: ShardedStepCase) -> list[int]:
@@ -128,10 +128,10 @@ def _counts(case: ShardedStepCase) -> list[int]:
     return [size.vocab * d, *layer * size.layers, d, size.vocab * d]
 
 
-def _buckets(case: ShardedStepCase) -> list[_Bucket]:
+def _buckets(case: ShardedStepCase, device: str) -> list[_Bucket]:
     """Of the parameters from the last to the first."""
     runs: list[list[int]] = []  # places
-    counts, most = _counts(case), (case.bucket_mb or BUCKET_MB) * MB
+    counts, most = _counts(case), (case.bucket_mb or default_bucket_mb(device)) * MB
     for place in reversed(range(len(counts))):
         if not runs or _FLOAT * (sum(counts[i] for i in runs[-1]) + counts[place]) > most:
             runs.append([])
@@ -142,10 +142,10 @@ def _buckets(case: ShardedStepCase) -> list[_Bucket]:
     ]
 
 
-def _own(case: ShardedStepCase, rank: int) -> tuple[int, int]:
+def _own(case: ShardedStepCase, rank: int, device: str) -> tuple[int, int]:
     """Elements that the rank owns, and how many parameters they are part of."""
     elements, segments = 0, 0
-    for bucket in _buckets(case):
+    for bucket in _buckets(case, device):
         begin = 0
         for count in bucket.counts:
             own = min(begin + count, (rank + 1) * bucket.slice) - max(begin, rank * bucket.slice)

@@ -25,7 +25,7 @@ from impl.distributed import backward_twice, call_on_gradient, check_dense
 from impl.sharded_optimizer import checks
 from impl.sharded_optimizer.accounting import sharded_peak
 from impl.sharded_optimizer.overlap import ForwardOverlap
-from impl.sharded_optimizer.shards import BUCKET_MB, Segment, ShardedBucket
+from impl.sharded_optimizer.shards import Segment, ShardedBucket, default_bucket_mb
 from impl.sharded_optimizer.state import arguments, check_state, gather_state, split_state
 from shardmark.registry import Race, register
 
@@ -38,11 +38,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     `max_grad_norm` need full parameters or gradients (to clip, call `clip_grad_norm_` here).
 
     With `average_gradients` gradients are this rank's own, nothing else synchronizes them, and backward reduce-scatters
-    them in buckets of `bucket_mb` (2^20 bytes). A gradient that this rank does not have counts as zero. Between
-    backward and `step`, which frees it, `.grad` is the average only in the part that this rank owns. RuntimeError for a
-    second backward before `step`, unless all but the last are in `no_sync`. Without `average_gradients` gradients must
-    be averaged already: `step` reads each twice, and raises RuntimeError on every rank where the ranks' differ. A
-    parameter without a gradient does not change then, nor does its state.
+    them in buckets of `bucket_mb` (2^20 bytes; by default 5 on CPU, else 25). A gradient that this rank does not have
+    counts as zero. Between backward and `step`, which frees it, `.grad` is the average only in the part that this rank
+    owns. RuntimeError for a second backward before `step`, unless all but the last are in `no_sync`. Without
+    `average_gradients` gradients must be averaged already: `step` reads each twice, and raises RuntimeError on every
+    rank where the ranks' differ. A parameter without a gradient does not change then, nor does its state.
 
     With `module` the all-gather of updated parameters overlaps the module's next forward: each submodule waits for its
     own. Before reading parameters elsewhere call `finish_parameter_synchronization`; the module's `state_dict` does.
@@ -56,16 +56,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         process_group: dist.ProcessGroup | None = None,
         average_gradients: bool = False,
         module: nn.Module | None = None,
-        bucket_mb: float = BUCKET_MB,
+        bucket_mb: float | None = None,
         **defaults: Any,
     ) -> None:
-        if not bucket_mb > 0:
+        if bucket_mb is not None and not bucket_mb > 0:
             raise ValueError(f"bucket_mb is a positive number of megabytes, not {bucket_mb}")
         checks.check_elementwise(optimizer_cls, defaults)
         self.process_group = process_group or dist.distributed_c10d._get_default_group()
         self.average_gradients = average_gradients
         self._collectives = collectives_for(self.process_group)
-        self._optimizer_cls, self._bucket_bytes = optimizer_cls, bucket_mb * 2**20
+        self._optimizer_cls, self._bucket_mb = optimizer_cls, bucket_mb
         self._inner: torch.optim.Optimizer | None = None  # of this rank's segments
         self._buckets: list[ShardedBucket] = []  # in the order of their reduce-scatters, the same on all ranks
         self._bucket_of: dict[nn.Parameter, ShardedBucket] = {}
@@ -196,7 +196,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _shard(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
         """Move parameters into new buckets, the last first, as backward reaches them; returns this rank's shards."""
-        runs = partition(parameters[::-1], self._bucket_bytes, least_bytes=self._bucket_bytes)
+        device = next((p.device.type for p in parameters), "cpu")
+        most = (self._bucket_mb or default_bucket_mb(device)) * 2**20
+        runs = partition(parameters[::-1], most, least_bytes=most)
         new = [ShardedBucket(run, self.process_group, self._collectives, self._owned) for run in runs]
         for bucket in new:
             dist.broadcast(bucket.flat, group=self.process_group, group_src=0)

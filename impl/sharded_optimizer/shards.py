@@ -11,9 +11,14 @@ from torch import Tensor, nn
 from impl.collectives import Collectives, Handle
 from impl.distributed import has_own_memory
 
-BUCKET_MB = 25
-"""MB (2^20 bytes) of gradients that are reduce-scattered together, and of parameters that are all-gathered together; as
-many as PyTorch's DDP reduces together."""
+
+def default_bucket_mb(device: str) -> int:
+    """MB (2^20 bytes) of gradients that are reduce-scattered together, and of parameters that are all-gathered.
+
+    On a GPU as many as PyTorch's DDP reduces together. On CPU fewer: on two cores, a step of a model of 36 MB takes
+    about as long as with ZeroRedundancyOptimizer, and with 25 a sixth longer.
+    """
+    return 5 if device == "cpu" else 25
 
 
 @dataclass(eq=False)

@@ -51,7 +51,7 @@ def checkpointed_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
     if case.model in MLP_SIZES:
         return mlp.eager_peak(case, checkpointed=True)
     whole = case.dtype == "float32" and case.mode == "step"
-    return checkpointing.FULL.peak(case) if whole else eager_peak(case, device)
+    return checkpointing.FULL.peak(case, device) if whole else eager_peak(case, device)
 
 
 SOFTMAX_FLOPS = 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from impl.training_step.accounting import attention_flops
@@ -17,10 +18,7 @@ class AttentionProfile(Profile):
     """Kernels by phase, and beside them attention's parts, where they are seen: not in a fused kernel."""
 
     def __init__(self, case: TrainingStepCase) -> None:
-        def kernels(profile: StepProfile) -> dict[str, Any]:
-            return {"phases": profile.as_row(), "attention": inside_attention(profile, case)}
-
-        super().__init__(kernels)
+        super().__init__(partial(_kernels, case))
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
         """The parts stand below each row's kernels."""
@@ -29,6 +27,10 @@ class AttentionProfile(Profile):
             if parts := entry["extra_info"].get("kernels", {}).get("attention"):
                 yield ""
                 yield from layout(list(_table(parts)), ("inside attention, forward",))
+
+
+def _kernels(case: TrainingStepCase, profile: StepProfile) -> dict[str, Any]:
+    return {"phases": profile.as_row(), "attention": inside_attention(profile, case)}
 
 
 def inside_attention(profile: StepProfile, case: TrainingStepCase) -> dict[str, dict[str, float]]:

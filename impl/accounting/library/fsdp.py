@@ -203,16 +203,19 @@ class Fsdp1(Library):
             self.own.give(flat)
 
 
-def fsdp2_peak(case: FSDPCase, reshard_after_forward: bool = True) -> Bytes:
+def fsdp2_peak(case: FSDPCase, reshard_after_forward: bool = True, device: str = "cpu") -> Bytes:
     """Bytes at the peak of FSDP2's step, on a rank that has the most rows."""
-    return TransformerStep(case, Fsdp2(case.ranks, kept=not reshard_after_forward)).run().peak
+    return TransformerStep(case, Fsdp2(case.ranks, kept=not reshard_after_forward), device=device).run().peak
 
 
-def accelerate_peak(case: FSDPCase, reshard_after_forward: bool = True) -> Bytes:
+def accelerate_peak(case: FSDPCase, reshard_after_forward: bool = True, device: str = "cpu") -> Bytes:
     """The same where the final norm is a unit, which stays gathered: in backward, blocks are gathered only after it."""
-    return TransformerStep(case, Fsdp2(case.ranks, kept=not reshard_after_forward), norm_alone=True).run().peak
+    strategy = Fsdp2(case.ranks, kept=not reshard_after_forward)
+    return TransformerStep(case, strategy, norm_alone=True, device=device).run().peak
 
 
-def fsdp1_peak(case: FSDPCase, backward_prefetch: str | None = "pre", forward_prefetch: bool = False) -> Bytes:
+def fsdp1_peak(
+    case: FSDPCase, backward_prefetch: str | None = "pre", forward_prefetch: bool = False, device: str = "cpu"
+) -> Bytes:
     """Bytes at the peak of FSDP1's step."""
-    return TransformerStep(case, Fsdp1(case.ranks, backward_prefetch, forward_prefetch)).run().peak
+    return TransformerStep(case, Fsdp1(case.ranks, backward_prefetch, forward_prefetch), device=device).run().peak

@@ -118,9 +118,9 @@ class Simple(Strategy):
         self.shards.reduce(parameter.shape)
 
 
-def transformer_peak(case: FSDPCase) -> Bytes:
+def transformer_peak(case: FSDPCase, device: str = "cpu") -> Bytes:
     """Bytes at the peak of an eager step of the transformer, on a rank that has the most rows."""
-    return TransformerStep(case, Simple(case.ranks)).run().peak
+    return TransformerStep(case, Simple(case.ranks), device=device).run().peak
 
 
 @dataclass(frozen=True)

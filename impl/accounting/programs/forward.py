@@ -40,7 +40,7 @@ class TransformerForward:
         device: str = "cpu",
     ) -> None:
         size, self.ledger = size or SIZES[case.model], Ledger()
-        self.case, self.size, self.strategy = case, size, strategy
+        self.case, self.size, self.strategy, self.device = case, size, strategy, device
         self.c = BYTES[case.dtype]  # bytes of a value that products are made in
         self.copies = autocast and self.c != FLOAT
         self.s = FLOAT if autocast else self.c  # bytes of a value of the residual stream, the norms and the loss

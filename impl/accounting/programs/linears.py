@@ -24,8 +24,8 @@ class LinearsStep:
 
     c, final_norm, has_moments = FLOAT, ROOT, False
 
-    def __init__(self, case: NineLinearsCase, strategy: Strategy) -> None:
-        self.case, self.strategy, self.ledger = case, strategy, Ledger()
+    def __init__(self, case: NineLinearsCase, strategy: Strategy, device: str = "cpu") -> None:
+        self.case, self.strategy, self.device, self.ledger = case, strategy, device, Ledger()
         self.nbytes = FLOAT * case.batch * case.width  # of the input and output of a linear
         self.linears = [_linear(case, i) for i in range(case.linears)]
         self.output = self.linears[-1][0].unit

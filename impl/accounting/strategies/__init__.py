@@ -31,6 +31,7 @@ class Step(Protocol):
     """The units whose parameters backward reads."""
     has_moments: bool
     """Whether the optimizer is AdamW; or else SGD, which has no state."""
+    device: str
 
     def unit_name(self, unit: int) -> str: ...
 

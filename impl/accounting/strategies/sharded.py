@@ -19,7 +19,7 @@ class ShardedOptimizer(Strategy):
     """ZeRO-1: parameters are views into flat buckets, padded to a multiple of the ranks; each rank has a slice's state.
 
     A gradient moves into its bucket's flat tensor, which exists from the first of its gradients on. A full bucket is
-    reduce-scattered while backward goes on, with buffers of its own, which are there until the step waits for it.
+    reduce-scattered while backward goes on; its buffers, on CPU, are there until the step waits for it.
     `state_bytes` and `counts_bytes` are those of the rank that has most.
     """
 
@@ -59,7 +59,7 @@ class ShardedOptimizer(Strategy):
             self.launch()
 
     def launch(self) -> None:
-        buffers = reduce_scatter_buffers(self.flat[self.launched], self.ranks)
+        buffers = reduce_scatter_buffers(self.flat[self.launched], self.ranks, self.step.device)
         self.ledger.take("buffers of reduce-scatters under way", buffers)
         self.launched += 1
 
@@ -98,7 +98,7 @@ class FullySharded(UnitSharded):
     `reshard_after_forward` is False and it stays from forward to backward.
 
     When all of a unit's gradients are there, they are copied into one flat tensor (a single one needs no copy), and
-    that is reduce-scattered around a ring while the next unit's backward runs.
+    that is reduce-scattered, on CPU around a ring, while the next unit's backward runs.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class FullySharded(UnitSharded):
 
     def buffers(self, unit: int) -> int:
         """Bytes that the sum of its gradients over the ranks needs beside them."""
-        return reduce_scatter_buffers(self.full(unit), self.ranks, self.step.c)
+        return reduce_scatter_buffers(self.full(unit), self.ranks, self.step.device, self.step.c)
 
     def finish_reduction(self) -> None:
         if self.reducing is not None:
@@ -182,7 +182,7 @@ class FullySharded(UnitSharded):
             self.reducing = None
 
 
-class NormsWhole(FullySharded):
+class NormsReplicated(FullySharded):
     """Every rank has all of the norms' weights, with their gradients and moments; the root's unit is nothing else.
 
     Full parameters are the rank's own where it computes in float32, else a copy. Gradients are all-reduced in place.
