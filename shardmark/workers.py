@@ -33,12 +33,10 @@ ROWS = "shardmark rows"
 
 
 def may_have_workers(config: pytest.Config) -> bool:
-    """Not where the user says how many, or wants to see this process: --pdb, -s. Not where rows are compared with older
-    ones, which one process does. Not under torchrun, which starts one set of ranks, and not in a worker."""
+    """Not where the user says how many, or wants to see this process: --pdb, -s. Not under torchrun, which starts one
+    set of ranks, and not in a worker."""
     option = config.option
     if getattr(option, "numprocesses", 0) is not None or option.tx:  # given, or there is no pytest-xdist
-        return False
-    if option.against is not None or option.against_ref is not None:
         return False
     if option.usepdb or option.trace or option.capture == "no" or option.collectonly:
         return False
@@ -46,9 +44,11 @@ def may_have_workers(config: pytest.Config) -> bool:
 
 
 def share_the_devices(config: pytest.Config, devices: int) -> None:
-    """Have a worker for each of them, if there are several and anything is measured."""
+    """Have a worker for each of them, if there are several and anything is measured. Not where rows are compared with
+    older ones, which one process does."""
     option = config.option
-    if devices > 1 and may_have_workers(config) and not (option.benchmark_disable or option.benchmark_skip):
+    compares = option.against is not None or option.against_ref is not None
+    if devices > 1 and may_have_workers(config) and not (option.benchmark_disable or option.benchmark_skip or compares):
         option.numprocesses, option.dist = devices, "load"
         option.maxschedchunk = 1  # cases take from a second to minutes
         config.pluginmanager.register(Controller(config), "shardmark controller")

@@ -218,7 +218,7 @@ def test_goals_are_reached_or_missed_by_the_interval_of_the_step_time() -> None:
     assert outcomes == {"mfu": "reached", "fraction": "missed"}
     Goals(mfu=0.45).fill(row, [Measured("none", Memory(), _laps(1.0))])
     assert row["limit"]["goals"]["mfu"]["outcome"] == "undecided"  # a single round decides nothing
-    assert Goals().min_rounds == 6
+    assert Goals().min_rounds == 8
 
 
 def test_peaks_by_length_are_lines_and_nothing_in_the_row() -> None:

@@ -200,6 +200,7 @@ def test_a_run_may_have_one_kind_or_none(chosen: str, status: int, numbers: list
         (["perf"], {"device": "cpu"}, None),
         (["perf"], {"benchmark_disable": True}, None),
         (["perf"], {"usepdb": True}, None),
+        (["perf"], {"against": "old.json"}, None),
         (["perf"], {"numprocesses": 0}, 0),
         (["perf", "correctness"], {}, None),
     ],
@@ -212,6 +213,7 @@ def test_perf_has_a_worker_for_each_gpu(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     given = {"numprocesses": None, "tx": [], "usepdb": False, "trace": False, "capture": "fd", "collectonly": False}
     given |= {"benchmark_disable": False, "benchmark_skip": False, "device": "auto", "ranks": None}
+    given |= {"against": None, "against_ref": None}
     options = Namespace(**(given | option))
     plugins = Namespace(register=lambda plugin, name: None)
     place = Namespace(dir=ROOT)
