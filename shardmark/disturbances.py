@@ -62,12 +62,13 @@ def disturbances(seconds: Sequence[float], peer_seconds: Sequence[float], waited
 
 def in_words(found: dict[str, float]) -> str:
     """The disturbances of a case in one line; empty without any."""
+    clock_or_neighbour = "a neighbour comes or goes" if WAITED in found else "the clock rate changes"
     said = {
         WAITED: "its threads waited {:.0%} of the time for a core, which others had",
         BURSTS: "{:.0%} of the rounds were bursts",
         WARMUP: "the first rounds were {:.0%} slower",
         DRIFT: "a drift of {:+.0%}",
-        LEVEL: "all at once {:+.0%}, as when the clock rate changes",
+        LEVEL: f"all at once {{:+.0%}}, as when {clock_or_neighbour}",
     }
     return "; ".join(words.format(found[name]) for name, words in said.items() if name in found)
 

@@ -66,6 +66,8 @@ def test_it_is_said_in_words() -> None:
     assert in_words(found) == (
         "its threads waited 25% of the time for a core, which others had; 10% of the rounds were bursts; a drift of -8%"
     )
+    assert in_words({LEVEL: 0.2}) == "all at once +20%, as when the clock rate changes"
+    assert "as when a neighbour comes or goes" in in_words({LEVEL: 0.2, WAITED: 0.5})
     assert in_words({}) == ""
 
 
