@@ -6,6 +6,9 @@ import argparse
 import json
 import random
 import secrets
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from itertools import product
@@ -19,6 +22,7 @@ from perf.verdicts.neighbours import NEIGHBOURS, neighbours
 from perf.verdicts.steps import PEER, REPETITIONS, SLOWER, Repeated, Steps, judged_rounds, times_in_a_row
 from shardmark.budget import Limits, confidence, tolerated
 from shardmark.disturbances import in_words
+from shardmark.evidence import FAIL, PASS, UNDECIDED
 from shardmark.plan import IMPLEMENTATION, Plan, Rounds
 from shardmark.registry import Race
 from shardmark.rows import step_seconds, time_entry
@@ -26,23 +30,28 @@ from shardmark.world import Worlds
 
 WIDTHS = {1: (96, 224), 2: (64, 160)}
 """Of the layers, by ranks: steps of some milliseconds, and of some tens of them, as at laptop scale."""
-PAGE = Path("docs/verdicts.md")
-LIVE, SERIES = Path("docs/verdicts/judgements.jsonl"), Path("docs/verdicts/series.json")
+FOLDER = Path("docs/verdicts")
 
 
 def main() -> None:
     """Add judgements or recordings until the minutes are over, or write the report."""
     parser = argparse.ArgumentParser(prog="python -m perf.verdicts", description=__import__("perf.verdicts").__doc__)
-    parser.add_argument("what", choices=["live", "record", "report"])
+    parser.add_argument("what", choices=["record", "live", "smoke", "report"])
     parser.add_argument("--minutes", type=float, default=10.0)
     chosen = parser.parse_args()
     if chosen.what == "report":
-        summary.write(LIVE, SERIES, PAGE)
+        summary.write(FOLDER)
         return
-    LIVE.parent.mkdir(parents=True, exist_ok=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     worlds, until = Worlds("cpu"), time.monotonic() + 60 * chosen.minutes
     try:
-        judge_live(worlds, until) if chosen.what == "live" else record(worlds, 60 * chosen.minutes)
+        match chosen.what:
+            case "record":
+                record(worlds, 60 * chosen.minutes)
+            case "live":
+                judge_live(worlds, until)
+            case "smoke":
+                run_smoke(until)
     finally:
         worlds.close()
 
@@ -85,21 +94,50 @@ def judge_live(worlds: Worlds, until: float) -> None:
             "seconds": seconds,
             "machine": in_words(entry["machine"]),
         }
-        print(line, flush=True)
-        with LIVE.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        add("judgements", line)
 
 
 def record(worlds: Worlds, seconds: float) -> None:
     """Times of equal steps in a row, in each setting for the same share of the time."""
-    series: list[dict[str, Any]] = json.loads(SERIES.read_text()) if SERIES.exists() else []
     each = seconds / len(list(settings()))
     for name, ranks, width in settings():
         with neighbours(name, secrets.randbits(32)):
             (taken, *_) = worlds.get(ranks).run(times_in_a_row, plan_of(ranks, Steps(0, width)), each)
-        print(name, ranks, width, len(taken), flush=True)
-        series.append({"neighbour": name, "ranks": ranks, "width": width, "seconds": [round(s, 6) for s in taken]})
-        SERIES.write_text(json.dumps(series))
+        add("recordings", {"neighbour": name, "ranks": ranks, "width": width, "seconds": [round(s, 6) for s in taken]})
+
+
+def run_smoke(until: float) -> None:
+    """Whole runs of the suite at smoke scale; each is a line of the file."""
+    while time.monotonic() < until:
+        name = random.choice(list(NEIGHBOURS))
+        with tempfile.TemporaryDirectory() as folder, neighbours(name, secrets.randbits(32)):
+            out = Path(folder) / "out.json"
+            began = time.perf_counter()
+            options = (
+                "--scale",
+                "smoke",
+                "--device",
+                "cpu",
+                "--benchmark-json",
+                str(out),
+                "-q",
+                "-p",
+                "no:cacheprovider",
+            )
+            ended = subprocess.run([sys.executable, "-m", "pytest", "perf", *options], stdout=subprocess.DEVNULL)
+            seconds = time.perf_counter() - began
+            rows = [entry["extra_info"] for entry in json.loads(out.read_text())["benchmarks"]]
+        judged = [row["verdict"] for row in rows if row["time"].get("budget") is not None]
+        verdicts = {verdict: judged.count(verdict) for verdict in (PASS, UNDECIDED, FAIL)}
+        add("smoke_runs", {"neighbour": name, "status": ended.returncode, "seconds": seconds, **verdicts})
+
+
+def add(what: str, line: dict[str, Any]) -> None:
+    """Add a line to that file."""
+    text = json.dumps(line)
+    print(what, text[:200], flush=True)
+    with (FOLDER / f"{what}.jsonl").open("a") as file:
+        file.write(f"{text}\n")
 
 
 if __name__ == "__main__":

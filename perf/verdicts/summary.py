@@ -51,10 +51,12 @@ def replayed(series: Sequence[float], slower: float, generator: random.Random) -
             return interval(ratios, confidence(JUDGEMENTS)).verdict(tolerated(1.0)), seconds
 
 
-def write(live: Path, series: Path, page: Path) -> None:
-    """The page, from the judgements of the one file and the recordings of the other."""
-    judgements: list[Judgement] = [json.loads(line) for line in live.read_text().splitlines()]
-    recordings: list[dict[str, Any]] = json.loads(series.read_text())
+def write(folder: Path) -> None:
+    """The page beside a folder, from the judgements, the recordings and the smoke runs in it."""
+    page = folder.with_suffix(".md")
+    judgements, recordings, runs = (
+        _lines(folder / f"{what}.jsonl") for what in ("judgements", "recordings", "smoke_runs")
+    )
     again = [
         {
             "neighbour": each["neighbour"],
@@ -78,9 +80,24 @@ def write(live: Path, series: Path, page: Path) -> None:
             replays=f"{len(again):,}",
             again=_table(again),
             alarms=_alarms([*judgements, *again]),
+            smoke=_smoke(runs),
         )
     )
     _plot(judgements, again, page.with_suffix(".svg"))
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _smoke(runs: list[dict[str, Any]]) -> str:
+    """How many whole runs there were, and what their time budgets came to."""
+    counts = {verdict: sum(run[verdict] for run in runs) for verdict in (PASS, UNDECIDED, FAIL)}
+    failed = sum(run[FAIL] > 0 for run in runs)
+    return (
+        f"{len(runs)} runs, {sum(counts.values()):,} time budgets: {counts[PASS]:,} pass, {counts[UNDECIDED]} undecided, "
+        f"{counts[FAIL]} fail. Runs in which one failed: {failed}."
+    )
 
 
 def _table(judgements: Iterable[Judgement]) -> str:
@@ -142,7 +159,7 @@ PAGE = """# How far a time verdict can be trusted
 
 Written by `python -m perf.verdicts report`, from what `python -m perf.verdicts live` and `record` measured with real
 processes on two shared cores: the judgements one by one are in `verdicts/judgements.jsonl`, the recordings in
-`verdicts/series.json`. A step is forward and backward of two layers some dozens of times, on one rank, or on two with
+`verdicts/recordings.jsonl`. A step is forward and backward of two layers some dozens of times, on one rank, or on two with
 an all-reduce of the gradients each time; the slower one does a known share more of the same work. Neighbours are
 processes beside it: one that is busy on and off, one that is busier and busier, two that spike. Each verdict has its
 share of the error of a run of 150.
@@ -150,6 +167,10 @@ share of the error of a run of 150.
 ![The power curve](verdicts.svg)
 
 {alarms}
+
+## Whole runs at smoke scale
+
+{smoke}
 
 ## Live: {judgements} judgements
 
