@@ -81,7 +81,7 @@ def test_large_parameters(implementation: Implementation, world: World, device: 
     check(implementation, world, Script([Group(shapes)], [Step()], dtypes=[torch.float32]), device)
 
 
-@pytest.mark.examples(1, 4, 18)
+@pytest.mark.examples(1, 4, 12)
 def test_no_parameter_is_left_of_any_number(
     implementation: Implementation, world: World, examples: int, device: str
 ) -> None:
