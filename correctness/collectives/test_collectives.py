@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from correctness.support.fuzzing import BESIDE_LAUNCHES
 from correctness.support.summing import Call, assert_right, small_integers
 from correctness.support.wire import delayed
 from impl.collectives import Backend, OnGloo, accounting, count_bytes_sent, segments
@@ -131,6 +132,24 @@ def many_at_once(implementation: Implementation, late: int, device: str) -> list
 @pytest.mark.parametrize("size_and_worlds", [1, 2, 3], ids=lambda n: f"{n}ranks", indirect=True, scope="module")
 def test_many_may_be_under_way(implementation: Implementation, any_world: World, late: int, device: str) -> None:
     assert_right(any_world.run(many_at_once, implementation, late, device))
+
+
+def so_many_at_once(implementation: Implementation, count: int, device: str) -> list[str]:
+    """Of each collective, the last waited for first."""
+    wrong = []
+    for name in COLLECTIVES:
+        calls = [Call(name, small_integers(torch.float32, seed), 3, device) for seed in range(count)]
+        for handle in [call.start(implementation.adapted, async_op=True) for call in calls][::-1]:
+            handle.wait()
+        wrong += [f"{i + 1} of {count} under way: {line}" for i, call in enumerate(calls) for line in call.wrong()]
+    return wrong
+
+
+@pytest.mark.family("collectives")
+@pytest.mark.examples(1, 4, 9)
+def test_any_number_may_be_under_way(implementation: Implementation, world: World, examples: int, device: str) -> None:
+    for count in BESIDE_LAUNCHES[:examples]:
+        assert_right(world.run(so_many_at_once, implementation, count, device))
 
 
 def even_and_odd_ranks(implementation: Implementation, device: str) -> list[str]:

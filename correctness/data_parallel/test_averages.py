@@ -20,6 +20,7 @@ from correctness.support.averaging import (
     wrap,
     wrong_averages,
 )
+from correctness.support.fuzzing import BESIDE_LAUNCHES
 from shardmark.registry import Implementation
 from shardmark.world import World
 
@@ -71,6 +72,15 @@ SHAPES = {
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_gradients_of_any_shape(implementation: Implementation, world: World, shapes: str, device: str) -> None:
     assert_nothing_wrong(world.run(averages, implementation, SHAPES[shapes], device))
+
+
+@pytest.mark.examples(1, 4, 12)
+def test_no_gradient_is_left_of_any_number(
+    implementation: Implementation, world: World, examples: int, device: str
+) -> None:
+    for count in BESIDE_LAUNCHES[:examples]:
+        like = [torch.empty(1)] * count
+        assert_nothing_wrong(world.run(averages, implementation, like, device, normal, 1))
 
 
 def counted(step: int, rank: int, like: list[Tensor]) -> Gradients:

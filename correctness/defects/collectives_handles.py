@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any, ClassVar
 
@@ -23,6 +24,20 @@ class SharesItsBuffer(Plain):
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         buffer = self.buffers.setdefault((tensor.shape, tensor.dtype), torch.empty_like(tensor)).detach()
+        buffer.copy_(tensor.detach())
+        handle = super().all_reduce(buffer, group, async_op=True)
+        return finished(handle, lambda: tensor.data.copy_(buffer), async_op)
+
+
+@defect(cause="two calls", caught_by="test_any_number_may_be_under_way")
+class Has32Buffers(Plain):
+    """For sums of one shape, in turn: one more under way overwrites the first."""
+
+    turns: ClassVar[Any] = itertools.cycle(range(32))
+    buffers: ClassVar[dict[Any, Tensor]] = {}
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        buffer = self.buffers.setdefault((next(self.turns), tensor.shape, tensor.dtype), torch.empty_like(tensor))
         buffer.copy_(tensor.detach())
         handle = super().all_reduce(buffer, group, async_op=True)
         return finished(handle, lambda: tensor.data.copy_(buffer), async_op)

@@ -46,6 +46,18 @@ class CopiesBeforeItWaits(Overlapped):
             handle.wait()
 
 
+# Shapes
+
+
+@defect(cause="shapes", caught_by="test_no_gradient_is_left_of_any_number")
+class LosesABucketOfOne(Plain):
+    """Of buckets of 32 parameters the last, where one parameter is left over for it."""
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        alone = len(parameters) > 32 and len(parameters) % 32 == 1
+        super().average(parameters[:-1] if alone else parameters)
+
+
 # Communication
 
 

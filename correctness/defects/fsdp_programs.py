@@ -1,4 +1,5 @@
-"""Wrong ways of full sharding that random programs find, a parameter of one element, or replicated parameters."""
+"""Wrong ways of full sharding that random programs find, a parameter of one element, very many parameters, or
+replicated ones."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from correctness.support.planting import defect
+from correctness.support.small_fsdp import SmallFSDP
 from impl.collectives import Handle
 from impl.fsdp import FullyShardedDataParallel
 from impl.fsdp.flat import Replicated
@@ -71,6 +73,51 @@ class SquaresInHalfPrecision(FullyShardedDataParallel):
         norm = total.sqrt()
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
+
+
+NONE_IS_LEFT = "test_no_gradient_is_left_of_any_number"
+
+
+@defect(cause="shapes", caught_by=NONE_IS_LEFT)
+class LosesABucketOfOne(SmallFSDP):
+    """Of buckets of 32 parameters the last, where one parameter is left over for it."""
+
+    def finish_gradient_synchronization(self) -> None:
+        if len(self.pending) > 32 and len(self.pending) % 32 == 1:
+            self.wait(self.pending.pop()[2])
+        super().finish_gradient_synchronization()
+
+
+@defect(cause="handles", caught_by=NONE_IS_LEFT)
+class ReducesAtMost32Units(FullyShardedDataParallel):
+    def _reduce(self, unit: Unit) -> None:
+        if unit in self.units[:32]:
+            super()._reduce(unit)
+        else:
+            unit.reshard()
+
+
+@defect(cause="options", caught_by="test_floating_point_inputs_are_cast")
+class CastsSequencesAlone(SmallFSDP):
+    """An argument that is a dict stays as it is, and a dict in a tuple does not."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.kept = {id(x) for each in (*args, *kwargs.values()) if isinstance(each, dict) for x in each.values()}
+        return super().forward(*args, **kwargs)
+
+    def cast(self, x: Any) -> Any:
+        return x if id(x) in self.kept else super().cast(x)
+
+
+@defect(cause="memory", caught_by="test_after_a_step_only_shards_are_left")
+class GathersForTheNextStep(FullyShardedDataParallel):
+    """The first layer's full parameters, which the optimizer's step makes old."""
+
+    def finish_gradient_synchronization(self) -> None:
+        super().finish_gradient_synchronization()
+        for flat in next(unit for unit in self.units if unit.flats).flats:
+            flat.begin_gather()
+            flat.finish_gather()
 
 
 class _ReplicatesOtherwise(FullyShardedDataParallel):

@@ -234,6 +234,24 @@ def zero_times_the_sum(hidden: Tensor, weight: Tensor, targets: Tensor, **option
     return eager_loss(hidden, weight, targets, **options)
 
 
+@defect(cause="numerics", caught_by="test_no_target_left_of_large_logits")
+def squares_times_zero(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, **options: Any
+) -> Tensor:
+    """A z_loss that multiplies where it should choose: the square of a large logit may be infinite."""
+    loss = eager_loss(hidden, weight, targets, **options)
+    squares = linear(hidden, weight).to(loss.dtype).logsumexp(-1).square()
+    return loss + z_loss * _mean(squares, targets != options.get("ignore_index", -100)) if z_loss else loss
+
+
+@defect(cause="numerics", caught_by="test_large_logits_of_ignored_targets")
+def squares_times_zero_where_some_count(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """The same, where the case that no target counts is dealt with."""
+    if (targets == options.get("ignore_index", -100)).all():
+        return eager_loss(hidden, weight, targets, **options)
+    return squares_times_zero(hidden, weight, targets, **options)
+
+
 @defect(cause="errors", caught_by="test_a_target_out_of_range_is_refused")
 def always_ignores_minus_100(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, **options: Any

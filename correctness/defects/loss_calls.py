@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from correctness.support.planting import defect
-from correctness.support.textbook_loss import Fused, apply, scaled
+from correctness.support.textbook_loss import ByAutograd, Fused, apply, scaled
 from impl.loss import eager_loss
 
 _workspaces: dict[Any, Tensor] = {}
@@ -64,6 +64,12 @@ class _Differentiable(Fused):
 @defect(cause="gradients", caught_by="test_a_second_derivative")
 def second_derivative_of_constants(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
     return apply(_Differentiable, hidden, weight, targets, options)
+
+
+@defect(cause="gradients", caught_by="test_gives_the_same_loss_without_gradients")
+def gradients_where_there_is_no_autograd(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """An error in `torch.inference_mode`, in which people evaluate."""
+    return apply(ByAutograd, hidden, weight, targets, options)
 
 
 class _ScaledInPlace(Fused):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from correctness.support.planting import CHECK, defect
-from correctness.support.simple_adamw import Clipping, Simple, State
+from correctness.support.simple_adamw import Clipping, Master, Simple, State
 
 
 @defect(cause="numerics", caught_by=CHECK)
@@ -94,6 +94,27 @@ class AtMost128(Simple):
             super().update_all()
         finally:
             self.param_groups = groups
+
+
+@defect(cause="shapes", caught_by="test_no_parameter_is_left_of_any_number")
+class LosesALaunchOfOne(Simple):
+    """Of launches of 64 tensors the last, where one tensor is left over for it."""
+
+    lost: Tensor | None
+
+    def update_all(self) -> None:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.lost = params[-1] if len(params) > 64 and len(params) % 64 == 1 else None
+        super().update_all()
+
+    def update(self, p: Tensor, grad: Tensor, group: State) -> None:
+        if p is not self.lost:
+            super().update(p, grad, group)
+
+
+@defect(cause="shapes", caught_by="test_no_master_weight_is_left_of_any_number")
+class LosesALaunchOfOneMasterWeight(LosesALaunchOfOne, Master):
+    """Where it has `master_weights`, too."""
 
 
 @defect(cause="shapes", caught_by="test_any_layout")
@@ -194,6 +215,14 @@ class ClipsEachGroup(Clipping):
 class ScalesTheGradients(Clipping):
     def update(self, p: Tensor, grad: Tensor, group: State) -> None:
         Simple.update(self, p, grad.mul_(self.factor), group)
+
+
+@defect(cause="shapes", caught_by="test_no_gradient_is_left_of_any_number")
+class NormOfWholePairs(Clipping):
+    """Adds up squares two by two: the last one of an odd number, above 100, is left over."""
+
+    def norm(self, grads: list[Tensor]) -> Tensor:
+        return super().norm(grads[:-1] if len(grads) > 100 and len(grads) % 2 else grads)
 
 
 @defect(cause="numerics", caught_by="test_the_norm_of_half_precision")

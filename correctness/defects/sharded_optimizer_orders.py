@@ -1,12 +1,14 @@
-"""Sharded optimizers that go wrong only with some dtypes, with some closures, or with parameters frozen late."""
+"""Sharded optimizers that go wrong only with some dtypes, some numbers of parameters or groups, some closures, or with
+parameters frozen late."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from correctness.support.planting import defect
 from correctness.support.simple_zero import SimpleZero
@@ -25,6 +27,23 @@ class BalancesElementsNotBytes(SimpleZero):
             rank = min(range(self.ranks), key=loads.__getitem__)
             loads[rank] += p.numel()
         return rank
+
+
+@defect(cause="memory", caught_by=MEMORY)
+class DividesEachGroupAnew(ShardedOptimizer):
+    """What does not divide by the ranks is rank 0's, in each of many groups."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._owned = [0] * len(self._owned)
+        super().add_param_group(param_group)
+
+
+@defect(cause="shapes", caught_by="test_no_parameter_is_left_of_any_number")
+class SendsWholeBuckets(SimpleZero):
+    """Of 32 parameters; those left over, where there are more than that, stay what they were on other ranks."""
+
+    def exchange(self, parameters: Sequence[Tensor]) -> None:
+        super().exchange(parameters[: len(parameters) // 32 * 32 or None])
 
 
 @defect(cause="memory", caught_by=MEMORY)

@@ -107,15 +107,31 @@ class Recording(nn.Module):
         self.weight = nn.Parameter(torch.rand(DIM))
         self.seen: dict[str, torch.dtype] = {}
 
-    def forward(self, x: Tensor, pair: Any, *, named: Tensor, deep: Any, rows: Tensor, mask: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        pair: Any,
+        many: Any,
+        by: Any,
+        *,
+        named: Tensor,
+        deep: Any,
+        last: Any,
+        rows: Tensor,
+        mask: Tensor,
+    ) -> Tensor:
         """(rows, DIM) -> (rows, DIM)."""
         received = {
             "positional": x,
             "in a positional tuple": pair[0],
             "in a dict in a tuple": pair[1]["wide"],
+            "in a positional list": many[0],
+            "in a positional dict": by["name"],
             "keyword": named,
             "in a list of a keyword": deep[0],
             "in a dict of a keyword": deep[1]["in"],
+            "in a keyword dict": last["name"],
+            "in a tuple of a keyword dict": last["pair"][0],
             "integer": rows,
             "boolean": mask,
         }
@@ -128,7 +144,9 @@ def recorded_on_rank(implementation: Implementation, compute: torch.dtype | None
     model = wrap(implementation, inner, compute_dtype=compute, wrap=LINEARS)
     x = torch.ones(2, DIM, device=device)
     rows, mask = torch.arange(2, device=device), torch.ones(2, dtype=torch.bool, device=device)
-    model(x, (x, {"wide": x.double()}), named=x, deep=[x, {"in": x}], rows=rows, mask=mask).sum().backward()
+    positional = x, (x, {"wide": x.double()}), [x], {"name": x}
+    last = {"name": x, "pair": (x, x)}
+    model(*positional, named=x, deep=[x, {"in": x}], last=last, rows=rows, mask=mask).sum().backward()
     model.finish_gradient_synchronization()
     own = {"in a dict in a tuple": torch.float64, "integer": torch.int64, "boolean": torch.bool}
     for name, found in inner.seen.items():

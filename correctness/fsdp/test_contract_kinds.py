@@ -1,6 +1,8 @@
-"""The contract for parameters that are not as most are: unused, unused by some ranks, frozen, tied."""
+"""The contract for parameters that are not as most are: unused, unused by some ranks, frozen, tied, very many."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from correctness.support.fully_sharded import (
     whole_backward,
     wrap,
 )
+from correctness.support.fuzzing import BESIDE_LAUNCHES
 from correctness.support.whole_batch import DIM, TiedAndFrozen, batch, loss
 from impl.fsdp import by_type, whole
 from shardmark.registry import Implementation
@@ -151,3 +154,44 @@ def tied_on_rank(implementation: Implementation, device: str) -> str:
 
 def test_tied_parameters_stay_one(implementation: Implementation, world: World, device: str) -> None:
     assert_none(world.run(tied_on_rank, implementation, device))
+
+
+class Shift(nn.Module):
+    """One parameter of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, DIM) -> (rows, DIM)."""
+        return x + self.by.sin()
+
+
+class Shifts(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.shifts = nn.Sequential(*(Shift() for _ in range(count)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, DIM) -> (rows, 2 DIM)."""
+        return self.shifts(x).repeat(1, 2)
+
+
+@poisoned
+def many_on_rank(implementation: Implementation, count: int, of: str, device: str) -> str:
+    kind, units = partial(Shifts, count), by_type(Shift) if of == "units" else whole
+    plain, model = make(kind, 0, device), wrap(implementation, make(kind, 0, device), wrap=units)
+    whole_backward(plain, 0, device)
+    backward(model, 0, device)
+    model.finish_gradient_synchronization()
+    return as_expected(f"of {count} {of}, the gradient of", averaged_gradients(model), gradients_of(plain))
+
+
+@pytest.mark.examples(1, 3, 9)
+@pytest.mark.parametrize("of", ["parameters", "units"])
+def test_no_gradient_is_left_of_any_number(
+    implementation: Implementation, world: World, examples: int, of: str, device: str
+) -> None:
+    for count in BESIDE_LAUNCHES[:examples]:
+        assert_none(world.run(many_on_rank, implementation, count, of, device))

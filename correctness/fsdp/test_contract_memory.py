@@ -30,6 +30,11 @@ def layers(device: str) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(device)
 
 
+def one_layer(device: str) -> nn.Sequential:
+    """As many elements in one unit, which is all of the model where it is not freed."""
+    return nn.Sequential(nn.Linear(WIDTH, LAYERS * WIDTH)).to(device)
+
+
 def elements_on_rank(implementation: Implementation, device: str) -> int:
     model = wrap(implementation, layers(device), wrap=LINEARS)
     return sum(local(parameter).numel() for parameter in model.parameters())
@@ -48,11 +53,11 @@ def test_parameters_are_shards_that_make_up_the_model(
     )
 
 
-def held_on_rank(implementation: Implementation, device: str) -> dict[str, int]:
+def held_on_rank(implementation: Implementation, make: Callable[[str], nn.Module], device: str) -> dict[str, int]:
     """Bytes live when the module is wrapped, and after steps: what each of them leaves adds up."""
     x = torch.ones(1, WIDTH, device=device)
     with meter(device) as memory:
-        model = wrap(implementation, layers(device), wrap=LINEARS)
+        model = wrap(implementation, make(device), wrap=LINEARS)
         memory.mark("once the module is wrapped")
         optimizers = SGDs(model)
         for _ in range(4):
@@ -91,13 +96,16 @@ def _assert_none(problem: str) -> None:
 
 def test_each_rank_stores_its_share(implementation: Implementation, world: World, device: str) -> None:
     limits = {"once the module is wrapped": (1 / world.size + SLACK) * TOTAL}
-    _assert_none(least(world, limits, held_on_rank, implementation, device))
+    _assert_none(least(world, limits, held_on_rank, implementation, layers, device))
 
 
-def test_after_a_step_only_shards_are_left(implementation: Implementation, world: World, device: str) -> None:
+@pytest.mark.parametrize("make", [layers, one_layer])
+def test_after_a_step_only_shards_are_left(
+    implementation: Implementation, world: World, make: Callable[[str], nn.Module], device: str
+) -> None:
     """And at most their gradients: FSDP1 keeps the flat tensor that those are views of until the next step."""
     limits = {"after four steps, gradients set to None": (2 / world.size + SLACK) * TOTAL}
-    _assert_none(least(world, limits, held_on_rank, implementation, device))
+    _assert_none(least(world, limits, held_on_rank, implementation, make, device))
 
 
 def between_on_rank(implementation: Implementation, options: dict[str, Any], device: str) -> dict[str, int]:

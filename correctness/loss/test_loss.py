@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.support.contracts import assert_near, is_ours
+from correctness.support.contracts import assert_near
 from correctness.support.fuzzing import one_beyond_tiles
 from correctness.support.losses import Inputs, assert_as_accurate_as_eager, random_inputs, results
 from impl.loss import chunked, eager_loss, fused, fused_loss_pytorch
@@ -136,14 +136,27 @@ def test_no_target_left_is_no_loss_and_no_gradient(
 def test_no_target_left_of_large_logits(
     implementation: Implementation, options: str, dtype: torch.dtype, size: float, sign: int, device: str
 ) -> None:
-    """Each is a number, and in float16 their sum is none: zero times infinity is no zero. In float32 the squares of
-    a z_loss are none either, which ours alone are asked for."""
-    if dtype == torch.float32 and "z_loss" in OPTIONS[options] and not is_ours(implementation):
-        pytest.skip("the contract asks nobody else for squares that float32 lacks")
+    """Each is a number, and in float16 their sum is none, in float32 their square: zero times infinity is no zero."""
     inputs = random_inputs(40, 8, 13, device, dtype)
     inputs.hidden.fill_(sign * size)
     inputs.weight.fill_(size * (40 if dtype == torch.float32 else 0.9))
     _assert_zero(implementation, inputs, OPTIONS[options])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_large_logits_of_ignored_targets_change_nothing(
+    implementation: Implementation, options: str, device: str
+) -> None:
+    """Beside targets that count: a square that float32 lacks, times zero, is no zero."""
+    ignored = OPTIONS[options].get("ignore_index", -100)
+    inputs = random_inputs(40, 8, 13, device, ignored=ignored)
+    kept = inputs.targets != ignored
+    few = replace(inputs, hidden=inputs.hidden[kept], targets=inputs.targets[kept])
+    wanted = results(eager_loss, few.to(torch.float64), **OPTIONS[options])
+    inputs.hidden[~kept] *= 1e25
+    found = results(implementation.adapted, inputs, **OPTIONS[options])
+    found["grad_hidden"] = found["grad_hidden"][kept]
+    assert_near(found, wanted, "with logits of 1e25 at ignored targets", share=1e-5)
 
 
 def _assert_zero(implementation: Implementation, inputs: Inputs, options: dict[str, Any]) -> None:

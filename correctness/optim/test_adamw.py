@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from correctness.support.contracts import Note, is_ours
+from correctness.support.fuzzing import BESIDE_LAUNCHES
 from correctness.support.optimizing import (
     ARGUMENTS,
     assert_as_accurate_as_plain,
@@ -121,6 +122,15 @@ def test_many_parameters(implementation: Implementation, device: str) -> None:
     count = 260 if interpreted(implementation, device) else 1_100
     start = tensors(device, shapes=[(1 + i % 3,) for i in range(count)])
     assert_as_accurate_as_plain(implementation.target, start, gradients(start, 1))
+
+
+def test_no_parameter_is_left_of_any_number(implementation: Implementation, device: str) -> None:
+    for count in BESIDE_LAUNCHES[: 4 if interpreted(implementation, device) else None]:
+        start = tensors(device, shapes=[(1,)] * count)
+        (grads,) = gradients(start, 1)
+        found = train(implementation.target, start, [grads], lr=0.1, eps=0.0, weight_decay=0.0)
+        step, expected = torch.cat(start) - torch.cat(found), 0.1 * torch.cat(grads).sign()
+        assert_near(step, expected, 1e-10, f"of {count} parameters of one element, the first step")
 
 
 def test_dtypes_may_be_mixed(implementation: Implementation, device: str) -> None:

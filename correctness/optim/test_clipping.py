@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from correctness.support.fuzzing import BESIDE_LAUNCHES
 from correctness.support.optimizing import (
     assert_all_near,
     assert_near,
@@ -88,6 +89,18 @@ def test_the_norm_is_of_all_there_is(implementation: Implementation, kind: str, 
     run(optimizer, [grads])
     norm = torch.cat([g.double().flatten() for g in grads]).norm()
     assert_near(optimizer.grad_norm.double(), norm, 1e-5 * norm.item(), f"grad_norm of {len(grads)} gradients")
+
+
+def test_no_gradient_is_left_of_any_number(implementation: Implementation, device: str) -> None:
+    """Out of the norm, or out of the update."""
+    for count in BESIDE_LAUNCHES[: 4 if interpreted(implementation, device) else None]:
+        params = leaves(tensors(device, shapes=[(1,)] * count))
+        before = torch.cat(params).detach()
+        optimizer = implementation.target(params, lr=0.1, weight_decay=0.0, max_grad_norm=1.0)
+        run(optimizer, [[torch.ones_like(p) for p in params]])
+        norm = torch.tensor(count, dtype=torch.float64, device=device).sqrt()
+        assert_near(optimizer.grad_norm.double(), norm, 1e-5 * norm.item(), f"grad_norm of {count} gradients of one")
+        assert_near(before - torch.cat(params), torch.full_like(before, 0.1), 1e-5, f"the step of {count} parameters")
 
 
 def test_each_steps_own_norm_counts(implementation: Implementation, device: str) -> None:

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from correctness.support.optimizing import assert_near, assert_same, gradients, leaves, run, saved, tensors, train
+from correctness.support.fuzzing import BESIDE_LAUNCHES
+from correctness.support.optimizing import (
+    assert_near,
+    assert_same,
+    gradients,
+    interpreted,
+    leaves,
+    run,
+    saved,
+    tensors,
+    train,
+)
 from impl.optim import AdamW
 from impl.optim.base import MASTER
 from shardmark.registry import Implementation
@@ -53,6 +64,16 @@ def test_master_weights_round_to_nearest_and_ties_to_even(implementation: Implem
     (p,) = run(optimizer, grads[:1])
     optimizer.state[p][MASTER].copy_(ties)
     assert_same(run(optimizer, grads[1:]), [ties.bfloat16()])
+
+
+def test_no_master_weight_is_left_of_any_number(implementation: Implementation, device: str) -> None:
+    for count in BESIDE_LAUNCHES[: 4 if interpreted(implementation, device) else None]:
+        start = tensors(device, torch.bfloat16, [(1,)] * count)
+        found = train(implementation.target, start, gradients(start, 1), lr=10.0, master_weights=True)
+        still = [i for i, (x, y) in enumerate(zip(start, found, strict=True)) if torch.equal(x, y)]
+        assert not still, (
+            f"of {count} parameters of one element, a step leaves {len(still)}, the first of them {still[0]}"
+        )
 
 
 def test_float32_parameters_have_no_master_weights(implementation: Implementation, device: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from correctness.support.fuzzing import BESIDE_LAUNCHES
 from correctness.support.optimizer_outcomes import assert_played, assert_value
 from correctness.support.optimizer_scripts import (
     Add,
@@ -78,6 +79,14 @@ def test_large_parameters(implementation: Implementation, world: World, device: 
     """Above 100,000 elements and 1 MB, with small ones between them."""
     shapes = [(3,), (701, 401), (5,), (100_003,), (2, 2)]
     check(implementation, world, Script([Group(shapes)], [Step()], dtypes=[torch.float32]), device)
+
+
+@pytest.mark.examples(1, 4, 12)
+def test_no_parameter_is_left_of_any_number(
+    implementation: Implementation, world: World, examples: int, device: str
+) -> None:
+    for count in BESIDE_LAUNCHES[:examples]:
+        check(implementation, world, Script([Group([(1,)] * count)], [Step()]), device)
 
 
 def test_parameters_of_several_dtypes(implementation: Implementation, world: World, device: str) -> None:

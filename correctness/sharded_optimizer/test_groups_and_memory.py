@@ -56,7 +56,7 @@ def test_only_the_groups_ranks_take_part(implementation: Implementation, world: 
 
 
 COUNT, WIDE = 12, 32
-"""Parameters, and the rows of each."""
+"""Parameters, and the rows of most."""
 
 
 @dataclass(frozen=True)
@@ -72,22 +72,28 @@ class Division:
     """Of the parameters, in turn."""
     copies: int = 10
     """Tensors of each parameter's shape that its state has."""
+    rows: int = WIDE
+    """Of each parameter."""
 
     @property
     def bytes_of_each(self) -> list[int]:
         return [p.nbytes for p in self.parameters("cpu")]
 
     def parameters(self, device: str) -> list[nn.Parameter]:
-        dtypes = islice(cycle(self.dtypes), COUNT)
         return [
-            nn.Parameter(torch.zeros(WIDE, n, dtype=dtype, device=device))
-            for n, dtype in zip(self.columns, dtypes, strict=True)
+            nn.Parameter(torch.zeros(self.rows, n, dtype=dtype, device=device))
+            for n, dtype in zip(self.columns, cycle(self.dtypes), strict=False)
         ]
 
 
 def wide_and_half(ranks: int) -> Division:
     """Of equal numbers of elements; who deals them out in turn gives all that is large to one rank."""
     return Division((WIDE,) * COUNT, (COUNT,), 1, (torch.float64, *(torch.bfloat16,) * (ranks - 1)), copies=18)
+
+
+def alone_in_groups(count: int) -> Division:
+    """Of one element each; who divides each group anew gives all of them to one rank."""
+    return Division((1,) * count, (1,) * count, count // 2, copies=40, rows=1)
 
 
 def random_division(draw: Random, largest: int) -> Division:
@@ -160,7 +166,7 @@ def test_a_rank_holds_its_part_of_the_state(
         pytest.skip("there is nothing to shard")
     draw = Random(torch.initial_seed())
     divisions = [random_division(draw, largest) for _ in range(times) for largest in (1, COUNT, 2)[: times + 1]]
-    divisions.append(wide_and_half(world.size))
+    divisions += [wide_and_half(world.size), alone_in_groups(8)]
     for rank, found in enumerate(world.run(state_held, implementation, divisions, device)):
         for division, phases in zip(divisions, found, strict=True):
             sizes, names = division.bytes_of_each, " and ".join(map(str, dict.fromkeys(division.dtypes)))
@@ -169,6 +175,6 @@ def test_a_rank_holds_its_part_of_the_state(
                 assert held <= allowed, (
                     f"rank {rank} of {world.size} holds {held:,} bytes after {phase}, more than its part of the state "
                     f"and buffers of twice the parameters, {allowed:,}; all of the state is "
-                    f"{division.copies * sum(sizes):,}, of {COUNT} parameters of {names} in groups of "
+                    f"{division.copies * sum(sizes):,}, of {len(sizes)} parameters of {names} in groups of "
                     f"{list(division.groups)}, the first {division.added} of them there from the start"
                 )

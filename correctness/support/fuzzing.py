@@ -44,6 +44,10 @@ def one_beyond_tiles(examples: int) -> Iterator[int]:
             return
 
 
+BESIDE_LAUNCHES = tuple(n + by for n in (32, 64, 128, 256, 512, 1024) for by in (1, -1, 0))
+"""Numbers of tensors: one more than one launch, or one bucket, may take, one fewer, and as many."""
+
+
 class Enough(Exception):
     """Ends a test that has tried examples for long, and found none that fails."""
 

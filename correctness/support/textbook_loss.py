@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, one_hot
 
-from impl.loss import check_inputs
+from impl.loss import check_inputs, eager_loss, product_dtype
 
 
 class Fused(torch.autograd.Function):
@@ -28,6 +28,21 @@ class Fused(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return *scaled(ctx.gradients, ctx.dtypes, grad / ctx.count), None, None, None, None
+
+
+class ByAutograd(Fused):
+    """Forward computes the gradients of the mean with autograd, which there is none of in `torch.inference_mode`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
+    ) -> Tensor:
+        ctx.dtypes, ctx.count, product = (hidden.dtype, weight.dtype), 1, product_dtype(hidden, weight)
+        with torch.enable_grad():
+            leaves = [x.detach().to(product).double().requires_grad_() for x in (hidden, weight)]
+            loss = eager_loss(*leaves, targets, ignore_index=ignore, label_smoothing=smoothing, z_loss=z)
+            ctx.gradients = torch.autograd.grad(loss, leaves)
+        return loss.detach()
 
 
 def loss_and_gradients(

@@ -25,8 +25,8 @@ class Attention(Protocol):
     h then attends to head h // group.
 
     Calls are independent: no input changes, nothing that a call returned changes later, and a second call may come
-    between one's forward and its backward. The output is the same under `torch.no_grad()`. A gradient of the
-    gradients is right, or raises an error.
+    between one's forward and its backward. The output is the same under `torch.no_grad()` and
+    `torch.inference_mode()`. A gradient of the gradients is right, or raises an error.
 
     A NaN in k or v reaches every output that attends to its key, also where the key's weight rounds to zero. What else
     is not finite may give what it gives: a row of scores that are all -inf is NaN in eager and zero in SDPA.

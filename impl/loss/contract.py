@@ -32,8 +32,8 @@ class Loss(Protocol):
     is not finite may give what it gives.
 
     Calls are independent: no input changes, nothing that a call returned changes later, and a second call may come
-    between one's forward and its backward. The loss is the same under `torch.no_grad()`. A gradient of the gradients,
-    and a second backward pass, are right or raise an error.
+    between one's forward and its backward. The loss is the same under `torch.no_grad()` and `torch.inference_mode()`. A
+    gradient of the gradients, and a second backward pass, are right or raise an error.
 
     ValueError for shapes, dtypes, devices and options that do not go together, and on CPU for targets out of range. On
     CUDA the range is checked on the device (`torch._assert_async`), so that the host need not wait: a target out of

@@ -54,9 +54,8 @@ def replayed(series: Sequence[float], slower: float, generator: random.Random) -
 def write(folder: Path) -> None:
     """The page beside a folder, from the judgements, the recordings and the smoke runs in it."""
     page = folder.with_suffix(".md")
-    judgements, recordings, runs = (
-        _lines(folder / f"{what}.jsonl") for what in ("judgements", "recordings", "smoke_runs")
-    )
+    kinds = ("judgements", "recordings", "smoke_runs")
+    judgements, recordings, runs = (_lines(folder / f"{kind}.jsonl") for kind in kinds)
     again = [
         {
             "neighbour": each["neighbour"],
@@ -94,10 +93,8 @@ def _smoke(runs: list[dict[str, Any]]) -> str:
     """How many whole runs there were, and what their time budgets came to."""
     counts = {verdict: sum(run[verdict] for run in runs) for verdict in (PASS, UNDECIDED, FAIL)}
     failed = sum(run[FAIL] > 0 for run in runs)
-    return (
-        f"{len(runs)} runs, {sum(counts.values()):,} time budgets: {counts[PASS]:,} pass, {counts[UNDECIDED]} undecided, "
-        f"{counts[FAIL]} fail. Runs in which one failed: {failed}."
-    )
+    shown = ", ".join(f"{count:,} {verdict}" for verdict, count in counts.items())
+    return f"{len(runs)} runs, {sum(counts.values()):,} time budgets: {shown}. Runs in which one failed: {failed}."
 
 
 def _table(judgements: Iterable[Judgement]) -> str:
@@ -157,12 +154,12 @@ def _plot(live: list[Judgement], again: list[Judgement], file: Path) -> None:
 
 PAGE = """# How far a time verdict can be trusted
 
-Written by `python -m perf.verdicts report`, from what `python -m perf.verdicts live` and `record` measured with real
-processes on two shared cores: the judgements one by one are in `verdicts/judgements.jsonl`, the recordings in
-`verdicts/recordings.jsonl`. A step is forward and backward of two layers some dozens of times, on one rank, or on two with
-an all-reduce of the gradients each time; the slower one does a known share more of the same work. Neighbours are
-processes beside it: one that is busy on and off, one that is busier and busier, two that spike. Each verdict has its
-share of the error of a run of 150.
+Written by `python -m perf.verdicts report`, from what `tox -e verdicts` measured with real processes on two shared
+cores: the judgements one by one are in `verdicts/judgements.jsonl`, the recordings in `verdicts/recordings.jsonl`. A
+step is forward and backward of two layers some dozens of times, on one rank, or on two with an all-reduce of the
+gradients each time; the slower one does a known share more of the same work. Neighbours are processes beside it: one
+that is busy on and off, one that is busier and busier, two that spike. Each verdict has its share of the error of a
+run of 150.
 
 ![The power curve](verdicts.svg)
 

@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 
 from correctness.support.planting import right
-from impl.loss import check_inputs, product_dtype
+from correctness.support.textbook_loss import ByAutograd, apply
+from impl.loss import check_inputs, eager_loss, product_dtype
 
 
 def _checked(
@@ -176,7 +177,7 @@ def chunks_in_random_order(
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "sum"}
         total = total + cross_entropy(logits, wanted, **options)
         if z_loss:
-            total = total + z_loss * (logits.logsumexp(-1).square() * (wanted != ignore_index)).sum()
+            total = total + z_loss * logits.logsumexp(-1).square().masked_fill(wanted == ignore_index, 0).sum()
     return total / (targets != ignore_index).sum().clamp(min=1)
 
 
@@ -198,3 +199,10 @@ def leaves_ignored_out(
     if z_loss:
         loss = loss + z_loss * logits.logsumexp(-1).square().sum()
     return loss / max(1, len(kept))
+
+
+@right("computes its gradients in forward, with autograd and in float64, where there is autograd")
+def gradients_in_forward(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    if torch.is_inference_mode_enabled():
+        return eager_loss(hidden, weight, targets, **options)
+    return apply(ByAutograd, hidden, weight, targets, options)
