@@ -44,7 +44,7 @@ repeat."""
 MOST_PASSES = 5
 """Multi-rank metering repeats at most this often; the smallest peak counts."""
 
-PATIENCE = 30
+PATIENCE = 40
 """Rounds are added while a verdict is undecided, until all have taken this many times what they usually may."""
 
 LOOK = 1.25

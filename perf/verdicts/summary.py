@@ -171,7 +171,7 @@ run of 150.
 
 ## Live: {judgements} judgements
 
-Steps of both kinds in pairs in random order, as `measure` has them, until the verdict is decided or half a minute over.
+Steps of both kinds in pairs in random order, as `measure` has them, until the verdict is decided or 40 s are over.
 
 {live}
 

@@ -1,0 +1,53 @@
+"""The study of verdicts (perf/verdicts): its steps, its neighbours, and its judgements of recordings."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+from pathlib import Path
+
+import pytest
+
+from perf.verdicts import summary
+from perf.verdicts.neighbours import NEIGHBOURS, neighbours
+from perf.verdicts.steps import PEER, REPETITIONS, SLOWER, Repeated, Steps
+from shardmark.evidence import FAIL, PASS
+
+
+@pytest.mark.parametrize("slower", REPETITIONS)
+def test_one_step_does_a_known_share_more(slower: int) -> None:
+    mine, peers = (Repeated(each, Steps(slower, width=8), "cpu").repetitions for each in (SLOWER, PEER))
+    assert 100 * (mine / peers - 1) == pytest.approx(slower, abs=0.04)
+
+
+@pytest.mark.parametrize(("slower", "verdict"), [(0.0, PASS), (0.05, FAIL)])
+def test_a_recording_is_judged_by_the_share_that_is_added(slower: float, verdict: str) -> None:
+    generator = random.Random(0)
+    series = [0.02 * generator.uniform(0.97, 1.03) for _ in range(2000)]
+    judged, seconds = summary.replayed(series, slower, generator)
+    assert judged == verdict and 0 < seconds < 30
+
+
+def test_a_recording_that_ends_is_undecided() -> None:
+    assert summary.replayed([0.02] * 20, 0.05, random.Random(0))[0] == "undecided"
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_neighbours_end_with_their_block(name: str) -> None:
+    with neighbours(name, seed=0):
+        assert len(multiprocessing.active_children()) >= NEIGHBOURS[name][1]
+    assert not [each for each in multiprocessing.active_children() if "Spawn" in type(each).__name__]
+
+
+def test_the_page_counts_what_was_judged(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="requirements-docs.txt")
+    folder = tmp_path / "verdicts"
+    folder.mkdir()
+    judged = {"neighbour": "busy", "ranks": 1, "slower": 0, "verdict": FAIL, "seconds": 1.0}
+    (folder / "judgements.jsonl").write_text(json.dumps(judged) + "\n" + json.dumps(judged | {"verdict": PASS}) + "\n")
+    summary.write(folder)
+    page = (tmp_path / "verdicts.md").read_text()
+    assert "1 of 2 judgements of equal steps failed." in page
+    assert "| busy | 0% | 2 | 50.0% | 0.0% | 50.0% | 1 | 1 |" in page
+    assert (tmp_path / "verdicts.svg").exists()
