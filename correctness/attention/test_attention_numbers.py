@@ -38,6 +38,18 @@ def test_large_scores_do_not_overflow(implementation: Implementation, dtype: tor
     assert_as_accurate_as_eager(implementation.adapted, [20 * q, 20 * k, v, grad], is_causal=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("value", [500.0, 20_000.0])
+def test_sums_that_half_precision_lacks_do_not_overflow(
+    implementation: Implementation, value: float, dtype: torch.dtype, device: str
+) -> None:
+    """Of such values under many keys that are alike, before they are divided by the sum of the weights."""
+    q, k, v, _ = random_inputs((2, 5, 16), (2, 600, 16), dtype, device)
+    out = implementation.adapted(q, k[:, :1].expand_as(k).contiguous(), torch.full_like(v, value))
+    wanted = {"out": torch.full_like(out, value, dtype=torch.float64)}
+    assert_near({"out": out}, wanted, f"of 600 equal keys whose values are {value:g}", share=4 * torch.finfo(dtype).eps)
+
+
 @WIDE
 @pytest.mark.parametrize("added", [-1e5, -3000.0, 3000.0], ids=str)
 def test_what_is_added_to_every_score_changes_nothing(

@@ -138,6 +138,31 @@ def test_frozen_parameters_are_not_communicated(implementation: Implementation, 
         )
 
 
+def as_counted(implementation: Implementation, bucket_mb: float, dtype: torch.dtype, device: str) -> list[str]:
+    """What is wrong with the size of the messages in which a step communicates float32 gradients in another dtype."""
+    sizes = [10_007] * 40
+    _, sent = _communicated(
+        implementation, Products(*map(torch.zeros, sizes)), device, bucket_mb=bucket_mb, reduce_dtype=dtype
+    )
+    most = max((each.nbytes // dtype.itemsize for each in sent if each.dtype == dtype), default=0)
+    if 4 * most > bucket_mb * 2**20 + 4 * sizes[0]:
+        return [
+            f"with reduce_dtype={dtype} and bucket_mb={bucket_mb}, gradients that are {4 * most} bytes in their own "
+            f"dtype are communicated at once, more than one parameter of {4 * sizes[0]} above"
+        ]
+    return []
+
+
+@pytest.mark.family("data_parallel", option="bucket_mb")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_bucket_mb_is_counted_in_the_gradients_dtype(
+    implementation: Implementation, world: World, dtype: torch.dtype, device: str
+) -> None:
+    if not implementation.accepts("reduce_dtype"):
+        pytest.skip("its signature has no option 'reduce_dtype'")
+    assert_nothing_wrong(world.run(as_counted, implementation, 0.25, dtype, device))
+
+
 def in_buckets(implementation: Implementation, bucket_mb: float, seed: int, device: str) -> list[str]:
     """What is wrong with the size of the messages in which a step communicates random parameters of several dtypes."""
     draw = random.Random(seed)

@@ -29,8 +29,11 @@ class Scaled(nn.Module):
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("scratch", torch.zeros(()), persistent=False)
 
-    def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Any]:
-        """(rows, 2) -> {"out": (rows, 2), "scale": scale}."""
+    def forward(self, x: Tensor, *, scale: float = 1.0, into: Any = None) -> dict[str, Any]:
+        """(rows, 2) -> {"out": (rows, 2), "scale": scale}; what it sees goes into a list that `into` holds."""
+        if into is not None:
+            (held,) = into.values() if isinstance(into, dict) else into
+            held.append(x.sum())
         self.calls += 1
         self.mean.copy_(x.mean())
         self.scratch.copy_(x.sum())
@@ -42,6 +45,11 @@ def calls(implementation: Implementation, device: str) -> list[str]:
     model.module.eval()
     x = torch.ones(3, 2, device=device)
     found, expected, lines = model(x, scale=2.0), model.module.inner(x) * 2.0, []
+    seen: list[Any] = []
+    for given in ({"sums": seen}, [seen], (seen,)):
+        model(x, into=given)
+    if len(seen) != 3:
+        lines.append(f"of what forward writes into lists in dicts, lists and tuples that it is given, {len(seen)} of 3")
     if not isinstance(found, dict) or found.keys() != {"out", "scale"} or found["scale"] != 2.0:
         lines.append(f"the module returns a dict of 'out' and 'scale', and its wrapper {found!r}"[:300])
     elif not torch.equal(found["out"], expected):

@@ -226,3 +226,15 @@ def casts_float64_under_autocast(q: Tensor, k: Tensor, v: Tensor, *, is_causal: 
     device = q.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
     return eager_attention(q.to(dtype), k.to(dtype), v.to(dtype), is_causal=is_causal).to(q.dtype)
+
+
+@defect(cause="numerics", caught_by="test_sums_that_half_precision_lacks_do_not_overflow")
+def divides_last_in_half_precision(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """The sum of weights times values is in v's dtype before it is divided by the sum of the weights."""
+    q, k, v = checked(q, k, v)
+    scores = scores_of(q, k)
+    scores = scores if q.dtype == torch.float64 else scores.float()
+    if is_causal:
+        scores = scores.masked_fill(future(q, k), -math.inf)
+    weights = (scores - scores.detach().amax(-1, keepdim=True)).exp()
+    return ((weights.to(v.dtype) @ v) / weights.sum(-1, keepdim=True)).to(q.dtype)

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from correctness.support.planting import defect
 from correctness.support.wrappers import Plain
+from impl.data_parallel import BucketedDataParallel
 
 # State
 
@@ -172,3 +174,31 @@ class CallsForwardItself(Plain):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.forward(*args, **kwargs)
+
+
+@defect(cause="options", caught_by="test_bucket_mb_is_counted_in_the_gradients_dtype")
+class CountsWhatIsSent(BucketedDataParallel):
+    """Twice the gradients in a bucket where they are sent in half precision."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        process_group: Any = None,
+        bucket_mb: float = 25,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        own = max((p.dtype.itemsize for p in module.parameters()), default=1)
+        sent = own if reduce_dtype is None else reduce_dtype.itemsize
+        super().__init__(
+            module, process_group=process_group, bucket_mb=bucket_mb * own / sent, reduce_dtype=reduce_dtype
+        )
+
+
+@defect(cause="two calls", caught_by="test_modules_work_as_before")
+class CopiesWhatHoldsItsArguments(Plain):
+    """As it moves tensors to the device: what forward writes into a list that it was given is lost."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(lambda x: x, (args, kwargs))
+        return self.module(*args, **kwargs)

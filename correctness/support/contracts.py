@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -115,13 +116,16 @@ def held_by(call: Callable[[], Any], device: str) -> int:
 
 
 def growth(call: Callable[[], Any], device: str, times: int = 4) -> int:
-    """Bytes that so many calls leave behind, when two before them have filled what is kept for good."""
+    """Bytes that so many calls leave behind, when two before them have filled what is kept for good, and garbage is
+    collected."""
     for _ in range(2):
         call()
     with meter(device) as memory:
         call()
+        gc.collect()
         memory.mark("before")
         for _ in range(times):
             call()
+        gc.collect()
         memory.mark("after")
     return memory.phases["after"] - memory.phases["before"]
