@@ -142,6 +142,16 @@ def test_gives_the_same_output_without_gradients(implementation: Implementation,
         assert_near({"out": out}, {"out": _exact(inputs, is_causal)["out"]}, mode, share=1e-4)
 
 
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+def test_trains_on_what_it_was_first_evaluated_on(implementation: Implementation, is_causal: bool, device: str) -> None:
+    """Lengths that no other test has: what was made for them under inference_mode is of no use to autograd."""
+    inputs = _inputs(device, 43, 39)
+    with torch.inference_mode():
+        implementation.adapted(*inputs[:3], is_causal=is_causal)
+    found = results(implementation.adapted, inputs, is_causal)
+    assert_near(found, _exact(inputs, is_causal), "trained on lengths that were evaluated first")
+
+
 def _penalty_gradient(attention: Attention, inputs: list[Tensor]) -> Tensor:
     """The gradient in k of a loss with a penalty on the gradient of q.
 

@@ -113,3 +113,17 @@ def keys_kept_with_the_tensor(q: Tensor, k: Tensor, v: Tensor, *, is_causal: boo
     if not hasattr(kept, "kept"):
         kept.kept = k.clone(), v.clone()
     return eager_attention(q, *kept.kept, is_causal=is_causal)
+
+
+_masks: dict[tuple[int, int], Tensor] = {}
+
+
+@defect(cause="two calls", caught_by="test_trains_on_what_it_was_first_evaluated_on")
+def keeps_the_mask_of_an_evaluation(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Which autograd cannot save where it was made under inference_mode."""
+    q, k, v = checked(q, k, v)
+    scores = scores_of(q, k)
+    if is_causal:
+        mask = _masks.setdefault((q.shape[-2], k.shape[-2]), future(q, k))
+        scores = torch.where(mask, -math.inf, scores)
+    return scores.softmax(-1) @ v

@@ -85,3 +85,13 @@ class _ScaledInPlace(Fused):
 def gradients_scaled_in_place(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
     """A second backward pass scales them twice."""
     return apply(_ScaledInPlace, hidden, weight, targets, options)
+
+
+_ones: dict[tuple[int, ...], Tensor] = {}
+
+
+@defect(cause="two calls", caught_by="test_trains_on_what_it_was_first_evaluated_on")
+def keeps_the_ones_of_an_evaluation(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """Which autograd cannot save where they were made under inference_mode."""
+    ones = _ones.setdefault((*hidden.shape, hidden.dtype.itemsize), torch.ones_like(hidden))
+    return eager_loss(hidden * ones, weight, targets, **options)

@@ -156,6 +156,15 @@ def test_gives_the_same_loss_without_gradients(implementation: Implementation, m
         pytest.skip("takes no inputs like these, with or without options")
 
 
+def test_trains_on_what_it_was_first_evaluated_on(implementation: Implementation, device: str) -> None:
+    """Sizes that no other test has: what was made for them under inference_mode is of no use to autograd."""
+    inputs = random_inputs(43, 12, 37, device)
+    with torch.inference_mode():
+        implementation.adapted(inputs.hidden, inputs.weight, inputs.targets)
+    found = results(implementation.adapted, inputs)
+    assert_near(found, _exact(inputs), "trained on sizes that were evaluated first")
+
+
 def _penalty_gradient(loss_of: Loss, inputs: Inputs) -> Tensor:
     """The gradient in weight of a loss with a penalty on the gradient of hidden.
 
