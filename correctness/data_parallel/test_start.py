@@ -48,6 +48,19 @@ class Extremes(nn.Module):
             self.register_buffer(f"buffer_of_{str(dtype).removeprefix('torch.')}", _bits(dtype, draw, rank))
 
 
+class Alike(nn.Module):
+    """On every rank the same numbers, in another order, and zeros of another sign: each tensor's sum is the same."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.p = nn.ParameterList(nn.Parameter(torch.arange(24.0).roll(rank).to(dtype)) for dtype in FLOATS)
+        self.zeros = nn.Parameter(torch.full((24,), -0.0 if rank else 0.0))
+        for dtype in INTEGERS:
+            self.register_buffer(
+                f"buffer_of_{str(dtype).removeprefix('torch.')}", torch.arange(24).roll(rank).to(dtype)
+            )
+
+
 def _bits(dtype: torch.dtype, draw: torch.Generator, rank: int) -> Tensor:
     """(24,): random bytes, among which are NaNs of every payload and subnormal numbers; and the dtype's extremes."""
     if dtype == torch.bool:
@@ -62,9 +75,11 @@ def _bits(dtype: torch.dtype, draw: torch.Generator, rank: int) -> Tensor:
     return torch.cat([bits, torch.tensor(special, dtype=torch.float64).to(dtype).roll(rank)])
 
 
-def other_bits_at_the_start(implementation: Implementation, device: str) -> list[str]:
-    module = wrap(implementation, Extremes(dist.get_rank()).to(device)).module
-    expected = Extremes(0)
+def other_bits_at_the_start(
+    implementation: Implementation, kind: type[Extremes] | type[Alike], device: str
+) -> list[str]:
+    module = wrap(implementation, kind(dist.get_rank()).to(device)).module
+    expected = kind(0)
     found = dict(module.named_parameters()) | dict(module.named_buffers())
     wrong = []
     for name, first in [*expected.named_parameters(), *expected.named_buffers()]:
@@ -79,8 +94,11 @@ def other_bits_at_the_start(implementation: Implementation, device: str) -> list
     return wrong
 
 
-def test_every_rank_starts_with_rank_0s_to_the_bit(implementation: Implementation, world: World, device: str) -> None:
-    assert_nothing_wrong(world.run(other_bits_at_the_start, implementation, device))
+@pytest.mark.parametrize("kind", [Extremes, Alike])
+def test_every_rank_starts_with_rank_0s_to_the_bit(
+    implementation: Implementation, world: World, kind: type[Extremes] | type[Alike], device: str
+) -> None:
+    assert_nothing_wrong(world.run(other_bits_at_the_start, implementation, kind, device))
 
 
 def differences_at_the_start(implementation: Implementation, device: str) -> list[str]:

@@ -176,6 +176,19 @@ class CallsForwardItself(Plain):
         return self.module.forward(*args, **kwargs)
 
 
+@defect(cause="communication", caught_by="test_every_rank_starts_with_rank_0s_to_the_bit")
+class StartsWhereSumsDiffer(Plain):
+    """Broadcasts nothing whose sum every rank has, as those have that were seeded alike."""
+
+    def start(self) -> None:
+        for tensor in chain(self.module.parameters(), self.module.buffers()):
+            own = tensor.detach().double().sum().reshape(1)
+            sums = [torch.empty_like(own) for _ in range(self.size)]
+            dist.all_gather(sums, own, group=self.group)
+            if any(not torch.equal(each, sums[0]) for each in sums):
+                dist.broadcast(tensor.detach(), group=self.group, group_src=0)
+
+
 @defect(cause="options", caught_by="test_bucket_mb_is_counted_in_the_gradients_dtype")
 class CountsWhatIsSent(BucketedDataParallel):
     """Twice the gradients in a bucket where they are sent in half precision."""
