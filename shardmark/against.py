@@ -21,6 +21,9 @@ from shardmark.rows import Row
 WORKSPACE_SLACK = 1.05
 """Workspace may be this many times what it was: a library chooses among its kernels anew in each run."""
 
+OF_LIBRARIES = ("operators", "kernels", "saved_bytes", "synchronizations")
+"""Counters that depend on what PyTorch chooses, which is compared with the same one on the same processor and GPUs."""
+
 Collectives = list[list[Any]]
 """Operation, dtype, bytes of one, and how many of them in a row."""
 
@@ -169,7 +172,7 @@ def compared(old: OldRow, row: Row, ratio: Interval | None, same_machine: bool, 
     return {
         "time": _time(old, row, ratio, name) if same_machine else "on another machine",
         "memory": _memory(old, row["memory"], same_machine, name),
-        "counters": _counters(old, row.get("counters", {}), name),
+        "counters": _counters(old, row.get("counters", {}), same_machine, name),
     }
 
 
@@ -201,11 +204,11 @@ def _memory(old: OldRow, memory: Row, same_machine: bool, name: str) -> Compared
     return changes or "not metered"
 
 
-def _counters(old: OldRow, counters: Row, name: str) -> Compared:
+def _counters(old: OldRow, counters: Row, same_machine: bool, name: str) -> Compared:
     changes = [
         _larger_is_worse(counter.replace("_", " "), counters[counter], before, name)
         for counter, before in old.counters.items()
-        if counters.get(counter) is not None
+        if counters.get(counter) is not None and (same_machine or counter not in OF_LIBRARIES)
     ]
     if old.collectives is not None and counters.get("collectives") is not None:
         changes += _collectives(old.collectives, counters["collectives"], name)

@@ -74,10 +74,17 @@ def check_out(ref: str, folder: Path) -> Checkout:
     commit = _git(ref, folder, "rev-parse", "--verify", "--end-of-options", f"{ref}^{{commit}}").decode().strip()
     archive = _git(ref, root, "archive", commit)
     copy = Path(tempfile.mkdtemp(prefix="shardmark-ref-")).resolve()
-    with tarfile.open(fileobj=BytesIO(archive)) as files:
-        files.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 has it
-        files.extractall(copy)
-    return Checkout(ref, commit, root.resolve(), copy)
+    checkout = Checkout(ref, commit, root.resolve(), copy)
+    try:
+        with tarfile.open(fileobj=BytesIO(archive)) as files:
+            files.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 has it
+            files.extractall(copy)
+    except BaseException as error:
+        checkout.remove()
+        if not isinstance(error, Exception):
+            raise
+        raise CheckoutError(f"--against-ref {ref}: its files cannot be written: {error}") from None
+    return checkout
 
 
 def _git(ref: str, folder: Path, *arguments: str) -> bytes:

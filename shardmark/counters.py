@@ -18,6 +18,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._profiler import RecordScope, _EventType
 from torch.autograd.profiler import profile, record_function
 
@@ -69,14 +70,25 @@ def count(workload: Workload, device: str) -> Counters | None:
 
     The workload can do no step afterwards, as the last one ends where its forward does.
     """
+    counted: dict[str, Any] = {}
+    compiled = True
     with suppress(Exception):  # whatever it is, no row is lost by it
         counted, compiled = _profiled(workload, device)
-        saved = None
-        if not compiled:  # which would compile anew under hooks
-            with suppress(Exception):
-                saved = saved_bytes(workload)
-        return Counters(**counted, saved_bytes=saved)
-    return None
+    if _any_rank(not counted, device):
+        return None
+    saved = None
+    if not _any_rank(compiled, device):  # which would compile anew under hooks; and all ranks step, or none
+        with suppress(Exception):
+            saved = saved_bytes(workload)
+    return Counters(**counted, saved_bytes=saved)
+
+
+def _any_rank(mine: bool, device: str) -> bool:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine
+    found = torch.tensor(mine, dtype=torch.int32, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found)
 
 
 def _profiled(workload: Workload, device: str) -> tuple[dict[str, Any], bool]:

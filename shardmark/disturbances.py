@@ -32,10 +32,10 @@ WAITED, WARMUP, DRIFT, LEVEL, BURSTS = "waited", "warm-up", "drift", "level", "b
 
 def seconds_waited() -> float:
     """Seconds that the threads of this process were ready to run and had no core, so far; 0 where nobody counts."""
-    waited = 0
-    for thread in os.listdir("/proc/self/task"):
+    waited, tasks = 0, Path("/proc/self/task")
+    for thread in os.listdir(tasks) if tasks.exists() else ():
         with suppress(OSError, IndexError, ValueError):  # ended in the meantime; no such statistics
-            waited += int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1])
+            waited += int((tasks / thread / "schedstat").read_text().split()[1])
     return waited / 1e9
 
 

@@ -2,7 +2,8 @@
 
 The steps of a case and of its peer are timed in pairs, and a coin is tossed for which of the two comes first. So what
 the machine does meanwhile, a drift, a neighbour's burst, another clock frequency, favours either as often as the other,
-however one pair depends on those before it: nothing is assumed of the noise.
+however one pair depends on those before it. For two that take the same time nothing else is assumed of the noise; for
+others, that it multiplies their times. Seconds alone, without a peer, have no coin: there rounds must be independent.
 
 Of each pair there is the logarithm x of the ratio. If the true one is at most t, then u = (x - t) / scale, cut to ±1 so
 that a burst counts no more than any other pair, is on average at most 0. Who bets a share s of what he has on each

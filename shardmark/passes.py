@@ -1,4 +1,4 @@
-"""The passes over a case: one under the memory meter, alternating timed rounds of it and its peer, and those of the
+"""The passes over a case: one under the memory meter, timed rounds of it and its peer, and those of the
 observers that the test asks for.
 
 Everything here runs on the ranks of a world, in the process that holds the device; a single-device case is a world of

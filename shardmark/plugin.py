@@ -76,7 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--budgets",
         default=None,
         metavar="FILE",
-        help="your own limits, a TOML table per test-id pattern with `seconds` (median of a step) and `bytes` (peak)",
+        help="your own limits, a TOML table per test-id pattern with `seconds` (of a step) and `bytes` (peak)",
     )
     group.addoption(
         "--against",

@@ -58,7 +58,7 @@ def main() -> None:
 
 def plan_of(ranks: int, case: Steps) -> Plan:
     """As `measure` would plan it in a run of that many verdicts, with a budget of as long as the peer."""
-    limits = Limits(confidence(summary.JUDGEMENTS), (tolerated(1.0),))
+    limits = Limits(confidence(summary.JUDGEMENTS), (1.0,))
     return Plan(Repeated, SLOWER, PEER, case, "cpu", ranks, Rounds(warmups=2), limits=limits, coin=secrets.randbits(64))
 
 

@@ -78,7 +78,8 @@ def write(folder: Path) -> None:
             recordings=len(recordings),
             replays=f"{len(again):,}",
             again=_table(again),
-            alarms=_alarms([*judgements, *again]),
+            alarms=_alarms(judgements),
+            alarms_again=_alarms(again),
             smoke=_smoke(runs),
         )
     )
@@ -120,8 +121,7 @@ def _alarms(judgements: Iterable[Judgement]) -> str:
     """False alarms among judgements of equal steps, and the rate that they leave possible (95%)."""
     equal = [each for each in judgements if each["slower"] == 0]
     failed = sum(each["verdict"] == FAIL for each in equal)
-    most = 3 / len(equal) if failed == 0 else math.nan
-    bound = f"; with 95% confidence, less than 1 in {1 / most:,.0f}" if failed == 0 else ""
+    bound = f"; with 95% confidence, less than 1 in {len(equal) / 3:,.0f}" if equal and failed == 0 else ""
     return f"{failed} of {len(equal):,} judgements of equal steps failed{bound}."
 
 
@@ -163,13 +163,13 @@ run of 150.
 
 ![The power curve](verdicts.svg)
 
-{alarms}
-
 ## Whole runs at smoke scale
 
 {smoke}
 
 ## Live: {judgements} judgements
+
+{alarms}
 
 Steps of both kinds in pairs in random order, as `measure` has them, until the verdict is decided or 40 s are over.
 
@@ -180,6 +180,8 @@ Steps of both kinds in pairs in random order, as `measure` has them, until the v
 Steps in a row, in {recordings} recordings. From a random place on, a coin says for each pair which step is the slower
 one's, and that one's time is multiplied. The coin is all that the statistics rest on, so its throws on the same steps
 are other judgements of the same machine.
+
+{alarms_again}
 
 {again}
 """
