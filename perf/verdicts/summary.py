@@ -179,7 +179,7 @@ Steps of both kinds in pairs in random order, as `measure` has them, until the v
 
 Steps in a row, in {recordings} recordings. From a random place on, a coin says for each pair which step is the slower
 one's, and that one's time is multiplied. The coin is all that the statistics rest on, so its throws on the same steps
-are other judgements of the same machine.
+are other judgements of the same machine. They are undecided where the recording ends, however short it is.
 
 {alarms_again}
 
