@@ -47,7 +47,7 @@ class Comparison:
             results = [found[what] for found in self._found.values()]
             reasons = Counter(result for result in results if isinstance(result, str))
             undecided = sum(change.verdict == UNDECIDED for found in results for change in _changes({what: found}))
-            line = f"{what}: {rows(len(results) - reasons.total())} compared"
+            line = f"{what}: {number_of_rows(len(results) - reasons.total())} compared"
             line += f", {undecided} undecided" if undecided else ""
             yield printable(line + "".join(f", {count} {reason}" for reason, count in reasons.most_common()))
 
@@ -60,7 +60,7 @@ class Comparison:
         ]
 
 
-def rows(count: int) -> str:
+def number_of_rows(count: int) -> str:
     """So many rows, in words."""
     return f"{count} row{'s' * (count != 1)}"
 

@@ -18,7 +18,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._profiler import RecordScope, _EventType
 from torch.autograd.profiler import profile, record_function
 
@@ -65,8 +64,9 @@ class Counters:
     that would make it do so, as they read a value (`item`) or find a shape (`nonzero`)."""
 
 
-def count(workload: Workload, device: str) -> Counters | None:
-    """Count one step of a workload that has warmed up; None where it fails. Every rank of a world is in here together.
+def count(workload: Workload, device: str, largest: Callable[[float], float] = lambda own: own) -> Counters | None:
+    """Count one step of a workload that has warmed up; None where it fails. Every rank of a world is in here together;
+    `largest` is of the ranks' own numbers, so that all of them go on alike.
 
     The workload can do no step afterwards, as the last one ends where its forward does.
     """
@@ -74,21 +74,13 @@ def count(workload: Workload, device: str) -> Counters | None:
     compiled = True
     with suppress(Exception):  # whatever it is, no row is lost by it
         counted, compiled = _profiled(workload, device)
-    if _any_rank(not counted, device):
+    if largest(not counted):
         return None
     saved = None
-    if not _any_rank(compiled, device):  # which would compile anew under hooks; and all ranks step, or none
+    if not largest(compiled):  # which would compile anew under hooks; and all ranks step, or none
         with suppress(Exception):
             saved = saved_bytes(workload)
     return Counters(**counted, saved_bytes=saved)
-
-
-def _any_rank(mine: bool, device: str) -> bool:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return mine
-    found = torch.tensor(mine, dtype=torch.int32, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found)
 
 
 def _profiled(workload: Workload, device: str) -> tuple[dict[str, Any], bool]:

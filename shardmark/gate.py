@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shardmark.against import LISTS, Baseline, Machine, compared
-from shardmark.comparison import Comparison, rows
+from shardmark.comparison import Comparison, number_of_rows
 from shardmark.evidence import Interval
 from shardmark.growing import Entry, GrowingFile, dumped
 from shardmark.report.layout import printable
@@ -98,7 +98,7 @@ class Gate:
             return f"against: {self.name}, which this run is to write"
         if self.other_machine is not None:
             return config.get_terminal_writer().markup(self.other_machine, red=True, bold=True)
-        return f"against: {self.name}, {rows(len(self.baseline.rows))} of this machine"
+        return f"against: {self.name}, {number_of_rows(len(self.baseline.rows))} of this machine"
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self) -> Generator[None, Any, Any]:
@@ -124,7 +124,7 @@ class Gate:
                 self._file.replace(dumped(output, indent=4))
                 self._written = True
                 kept = len(output["benchmarks"]) - new
-                self._updated = f"has {rows(new)} of this run, and {kept} of tests that were not run"
+                self._updated = f"has {number_of_rows(new)} of this run, and {kept} of tests that were not run"
             except Exception as error:
                 self._updated = f"is as it was: {type(error).__name__}: {error}"
                 session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED

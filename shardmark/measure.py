@@ -180,18 +180,19 @@ class Measure:
             verdicts.append((FAIL, row["limit"]["not_done"]))
         if session.gate is not None:
             verdicts += session.gate.judge(self._benchmark.fullname, row, ratio)
+        stats = {"mean": fmean(seconds), "stddev": stdev(seconds) if len(seconds) > 1 else 0.0}
         try:
             verdicts += beside_ref(row)
         except BaseException:  # of this version, or the user's Ctrl-C: what was measured stays
             row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
-            self._save(row, {"mean": fmean(seconds), "stddev": stdev(seconds) if len(seconds) > 1 else 0.0})
+            self._save(row, stats)
             raise
         row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
         if self._benchmark.disabled:
             verdicts = [(verdict, why) for verdict, why in verdicts if verdict != UNDECIDED]
         else:
             session.questions.observe(self._benchmark.group, observe)
-            self._save(row, {"mean": fmean(seconds), "stddev": stdev(seconds) if len(seconds) > 1 else 0.0})
+            self._save(row, stats)
         complaints = {
             outcome: "; ".join(why for verdict, why in verdicts if verdict == outcome) for outcome in (FAIL, UNDECIDED)
         }

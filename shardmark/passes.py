@@ -84,7 +84,7 @@ def _meter_and_time(plan: Plan) -> Measured:
     memory.peaks[FIRST] = first_peak
     measured = timed_rounds(plan, memory, workload)
     measured.first_step = first_step
-    measured.counters = count(workload, plan.device)
+    measured.counters = count(workload, plan.device, partial(_largest, plan))
     return measured
 
 

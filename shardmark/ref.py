@@ -72,7 +72,7 @@ class Ref:
         return self._comparison.add(test_id, {**compared(old, row, None, True, self.name), "time": [time]})
 
     def pytest_report_header(self) -> str:
-        """The other version."""
+        """Which version rows are compared with."""
         return f"against: {self.name}, commit {self.checkout.commit[:10]}"
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -78,8 +78,7 @@ class World:
     """`size` ranks of one process group (NCCL on "cuda", Gloo on "cpu"), each a process that waits for work.
 
     With a `link`, half of them live on each of its hosts; with a `checkout`, what they measure is of another version.
-    Raises WorldError when the machine does not allow that many,
-    RankError when they do not come up.
+    Raises WorldError when the machine does not allow that many, RankError when they do not come up.
     """
 
     def __init__(

@@ -113,17 +113,8 @@ def run_smoke(until: float) -> None:
         with tempfile.TemporaryDirectory() as folder, neighbours(name, secrets.randbits(32)):
             out = Path(folder) / "out.json"
             began = time.perf_counter()
-            command = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "perf",
-                "--scale=smoke",
-                "--device=cpu",
-                "-p",
-                "no:cacheprovider",
-            ]
-            ended = subprocess.run([*command, f"--benchmark-json={out}"], stdout=subprocess.DEVNULL)
+            options = ["-m", "pytest", "perf", "--scale=smoke", "--device=cpu", "-p", "no:cacheprovider"]
+            ended = subprocess.run([sys.executable, *options, f"--benchmark-json={out}"], stdout=subprocess.DEVNULL)
             seconds = time.perf_counter() - began
             rows = [entry["extra_info"] for entry in json.loads(out.read_text())["benchmarks"]]
         judged = [row["verdict"] for row in rows if row["time"].get("budget") is not None]

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from shardmark.clock import Stopwatch
 from shardmark.memory import Memory
-from shardmark.passes import timed_rounds
+from shardmark.passes import timed_rounds, timed_step, warmed_up
 from shardmark.plan import Mark, Measured, Plan
 from shardmark.registry import Family, Implementation, add_family, register
 
@@ -71,15 +70,9 @@ def judged_rounds(plan: Plan) -> Measured:
 
 def times_in_a_row(plan: Plan, seconds: float) -> list[float]:
     """For about that long, what one step after another takes the slowest rank."""
-    workload = plan.workload(plan.implementation, plan.case, plan.device)
-    watch, taken = Stopwatch(plan.device), list[float]()
-    for _ in range(3):
-        workload.step(lambda part: None)
+    workload, taken = warmed_up(plan, 3), list[float]()
     while sum(taken) < seconds:
-        dist.barrier()
-        watch.start()
-        workload.step(lambda part: None)
-        slowest = torch.tensor(watch.stop().seconds, dtype=torch.float64)
+        slowest = torch.tensor(timed_step(plan, workload, workload.step).seconds, dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         taken.append(slowest.item())
     return taken

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-OUTCOME = "undecided"
+from shardmark.evidence import UNDECIDED
+
+OUTCOME = UNDECIDED
 
 WHY = pytest.StashKey[str]()
 """On a test's item: what its rounds leave open."""
