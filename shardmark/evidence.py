@@ -5,12 +5,14 @@ the machine does meanwhile, a drift, a neighbour's burst, another clock frequenc
 however one pair depends on those before it. For two that take the same time nothing else is assumed of the noise; for
 others, that it multiplies their times. Seconds alone, without a peer, have no coin: there rounds must be independent.
 
-Of each pair there is the logarithm x of the ratio. If the true one is at most t, then u = (x - t) / scale, cut to ±1 so
-that a burst counts no more than any other pair, is on average at most 0. Who bets a share s of what he has on each
-pair, and gets s u for it, gains nothing on average then; and that he ever has 1 / error times what he began with has a
-probability of at most `error` (Ville's inequality), at whatever moment one looks. He bets several shares side by side,
-as small ones pay for small effects and large ones for large. The interval is what neither he, nor one who bets that
-the ratio is smaller, has disproved.
+Of each pair there is the logarithm x of the ratio. If the true one is at most t, then u = (x - t) / scale, cut to ±1,
+is on average at most 0. Who bets a share s of what he has on each pair, and gets s u for it, gains nothing on average
+then; and that he ever has 1 / error times what he began with has a probability of at most `error` (Ville's
+inequality), at whatever moment one looks. He bets several shares side by side, as small ones pay for small effects and
+large ones for large; and each at two scales. At the small one a pair that something disturbed counts no more than one
+of the few that nothing did, and those tell a small effect; at the large one pairs that were all disturbed tell by how
+much. The interval is what neither he, nor one who bets that the ratio is smaller, has disproved; where the scales
+disagree, as the one sees the median and the other the mean, it reaches from one to the other.
 
 Waudby-Smith and Ramdas, Estimating means of bounded random variables by betting (2024); Huber, Robust Statistics, 3.2.
 """
@@ -31,10 +33,8 @@ SHOWN_CONFIDENCE = 0.95
 """Confidence of the interval in tables, by which goals are judged."""
 
 _SHARES = np.array([0.03, 0.06, 0.12, 0.25, 0.5, 0.98])
-_FIRST_SCALE, _LEAST_SCALE = 0.05, 1e-3
-"""Of logarithms of ratios: the scale while there are too few samples to tell, and where they are all the same."""
-_MOST = 0.75
-"""The scale is the deviation that this share of the samples keeps within: of more, bursts would count for too much."""
+_SCALES = np.array([0.01, 0.5])
+"""Logarithms of ratios from which on a pair counts in full: the smallest effect that matters, and a burst."""
 _HALVINGS = 40
 """Of a bracket around an end of the interval, until floats tell no more apart."""
 
@@ -73,17 +73,17 @@ def interval(samples: Sequence[float], confidence: float = SHOWN_CONFIDENCE) -> 
     if not samples:
         raise ValueError("an interval needs at least one sample")
     pairs = _Pairs(samples, confidence)
-    reach = float(np.max(pairs.scales))
+    reach = float(np.max(_SCALES))
     bracket = float(np.min(pairs.logs)) - reach, float(np.max(pairs.logs)) + reach
     low = math.exp(_last(pairs.are_above, *bracket)) if pairs.are_above(bracket[0]) else 0.0
     high = math.exp(_last(lambda t: not pairs.are_below(t), *bracket)) if pairs.are_below(bracket[1]) else math.inf
-    return Interval(math.exp(_last(pairs.lie_above, *bracket)), low, high, confidence)
+    return Interval(math.exp(_last(pairs.lie_above, *bracket)), min(low, high), max(low, high), confidence)
 
 
 def decided(samples: Sequence[float], limit: float, confidence: float) -> bool:
     """Whether that interval lies on one side of a limit: without finding its ends."""
     pairs = _Pairs(samples, confidence)
-    return pairs.are_above(math.log(limit)) or pairs.are_below(math.log(limit))
+    return pairs.are_above(math.log(limit)) != pairs.are_below(math.log(limit))
 
 
 def fewest_rounds(confidence: float) -> int:
@@ -104,41 +104,30 @@ class _Pairs:
 
     def __init__(self, samples: Sequence[float], confidence: float) -> None:
         self.logs = np.log(np.maximum(samples, np.finfo(float).tiny))
-        self.scales = _scales(self.logs)
         self._needed = math.log(2 / (1 - confidence))  # half of the error for each end
 
     def are_above(self, t: float) -> bool:
         """Whether it is disproved that the true one is at most t."""
-        return _log_wealth((self.logs - t) / self.scales) >= self._needed
+        return _log_wealth(self.logs - t) >= self._needed
 
     def are_below(self, t: float) -> bool:
         """Whether it is disproved that the true one is at least t."""
-        return _log_wealth((t - self.logs) / self.scales) >= self._needed
+        return _log_wealth(t - self.logs) >= self._needed
 
     def lie_above(self, t: float) -> bool:
         """Whether the samples' center is above t."""
-        return bool(np.sum(np.clip((self.logs - t) / self.scales[-1], -1, 1)) > 0)
+        return bool(np.sum(_payoffs(self.logs - t)) > 0)
 
 
-def _log_wealth(payoffs: NDArray[np.float64]) -> float:
-    """The logarithm of what one has in the end who began with 1, in equal parts for each share."""
-    each = np.log1p(np.outer(_SHARES, np.clip(payoffs, -1, 1))).sum(axis=1)
-    return float(np.logaddexp.reduce(each)) - math.log(len(_SHARES))
+def _payoffs(above: NDArray[np.float64]) -> NDArray[np.float64]:
+    """For each scale and pair what a share of 1 gains, by how far it lies above what is bet against."""
+    return np.clip(above / _SCALES[:, None], -1, 1)
 
 
-def _scales(logs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """For each sample, how far from t it counts in full: by those before it alone, or the bets on it would not be fair.
-
-    It is found anew whenever there are twice as many.
-    """
-    scales = np.full(len(logs), _FIRST_SCALE)
-    known = 4
-    while known < len(logs):
-        before = logs[:known]
-        deviation = float(np.quantile(np.abs(before - np.median(before)), _MOST))
-        scales[known:] = max(deviation, _LEAST_SCALE)
-        known *= 2
-    return scales
+def _log_wealth(above: NDArray[np.float64]) -> float:
+    """The logarithm of what one has in the end who began with 1, in equal parts for each share and scale."""
+    each = np.log1p(_SHARES[:, None, None] * _payoffs(above)).sum(axis=2)  # (share, scale)
+    return float(np.logaddexp.reduce(each, axis=None)) - math.log(each.size)
 
 
 def _last(holds: Callable[[float], bool], low: float, high: float) -> float:

@@ -44,8 +44,9 @@ repeat."""
 MOST_PASSES = 5
 """Multi-rank metering repeats at most this often; the smallest peak counts."""
 
-PATIENCE = 40
-"""Rounds are added while a verdict is undecided, until all have taken this many times what they usually may."""
+PATIENCE = 50
+"""Rounds are added while a verdict is undecided, until all have taken this many times what they usually may: with its
+warm-ups a case takes a minute at most then."""
 
 LOOK = 1.25
 """A verdict is looked for again whenever there are this many times as many."""

@@ -55,7 +55,7 @@ def test_the_same_again_is_nothing_worse(planted: pytest.Pytester, old: Path) ->
 WORSE: dict[str, tuple[dict[str, Any], str]] = {
     "twice the time": (
         {"ratio": 2.0},
-        "2.010x theirs's time, * interval [[]2.002, 2.018[]], against 1.005x in old.json, [[]1.001, 1.009[]]",
+        "2.010x theirs's time, * interval [[]2.003, 2.017[]], against 1.005x in old.json, [[]1.002, 1.008[]]",
     ),
     "a byte of tensors": ({"tensors": 4001}, "4,001 bytes of tensors at the peak, 4,000 in old.json"),
     "workspace": ({"workspace": 1051}, "1,051 bytes of workspace at the peak, 1,000 in old.json"),

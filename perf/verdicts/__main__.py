@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import secrets
 import subprocess
@@ -28,7 +29,7 @@ from shardmark.registry import Race
 from shardmark.rows import step_seconds, time_entry
 from shardmark.world import Worlds
 
-WIDTHS = {1: (96, 224), 2: (64, 160)}
+WIDTHS = {1: (96, 224), 2: (128, 256)}
 """Of the layers, by ranks: steps of some milliseconds, and of some tens of them, as at laptop scale."""
 FOLDER = Path("docs/verdicts")
 
@@ -93,6 +94,7 @@ def judge_live(worlds: Worlds, until: float) -> None:
             "step": sorted(step_seconds(measured))[len(measured[0].laps[IMPLEMENTATION]) // 2],
             "seconds": seconds,
             "machine": in_words(entry["machine"]),
+            "load": os.getloadavg()[0],
         }
         add("judgements", line)
 
@@ -103,7 +105,8 @@ def record(worlds: Worlds, seconds: float) -> None:
     for name, ranks, width in settings():
         with neighbours(name, secrets.randbits(32)):
             (taken, *_) = worlds.get(ranks).run(times_in_a_row, plan_of(ranks, Steps(0, width)), each)
-        add("recordings", {"neighbour": name, "ranks": ranks, "width": width, "seconds": [round(s, 6) for s in taken]})
+        line = {"neighbour": name, "ranks": ranks, "width": width, "load": os.getloadavg()[0]}
+        add("recordings", {**line, "seconds": [round(s, 6) for s in taken]})
 
 
 def run_smoke(until: float) -> None:

@@ -156,8 +156,8 @@ PAGE = """# How far a time verdict can be trusted
 
 Written by `python -m perf.verdicts report`, from what `tox -e verdicts` measured with real processes on two shared
 cores: the judgements one by one are in `verdicts/judgements.jsonl`, the recordings in `verdicts/recordings.jsonl`. A
-step is forward and backward of two layers some dozens of times, on one rank, or on two with an all-reduce of the
-gradients each time; the slower one does a known share more of the same work. Neighbours are processes beside it: one
+step is forward and backward of a layer some dozens of times, on one rank, or on two that all-reduce the gradients in
+four buckets; the slower one does a known share more of the same work. Neighbours are processes beside it: one
 that is busy on and off, one that is busier and busier, two that spike. Each verdict has its share of the error of a
 run of 150.
 
@@ -171,7 +171,7 @@ run of 150.
 
 {alarms}
 
-Steps of both kinds in pairs in random order, as `measure` has them, until the verdict is decided or 40 s are over.
+Steps of both kinds in pairs in random order, as `measure` has them, until the verdict is decided or 50 s are over.
 
 {live}
 
