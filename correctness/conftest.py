@@ -23,6 +23,8 @@ from shardmark.report.layout import layout
 from shardmark.session import SESSION
 from shardmark.world import World, available_ranks
 
+pytest.register_assert_rewrite("correctness.support.project")  # a plugin of some tests, which others import before them
+
 FOLDER = Path(__file__).parent
 MOST_RANKS_OF_PYTORCH = 2
 """On which PyTorch's own implementations are tested every time."""

@@ -9,6 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
+def _is_needed() -> bool:
+    """Whether the process that started this one is still there, which may be killed."""
+    parent = multiprocessing.parent_process()
+    return parent is not None and parent.is_alive()
+
+
 def _spin(seconds: float) -> None:
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
@@ -18,7 +24,7 @@ def _spin(seconds: float) -> None:
 def busy(seed: int) -> None:
     """On and off, each for a tenth of a second to some seconds, as jobs of a build do."""
     generator = random.Random(seed)
-    while True:
+    while _is_needed():
         _spin(min(generator.expovariate(2), 5.0))
         time.sleep(min(generator.expovariate(2), 5.0))
 
@@ -26,7 +32,7 @@ def busy(seed: int) -> None:
 def drift(seed: int) -> None:
     """Idle at first, and busier and busier for half a minute; then again."""
     began = time.perf_counter()
-    while True:
+    while _is_needed():
         share = (time.perf_counter() - began) / 30 % 1
         _spin(0.02 * share)
         time.sleep(0.02 * (1 - share) + 1e-4)
@@ -35,7 +41,7 @@ def drift(seed: int) -> None:
 def spikes(seed: int) -> None:
     """Some five times a second, for 10 to 100 ms."""
     generator = random.Random(seed)
-    while True:
+    while _is_needed():
         time.sleep(generator.expovariate(5))
         _spin(generator.uniform(0.01, 0.1))
 
