@@ -41,8 +41,9 @@ FIRST, SECOND, MEDIAN = "first", "second", "median"
 """Steps whose peaks are metered one by one. Budgets judge the third, the steady-state step that all later ones
 repeat."""
 
-MOST_PASSES = 5
-"""Multi-rank metering repeats at most this often; the smallest peak counts."""
+MOST_PASSES = 10
+"""Multi-rank metering repeats at most this often; the smallest peak counts. On a busy machine every second pass of
+PyTorch's DDP is some bytes over."""
 
 PATIENCE = 50
 """Rounds are added while a verdict is undecided, until all have taken this many times what they usually may: with its
@@ -59,7 +60,7 @@ def measure(plan: Plan) -> Measured:
     """Meter, time and observe on this rank. Every rank of the world must be in here together.
 
     A pass of the meter can overstate: on CUDA libraries take workspaces in the first, among ranks a backend's thread
-    may release a tensor unseen. So there are two on CUDA, and among ranks up to five; the smallest counts.
+    may release a tensor unseen. So there are two on CUDA, and among ranks up to ten; the smallest counts.
     """
     with ExitStack() as observing:
         for observer in plan.observers:

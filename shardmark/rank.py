@@ -272,6 +272,7 @@ def _join(rank: int, size: int, device: str, directory: Path, host: Host | None)
 def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank: int, local_size: int) -> None:
     """Join the process group (NCCL or Gloo); each of a machine's ranks has its GPU, or its share of the cores."""
     torch.set_num_threads(threads_of_a_rank(local_size))
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 2000))  # as torch.compile does when it first compiles
     keep_compiled_code_apart()
     # The flight recorder keeps the last 2,000 collectives, which grows like a leak; who wants it sets the variable.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardmark.settings import OF_MAIN_THREAD, SETTINGS
 
-LIBRARIES = ("TORCH", "PYTORCH", "TRITON", "KINETO", "KMP", "OMP", "MKL", "CUDA", "NCCL", "GLOO")
+LIBRARIES = ("TORCH", "_TORCH", "PYTORCH", "TRITON", "KINETO", "KMP", "OMP", "MKL", "CUDA", "NCCL", "GLOO")
 """How variables begin that libraries set for themselves when they are first used."""
 
 PATCHED = [torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.autograd, torch.optim, nn.Module, dist]

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from perf.verdicts.neighbours import NEIGHBOURS
 from shardmark.budget import confidence, tolerated
 from shardmark.evidence import FAIL, PASS, UNDECIDED, decided, fewest_rounds, interval
 from shardmark.passes import LOOK, PATIENCE
@@ -20,7 +21,7 @@ JUDGEMENTS = 150
 """Verdicts of a run, among which its error is shared: as many as a smoke run has."""
 EFFECTS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.1)
 """True slowdowns that recordings are judged with."""
-REPLAYS = {0.0: 250}
+REPLAYS = {0.0: 400}
 """Judgements of each recording: of equal steps most, as a false alarm is rare."""
 FEWER_REPLAYS = 60
 
@@ -73,11 +74,11 @@ def write(folder: Path) -> None:
     page.write_text(
         PAGE.format(
             judgements=len(judgements),
-            live=_table(judgements),
+            live=_tables(judgements),
             steps=f"{steps:,}",
             recordings=len(recordings),
             replays=f"{len(again):,}",
-            again=_table(again),
+            again=_tables(again),
             alarms=_alarms(judgements),
             alarms_again=_alarms(again),
             smoke=_smoke(runs),
@@ -98,13 +99,21 @@ def _smoke(runs: list[dict[str, Any]]) -> str:
     return f"{len(runs)} runs, {sum(counts.values()):,} time budgets: {shown}. Runs in which one failed: {failed}."
 
 
+def _tables(judgements: Sequence[Judgement]) -> str:
+    """By ranks, neighbour and true slowdown: how many were judged how, and in which time."""
+    parts = []
+    for ranks in sorted({each["ranks"] for each in judgements}):
+        of_ranks = [each for each in judgements if each["ranks"] == ranks]
+        parts += [f"{'One rank' if ranks == 1 else f'{ranks} ranks'}:", _table(of_ranks)]
+    return "\n\n".join(parts)
+
+
 def _table(judgements: Iterable[Judgement]) -> str:
-    """By neighbour and true slowdown: how many were judged how, and in which time."""
     groups: dict[tuple[str, int], list[Judgement]] = defaultdict(list)
     for each in judgements:
         groups[each["neighbour"], each["slower"]].append(each)
         groups["all", each["slower"]].append(each)
-    order = {name: place for place, name in enumerate(("none", "busy", "drift", "spikes", "all"))}
+    order = {name: place for place, name in enumerate((*NEIGHBOURS, "all"))}
     lines = [
         "| neighbour | slower by | judged | fail | undecided | pass | median s | most s |",
         "|---|---|---|---|---|---|---|---|",
@@ -133,23 +142,26 @@ def _plot(live: list[Judgement], again: list[Judgement], file: Path) -> None:
     from matplotlib import pyplot
 
     pyplot.rcParams["svg.hashsalt"] = "verdicts"  # the same bytes from the same figures
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name in ("none", "busy", "drift", "spikes"):
-        share = {
-            slower: sum(each["verdict"] == FAIL for each in found) / len(found)
-            for slower in sorted({each["slower"] for each in again})
-            if (found := [each for each in again if (each["neighbour"], each["slower"]) == (name, slower)])
-        }
-        axes.plot(share.keys(), [100 * each for each in share.values()], marker="o", label=f"neighbour: {name}")
-    shown = sorted({each["slower"] for each in live})
-    caught = [[each["verdict"] == FAIL for each in live if each["slower"] == slower] for slower in shown]
-    axes.scatter(
-        shown, [100 * sum(each) / len(each) for each in caught], marker="s", color="black", label="live, all", zorder=3
-    )
-    axes.set(xlabel="true slowdown, %", ylabel="judged as slower, %", title="What a time verdict finds")
-    axes.legend()
-    axes.grid(alpha=0.3)
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    for ranks, axes in zip((1, 2), panels, strict=True):
+        for name in NEIGHBOURS:
+            of_name = [each for each in again if (each["neighbour"], each["ranks"]) == (name, ranks)]
+            axes.plot(*_shares(of_name), marker="o", label=f"neighbour: {name}")
+        of_ranks = [each for each in live if each["ranks"] == ranks]
+        axes.scatter(*_shares(of_ranks), marker="s", color="black", label="live, all", zorder=3)
+        axes.set(xlabel="true slowdown, %", title="one rank" if ranks == 1 else "two ranks")
+        axes.grid(alpha=0.3)
+    panels[0].set(ylabel="judged as slower, %")
+    panels[0].legend()
+    figure.suptitle("What a time verdict finds within 50 s")
     figure.savefig(file, metadata={"Date": None})
+
+
+def _shares(judgements: Sequence[Judgement]) -> tuple[list[int], list[float]]:
+    """True slowdowns in percent, and of each how many percent were judged as slower."""
+    slowdowns = sorted({each["slower"] for each in judgements})
+    found = [[each["verdict"] == FAIL for each in judgements if each["slower"] == slower] for slower in slowdowns]
+    return slowdowns, [100 * sum(each) / len(each) for each in found]
 
 
 PAGE = """# How far a time verdict can be trusted
