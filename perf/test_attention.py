@@ -15,6 +15,7 @@ from shardmark.grid import Grid
 from shardmark.measure import Measure
 from shardmark.observers import PeakByLength
 from shardmark.registry import Implementation, Race
+from shardmark.report.answers import goals, most
 from shardmark.rows import Row
 
 MEMORY = Grid(
@@ -82,7 +83,7 @@ def _measure(measure: Measure, implementation: Implementation, case: AttentionCa
     )
 
 
-@pytest.mark.question("What does attention cost as the sequence grows?")
+@pytest.mark.question("What does attention cost as the sequence grows?", short="attention by length")
 @pytest.mark.cases(MEMORY)
 def test_memory_by_length(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:
     _measure(measure, implementation, case)
@@ -90,6 +91,7 @@ def test_memory_by_length(implementation: Implementation, case: AttentionCase, m
 
 @pytest.mark.question(
     "What does causal attention cost, forward, backward and both?",
+    short="causal attention",
     columns=["case", "implementation", "time ms", "TFLOP/s", "ratio to peer", "goal", "verdict"],
 )
 @pytest.mark.cases(LENGTHS)
@@ -99,7 +101,9 @@ def test_time_by_length(implementation: Implementation, case: AttentionCase, mea
 
 @pytest.mark.question(
     "How near to the hardware's limit is attention with heads?",
+    short="attention's limit",
     columns=["case", "implementation", "time ms", "TFLOP/s", "of roofline", "ratio to peer", "verdict"],
+    answer=most(lambda entry: entry["extra_info"]["limit"]["fraction"], "{name} reaches {value:.0%} of the roofline"),
 )
 @pytest.mark.cases(HEADS)
 def test_throughput(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:
@@ -138,7 +142,9 @@ GOALS = Grid(
 
 @pytest.mark.question(
     "Does attention reach its goals?",
+    short="attention's goals",
     columns=["case", "implementation", "time ms", "TFLOP/s", "ratio to peer", "goal", "verdict"],
+    answer=goals,
 )
 @pytest.mark.cases(GOALS)
 def test_goals(case: Goal, device: str, measure: Measure) -> None:

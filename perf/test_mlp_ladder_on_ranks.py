@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from impl.accounting.library.simple_fsdp import peak, peak_of_stages, stages, work
 from impl.fsdp.cases import RankRung
 from impl.training_step.cases import TrainingStepCase
+from perf.answers import held_while_made
 from perf.workloads.mlp_ladder import MLP_LADDER, RankLadderStep, shard_model
 from perf.workloads.ranks import measured_once
 from shardmark import registry
@@ -91,6 +92,7 @@ def on_ranks(
 
 @pytest.mark.question(
     "What does each rung of the ladder change on ranks?",
+    short="ladder on ranks",
     columns=["case", "implementation", "time ms", "compile s", "tokens/s", "tensors MiB", "verdict"],
 )
 @pytest.mark.cases(RANK_RUNGS)
@@ -119,7 +121,9 @@ def made(case: RankRung, device: str) -> Measured:
     return measured_once(memory, [laps])
 
 
-@pytest.mark.question("What does a rank hold while the model is made?")
+@pytest.mark.question(
+    "What does a rank hold while the model is made?", short="making the model", answer=held_while_made
+)
 @pytest.mark.cases(RANK_STAGES)
 def test_stages(case: RankRung, world: World, device: str, measure: Measure) -> None:
     implementation, case = on_ranks(case, world, device, peak_of_stages)

@@ -18,6 +18,7 @@ from shardmark.grid import SCALES, Grid
 from shardmark.measure import Measure
 from shardmark.observers import Stages
 from shardmark.registry import Implementation
+from shardmark.report.answers import saves
 from shardmark.world import World
 
 CASES = Grid(
@@ -39,7 +40,9 @@ OFFLOADED = _changed(lambda case: [replace(case, offload=True)])
 pytestmark = [
     pytest.mark.question(
         "What does FSDP save beside DDP?",
+        short="FSDP beside DDP",
         columns=["case", "implementation", "time ms", "to send MiB", "tensors MiB", "budget MiB", "verdict"],
+        answer=saves("ddp"),
     ),
     pytest.mark.benchmark(min_rounds=7, max_time=0.2),
 ]

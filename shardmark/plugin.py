@@ -138,8 +138,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "`option`, while one that --impl names is skipped with that reason; those named in `only`, and with the "
         "reference among them whatever --impl names)",
         "cases(grid): run over the grid's cases at --scale",
-        "question(text, columns=None): the question that the rows of these tests answer; rows of one question share a "
-        "table, of those columns",
+        "question(text, columns=None, short=None, answer=None): the question that the rows of these tests answer; they "
+        "share a table, of those columns, and a line: the question in short, and what `answer` reads from its entries",
     ):
         config.addinivalue_line("markers", marker)
     keep_compiled_code_apart()
@@ -154,6 +154,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LastToFinish(), "shardmark's end")
     config.pluginmanager.register(Progress(config), "shardmark progress")
     config.pluginmanager.register(Undecided(), "shardmark undecided")
+    config.pluginmanager.register(session.outcomes, "shardmark outcomes")
     if session.selected:
         config.pluginmanager.register(Judge(session), "shardmark judge")
     for name, compares in (("gate", session.gate), ("ref", session.ref)):
@@ -252,8 +253,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Count what this run is to judge, as its verdicts share one error."""
-    session.config.stash[SESSION].count_judgements(session.items)
+    """Count what this run is to judge, as its verdicts share one error; note which tests are a question's."""
+    own = session.config.stash[SESSION]
+    own.count_judgements(session.items)
+    for item in session.items:
+        if (question := item.get_closest_marker("question")) and "measure" in getattr(item, "fixturenames", ()):
+            own.questions[question.args[0]].tests.add(item.nodeid)
 
 
 def _use_device_clock(item: pytest.Item, clock: DeviceClock) -> None:
@@ -377,7 +382,7 @@ class LastToFinish:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The tables, and what a reader of them has to know."""
+    """What a run has to say when it ends; with -v, also its tables."""
     session = config.stash[SESSION]
     session.shown = True
-    screen.write_summary(terminalreporter, session, every_column=config.option.verbose > 0)
+    screen.write_summary(terminalreporter, session, verbose=config.option.verbose > 0)
