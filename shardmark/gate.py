@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from shardmark.against import LISTS, Baseline, Machine, compared
+from shardmark.against import Baseline, Machine, compared
 from shardmark.comparison import Comparison, number_of_rows
 from shardmark.evidence import Interval
 from shardmark.growing import Entry, GrowingFile, dumped
 from shardmark.report.layout import printable
+from shardmark.report.runfile import LISTS
 from shardmark.rowfile import RowFile
 from shardmark.rows import Row
 
@@ -26,7 +27,7 @@ from shardmark.rows import Row
 class Gate:
     """The plugin, registered where `--against` names a file.
 
-    Raises BaselineError, RowFileError, or another ValueError in one line, where that file cannot be used.
+    Raises RunFileError, RowFileError, or another ValueError in one line, where that file cannot be used.
     """
 
     def __init__(self, path: Path, update: bool, rows: RowFile) -> None:
