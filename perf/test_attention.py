@@ -15,6 +15,7 @@ from shardmark.grid import Grid
 from shardmark.measure import Measure
 from shardmark.observers import PeakByLength
 from shardmark.registry import Implementation, Race
+from shardmark.report.plots import Lines
 from shardmark.rows import Row
 
 MEMORY = Grid(
@@ -64,6 +65,23 @@ HEADS = Grid(
 pytestmark = pytest.mark.family("attention")
 
 
+BY_LENGTH = Lines("Time by length", "case.seq", "stats.mean", "s", "sequence length", "time", limit="limit.seconds")
+MEMORY_BY_LENGTH = Lines(
+    "Memory by length", "case.seq", "memory.tensors", "B", "sequence length", "tensors at the peak"
+)
+RATE_BY_LENGTH = Lines(
+    "Rate by length, and the hardware's",
+    "case.seq",
+    "work.flops_per_second",
+    "FLOP/s",
+    "sequence length",
+    "rate",
+    panels="case.mode",
+    limit="limit.peak_flops_per_second",
+    limit_title="peak",
+)
+
+
 SLACK = {"flash_triton": 1.01}
 """Nothing but inputs, outputs, gradients and one or two values a row: there is little to be vague about."""
 
@@ -82,7 +100,7 @@ def _measure(measure: Measure, implementation: Implementation, case: AttentionCa
     )
 
 
-@pytest.mark.question("What does attention cost as the sequence grows?")
+@pytest.mark.question("What does attention cost as the sequence grows?", plots=[BY_LENGTH, MEMORY_BY_LENGTH])
 @pytest.mark.cases(MEMORY)
 def test_memory_by_length(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:
     _measure(measure, implementation, case)
@@ -91,6 +109,7 @@ def test_memory_by_length(implementation: Implementation, case: AttentionCase, m
 @pytest.mark.question(
     "What does causal attention cost, forward, backward and both?",
     columns=["case", "implementation", "time ms", "TFLOP/s", "ratio to peer", "goal", "verdict"],
+    plots=[replace(BY_LENGTH, panels="case.mode")],
 )
 @pytest.mark.cases(LENGTHS)
 def test_time_by_length(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:
@@ -100,6 +119,7 @@ def test_time_by_length(implementation: Implementation, case: AttentionCase, mea
 @pytest.mark.question(
     "How near to the hardware's limit is attention with heads?",
     columns=["case", "implementation", "time ms", "TFLOP/s", "of roofline", "ratio to peer", "verdict"],
+    plots=[RATE_BY_LENGTH],
 )
 @pytest.mark.cases(HEADS)
 def test_throughput(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:

@@ -34,6 +34,7 @@ from shardmark.rank import available_cores
 from shardmark.registry import Implementation, Race
 from shardmark.report.columns import Column
 from shardmark.report.layout import ms
+from shardmark.report.plots import Lines
 from shardmark.rows import Row, step_seconds
 from shardmark.wire import tcp_bytes_sent
 from shardmark.world import World
@@ -59,6 +60,20 @@ pytestmark = [
     pytest.mark.question(
         "How well does a training step scale over the ranks?",
         columns=["case", "implementation", "ranks", "time ms", ONE_RANK, EFFICIENCY, "sent / least MiB"],
+        plots=[
+            Lines(
+                "Efficiency by ranks",
+                x="world_size",
+                x_title="ranks",
+                y="work.efficiency",
+                y_title="efficiency",
+                panels="case.kind",
+                limit="work.efficiency_ceiling",
+                limit_title="ceiling",
+                start=(1, 1.0),
+                log_y=False,
+            )
+        ],
     ),
     pytest.mark.cases(CASES),
 ]

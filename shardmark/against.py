@@ -113,6 +113,7 @@ class Baseline:
         try:
             self.machine = Machine.of(output["machine_info"])
             self.rows = {entry["fullname"]: OldRow.of(entry["extra_info"]) for entry in entries}
+            self.questions = {question["text"]: question for question in output.get("questions", [])}
             self.entries = {each: {entry["fullname"]: entry for entry in output[each]} for each in LISTS}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunFileError(

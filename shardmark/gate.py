@@ -132,13 +132,15 @@ class Gate:
         self.close()
 
     def _keep_rows_of_other_tests(self, output: Entry) -> None:
-        """Put those of the older file first, if they are of this machine."""
+        """Put those of the older file, and their questions, first, if they are of this machine."""
         if self.baseline is None or self.other_machine is not None:
             return
         fresh = {entry["fullname"] for each in LISTS for entry in output[each]}
         for each in LISTS:
             kept = [entry for name, entry in self.baseline.entries[each].items() if name not in fresh]
             output[each] = [*kept, *output[each]]
+        asked = {question["text"]: question for question in output["questions"]}
+        output["questions"] = [*(self.baseline.questions | asked).values()]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:

@@ -26,6 +26,7 @@ from shardmark.rank import WorldError, available_cores
 from shardmark.ref import Ref
 from shardmark.registry import Implementation
 from shardmark.report.layout import printable
+from shardmark.report.output import Report
 from shardmark.report.questions import Questions
 from shardmark.rowfile import RowFile
 from shardmark.signals import Ending
@@ -69,6 +70,7 @@ class Session:
         self.trace: TraceFolder | None = None
         self.gate: Gate | None = None
         self.ref: Ref | None = None
+        self.report: Report | None = None
         self.ending = ending
         self.questions = Questions()
         self.shown = False
@@ -82,6 +84,8 @@ class Session:
             _check_benchmark(option)
             self.gate = _gate(option, self.rows)
             self.ref = _ref(option, self.device, config.rootpath)
+            if option("report") is not None and not _is_helping():
+                self.report = Report(_path("report", option))
             if option("trace_dir") is not None:
                 self.trace = TraceFolder(_path("trace_dir", option), others=_is_helping())
         except BaseException:
@@ -153,6 +157,8 @@ class Session:
             self.ref.close()
         if self.gate is not None:
             self.gate.close()
+        if self.report is not None:
+            self.report.close()
 
 
 SESSION = pytest.StashKey[Session]()

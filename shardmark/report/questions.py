@@ -1,4 +1,4 @@
-"""What a run's tests say of their questions: the columns of each one's table, and the observers of its rows."""
+"""What a run's tests say of their questions: each one's columns and plots, and the observers of its rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from shardmark.observers import WITH_COLUMNS, Observer
 from shardmark.report.columns import COLUMNS, DEFAULT, Column, Entry, among
+from shardmark.report.plots import Plot, saved
 
 KNOWN = {
     column.name: column
@@ -27,6 +28,7 @@ class Question:
 
     columns: tuple[Column, ...] = tuple(COLUMNS[name] for name in DEFAULT)
     observers: dict[type[Observer], Observer] = field(default_factory=dict)
+    plots: tuple[Plot, ...] = ()
     stated: bool = False
     """Whether a test has said which columns."""
 
@@ -55,8 +57,10 @@ class Questions:
         return self._questions.setdefault(text, Question())
 
     def state(self, marker: pytest.Mark) -> None:
-        """Take the columns of a test's `question(text, columns=...)`. Raises pytest.UsageError, in one line."""
+        """Take the columns and the plots of a test's `question(text, columns=..., plots=...)`. Raises
+        pytest.UsageError, in one line."""
         text, wanted = marker.args[0], marker.kwargs.get("columns")
+        self[text].plots += tuple(plot for plot in marker.kwargs.get("plots", ()) if plot not in self[text].plots)
         if wanted is None:
             return
         columns = tuple(_column(text, each) for each in wanted)
@@ -69,6 +73,19 @@ class Questions:
             names = " and ".join(", ".join(column.name for column in each) for each in (question.columns, columns))
             raise pytest.UsageError(f"question {text!r} has two lists of columns, where its tests share one: {names}")
         question.columns, question.stated = columns, True
+
+    def saved(self) -> list[dict[str, Any]]:
+        """What a report of the saved run has to know of each: the names of its columns, and its plots."""
+        return [
+            {"text": text, "columns": [column.name for column in each.columns], "plots": [*map(saved, each.plots)]}
+            for text, each in self._questions.items()
+        ]
+
+    def own_cells(self, entry: Entry) -> dict[str, str]:
+        """What the columns that this question alone has say of a row: their code is not saved with it."""
+        own = [column for column in self[entry["group"]].columns if column not in KNOWN.values()]
+        cells = {column.name: column.cell(entry, entry["extra_info"]) for column in own}
+        return {name: text for name, text in cells.items() if text is not None}
 
     def observe(self, text: str | None, observers: Sequence[Observer]) -> None:
         """Note the observers of a row of that question."""
