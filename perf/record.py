@@ -45,13 +45,15 @@ def main(arguments: list[str]) -> int:
 
 
 def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
-    """Newer results, and of the older ones the rows of tests that are not among the newer."""
+    """Newer results, and of the older ones the rows of tests, and their questions, that are not among the newer."""
     result = dict(newer)
     fresh = {row["fullname"] for kind in ("benchmarks", "unmeasured") for row in newer.get(kind, [])}
     for kind in ("benchmarks", "unmeasured"):
         kept = [row for row in older.get(kind, []) if row["fullname"] not in fresh]
         result[kind] = [*kept, *newer.get(kind, [])]
-    return result
+    asked = {question["text"] for question in newer.get("questions", [])}
+    kept = [question for question in older.get("questions", []) if question["text"] not in asked]
+    return {**result, "questions": [*kept, *newer.get("questions", [])]}
 
 
 def _pytest(*arguments: str) -> int:

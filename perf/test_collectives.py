@@ -15,6 +15,7 @@ from shardmark.grid import Grid, Work
 from shardmark.measure import Measure
 from shardmark.plan import Mark
 from shardmark.registry import Implementation
+from shardmark.report.plots import Lines
 from shardmark.wire import tcp_bytes_sent
 from shardmark.world import World
 
@@ -44,6 +45,17 @@ pytestmark = [
         short="collectives",
         columns=["case", "implementation", "time ms", "algbw GB/s", "busbw GB/s", "sent / least MiB", "verdict"],
         answer=fastest_by_collective,
+        plots=[
+            Lines(
+                "Bus bandwidth by size",
+                "case.megabytes",
+                "work.bus_bandwidth",
+                "B/s",
+                "MB",
+                "busbw",
+                panels="case.collective",
+            )
+        ],
     ),
     pytest.mark.benchmark(max_time=0.1),
 ]

@@ -19,6 +19,7 @@ from shardmark.passes import measure as measure_on_rank
 from shardmark.plan import Plan, Rounds
 from shardmark.registry import Implementation, Race
 from shardmark.report.answers import fastest
+from shardmark.report.plots import Lines
 from shardmark.world import World
 
 CASES = Grid(
@@ -59,7 +60,23 @@ REDUCTIONS = Grid(
 EXPOSED = ["case", "implementation", "time ms", "exposed comm.", "ratio to peer", "tensors MiB", "verdict"]
 
 BUCKET_SIZE = pytest.mark.question(
-    "Which bucket size is best?", short="bucket size", columns=EXPOSED, answer=best_bucket
+    "Which bucket size is best?",
+    short="bucket size",
+    columns=EXPOSED,
+    answer=best_bucket,
+    plots=[
+        Lines(
+            "Exposed communication by bucket size; hollow: the fitted optimum",
+            x="case.bucket_mb",
+            x_title="bucket size, MB",
+            y="time.parts.communication",
+            y_title="exposed communication",
+            unit="s",
+            curve="time.model.exposed",
+            best=("time.model.best_bytes", "time.model.best_seconds"),
+            x_scale=1 / MB,
+        )
+    ],
 )
 
 

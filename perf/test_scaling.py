@@ -35,6 +35,7 @@ from shardmark.rank import available_cores
 from shardmark.registry import Implementation, Race
 from shardmark.report.columns import Column
 from shardmark.report.layout import ms
+from shardmark.report.plots import Lines
 from shardmark.rows import Row, step_seconds
 from shardmark.wire import tcp_bytes_sent
 from shardmark.world import World
@@ -62,6 +63,20 @@ pytestmark = [
         short="scaling",
         columns=["case", "implementation", "ranks", "time ms", ONE_RANK, EFFICIENCY, "sent / least MiB"],
         answer=efficiencies,
+        plots=[
+            Lines(
+                "Efficiency by ranks",
+                x="world_size",
+                x_title="ranks",
+                y="work.efficiency",
+                y_title="efficiency",
+                panels="case.kind",
+                limit="work.efficiency_ceiling",
+                limit_title="ceiling",
+                start=(1, 1.0),
+                log_y=False,
+            )
+        ],
     ),
     pytest.mark.cases(CASES),
 ]

@@ -21,6 +21,7 @@ from shardmark.passes import timed_steps
 from shardmark.plan import IMPLEMENTATION, Measured, Plan, Rounds
 from shardmark.registry import Implementation
 from shardmark.report.answers import goals
+from shardmark.report.plots import Lines
 from shardmark.rows import Row
 from shardmark.world import World
 
@@ -92,6 +93,7 @@ HOW_LONG = pytest.mark.question(
     "How long does a training step take, and what memory does it need?",
     short="training step",
     columns=["case", "implementation", "time ms", "tokens/s", "MFU", "tensors MiB", "verdict"],
+    plots=[Lines("Tokens per second by context", "case.context", "work.tokens_per_second", "", "context", "tokens/s")],
 )
 
 

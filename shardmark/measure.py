@@ -339,7 +339,6 @@ class Measure:
             "stats": stats,
             "extra_info": row,
         }
-        row["cells"] = self._session.questions[self._benchmark.group].own_cells(entry)
         self._item.user_properties += main_figures(entry)
         if stats is not None:
             self._benchmark.extra_info.update(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from dataclasses import asdict, is_dataclass
@@ -61,7 +62,6 @@ def new_row(identity: Identity, scale: str, link: str | None) -> Row:
         "work": {},
         "limit": {},
         "counters": {},
-        "cells": {},
         "verdict": None,
         "why": None,
     }
@@ -176,8 +176,8 @@ def mean_parts(ranks: list[Measured], name: str) -> dict[str, float]:
 
 
 def describe_machine(device: str) -> Row:
-    """What `machine_info` says beside pytest-benchmark's own: GPUs and driver, cores that ranks share and threads of a
-    world of one, torch and triton."""
+    """What `machine_info` says beside pytest-benchmark's own: GPUs, driver and the device's memory, cores that ranks
+    share and threads of a world of one, torch and triton."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if device == "cuda" else []
     try:
         from triton import __version__ as triton_version
@@ -187,12 +187,17 @@ def describe_machine(device: str) -> Row:
         "device": device,
         "gpus": gpus,
         "driver": _driver_version() if gpus else None,
+        "device_bytes": torch.cuda.get_device_properties(0).total_memory if gpus else _memory_bytes(),
         "cores": available_cores(),
         "threads": torch.get_num_threads() if launched() else threads_of_a_rank(1),
         "torch": torch.__version__,
         "triton": triton_version,
         "libc": " ".join(platform.libc_ver()),
     }
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _driver_version() -> str | None:

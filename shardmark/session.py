@@ -28,6 +28,7 @@ from shardmark.ref import Ref
 from shardmark.registry import Implementation
 from shardmark.report.layout import printable
 from shardmark.report.outcomes import Outcomes
+from shardmark.report.output import Report
 from shardmark.report.questions import Questions
 from shardmark.rowfile import RowFile
 from shardmark.signals import Ending
@@ -71,6 +72,7 @@ class Session:
         self.trace: TraceFolder | None = None
         self.gate: Gate | None = None
         self.ref: Ref | None = None
+        self.report: Report | None = None
         self.ending = ending
         self.questions = Questions()
         self.outcomes = Outcomes()
@@ -85,6 +87,8 @@ class Session:
             _check_benchmark(option)
             self.gate = _gate(option, self.rows)
             self.ref = _ref(option, self.device, config.rootpath)
+            if option("report") is not None and not _is_helping():
+                self.report = Report(_path("report", option))
             if option("trace_dir") is not None:
                 self.trace = TraceFolder(_path("trace_dir", option), others=_is_helping())
         except BaseException:
@@ -143,7 +147,7 @@ class Session:
 
     def _said(self, entries: list[Entry]) -> Entry:
         """What the run's file has beside its rows."""
-        return {"outcomes": self.outcomes.saved(), "questions": self.questions.saved(entries, self.outcomes)}
+        return {"outcomes": self.outcomes.saved(), "questions": self.questions.answered(entries, self.outcomes)}
 
     def close(self) -> None:
         """Save the rows, and end the worlds and the link between their ranks."""
@@ -160,6 +164,8 @@ class Session:
             self.ref.close()
         if self.gate is not None:
             self.gate.close()
+        if self.report is not None:
+            self.report.close()
 
 
 SESSION = pytest.StashKey[Session]()

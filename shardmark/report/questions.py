@@ -1,4 +1,4 @@
-"""What a run's tests say of their questions: the columns of each one's table, its answer, the observers of its rows.
+"""What a run's tests say of their questions: each one's columns, answer and plots, and the observers of its rows.
 
     @pytest.mark.question("What does a nap cost?", short="naps", columns=["case", "time ms"], answer=fastest)
 
@@ -18,6 +18,7 @@ from shardmark.observers import WITH_COLUMNS, Observer
 from shardmark.report.answers import NO_ANSWER, Answer, answered, fastest_and_smallest
 from shardmark.report.columns import COLUMNS, DEFAULT, Column, Entry, among
 from shardmark.report.outcomes import Outcomes, first_line
+from shardmark.report.plots import Plot, saved
 
 KNOWN = {
     column.name: column
@@ -29,8 +30,8 @@ MOST_COLUMNS = 7
 """More are read by nobody at once; `-v` shows them all."""
 
 
-STATED = ("columns", "short", "answer")
-"""What a test may say of its question."""
+STATED = {"columns": "lists of columns", "short": "short forms", "answer": "answers"}
+"""What all tests of a question that say it say alike, and what it is called when they do not."""
 
 
 NO_CASES = "got empty parameter set"
@@ -46,6 +47,7 @@ class Question:
     """The question in a few words, for a line that the answer shares."""
     answer: Answer = fastest_and_smallest
     observers: dict[type[Observer], Observer] = field(default_factory=dict)
+    plots: tuple[Plot, ...] = ()
     stated: set[str] = field(default_factory=set)
     """What of it a test has said."""
     tests: set[str] = field(default_factory=set)
@@ -72,15 +74,6 @@ class Question:
         for observer in self.observers.values():
             yield from observer.lines(entries)
 
-    def own_cells(self, entry: Entry) -> dict[str, str]:
-        """What the columns say of an entry that no other question may name."""
-        cells: dict[str, str] = {}
-        for column in self.all_columns():
-            with suppress(Exception):  # a column fails no test: the row stands without its cell
-                if column not in KNOWN.values() and (cell := column.cell(entry, entry["extra_info"])) is not None:
-                    cells[column.name] = cell
-        return cells
-
     def all_columns(self) -> list[Column]:
         """Every column there is; the question's own ones each stand behind the one that its test names before it."""
         own = [column for observer in self.observers.values() for column in observer.columns]
@@ -99,26 +92,36 @@ class Questions:
 
     @classmethod
     def of(cls, saved: Iterable[dict[str, Any]]) -> Questions:
-        """Those of a run's file, whose own columns are cells of its rows."""
+        """Those of a run's file, without their plots."""
         questions = cls()
         for each in saved:
-            question = questions[each["question"]]
-            question.columns = tuple(KNOWN.get(name) or _of_row(name) for name in each["columns"])
-            question.short, question.kept_lines = each["short"], tuple(each["lines"])
-            question.kept_answer = each["answer"]
+            question = questions[each["text"]]
+            question.columns = tuple(KNOWN.get(name) or _of_cells(name) for name in each["columns"])
+            question.short, question.kept_answer = each["short"], each["answer"]
+            question.kept_lines = tuple(each["lines"])
         return questions
 
-    def saved(self, entries: Sequence[Entry], outcomes: Outcomes) -> list[dict[str, Any]]:
-        """What a run's file says of them."""
+    def saved(self) -> list[dict[str, Any]]:
+        """What a report of the saved run has to know of each before its answer: the names of its columns, its plots."""
         return [
             {
-                "question": text,
-                "short": self[text].short,
-                "columns": [column.name for column in self[text].columns],
-                "answer": answer,
-                "lines": list(self[text].lines(group)),
+                "text": text,
+                "short": each.short,
+                "columns": [column.name for column in each.columns],
+                "plots": [*map(saved, each.plots)],
+                "answer": None,
+                "lines": [],
             }
-            for text, group, answer in self.answers(entries, outcomes)
+            for text, each in self._questions.items()
+        ]
+
+    def answered(self, entries: Sequence[Entry], outcomes: Outcomes) -> list[dict[str, Any]]:
+        """The same with its answer and the lines under its table, once all entries are there."""
+        said = {text: (answer, group) for text, group, answer in self.answers(entries, outcomes)}
+        return [
+            {**each, "answer": said[text][0], "lines": [*self[text].lines(said[text][1])]} if text in said else each
+            for each in self.saved()
+            for text in [each["text"]]
         ]
 
     def answers(self, entries: Sequence[Entry], outcomes: Outcomes) -> Iterator[tuple[str | None, list[Entry], str]]:
@@ -134,10 +137,15 @@ class Questions:
         return self._questions.setdefault(text, Question())
 
     def state(self, marker: pytest.Mark) -> None:
-        """Take a test's `question(text, columns=..., short=..., answer=...)`. Raises pytest.UsageError, in one line."""
+        """Take a test's `question(text, columns=..., short=..., answer=..., plots=...)`.
+
+        Raises pytest.UsageError, in one line.
+        """
         text, said = marker.args[0], dict(marker.kwargs)
-        if unknown := sorted(said.keys() - set(STATED)):
-            raise pytest.UsageError(f"question {text!r} takes {', '.join(STATED)}, not {', '.join(unknown)}")
+        self[text].plots += tuple(plot for plot in said.pop("plots", ()) if plot not in self[text].plots)
+        if unknown := sorted(said.keys() - STATED.keys()):
+            known = ", ".join([*STATED, "plots"])
+            raise pytest.UsageError(f"question {text!r} takes {known}, not {', '.join(unknown)}")
         if said.get("columns") is not None:
             said["columns"] = tuple(_column(text, each) for each in said["columns"])
         question = self[text]
@@ -151,12 +159,19 @@ class Questions:
                 )
             before = getattr(question, name)
             if name in question.stated and value != before:
-                what = {"columns": "lists of columns", "short": "short forms", "answer": "answers"}[name]
-                raise pytest.UsageError(
-                    f"question {text!r} has two {what}, where its tests share one: {_named(before)} and {_named(value)}"
-                )
+                both = f"{_named(before)} and {_named(value)}"
+                raise pytest.UsageError(f"question {text!r} has two {STATED[name]}, where its tests share one: {both}")
             setattr(question, name, value)
             question.stated.add(name)
+
+    def own_cells(self, entry: Entry) -> dict[str, str]:
+        """What the columns that this question alone has say of a row: their code is not saved with it."""
+        cells: dict[str, str] = {}
+        for column in self[entry["group"]].columns:
+            with suppress(Exception):  # the row is worth more than its cell
+                if column not in KNOWN.values() and (cell := column.cell(entry, entry["extra_info"])) is not None:
+                    cells[column.name] = cell
+        return cells
 
     def observe(self, text: str | None, observers: Sequence[Observer]) -> None:
         """Note the observers of a row of that question."""
@@ -170,9 +185,9 @@ def _named(value: Any) -> str:
     return value if isinstance(value, str) else getattr(value, "__name__", repr(value))
 
 
-def _of_row(name: str) -> Column:
-    """A column of a question's own, whose cells are in the rows."""
-    return Column(name, lambda entry, row: row.get("cells", {}).get(name))
+def _of_cells(name: str) -> Column:
+    """A column of a question's own, whose cells are in the entries."""
+    return Column(name, lambda entry, row: entry.get("cells", {}).get(name))
 
 
 def _column(question: str, wanted: Any) -> Column:
