@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.resources
+import json
 import os
 import platform
 import subprocess
@@ -40,6 +42,13 @@ MAIN_FIGURES = (
     ("memory", "budget"),
 )
 """Of a row, where these are."""
+
+
+def schema() -> Row:
+    """The JSON Schema of a row, which is installed with the package."""
+    text = importlib.resources.files("shardmark").joinpath("row.schema.json").read_text(encoding="utf-8")
+    found: Row = json.loads(text)
+    return found
 
 
 def new_row(identity: Identity, scale: str, link: str | None) -> Row:

@@ -37,9 +37,12 @@ class Report:
     def write(self, runs: Sequence[tuple[str, Entry]]) -> None:
         """Of the last of these runs, by the names of their files. Raises RunFileError for another version's, and
         OSError where the disk has no room."""
-        from shardmark.report.page import page  # what draws takes a second to import
+        if self.path.suffix == ".md":
+            from shardmark.report.markdown import markdown as write
+        else:
+            from shardmark.report.page import page as write  # what draws takes a second to import
 
-        self._file.replace(page(runs))
+        self._file.replace(write(runs))
         self.written, self.outcome = True, str(self.path)
 
     def write_run(self, output: Entry) -> bool:
