@@ -400,7 +400,8 @@ class LastToFinish:
 def _write_report(session: pytest.Session) -> None:
     """The page of `--report`; where that fails, the run does not pass."""
     own = session.config.stash[SESSION]
-    if own.report is not None and own.rows.rows and not own.report.write_run(own.rows.output()):
+    older = [] if own.gate is None or own.gate.baseline is None else [(own.gate.name, own.gate.baseline.output)]
+    if own.report is not None and own.rows.rows and not own.report.write_run(own.rows.output(), older):
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 

@@ -59,12 +59,8 @@ def _listed(title: str, tests: dict[str, str], summary: Summary) -> Iterator[str
 
 def _compared(changes: Changes) -> Iterator[str]:
     """What is worse, open, and better than in another run, and of how many rows that is."""
-    name = inert(changes.name)
-    yield from (
-        "",
-        f"## Against {name}: {changes.of(WORSE)} slower or larger, {changes.of(BETTER)} faster or smaller",
-        "",
-    )
+    counts = ", ".join(f"{changes.of(outcome)} {outcome}" for outcome in (WORSE, OPEN, BETTER))
+    yield from ("", f"## Against {inert(changes.name)}: {counts}", "")
     yield from (f"- {inert(count)}" for count in changes.counts)
     for outcome in (WORSE, OPEN, BETTER):
         rows = [(test.rpartition("/")[2], kind, said) for found, test, kind, said in changes.rows if found == outcome]

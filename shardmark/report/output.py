@@ -45,13 +45,13 @@ class Report:
         self._file.replace(write(runs))
         self.written, self.outcome = True, str(self.path)
 
-    def write_run(self, output: Entry) -> bool:
+    def write_run(self, output: Entry, older: Sequence[tuple[str, Entry]] = ()) -> bool:
         """Of the run that is at its end, which a report that fails does not keep from its end; whether it is written.
 
-        `output` is what pytest-benchmark would write of it.
+        `output` is what pytest-benchmark would write of it; `older` what it was compared with.
         """
         try:
-            self.write([("this run", json.loads(dumped(output)))])
+            self.write([*older, ("this run", json.loads(dumped(output)))])
         except Exception as error:
             self.outcome = f"--report {self.path}: {type(error).__name__}: {error}"
         return self.written
