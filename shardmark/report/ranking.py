@@ -162,4 +162,7 @@ def _races(case: Iterable[Entry]) -> list[tuple[Who, Who, Span]]:
 
 def _first(case: Sequence[Entry]) -> dict[Who, Entry]:
     """Each implementation's first entry."""
-    return {who(entry["extra_info"]): entry for entry in reversed(case)}
+    found: dict[Who, Entry] = {}
+    for entry in case:
+        found.setdefault(who(entry["extra_info"]), entry)
+    return found

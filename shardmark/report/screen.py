@@ -24,7 +24,7 @@ LEAST, MOST = 80, 120
 NAME, SHORT = 38, 28
 """Characters of a test's name, and of a question in short."""
 
-SHOWN = {"failed": 8, OUTCOME: 3, MISSED: 4}
+SHOWN = {"failed": 8, OUTCOME: 3, MISSED: 3}
 """Lines of each kind; the others are counted."""
 
 REPORTED = "fE"
@@ -44,7 +44,7 @@ def write_summary(terminal: pytest.TerminalReporter, session: Session, verbose: 
         terminal.write_sep("-", "what this run says")
         for text, style in screen_lines(summary, min(max(terminal._tw.fullwidth, LEAST), MOST), verbose):
             terminal.write_line(text, **style)
-        if terminal.reportchars == REPORTED:
+        if terminal.config.option.reportchars == REPORTED:
             terminal.reportchars = ""  # what failed has been said
     if rows and not verbose:
         terminal.write_line("-v shows the tables")
