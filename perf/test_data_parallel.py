@@ -66,7 +66,7 @@ BUCKET_SIZE = pytest.mark.question(
     answer=best_bucket,
     plots=[
         Lines(
-            "Exposed communication by bucket size; hollow: the fitted optimum",
+            "Exposed communication by bucket size",
             x="case.bucket_mb",
             x_title="bucket size, MB",
             y="time.parts.communication",

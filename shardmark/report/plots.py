@@ -117,6 +117,15 @@ UNITS: dict[str, tuple[float, str]] = {
 """By the unit in the rows: what one of the unit that people read is, and its name."""
 
 
+LONGEST = 48
+"""Characters of a name in a plot; the table has all of it."""
+
+
+def shortened(name: str) -> str:
+    """As much of a name as a plot has room for."""
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
+
+
 def labels(entries: Sequence[Entry]) -> list[str]:
     """A name for each entry among the others: its implementation, and of its case and ranks what not all share."""
     parts = [entry["extra_info"]["case"]["id"].split("-") for entry in entries]
@@ -127,5 +136,5 @@ def labels(entries: Sequence[Entry]) -> list[str]:
         row = entry["extra_info"]
         own = [token for token in tokens if token not in shared]
         own += [f"{row['world_size']} ranks"] if len(ranks) > 1 else []
-        found.append(" ".join([row["implementation"], *(["·", " ".join(own)] if own else [])]))
+        found.append(shortened(" ".join([row["implementation"], *(["·", " ".join(own)] if own else [])])))
     return found

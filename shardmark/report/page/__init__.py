@@ -21,6 +21,8 @@ from shardmark.report.runfile import LISTS, of_this_version
 from shardmark.report.tables import case, question, together
 
 FOLDER = Path(__file__).parent
+HALF = 640
+"""Pixels: a plot that is wider has the page's whole width, or its text would be too small."""
 
 
 def page(runs: Sequence[tuple[str, Entry]]) -> str:
@@ -36,9 +38,9 @@ def page(runs: Sequence[tuple[str, Entry]]) -> str:
     sections = of_this_version(_sections, *named[-1])
     numbers = count()
 
-    def svg(figure: Figure) -> Markup:
-        name = f"plot-{next(numbers)}"
-        return Markup(draw(figure.spec, name, figure.title, _described(figure)))
+    def svg(figure: Figure) -> dict[str, Any]:
+        drawn, width = draw(figure.spec, f"plot-{next(numbers)}", figure.title, _described(figure))
+        return {"svg": Markup(drawn), "whole": width > HALF}
 
     script = (FOLDER / "page.js").read_text(encoding="utf-8")
     environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True)

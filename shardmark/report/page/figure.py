@@ -10,7 +10,7 @@ from shardmark.report.columns import Entry
 from shardmark.report.page.vega import Spec
 from shardmark.report.plots import UNITS
 
-MOST_ROWS = 60
+MOST_ROWS = 40
 """Rows of a plot that has a line of text for each; the table has all."""
 
 Cell = str | float | None

@@ -9,9 +9,11 @@ from typing import Any
 
 from shardmark.report.columns import Entry
 from shardmark.report.page.figure import Absent, Cell, Drawn, Figure, in_unit, titled
-from shardmark.report.page.vega import INK, SERIES, Spec
-from shardmark.report.plots import Lines, Points, figure, finite, labels, number
+from shardmark.report.page.vega import DASH, INK, SERIES, Spec, log_ticks, series
+from shardmark.report.plots import Lines, Points, figure, finite, labels, number, shortened
 
+MOST_LINES = 16
+"""More are told apart by nobody."""
 _WIDTH, _HEIGHT = 560, 280
 _HERE = "this run"
 
@@ -22,17 +24,23 @@ def lines(plot: Lines, entries: Sequence[Entry]) -> Drawn:
     if plot.curve is not None:
         data += [each for entry in entries for each in _curve(plot, entry)]
     data = [each for each in data if each["y"] is not None and each["x"] > 0 and (each["y"] > 0 or not plot.log_y)]
-    sizes = {(each["panel"], each["x"]) for each in data}
+    sizes = dict.fromkeys((each["panel"], each["x"]) for each in data)
     of_several = [panel for panel, times in Counter(panel for panel, _ in sizes).items() if times > 1]
     data = [each for each in data if each["panel"] in of_several]
     if not data:
-        return Absent(plot.title, f"it takes rows of two values of {plot.x_title or plot.x} or more")
+        return Absent(plot.title, f"It takes rows of two values of {plot.x_title or plot.x} or more.")
     columns = ["line", plot.x_title or plot.x, titled(plot.y_title or plot.y, plot.unit)]
     rows: list[list[Cell]] = [[each["name"], each["x"], each["y"]] for each in data]
     if plot.panels is not None:
         columns = [plot.panels.rpartition(".")[2], *columns]
         rows = [[each["panel"], *row] for row, each in zip(rows, data, strict=True)]
-    return Figure(plot.title, _lines_spec(plot, data), columns, rows)
+    names = list(dict.fromkeys(each["name"] for each in data))
+    notes = [f"The first {MOST_LINES} of {len(names)} lines; the table has all."] if len(names) > MOST_LINES else []
+    shown = [each for each in data if each["name"] in (*names[:MOST_LINES], plot.limit_title)]
+    notes += [f"Dashed: {plot.limit_title}."] if plot.limit is not None else []
+    notes += [f"Dashed: {plot.curve_title}; hollow: where that is least."] if plot.curve is not None else []
+    only = f": {of_several[0]}" if plot.panels is not None and len(of_several) == 1 else ""
+    return Figure(f"{plot.title}{only}", _lines_spec(plot, shown), columns, rows, notes)
 
 
 def _measured(plot: Lines, entries: Sequence[Entry]) -> list[dict[str, Any]]:
@@ -60,7 +68,9 @@ def _names(plot: Lines, entries: Sequence[Entry]) -> list[str]:
         groups.setdefault(same, []).append(set(row["case"]["id"].split("-")))
     apart = {token for each in groups.values() for token in set.union(*each) - set.intersection(*each)}
     return [
-        " ".join([row["implementation"], *(token for token in row["case"]["id"].split("-") if token in apart)])
+        shortened(
+            " ".join([row["implementation"], *(token for token in row["case"]["id"].split("-") if token in apart)])
+        )
         for row in (entry["extra_info"] for entry in entries)
     ]
 
@@ -89,10 +99,12 @@ def _lines_spec(plot: Lines, data: list[dict[str, Any]]) -> Spec:
     measured = list(dict.fromkeys(each["name"] for each in data if each["kind"] == "measured"))
     models = list(dict.fromkeys(each["name"] for each in data if each["kind"] != "measured"))
     names = [*measured, *models]
-    colors = [SERIES[place % len(SERIES)] for place in range(len(measured))]
-    colors += [INK if plot.limit is not None else SERIES[-1 - place % len(SERIES)] for place in range(len(models))]
+    colors, shapes = map(list, zip(*series(len(names)), strict=True))
+    if plot.limit is not None:
+        colors[len(measured) :], shapes[len(measured) :] = [INK], [DASH]
     width = (_WIDTH - 60 * (panels - 1)) / panels if panels > 1 else _WIDTH
     legend = {"title": None, "symbolStrokeWidth": 2}
+    ticks = {"values": log_ticks(each["y"] for each in data)} if plot.log_y else {}
     encoding = {
         "x": {
             "field": "x",
@@ -104,7 +116,7 @@ def _lines_spec(plot: Lines, data: list[dict[str, Any]]) -> Spec:
             "field": "y",
             "type": "quantitative",
             "scale": {"type": "log" if plot.log_y else "linear"},
-            "axis": {"title": titled(plot.y_title or plot.y, plot.unit), "format": ",.3~r"},
+            "axis": {"title": titled(plot.y_title or plot.y, plot.unit), "format": ",.3~r"} | ticks,
         },
         "color": {
             "field": "name",
@@ -112,7 +124,7 @@ def _lines_spec(plot: Lines, data: list[dict[str, Any]]) -> Spec:
             "scale": {"domain": names, "range": colors},
             "legend": legend,
         },
-        "shape": {"field": "name", "type": "nominal", "scale": {"domain": names}, "legend": legend},
+        "shape": {"field": "name", "type": "nominal", "scale": {"domain": names, "range": shapes}, "legend": legend},
     }
     line = {key: encoding[key] for key in ("x", "y", "color")}
     said = {"mark": {"type": "line", "strokeDash": [6, 4]}, "encoding": line}
@@ -142,9 +154,9 @@ def points(plot: Points, entries: Sequence[Entry]) -> Drawn:
         if (value := number(entry, where))
     ]
     if not data:
-        return Absent(plot.title, "no row of this run has those figures")
+        return Absent(plot.title, "No row of this run has those figures.")
     data += [
-        {"name": each.case, "metric": each.metric, "value": in_unit(each.value, plot.units[each.metric])}
+        {"name": shortened(each.case), "metric": each.metric, "value": in_unit(each.value, plot.units[each.metric])}
         | {"of": f"published, on {each.hardware}"}
         for each in plot.published
         if each.metric in plot.ours and each.value > 0
@@ -165,19 +177,20 @@ def _points_panel(plot: Points, data: list[dict[str, Any]], metric: str, with_na
     names = list(dict.fromkeys(each["name"] for each in data))
     whose = list(dict.fromkeys(each["of"] for each in data))
     axis = {"title": None, "domain": False, "ticks": False, "grid": True, "labels": with_names}
+    ticks = {"values": log_ticks(each["value"] for each in data if each["metric"] == metric)}
     encoding = {
         "y": {"field": "name", "type": "nominal", "sort": None, "scale": {"domain": names}, "axis": axis},
         "x": {
             "field": "value",
             "type": "quantitative",
             "scale": {"type": "log"},
-            "axis": {"title": titled(metric, plot.units[metric]), "format": ",.3~r", "labelOverlap": True},
+            "axis": {"title": titled(metric, plot.units[metric]), "format": ",.3~r", "labelOverlap": True} | ticks,
         },
         "color": {
             "field": "of",
             "type": "nominal",
             "scale": {"domain": whose, "range": SERIES[: len(whose)]},
-            "legend": {"title": None, "columns": 2, "labelLimit": 400},
+            "legend": {"title": None, "columns": 2},
         },
     }
     return {

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardmark.report.columns import Entry
 from shardmark.report.page.figure import Absent, Cell, Drawn, Figure, in_unit, titled
-from shardmark.report.page.vega import INK, SERIES, Spec
+from shardmark.report.page.vega import INK, SERIES, Spec, series
 from shardmark.report.plots import figure, finite, labels
 from shardmark.timeline import KINDS
 
@@ -15,13 +15,15 @@ MOMENTS = 100
 """Of a step that are drawn, each the largest of those it stands for; the row has up to 200."""
 NEAR = 0.2
 """Of the device's memory: where a peak is less, the device's size would press all else to the bottom."""
+MOST_PLOTS = 12
+"""Of a question, as each row has one."""
 _WIDTH, _HEIGHT = 560, 220
 
 
-def by_kind(entries: Sequence[Entry], device_bytes: float | None) -> Iterator[Figure]:
+def by_kind(entries: Sequence[Entry], device_bytes: float | None) -> Iterator[Drawn]:
     """For each row that was observed so, the step's memory as stacked areas."""
     shown = [each for each in entries if figure(each, "memory.curve")]
-    for label, entry in zip(labels(shown), shown, strict=True):
+    for label, entry in zip(labels(shown), shown[:MOST_PLOTS], strict=False):
         moments = _thinned(figure(entry, "memory.curve"))
         kinds = [kind for kind in KINDS if any(moment.get(kind) for moment in moments)]
         rows: list[list[Cell]] = [
@@ -37,6 +39,9 @@ def by_kind(entries: Sequence[Entry], device_bytes: float | None) -> Iterator[Fi
         title = f"Memory by kind through the step: {label}"
         spec = _areas(rows, kinds, in_unit(device_bytes, "B") if near else None)
         yield Figure(title, spec, ["moment", *(f"{kind} MiB" for kind in kinds)], rows, notes)
+
+    if len(shown) > MOST_PLOTS:
+        yield Absent("Memory by kind through the step", f"Only the first {MOST_PLOTS} of {len(shown)} rows have plots.")
 
 
 def _thinned(moments: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
@@ -61,7 +66,12 @@ def _areas(rows: Sequence[Sequence[Cell]], kinds: Sequence[str], size: float | N
                 "x": {
                     "field": "moment",
                     "type": "quantitative",
-                    "axis": {"title": "the step, from beginning to end", "labels": False, "ticks": False},
+                    "axis": {
+                        "title": "the step, from beginning to end",
+                        "labels": False,
+                        "ticks": False,
+                        "grid": False,
+                    },
                     "scale": {"nice": False},
                 },
                 "y": {"field": "MiB", "type": "quantitative", "stack": "zero", "axis": {"title": "MiB"}},
@@ -89,6 +99,8 @@ def _areas(rows: Sequence[Sequence[Cell]], kinds: Sequence[str], size: float | N
     return {"width": _WIDTH, "height": _HEIGHT, "layer": layer}
 
 
+CROSS = "M-1,-1L1,1M-1,1L1,-1"
+
 _HELD = {"live": "allocated", "reserved": "reserved"}
 """What a stage has, and what PyTorch calls it."""
 
@@ -110,7 +122,7 @@ def by_stage(entries: Sequence[Entry]) -> Iterator[Drawn]:
             for formula in [in_unit(finite(held[name].get("formula")), "B") if key == "live" else None]
         ]
         if not data:
-            yield Absent(title, "CUDA's caching allocator alone reserves memory, and this run was on a CPU")
+            yield Absent(title, "CUDA's caching allocator alone reserves memory, and this run was on a CPU.")
             continue
         columns = ["row", "stage", f"{word} MiB", "formula MiB"]
         rows: list[list[Cell]] = [[each["row"], each["stage"], each["MiB"], each["formula"]] for each in data]
@@ -120,14 +132,14 @@ def by_stage(entries: Sequence[Entry]) -> Iterator[Drawn]:
 
 def _over_stages(data: list[dict[str, Any]], names: list[str], word: str) -> Spec:
     rows = list(dict.fromkeys(each["row"] for each in data))
-    colors = {"domain": rows, "range": [SERIES[place % len(SERIES)] for place in range(len(rows))]}
-    legend = {"title": None, "columns": 2, "labelLimit": 280}
+    colors, shapes = ({"domain": rows, "range": list(each)} for each in zip(*series(len(rows)), strict=True))
+    legend = {"title": None, "columns": 2}
     x = {"field": "stage", "type": "ordinal", "sort": names, "axis": {"title": None, "labelAngle": 0}}
     encoding = {
         "x": x,
         "y": {"field": "MiB", "type": "quantitative", "axis": {"title": titled(word, "B")}},
         "color": {"field": "row", "type": "nominal", "scale": colors, "legend": legend},
-        "shape": {"field": "row", "type": "nominal", "scale": {"domain": rows}, "legend": legend},
+        "shape": {"field": "row", "type": "nominal", "scale": shapes, "legend": legend},
     }
     formula = {**{key: encoding[key] for key in ("x", "color")}, "y": {"field": "formula", "type": "quantitative"}}
     line = {key: encoding[key] for key in ("x", "y", "color")}
@@ -138,6 +150,6 @@ def _over_stages(data: list[dict[str, Any]], names: list[str], word: str) -> Spe
         "layer": [
             {"mark": {"type": "line", "interpolate": "step-after"}, "encoding": line},
             {"mark": {"type": "point", "filled": True, "size": 55}, "encoding": encoding},
-            {"mark": {"type": "point", "shape": "cross", "color": INK, "size": 140, "angle": 45}, "encoding": formula},
+            {"mark": {"type": "point", "shape": CROSS, "color": INK, "size": 90}, "encoding": formula},
         ],
     }

@@ -10,14 +10,18 @@ draws on a canvas, which neither a theme's colours nor a screen reader reaches.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 Spec = dict[str, Any]
 
 SERIES = [f"var(--series-{i})" for i in range(8)]
-SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left"]
-"""With the colours: no two of a plot's lines are told apart by colour alone."""
+_SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left"]
+DASH = "M-1,-0.2H1V0.2H-1Z"
+"""The symbol of a line without points."""
 
 INK, FAINT, BACKGROUND = "var(--ink)", "var(--rule)", "var(--surface)"
 
@@ -25,17 +29,18 @@ _CONFIG: Spec = {
     "background": None,
     "font": "sans-serif",
     "view": {"stroke": None},
-    "range": {"category": SERIES, "symbol": SHAPES},
+    "range": {"category": SERIES},
     "axis": {
         "labelColor": INK,
         "titleColor": INK,
         "gridColor": FAINT,
         "domainColor": FAINT,
-        "tickColor": FAINT,
+        "ticks": False,
+        "labelPadding": 6,
         "labelFontSize": 12,
         "titleFontSize": 12,
         "titleFontWeight": "normal",
-        "labelLimit": 340,
+        "labelLimit": 0,
     },
     "header": {"labelColor": INK, "titleColor": INK, "labelFontSize": 12, "labelFontWeight": "bold", "title": None},
     "legend": {
@@ -47,18 +52,31 @@ _CONFIG: Spec = {
         "orient": "bottom",
         "direction": "horizontal",
         "columns": 4,
-        "labelLimit": 220,
+        "labelLimit": 0,
         "symbolStrokeColor": INK,
     },
-    "text": {"color": INK, "fontSize": 11},
+    "text": {"color": INK, "fontSize": 12},
     "point": {"opacity": 1},
     "tick": {"opacity": 1},
     "rule": {"color": INK},
 }
 
 
-def draw(spec: Spec, name: str, title: str, description: str) -> str:
-    """The SVG of a Vega-Lite specification. Its ids begin with `name`, which no other plot of the page has."""
+def series(count: int) -> list[tuple[str, str]]:
+    """So many pairs of a colour and a shape: no two lines are told apart by colour alone, and up to 64 are by both."""
+    return [(SERIES[i % 8], _SHAPES[(i + i // 8) % 8]) for i in range(count)]
+
+
+def log_ticks(values: Iterable[float]) -> list[float]:
+    """Where a logarithmic axis of those values has its lines: at powers of ten, and with few of them at 2 and 5 too."""
+    known = [value for value in values if value > 0]
+    first, last = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
+    steps = (1, 2, 5) if last - first < 3 else (1,)
+    return [step * 10.0**power for power in range(first, last + 1) for step in steps]
+
+
+def draw(spec: Spec, name: str, title: str, description: str) -> tuple[str, int]:
+    """The SVG of a Vega-Lite specification, and its width. Its ids begin with `name`, which no other plot has."""
     from vl_convert import vegalite_to_svg  # an engine of its own, that only a page needs
 
     drawn = vegalite_to_svg({"$schema": "https://vega.github.io/schema/vega-lite/v5.json", "config": _CONFIG, **spec})
@@ -66,16 +84,42 @@ def draw(spec: Spec, name: str, title: str, description: str) -> str:
     width, height = (float(found) for found in re.findall(r'(?:width|height)="([\d.]+)"', opening)[:2])
     body = re.sub(r'\s(?:aria-[a-z]+|role)="[^"]*"', "", body)  # an image has one name: the plot's
     body = re.sub(r'="[^"<>]*"', _rounded, body)
-    body = re.sub(r'\s(?:font-family|pointer-events|class)="[^"]*"|\s(?:font-weight="normal"|opacity="1")', "", body)
-    body = re.sub(r'<path d=""[^>]*/>|<path d="M0,0h0v0h0Z"[^>]*/>', "", body)
-    body = re.sub(r"(L[\d.,-]+)(?:\1)+", r"\1", body)  # a step of no height
+    body = re.sub(r'(?<= d=")M[^"<>a-zB-KN-Y]+(?=Z?")', _with_straight_lines, body)
+    body = _STYLED.sub("", body)
+    body = _INVISIBLE.sub("", body)
     body = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", body)
-    return (
+    svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{name}-title {name}-description"'
-        f' viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}">'
+        f' viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
+        f' style="min-width: min({width:.0f}px, 34rem)">'
         f'<title id="{name}-title">{_escaped(title)}</title>'
         f'<desc id="{name}-description">{_escaped(description)}</desc>{body}'
     )
+    return svg, round(width)
+
+
+_STYLED = re.compile(
+    r'\s(?:font-family|pointer-events|class)="[^"]*"|\s(?:font-weight="normal"|opacity="1"|stroke-width="1"|font-size="12px")'
+    rf'|(?<=") fill="{re.escape(INK)}"(?=>)'
+)
+"""What page.css says of a plot's text, and what nobody sees: a third of the file."""
+
+_INVISIBLE = re.compile(r'<path d="[^"<>]*"(?: display="none")?/>')
+"""Neither filled nor stroked."""
+
+
+def _with_straight_lines(path: re.Match[str]) -> str:
+    """A path of straight lines as H and V where it goes along an axis, of which one is enough for several in a row."""
+    points = [tuple(point.split(",")) for point in path[0][1:].split("L")]
+    if any(len(point) != 2 for point in points):
+        return path[0]
+    kept: list[str] = [f"M{points[0][0]},{points[0][1]}"]
+    for (x0, y0), (x, y) in pairwise(points):
+        step = f"H{x}" if y == y0 else f"V{y}" if x == x0 else f"L{x},{y}"
+        if step[0] == kept[-1][0] != "L" and step[0] != "M":
+            kept.pop()
+        kept.append(step)
+    return "".join(kept)
 
 
 def _rounded(attribute: re.Match[str]) -> str:
