@@ -15,6 +15,7 @@ from shardmark.grid import Grid
 from shardmark.measure import Measure
 from shardmark.observers import PeakByLength
 from shardmark.registry import Implementation, Race
+from shardmark.report.answers import goals, most
 from shardmark.report.plots import Lines
 from shardmark.rows import Row
 
@@ -100,7 +101,11 @@ def _measure(measure: Measure, implementation: Implementation, case: AttentionCa
     )
 
 
-@pytest.mark.question("What does attention cost as the sequence grows?", plots=[BY_LENGTH, MEMORY_BY_LENGTH])
+@pytest.mark.question(
+    "What does attention cost as the sequence grows?",
+    short="attention by length",
+    plots=[BY_LENGTH, MEMORY_BY_LENGTH],
+)
 @pytest.mark.cases(MEMORY)
 def test_memory_by_length(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:
     _measure(measure, implementation, case)
@@ -108,6 +113,7 @@ def test_memory_by_length(implementation: Implementation, case: AttentionCase, m
 
 @pytest.mark.question(
     "What does causal attention cost, forward, backward and both?",
+    short="causal attention",
     columns=["case", "implementation", "time ms", "TFLOP/s", "ratio to peer", "goal", "verdict"],
     plots=[replace(BY_LENGTH, panels="case.mode")],
 )
@@ -118,7 +124,9 @@ def test_time_by_length(implementation: Implementation, case: AttentionCase, mea
 
 @pytest.mark.question(
     "How near to the hardware's limit is attention with heads?",
+    short="attention's limit",
     columns=["case", "implementation", "time ms", "TFLOP/s", "of roofline", "ratio to peer", "verdict"],
+    answer=most(lambda entry: entry["extra_info"]["limit"]["fraction"], "{name} reaches {value:.0%} of the roofline"),
     plots=[RATE_BY_LENGTH],
 )
 @pytest.mark.cases(HEADS)
@@ -158,7 +166,9 @@ GOALS = Grid(
 
 @pytest.mark.question(
     "Does attention reach its goals?",
+    short="attention's goals",
     columns=["case", "implementation", "time ms", "TFLOP/s", "ratio to peer", "goal", "verdict"],
+    answer=goals,
 )
 @pytest.mark.cases(GOALS)
 def test_goals(case: Goal, device: str, measure: Measure) -> None:

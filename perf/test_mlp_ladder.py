@@ -57,6 +57,7 @@ MLP_RUNGS = Grid(
 
 pytestmark = pytest.mark.question(
     "What does each rung of the ladder change?",
+    short="ladder",
     columns=["case", "implementation", "time ms", "compile s", "ratio to peer", "tensors MiB", "verdict"],
     plots=[
         Points(

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from impl.accounting.library.simple_fsdp import peak, peak_of_stages, stages, work
 from impl.fsdp.cases import RankRung
 from impl.training_step.cases import TrainingStepCase
+from perf.answers import held_while_made
 from perf.published import published
 from perf.workloads.mlp_ladder import MLP_LADDER, RankLadderStep, shard_model
 from perf.workloads.ranks import measured_once
@@ -93,6 +94,7 @@ def on_ranks(
 
 @pytest.mark.question(
     "What does each rung of the ladder change on ranks?",
+    short="ladder on ranks",
     columns=["case", "implementation", "time ms", "compile s", "tokens/s", "tensors MiB", "verdict"],
     plots=[
         Points(
@@ -134,6 +136,8 @@ STAGES = ("model", "data_parallel", "to_empty", "init_weights")
 
 @pytest.mark.question(
     "What does a rank hold while the model is made?",
+    short="making the model",
+    answer=held_while_made,
     plots=[
         Points(
             "Memory after each stage, ours and as published",

@@ -19,6 +19,7 @@ from shardmark.grid import SCALES, Grid
 from shardmark.measure import Measure
 from shardmark.observers import Stages
 from shardmark.registry import Implementation
+from shardmark.report.answers import saves
 from shardmark.report.plots import Points
 from shardmark.world import World
 
@@ -41,7 +42,9 @@ OFFLOADED = _changed(lambda case: [replace(case, offload=True)])
 pytestmark = [
     pytest.mark.question(
         "What does FSDP save beside DDP?",
+        short="FSDP beside DDP",
         columns=["case", "implementation", "time ms", "to send MiB", "tensors MiB", "budget MiB", "verdict"],
+        answer=saves("ddp"),
         plots=[
             Points(
                 "Peak memory, ours and as published",

@@ -20,6 +20,7 @@ from impl.data_parallel.accounting import work as data_parallel_work
 from impl.fsdp.accounting import work as fsdp_work
 from impl.fsdp.cases import FSDPCase
 from impl.training_step.cases import ScalingCase, TrainingStepCase
+from perf.answers import efficiencies
 from perf.workloads.data_parallel import DataParallelStep
 from perf.workloads.fsdp import FSDPStep
 from shardmark.clock import Laps
@@ -59,7 +60,9 @@ EFFICIENCY = Column("efficiency", _efficiency)
 pytestmark = [
     pytest.mark.question(
         "How well does a training step scale over the ranks?",
+        short="scaling",
         columns=["case", "implementation", "ranks", "time ms", ONE_RANK, EFFICIENCY, "sent / least MiB"],
+        answer=efficiencies,
         plots=[
             Lines(
                 "Efficiency by ranks",

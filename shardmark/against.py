@@ -103,7 +103,7 @@ class Baseline:
     """
 
     def __init__(self, path: Path) -> None:
-        output = read_json(path, f"--against {path}")
+        self.output = output = read_json(path, f"--against {path}")
         try:
             entries = [entry for entry in output["benchmarks"] if "family" in entry["extra_info"]]
         except (KeyError, TypeError):

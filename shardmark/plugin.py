@@ -145,8 +145,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "`option`, while one that --impl names is skipped with that reason; those named in `only`, and with the "
         "reference among them whatever --impl names)",
         "cases(grid): run over the grid's cases at --scale",
-        "question(text, columns=None, plots=()): the question that the rows of these tests answer; rows of one "
-        "question share a table, of those columns, and in the page those plots",
+        "question(text, columns=None, short=None, answer=None, plots=()): the question that the rows of these tests "
+        "answer; they share a table, of those columns, a line of the end of the run, which has the question in short "
+        "and what `answer` reads from its entries, and in the page those plots",
     ):
         config.addinivalue_line("markers", marker)
     keep_compiled_code_apart()
@@ -161,6 +162,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LastToFinish(), "shardmark's end")
     config.pluginmanager.register(Progress(config), "shardmark progress")
     config.pluginmanager.register(Undecided(), "shardmark undecided")
+    config.pluginmanager.register(session.outcomes, "shardmark outcomes")
     if session.selected:
         config.pluginmanager.register(Judge(session), "shardmark judge")
     for name, compares in (("gate", session.gate), ("ref", session.ref)):
@@ -263,8 +265,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Count what this run is to judge, as its verdicts share one error."""
-    session.config.stash[SESSION].count_judgements(session.items)
+    """Count what this run is to judge, as its verdicts share one error; note which tests are a question's."""
+    own = session.config.stash[SESSION]
+    own.count_judgements(session.items)
+    for item in session.items:
+        if (question := item.get_closest_marker("question")) and "measure" in getattr(item, "fixturenames", ()):
+            own.questions[question.args[0]].tests.add(item.nodeid)
 
 
 def _use_device_clock(item: pytest.Item, clock: DeviceClock) -> None:
@@ -394,12 +400,13 @@ class LastToFinish:
 def _write_report(session: pytest.Session) -> None:
     """The page of `--report`; where that fails, the run does not pass."""
     own = session.config.stash[SESSION]
-    if own.report is not None and own.rows.rows and not own.report.write_run(own.rows.output()):
+    older = [] if own.gate is None or own.gate.baseline is None else [(own.gate.name, own.gate.baseline.output)]
+    if own.report is not None and own.rows.rows and not own.report.write_run(own.rows.output(), older):
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The tables, and what a reader of them has to know."""
+    """What a run has to say when it ends; with -v, also its tables."""
     session = config.stash[SESSION]
     session.shown = True
-    screen.write_summary(terminalreporter, session, every_column=config.option.verbose > 0)
+    screen.write_summary(terminalreporter, session, verbose=config.option.verbose > 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.resources
+import json
 import os
 import platform
 import subprocess
@@ -24,11 +26,36 @@ from shardmark.torchrun import launched
 
 Row = dict[str, Any]
 
+SCHEMA = 1
+"""The version of `row.schema.json`: one more whenever a program that reads rows has to change."""
+
+MAIN_FIGURES = (
+    ("family",),
+    ("implementation",),
+    ("case", "id"),
+    ("world_size",),
+    ("verdict",),
+    ("time", "peer"),
+    ("time", "ratio"),
+    ("memory", "tensors"),
+    ("memory", "peak"),
+    ("memory", "budget"),
+)
+"""Of a row, where these are."""
+
+
+def schema() -> Row:
+    """The JSON Schema of a row, which is installed with the package."""
+    text = importlib.resources.files("shardmark").joinpath("row.schema.json").read_text(encoding="utf-8")
+    found: Row = json.loads(text)
+    return found
+
 
 def new_row(identity: Identity, scale: str, link: str | None) -> Row:
     """A row of which nothing is measured yet; `link` is the rate of the one between the ranks."""
     case = asdict(identity.case) if is_dataclass(identity.case) and not isinstance(identity.case, type) else {}
     return {
+        "schema": SCHEMA,
         "family": identity.family,
         "implementation": identity.implementation,
         "case": {"id": str(identity.case), **case},
@@ -45,7 +72,20 @@ def new_row(identity: Identity, scale: str, link: str | None) -> Row:
         "limit": {},
         "counters": {},
         "verdict": None,
+        "why": None,
     }
+
+
+def main_figures(entry: Row) -> list[tuple[str, Any]]:
+    """By their names in the entry (`time.ratio`), for a test's properties in --junitxml; those that there are."""
+    figures = [] if entry["stats"] is None else [("stats.mean", entry["stats"]["mean"])]
+    for path in MAIN_FIGURES:
+        value = entry["extra_info"]
+        for name in path:
+            value = value.get(name) if value else None
+        if value is not None:
+            figures.append((".".join(path), value))
+    return figures
 
 
 def step_seconds(ranks: list[Measured], name: str = IMPLEMENTATION) -> list[float]:

@@ -120,7 +120,7 @@ def test_each_case_and_rank_has_a_trace_with_its_phases_and_modules(project: pyt
 
 
 def test_kernels_are_in_the_row_and_under_the_table(project: pytest.Pytester) -> None:
-    result, rows = _run(project, "--ranks=1", "-k", "test_kernels and size/4")
+    result, rows = _run(project, "-v", "--ranks=1", "-k", "test_kernels and size/4")
     result.assert_outcomes(passed=1)
     row = rows["test_kernels[linear-size/4-1ranks]"]
     assert "trace" not in row and list(row["kernels"]["phases"]) == ["forward", "backward", "optimizer"]

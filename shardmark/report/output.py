@@ -37,18 +37,21 @@ class Report:
     def write(self, runs: Sequence[tuple[str, Entry]]) -> None:
         """Of the last of these runs, by the names of their files. Raises RunFileError for another version's, and
         OSError where the disk has no room."""
-        from shardmark.report.page import page  # what draws takes a second to import
+        if self.path.suffix == ".md":
+            from shardmark.report.markdown import markdown as write
+        else:
+            from shardmark.report.page import page as write  # what draws takes a second to import
 
-        self._file.replace(page(runs))
+        self._file.replace(write(runs))
         self.written, self.outcome = True, str(self.path)
 
-    def write_run(self, output: Entry) -> bool:
+    def write_run(self, output: Entry, older: Sequence[tuple[str, Entry]] = ()) -> bool:
         """Of the run that is at its end, which a report that fails does not keep from its end; whether it is written.
 
-        `output` is what pytest-benchmark would write of it.
+        `output` is what pytest-benchmark would write of it; `older` what it was compared with.
         """
         try:
-            self.write([("this run", json.loads(dumped(output)))])
+            self.write([*older, ("this run", json.loads(dumped(output)))])
         except Exception as error:
             self.outcome = f"--report {self.path}: {type(error).__name__}: {error}"
         return self.written

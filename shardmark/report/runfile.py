@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardmark.growing import Entry
+
+T = TypeVar("T")
 
 LISTS = ("benchmarks", "unmeasured")
 """A file's rows: those with times, and those without."""
@@ -55,6 +57,14 @@ def read_json(path: Path, shown: str) -> Any:
 
 def _is_ours(entry: Entry) -> bool:
     return isinstance(entry["extra_info"], dict) and "family" in entry["extra_info"]
+
+
+def of_this_version(make: Callable[..., T], name: str, *args: Any) -> T:
+    """What `make` makes of a run. Raises RunFileError, in one line, where the run of that name lacks what it reads."""
+    try:
+        return make(*args)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise RunFileError(f"{name} is of another version of this suite ({type(error).__name__}: {error})") from error
 
 
 def _lacking(entry: Entry) -> Iterator[str]:

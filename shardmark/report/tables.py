@@ -5,14 +5,12 @@ A table shows the columns that its question names, at most 110 characters wide; 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from shardmark.evidence import MISSED, REACHED, UNDECIDED
-from shardmark.report.columns import COLUMNS, Column, Entry, goal_outcomes
+from shardmark.report.columns import COLUMNS, Column, Entry
 from shardmark.report.layout import layout
 from shardmark.report.questions import MOST_COLUMNS, Questions
 
@@ -29,13 +27,6 @@ def render(entries: list[Entry], questions: Questions, every_column: bool = Fals
         rows, asked = together(list(group), case), questions[text]
         table = _whole(rows, asked.all_columns()) if every_column else _narrow(rows, asked.columns)
         yield _title(text, rows), [*table, *asked.lines(rows)]
-
-
-def goals_line(entries: list[Entry]) -> str | None:
-    """How many goals of a run were reached, missed and left undecided."""
-    counts = Counter(outcome for entry in entries for _, outcome in goal_outcomes(entry["extra_info"]))
-    shown = ", ".join(f"{counts[outcome]} {outcome}" for outcome in (REACHED, MISSED, UNDECIDED) if counts[outcome])
-    return f"goals: {shown}" if shown else None
 
 
 def _title(text: str | None, rows: list[Entry]) -> str:

@@ -17,13 +17,12 @@ from shardmark.report.page.figure import Figure
 from shardmark.report.page.section import Section, section
 from shardmark.report.page.table import as_link
 from shardmark.report.page.vega import draw
-from shardmark.report.runfile import LISTS, RunFileError
+from shardmark.report.runfile import LISTS, of_this_version
 from shardmark.report.tables import case, question, together
 
 FOLDER = Path(__file__).parent
 HALF = 640
 """Pixels: a plot that is wider has the page's whole width, or its text would be too small."""
-_OF_ANOTHER_VERSION = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 
 
 def page(runs: Sequence[tuple[str, Entry]]) -> str:
@@ -35,8 +34,8 @@ def page(runs: Sequence[tuple[str, Entry]]) -> str:
     from markupsafe import Markup
 
     named = [(printable(name), _clean(run)) for name, run in runs]
-    compared = [_of_this_version(changes, name, run, named[-1][1], name) for name, run in named[:-1]]
-    sections = _of_this_version(_sections, *named[-1])
+    compared = [of_this_version(changes, name, run, named[-1][1], name) for name, run in named[:-1]]
+    sections = of_this_version(_sections, *named[-1])
     numbers = count()
 
     def svg(figure: Figure) -> dict[str, Any]:
@@ -70,13 +69,6 @@ def _clean(value: Any) -> Any:
     if isinstance(value, dict):
         return {_clean(key): _clean(each) for key, each in value.items() if key != "data"}
     return value
-
-
-def _of_this_version(make: Any, name: str, *args: Any) -> Any:
-    try:
-        return make(*args)
-    except _OF_ANOTHER_VERSION as error:
-        raise RunFileError(f"{name} is of another version of this suite ({type(error).__name__}: {error})") from error
 
 
 def _entries(run: Entry) -> list[Entry]:
