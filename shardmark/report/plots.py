@@ -10,7 +10,7 @@ kind and by stage.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -83,6 +83,7 @@ def restored(plot: Mapping[str, Any]) -> Plot:
     """The plot that was saved so. Raises KeyError, TypeError or ValueError where it is of another version."""
     kind = KINDS[plot["kind"]]
     known = {field.name: plot[field.name] for field in fields(kind) if field.name in plot}
+    known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
     if kind is Points:
         known["published"] = tuple(Published(**each) for each in known["published"])
     return kind(**known)
@@ -117,24 +118,50 @@ UNITS: dict[str, tuple[float, str]] = {
 """By the unit in the rows: what one of the unit that people read is, and its name."""
 
 
-LONGEST = 48
+LONGEST = 60
 """Characters of a name in a plot; the table has all of it."""
 
 
-def shortened(name: str) -> str:
-    """As much of a name as a plot has room for."""
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
+def apart(names: Iterable[str]) -> list[str]:
+    """As much of each name as a plot has room for, with a number where another one has it already."""
+    found: list[str] = []
+    for name in names:
+        short = name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
+        numbered = (short, *(f"{short} ({n})" for n in range(2, len(found) + 2)))
+        found.append(next(each for each in numbered if each not in found))
+    return found
 
 
 def labels(entries: Sequence[Entry]) -> list[str]:
     """A name for each entry among the others: its implementation, and of its case and ranks what not all share."""
-    parts = [entry["extra_info"]["case"]["id"].split("-") for entry in entries]
+    tokens = [_tokens(entry) for entry in entries]
     ranks = {entry["extra_info"]["world_size"] for entry in entries}
-    shared = set.intersection(*map(set, parts)) if parts else set()
+    shared = set.intersection(*map(set, tokens)) if tokens else set()
     found = []
-    for entry, tokens in zip(entries, parts, strict=True):
+    for entry, each in zip(entries, tokens, strict=True):
         row = entry["extra_info"]
-        own = [token for token in tokens if token not in shared]
+        own = [token for token in each if token not in shared]
         own += [f"{row['world_size']} ranks"] if len(ranks) > 1 else []
-        found.append(shortened(" ".join([row["implementation"], *(["·", " ".join(own)] if own else [])])))
-    return found
+        found.append(" ".join([row["implementation"], *(["·", *own] if own else [])]))
+    return apart(found)
+
+
+def line_names(entries: Sequence[Entry], *same: str) -> list[str]:
+    """Each entry's line: its implementation, and of the case what tells it from others that have all of `same`."""
+    groups: dict[tuple[Any, ...], list[set[Any]]] = {}
+    for entry in entries:
+        where = entry["extra_info"]["implementation"], *(str(figure(entry, each)) for each in same)
+        groups.setdefault(where, []).append(set(_tokens(entry)))
+    different = {token for each in groups.values() for token in set.union(*each) - set.intersection(*each)}
+    names = [
+        " ".join([entry["extra_info"]["implementation"], *(each for each in _tokens(entry) if each in different)])
+        for entry in entries
+    ]
+    short = dict(zip(dict.fromkeys(names), apart(dict.fromkeys(names)), strict=True))
+    return [short[name] for name in names]
+
+
+def _tokens(entry: Entry) -> list[str]:
+    """The parts of its case's id, but for the implementation's name, which some have."""
+    row = entry["extra_info"]
+    return [token for token in row["case"]["id"].split("-") if token != row["implementation"]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from shardmark.kernels import CATEGORIES
 from shardmark.report.columns import Entry
@@ -32,7 +32,7 @@ def time_and_peak(entries: Sequence[Entry]) -> Figure | None:
         memory = _memory(entry)
         times = (in_unit(number(entry, f"stats.{name}"), "s") for name in ("mean", "stddev"))
         nbytes = (in_unit(finite(memory.get(name)), "B") for name in ("tensors", "workspace", "formula"))
-        rows.append([_unlike(label, rows), *times, *nbytes])
+        rows.append([label, *times, *nbytes])
     panels = []
     if any(row[1] is not None for row in rows):
         panels.append(_time(rows))
@@ -74,16 +74,16 @@ def _parts(entry: Entry) -> Entry:
     return found if isinstance(found := figure(entry, "time.parts"), dict) else {}
 
 
-def _unlike(label: str, rows: Iterable[Sequence[Cell]]) -> str:
-    """The label, with a number where another row has it: bars of one name would lie over each other."""
-    taken = [str(row[0]) for row in rows]
-    names = [label, *(f"{label} ({n})" for n in range(2, len(taken) + 2))]
-    return next(name for name in names if name not in taken)
-
-
-def _named(with_names: bool) -> Spec:
+def _named(rows: Sequence[Sequence[Cell]], with_names: bool) -> Spec:
+    """The rows from top to bottom, those without a bar in this panel too."""
     axis = {"title": None, "domain": False, "ticks": False} if with_names else None
-    return {"field": "name", "type": "nominal", "sort": None, "axis": axis}
+    return {
+        "field": "name",
+        "type": "nominal",
+        "sort": None,
+        "scale": {"domain": [row[0] for row in rows]},
+        "axis": axis,
+    }
 
 
 def _time(rows: Sequence[Sequence[Cell]]) -> Spec:
@@ -98,7 +98,7 @@ def _time(rows: Sequence[Sequence[Cell]]) -> Spec:
         "data": {"values": data},
         "width": _WIDTH,
         "height": {"step": 20},
-        "encoding": {"y": _named(with_names=True)},
+        "encoding": {"y": _named(rows, with_names=True)},
         "layer": [
             {
                 "mark": {"type": "bar", "height": 13, "color": SERIES[0]},
@@ -131,7 +131,7 @@ def _peak(rows: Sequence[Sequence[Cell]], with_names: bool) -> Spec:
     return {
         "width": _WIDTH,
         "height": {"step": 20},
-        "encoding": {"y": _named(with_names)},
+        "encoding": {"y": _named(rows, with_names)},
         "layer": [
             {
                 "data": {"values": data},
@@ -158,7 +158,7 @@ def _number(at: str, field: str) -> Spec:
         "mark": {"type": "text", "align": "left", "dx": 5},
         "encoding": {
             "x": {"field": at, "type": "quantitative"},
-            "text": {"field": field, "type": "quantitative", "format": ",.3~r"},
+            "text": {"field": field, "type": "quantitative", "format": ",.4~r"},
         },
     }
 
@@ -171,9 +171,7 @@ def _stacked(
     notes: Sequence[str],
 ) -> Figure:
     """A bar for each name, of those parts."""
-    rows: list[list[Cell]] = []
-    for name, each in amounts:
-        rows.append([_unlike(name, rows), *(amount for _, amount in each)])
+    rows: list[list[Cell]] = [[name, *(amount for _, amount in each)] for name, each in amounts]
     data = [
         {"name": row[0], "part": part, "order": place, "amount": amount}
         for row in rows
@@ -188,7 +186,7 @@ def _stacked(
         "height": {"step": 20},
         "mark": {"type": "bar", "height": 13},
         "encoding": {
-            "y": _named(with_names=True),
+            "y": _named(rows, with_names=True),
             "x": {"field": "amount", "type": "quantitative", "axis": {"title": titled("time", unit), "tickCount": 6}},
             "color": {
                 "field": "part",

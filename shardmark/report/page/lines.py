@@ -10,7 +10,7 @@ from typing import Any
 from shardmark.report.columns import Entry
 from shardmark.report.page.figure import Absent, Cell, Drawn, Figure, in_unit, titled
 from shardmark.report.page.vega import DASH, INK, SERIES, Spec, log_ticks, series
-from shardmark.report.plots import Lines, Points, figure, finite, labels, number, shortened
+from shardmark.report.plots import Lines, Points, apart, figure, finite, labels, line_names, number
 
 MOST_LINES = 16
 """More are told apart by nobody."""
@@ -46,7 +46,7 @@ def lines(plot: Lines, entries: Sequence[Entry]) -> Drawn:
 def _measured(plot: Lines, entries: Sequence[Entry]) -> list[dict[str, Any]]:
     """A point for each row; and one of the limit for each of its sizes."""
     data: list[dict[str, Any]] = []
-    for entry, name in zip(entries, _names(plot, entries), strict=True):
+    for entry, name in zip(entries, line_names(entries, plot.x, *([plot.panels] if plot.panels else [])), strict=True):
         panel = str(figure(entry, plot.panels)) if plot.panels else ""
         x, y = number(entry, plot.x), in_unit(number(entry, plot.y), plot.unit)
         data.append({"name": name, "x": x, "y": y, "kind": "measured", "panel": panel})
@@ -56,23 +56,7 @@ def _measured(plot: Lines, entries: Sequence[Entry]) -> list[dict[str, Any]]:
     if plot.start is not None:
         start = {"x": plot.start[0], "y": in_unit(plot.start[1], plot.unit)}
         data += [each | start for each in data]
-    return [each for place, each in enumerate(data) if each not in data[:place]]
-
-
-def _names(plot: Lines, entries: Sequence[Entry]) -> list[str]:
-    """Each row's line: its implementation, and what of the case tells it from others of the same size."""
-    groups: dict[tuple[Any, ...], list[set[Any]]] = {}
-    for entry in entries:
-        row = entry["extra_info"]
-        same = row["implementation"], number(entry, plot.x), str(figure(entry, plot.panels or ""))
-        groups.setdefault(same, []).append(set(row["case"]["id"].split("-")))
-    apart = {token for each in groups.values() for token in set.union(*each) - set.intersection(*each)}
-    return [
-        shortened(
-            " ".join([row["implementation"], *(token for token in row["case"]["id"].split("-") if token in apart)])
-        )
-        for row in (entry["extra_info"] for entry in entries)
-    ]
+    return list({tuple(each.items()): each for each in data}.values())
 
 
 def _curve(plot: Lines, entry: Entry) -> list[dict[str, Any]]:
@@ -110,13 +94,13 @@ def _lines_spec(plot: Lines, data: list[dict[str, Any]]) -> Spec:
             "field": "x",
             "type": "quantitative",
             "scale": {"type": "log", "base": 2, "nice": False, "padding": 12},
-            "axis": {"title": plot.x_title or plot.x, "values": sizes, "format": ",.3~r", "grid": False},
+            "axis": {"title": plot.x_title or plot.x, "values": sizes, "format": ",.6~r", "grid": False},
         },
         "y": {
             "field": "y",
             "type": "quantitative",
             "scale": {"type": "log" if plot.log_y else "linear"},
-            "axis": {"title": titled(plot.y_title or plot.y, plot.unit), "format": ",.3~r"} | ticks,
+            "axis": {"title": titled(plot.y_title or plot.y, plot.unit), "format": ",.6~r"} | ticks,
         },
         "color": {
             "field": "name",
@@ -155,8 +139,10 @@ def points(plot: Points, entries: Sequence[Entry]) -> Drawn:
     ]
     if not data:
         return Absent(plot.title, "No row of this run has those figures.")
+    cases = dict.fromkeys(each.case for each in plot.published)
+    names = dict(zip(cases, apart(cases), strict=True))
     data += [
-        {"name": shortened(each.case), "metric": each.metric, "value": in_unit(each.value, plot.units[each.metric])}
+        {"name": names[each.case], "metric": each.metric, "value": in_unit(each.value, plot.units[each.metric])}
         | {"of": f"published, on {each.hardware}"}
         for each in plot.published
         if each.metric in plot.ours and each.value > 0
@@ -184,7 +170,7 @@ def _points_panel(plot: Points, data: list[dict[str, Any]], metric: str, with_na
             "field": "value",
             "type": "quantitative",
             "scale": {"type": "log"},
-            "axis": {"title": titled(metric, plot.units[metric]), "format": ",.3~r", "labelOverlap": True} | ticks,
+            "axis": {"title": titled(metric, plot.units[metric]), "format": ",.6~r", "labelOverlap": True} | ticks,
         },
         "color": {
             "field": "of",
