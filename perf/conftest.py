@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from perf.schema import complaints
+from shardmark.growing import dumped
 from shardmark.session import SESSION
 from shardmark.workers import share_the_devices
 
@@ -22,6 +26,17 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if option.device != "cpu" and all(path.is_relative_to(FOLDER) for path in paths):
         ranks = [int(size) for size in (option.ranks or "").split(",") if size.strip().isdigit()]
         share_the_devices(config, min([torch.cuda.device_count(), *([max(ranks)] if ranks else [])]))
+
+
+@pytest.fixture(autouse=True)
+def rows_meet_their_schema(pytestconfig: pytest.Config) -> Iterator[None]:
+    """At smoke scale, which CI runs: what a test's rows have is what the schema says."""
+    session = pytestconfig.stash[SESSION]
+    before = len(session.rows.rows)
+    yield
+    if session.scale == "smoke":
+        rows = [json.loads(dumped(entry["extra_info"])) for entry in session.rows.rows[before:]]
+        assert [line for row in rows for line in complaints(row)] == []
 
 
 @pytest.hookimpl(optionalhook=True)

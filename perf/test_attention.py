@@ -15,6 +15,8 @@ from shardmark.grid import Grid
 from shardmark.measure import Measure
 from shardmark.observers import PeakByLength
 from shardmark.registry import Implementation, Race
+from shardmark.report.answers import goals, most
+from shardmark.report.plots import Lines
 from shardmark.rows import Row
 
 MEMORY = Grid(
@@ -64,6 +66,23 @@ HEADS = Grid(
 pytestmark = pytest.mark.family("attention")
 
 
+BY_LENGTH = Lines("Time by length", "case.seq", "stats.mean", "s", "sequence length", "time", limit="limit.seconds")
+MEMORY_BY_LENGTH = Lines(
+    "Memory by length", "case.seq", "memory.tensors", "B", "sequence length", "tensors at the peak"
+)
+RATE_BY_LENGTH = Lines(
+    "Rate by length, and the hardware's",
+    "case.seq",
+    "work.flops_per_second",
+    "FLOP/s",
+    "sequence length",
+    "rate",
+    panels="case.mode",
+    limit="limit.peak_flops_per_second",
+    limit_title="peak",
+)
+
+
 SLACK = {"flash_triton": 1.01}
 """Nothing but inputs, outputs, gradients and one or two values a row: there is little to be vague about."""
 
@@ -82,7 +101,11 @@ def _measure(measure: Measure, implementation: Implementation, case: AttentionCa
     )
 
 
-@pytest.mark.question("What does attention cost as the sequence grows?")
+@pytest.mark.question(
+    "What does attention cost as the sequence grows?",
+    short="attention by length",
+    plots=[BY_LENGTH, MEMORY_BY_LENGTH],
+)
 @pytest.mark.cases(MEMORY)
 def test_memory_by_length(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:
     _measure(measure, implementation, case)
@@ -90,7 +113,9 @@ def test_memory_by_length(implementation: Implementation, case: AttentionCase, m
 
 @pytest.mark.question(
     "What does causal attention cost, forward, backward and both?",
+    short="causal attention",
     columns=["case", "implementation", "time ms", "TFLOP/s", "ratio to peer", "goal", "verdict"],
+    plots=[replace(BY_LENGTH, panels="case.mode")],
 )
 @pytest.mark.cases(LENGTHS)
 def test_time_by_length(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:
@@ -99,7 +124,10 @@ def test_time_by_length(implementation: Implementation, case: AttentionCase, mea
 
 @pytest.mark.question(
     "How near to the hardware's limit is attention with heads?",
+    short="attention's limit",
     columns=["case", "implementation", "time ms", "TFLOP/s", "of roofline", "ratio to peer", "verdict"],
+    answer=most(lambda entry: entry["extra_info"]["limit"]["fraction"], "{name} reaches {value:.0%} of the roofline"),
+    plots=[RATE_BY_LENGTH],
 )
 @pytest.mark.cases(HEADS)
 def test_throughput(implementation: Implementation, case: AttentionCase, measure: Measure) -> None:
@@ -138,7 +166,9 @@ GOALS = Grid(
 
 @pytest.mark.question(
     "Does attention reach its goals?",
+    short="attention's goals",
     columns=["case", "implementation", "time ms", "TFLOP/s", "ratio to peer", "goal", "verdict"],
+    answer=goals,
 )
 @pytest.mark.cases(GOALS)
 def test_goals(case: Goal, device: str, measure: Measure) -> None:

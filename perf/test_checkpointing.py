@@ -11,6 +11,7 @@ from perf.workloads.training_step import CheckpointedStep
 from shardmark.grid import Grid
 from shardmark.measure import Measure
 from shardmark.registry import Implementation
+from shardmark.report.answers import saves
 from shardmark.report.columns import Column
 
 RECOMPUTED = Column(
@@ -33,7 +34,9 @@ CASES = Grid(
 @pytest.mark.family("checkpointing")
 @pytest.mark.question(
     "What does activation checkpointing save, and what does it cost?",
+    short="checkpointing",
     columns=["case", "implementation", "time ms", RECOMPUTED, "ratio to peer", "tensors MiB", "verdict"],
+    answer=saves(),
 )
 @pytest.mark.cases(CASES)
 def test_training_step(implementation: Implementation, case: TrainingStepCase, device: str, measure: Measure) -> None:

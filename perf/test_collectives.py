@@ -10,10 +10,12 @@ import torch.distributed as dist
 
 from impl.collectives.accounting import bus_bandwidth, bytes_sent
 from impl.collectives.cases import COLLECTIVES, CollectiveCase
+from perf.answers import fastest_by_collective
 from shardmark.grid import Grid, Work
 from shardmark.measure import Measure
 from shardmark.plan import Mark
 from shardmark.registry import Implementation
+from shardmark.report.plots import Lines
 from shardmark.wire import tcp_bytes_sent
 from shardmark.world import World
 
@@ -40,7 +42,20 @@ LARGE_ALL_REDUCE = Grid(
 pytestmark = [
     pytest.mark.question(
         "How fast is each collective, by size?",
+        short="collectives",
         columns=["case", "implementation", "time ms", "algbw GB/s", "busbw GB/s", "sent / least MiB", "verdict"],
+        answer=fastest_by_collective,
+        plots=[
+            Lines(
+                "Bus bandwidth by size",
+                "case.megabytes",
+                "work.bus_bandwidth",
+                "B/s",
+                "MB",
+                "busbw",
+                panels="case.collective",
+            )
+        ],
     ),
     pytest.mark.benchmark(max_time=0.1),
 ]

@@ -9,6 +9,7 @@ import pytest
 from impl.data_parallel.accounting import work
 from impl.data_parallel.cases import ReductionCase
 from impl.training_step.cases import TrainingStepCase
+from perf.answers import best_bucket, what_is_hidden
 from perf.observers.overhead_model import OverheadModel
 from perf.workloads.data_parallel import AllReduces, DataParallelStep, OverheadCase
 from shardmark.grid import MB, Grid
@@ -17,6 +18,8 @@ from shardmark.observers import ExposedCommunication
 from shardmark.passes import measure as measure_on_rank
 from shardmark.plan import Plan, Rounds
 from shardmark.registry import Implementation, Race
+from shardmark.report.answers import fastest
+from shardmark.report.plots import Lines
 from shardmark.world import World
 
 CASES = Grid(
@@ -56,11 +59,31 @@ REDUCTIONS = Grid(
 
 EXPOSED = ["case", "implementation", "time ms", "exposed comm.", "ratio to peer", "tensors MiB", "verdict"]
 
-BUCKET_SIZE = pytest.mark.question("Which bucket size is best?", columns=EXPOSED)
+BUCKET_SIZE = pytest.mark.question(
+    "Which bucket size is best?",
+    short="bucket size",
+    columns=EXPOSED,
+    answer=best_bucket,
+    plots=[
+        Lines(
+            "Exposed communication by bucket size",
+            x="case.bucket_mb",
+            x_title="bucket size, MB",
+            y="time.parts.communication",
+            y_title="exposed communication",
+            unit="s",
+            curve="time.model.exposed",
+            best=("time.model.best_bytes", "time.model.best_seconds"),
+            x_scale=1 / MB,
+        )
+    ],
+)
 
 
 @pytest.mark.family("data_parallel")
-@pytest.mark.question("What does a data-parallel training step cost?", columns=EXPOSED)
+@pytest.mark.question(
+    "What does a data-parallel training step cost?", short="data parallelism", columns=EXPOSED, answer=what_is_hidden
+)
 @pytest.mark.cases(CASES)
 @pytest.mark.benchmark(min_rounds=9)
 def test_training_step(implementation: Implementation, case: TrainingStepCase, world: World, measure: Measure) -> None:
@@ -79,7 +102,9 @@ def test_bucket_size(implementation: Implementation, case: TrainingStepCase, wor
 @pytest.mark.family("data_parallel", option="reduce_dtype")
 @pytest.mark.question(
     "What does it cost to communicate gradients in half precision?",
+    short="bfloat16 gradients",
     columns=["case", "implementation", "time ms", "exposed comm.", "ratio to peer", "to send MiB", "verdict"],
+    answer=fastest,
 )
 @pytest.mark.cases(REDUCTIONS)
 @pytest.mark.benchmark(min_rounds=9)

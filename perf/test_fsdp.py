@@ -12,6 +12,7 @@ from perf.workloads.fsdp import FSDPStep
 from shardmark.grid import Grid
 from shardmark.measure import Measure
 from shardmark.registry import Implementation
+from shardmark.report.answers import saves
 from shardmark.world import World
 
 CASES = Grid(
@@ -31,7 +32,9 @@ LOW_PRECISION = Grid(
 
 SHARDING = pytest.mark.question(
     "What does sharding everything save, and what does it cost?",
+    short="fully sharded",
     columns=["case", "implementation", "time ms", "to send MiB", "ratio to peer", "tensors MiB", "verdict"],
+    answer=saves(),
 )
 
 

@@ -22,6 +22,7 @@ from impl.sharded_optimizer.accounting import work as sharded_work
 from impl.sharded_optimizer.accounting import zero_redundancy_work
 from impl.sharded_optimizer.cases import ShardedStepCase
 from impl.training_step.cases import TrainingStepCase
+from perf.answers import what_is_hidden_on_a_link
 from perf.workloads.data_parallel import DataParallelStep
 from perf.workloads.fsdp import FSDPStep
 from perf.workloads.link import Communication, Compute
@@ -58,10 +59,13 @@ pytestmark = [
 
 WHAT_HIDES = pytest.mark.question(
     "What hides behind backward on a limited link?",
+    short="hidden on a link",
     columns=["case", "implementation", "time ms", "hidden", "ratio to peer", "goal", "verdict"],
+    answer=what_is_hidden_on_a_link,
 )
 SHARDING = pytest.mark.question(
     "What does sharding cost on a limited link?",
+    short="sharding on a link",
     columns=["case", "implementation", "time ms", "exposed comm.", "ratio to peer", "goal", "verdict"],
 )
 

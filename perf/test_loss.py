@@ -13,6 +13,7 @@ from shardmark import registry
 from shardmark.grid import Grid
 from shardmark.measure import Measure
 from shardmark.registry import Implementation, Race
+from shardmark.report.answers import goals
 from shardmark.rows import Row
 
 CASES = Grid(
@@ -42,7 +43,7 @@ def _measure(measure: Measure, implementation: Implementation, case: LossCase, t
     )
 
 
-@pytest.mark.question("What does the loss cost?")
+@pytest.mark.question("What does the loss cost?", short="loss")
 @pytest.mark.cases(CASES)
 def test_time_and_memory(implementation: Implementation, case: LossCase, measure: Measure) -> None:
     _measure(measure, implementation, case)
@@ -73,7 +74,9 @@ GOALS = Grid(
 
 @pytest.mark.question(
     "Does the loss reach its goals?",
+    short="loss's goals",
     columns=["case", "implementation", "time ms", "ratio to peer", "goal", "tensors MiB", "verdict"],
+    answer=goals,
 )
 @pytest.mark.cases(GOALS)
 def test_goals(case: Goal, device: str, measure: Measure) -> None:

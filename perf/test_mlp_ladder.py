@@ -8,6 +8,7 @@ import pytest
 
 from impl.training_step.accounting import work
 from impl.training_step.cases import TrainingStepCase
+from perf.published import published
 from perf.workloads.mlp_ladder import MLP_LADDER
 from perf.workloads.training_step import LanguageModelStep
 from shardmark import registry
@@ -15,6 +16,7 @@ from shardmark.grid import Grid
 from shardmark.measure import Measure
 from shardmark.observers import Compile
 from shardmark.registry import Implementation
+from shardmark.report.plots import Points
 
 OPTIONS = (
     "compile_no_options",
@@ -55,7 +57,19 @@ MLP_RUNGS = Grid(
 
 pytestmark = pytest.mark.question(
     "What does each rung of the ladder change?",
+    short="ladder",
     columns=["case", "implementation", "time ms", "compile s", "ratio to peer", "tensors MiB", "verdict"],
+    plots=[
+        Points(
+            "The rungs, ours and as published",
+            ours={"step time": "stats.mean", "peak memory": "memory.peak"},
+            units={"step time": "s", "peak memory": "B"},
+            published=(
+                *published("simple_pytorch", "MLP ladder, vocab", "data_parallel", among=False),
+                *published("simple_pytorch", "compile options"),
+            ),
+        )
+    ],
 )
 
 

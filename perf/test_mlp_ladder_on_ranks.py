@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from impl.accounting.library.simple_fsdp import peak, peak_of_stages, stages, work
 from impl.fsdp.cases import RankRung
 from impl.training_step.cases import TrainingStepCase
+from perf.answers import held_while_made
+from perf.published import published
 from perf.workloads.mlp_ladder import MLP_LADDER, RankLadderStep, shard_model
 from perf.workloads.ranks import measured_once
 from shardmark import registry
@@ -22,6 +24,7 @@ from shardmark.memory import meter, release, stage
 from shardmark.observers import Compile, Stages
 from shardmark.plan import Identity, Measured
 from shardmark.registry import Implementation
+from shardmark.report.plots import Points
 from shardmark.world import World
 
 RANK_STEPS = ("eager", "compile_model", "compile_forward_backward", "compile_step")
@@ -91,7 +94,16 @@ def on_ranks(
 
 @pytest.mark.question(
     "What does each rung of the ladder change on ranks?",
+    short="ladder on ranks",
     columns=["case", "implementation", "time ms", "compile s", "tokens/s", "tensors MiB", "verdict"],
+    plots=[
+        Points(
+            "The rungs on ranks, ours and as published",
+            ours={"step time": "stats.mean", "peak memory": "memory.peak"},
+            units={"step time": "s", "peak memory": "B"},
+            published=published("simple_pytorch", "MLP ladder, vocab", "data_parallel"),
+        )
+    ],
 )
 @pytest.mark.cases(RANK_RUNGS)
 def test_rungs_on_ranks(case: RankRung, world: World, device: str, measure: Measure) -> None:
@@ -119,7 +131,22 @@ def made(case: RankRung, device: str) -> Measured:
     return measured_once(memory, [laps])
 
 
-@pytest.mark.question("What does a rank hold while the model is made?")
+STAGES = ("model", "data_parallel", "to_empty", "init_weights")
+
+
+@pytest.mark.question(
+    "What does a rank hold while the model is made?",
+    short="making the model",
+    answer=held_while_made,
+    plots=[
+        Points(
+            "Memory after each stage, ours and as published",
+            ours={f"memory after {stage}": f"memory.stages.{stage}.live" for stage in STAGES},
+            units={f"memory after {stage}": "B" for stage in STAGES},
+            published=published("simple_pytorch", "meta init"),
+        )
+    ],
+)
 @pytest.mark.cases(RANK_STAGES)
 def test_stages(case: RankRung, world: World, device: str, measure: Measure) -> None:
     implementation, case = on_ranks(case, world, device, peak_of_stages)

@@ -13,11 +13,14 @@ import pytest
 
 from impl.accounting.nine_linears import STRATEGIES, peak, stages, work
 from impl.fsdp.cases import WRAPS, NineLinearsCase
+from perf.published import published
 from perf.workloads.nine_linears import SHARDED, NineLinearsStep
 from shardmark.grid import SCALES, Grid
 from shardmark.measure import Measure
 from shardmark.observers import Stages
 from shardmark.registry import Implementation
+from shardmark.report.answers import saves
+from shardmark.report.plots import Points
 from shardmark.world import World
 
 CASES = Grid(
@@ -39,7 +42,17 @@ OFFLOADED = _changed(lambda case: [replace(case, offload=True)])
 pytestmark = [
     pytest.mark.question(
         "What does FSDP save beside DDP?",
+        short="FSDP beside DDP",
         columns=["case", "implementation", "time ms", "to send MiB", "tensors MiB", "budget MiB", "verdict"],
+        answer=saves("ddp"),
+        plots=[
+            Points(
+                "Peak memory, ours and as published",
+                ours={"peak memory": "memory.peak"},
+                units={"peak memory": "B"},
+                published=published("odsc_fsdp", "MLP of 8 linears"),
+            )
+        ],
     ),
     pytest.mark.benchmark(min_rounds=7, max_time=0.2),
 ]

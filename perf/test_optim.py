@@ -15,6 +15,7 @@ from shardmark.grid import Grid
 from shardmark.measure import Measure
 from shardmark.observers import Goals, Observer
 from shardmark.registry import Implementation, Race
+from shardmark.report.answers import goals
 from shardmark.rows import Row
 
 
@@ -65,13 +66,13 @@ def _measure(
     )
 
 
-@pytest.mark.question("What does an optimizer step cost?", columns=COLUMNS)
+@pytest.mark.question("What does an optimizer step cost?", short="optimizer step", columns=COLUMNS)
 @pytest.mark.cases(OPTIMIZER_STEP)
 def test_step(implementation: Implementation, case: OptimizerCase, measure: Measure) -> None:
     _measure(measure, implementation, case)
 
 
-@pytest.mark.question("What does clipping gradients add to a step?", columns=COLUMNS)
+@pytest.mark.question("What does clipping gradients add to a step?", short="clipping gradients", columns=COLUMNS)
 @pytest.mark.cases(CLIPPED_STEP)
 def test_clipping(implementation: Implementation, case: OptimizerCase, measure: Measure) -> None:
     if case.clipping == "in_step" and not implementation.accepts("max_grad_norm"):
@@ -116,7 +117,9 @@ GOALS = Grid(
 
 @pytest.mark.question(
     "Does the fused optimizer reach its goals?",
+    short="optimizer's goals",
     columns=["case", "implementation", "time ms", "GB/s", "ratio to peer", "goal", "verdict"],
+    answer=goals,
 )
 @pytest.mark.cases(GOALS)
 def test_goals(case: Goal, device: str, measure: Measure) -> None:

@@ -18,6 +18,7 @@ from impl.accounting.library.optimizer_order import VARIANTS, stage_bytes
 from impl.fsdp.optimizer_order import rewire
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel
 from impl.training_step.cases import TrainingStepCase
+from perf.answers import who_trains
 from perf.workloads.ranks import measured_once
 from shardmark.clock import Stopwatch
 from shardmark.grid import Grid
@@ -123,7 +124,9 @@ def train(variant: str, case: TrainingStepCase, device: str) -> tuple[Measured, 
 
 @pytest.mark.question(
     "What if the optimizer is made before the model is sharded?",
+    short="optimizer made early",
     columns=["case", "implementation", "time ms", "losses"],
+    answer=who_trains,
 )
 @pytest.mark.cases(CASES)
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -20,6 +20,7 @@ from impl.data_parallel.accounting import work as data_parallel_work
 from impl.fsdp.accounting import work as fsdp_work
 from impl.fsdp.cases import FSDPCase
 from impl.training_step.cases import ScalingCase, TrainingStepCase
+from perf.answers import efficiencies
 from perf.workloads.data_parallel import DataParallelStep
 from perf.workloads.fsdp import FSDPStep
 from shardmark.clock import Laps
@@ -34,6 +35,7 @@ from shardmark.rank import available_cores
 from shardmark.registry import Implementation, Race
 from shardmark.report.columns import Column
 from shardmark.report.layout import ms
+from shardmark.report.plots import Lines
 from shardmark.rows import Row, step_seconds
 from shardmark.wire import tcp_bytes_sent
 from shardmark.world import World
@@ -58,7 +60,23 @@ EFFICIENCY = Column("efficiency", _efficiency)
 pytestmark = [
     pytest.mark.question(
         "How well does a training step scale over the ranks?",
+        short="scaling",
         columns=["case", "implementation", "ranks", "time ms", ONE_RANK, EFFICIENCY, "sent / least MiB"],
+        answer=efficiencies,
+        plots=[
+            Lines(
+                "Efficiency by ranks",
+                x="world_size",
+                x_title="ranks",
+                y="work.efficiency",
+                y_title="efficiency",
+                panels="case.kind",
+                limit="work.efficiency_ceiling",
+                limit_title="ceiling",
+                start=(1, 1.0),
+                log_y=False,
+            )
+        ],
     ),
     pytest.mark.cases(CASES),
 ]

@@ -17,6 +17,7 @@ from shardmark.grid import Grid
 from shardmark.measure import Measure
 from shardmark.observers import ExposedCommunication, Timeline
 from shardmark.registry import Implementation
+from shardmark.report.answers import saves
 from shardmark.world import World
 
 CASES = Grid(
@@ -30,7 +31,9 @@ CASES = Grid(
 @pytest.mark.family("sharded_optimizer")
 @pytest.mark.question(
     "What does sharding the optimizer save, and cost?",
+    short="sharded optimizer",
     columns=["case", "implementation", "time ms", "exposed comm.", "ratio to peer", "tensors MiB", "verdict"],
+    answer=saves("unsharded"),
 )
 @pytest.mark.cases(CASES)
 @pytest.mark.benchmark(min_rounds=9)

@@ -8,6 +8,7 @@ import pytest
 
 from impl.training_step.accounting import work
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
+from perf.answers import warmed_up
 from perf.observers.after_warmups import AfterWarmups, after_warmups
 from perf.workloads.training_step import CONTEXTS, DTYPES, MODELS, LanguageModelStep
 from shardmark import registry
@@ -19,6 +20,8 @@ from shardmark.observers import Goals, Observer
 from shardmark.passes import timed_steps
 from shardmark.plan import IMPLEMENTATION, Measured, Plan, Rounds
 from shardmark.registry import Implementation
+from shardmark.report.answers import goals
+from shardmark.report.plots import Lines
 from shardmark.rows import Row
 from shardmark.world import World
 
@@ -88,7 +91,9 @@ def _measure(
 
 HOW_LONG = pytest.mark.question(
     "How long does a training step take, and what memory does it need?",
+    short="training step",
     columns=["case", "implementation", "time ms", "tokens/s", "MFU", "tensors MiB", "verdict"],
+    plots=[Lines("Tokens per second by context", "case.context", "work.tokens_per_second", "", "context", "tokens/s")],
 )
 
 
@@ -108,7 +113,10 @@ def test_compiled(implementation: Implementation, case: TrainingStepCase, measur
 
 @pytest.mark.family("training_step", only=("eager",))
 @pytest.mark.question(
-    "What do warm-ups hide?", columns=["case", "implementation", *(after_warmups(count) for count in WARMUPS)]
+    "What do warm-ups hide?",
+    short="warm-ups",
+    columns=["case", "implementation", *(after_warmups(count) for count in WARMUPS)],
+    answer=warmed_up,
 )
 @pytest.mark.cases(STEP_WARMUPS)
 def test_warmups(implementation: Implementation, case: TrainingStepCase, device: str, measure: Measure) -> None:
@@ -128,7 +136,9 @@ def test_warmups(implementation: Implementation, case: TrainingStepCase, device:
 
 @pytest.mark.question(
     "Does the training step reach its goal?",
+    short="training step's goal",
     columns=["case", "implementation", "time ms", "tokens/s", "MFU", "goal", "verdict"],
+    answer=goals,
 )
 @pytest.mark.cases(STEP_GOALS)
 @pytest.mark.parametrize("name", [COMPILED, "compile_all_options"])

@@ -12,6 +12,7 @@ from impl.accounting.model import activations
 from impl.model import SIZES
 from impl.training_step.accounting import work
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
+from perf.answers import largest_kinds
 from perf.workloads.training_step import CONTEXTS, DTYPES, LanguageModelStep
 from shardmark.grid import Grid
 from shardmark.measure import Measure
@@ -40,7 +41,7 @@ STEP_MEMORY = Grid(
 
 
 @pytest.mark.family("training_step", only=("eager",))
-@pytest.mark.question("Where does the memory of a training step go?")
+@pytest.mark.question("Where does the memory of a training step go?", short="a step's memory", answer=largest_kinds)
 @pytest.mark.cases(STEP_MEMORY)
 def test_where_memory_goes(
     implementation: Implementation, case: TrainingStepCase, device: str, measure: Measure

@@ -10,6 +10,7 @@ import pytest
 
 from impl.training_step.accounting import work
 from impl.training_step.cases import TrainingStepCase
+from perf.answers import largest_parts
 from perf.observers.attention_parts import AttentionProfile
 from perf.workloads.training_step import CONTEXTS, MODELS, LanguageModelStep
 from shardmark.grid import Grid
@@ -36,7 +37,9 @@ STEP_KERNELS = Grid(
 @pytest.mark.family("training_step", only=("eager",))
 @pytest.mark.question(
     "Where does the time of a training step go?",
+    short="a step's time",
     columns=["case", "implementation", "time ms", "forward", "backward", "optimizer", "verdict"],
+    answer=largest_parts,
 )
 @pytest.mark.cases(STEP_KERNELS)
 def test_where_time_goes(implementation: Implementation, case: TrainingStepCase, measure: Measure) -> None:

@@ -6,7 +6,6 @@ seconds depend on what else the machine does; and on one machine alone, as anoth
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, fields, replace
 from itertools import takewhile
@@ -16,6 +15,7 @@ from typing import Any
 from shardmark.budget import tolerated
 from shardmark.evidence import FAIL, PASS, Interval
 from shardmark.growing import Entry
+from shardmark.report.runfile import LISTS, RunFileError, read_json
 from shardmark.rows import Row
 
 WORKSPACE_SLACK = 1.05
@@ -26,13 +26,6 @@ OF_LIBRARIES = ("operators", "kernels", "saved_bytes", "synchronizations")
 
 Collectives = list[list[Any]]
 """Operation, dtype, bytes of one, and how many of them in a row."""
-
-LISTS = ("benchmarks", "unmeasured")
-"""A file's rows: those with times, and those without."""
-
-
-class BaselineError(ValueError):
-    """A file of `--against` that rows cannot be compared with, in one line."""
 
 
 @dataclass(frozen=True)
@@ -106,41 +99,27 @@ class OldRow:
 class Baseline:
     """The file of an earlier run: its rows by the full names of their tests, and its machine.
 
-    Raises BaselineError for a file that is not there, no whole JSON, or not of this suite as it is now.
+    Raises RunFileError for a file that is not there, no whole JSON, or not of this suite as it is now.
     """
 
     def __init__(self, path: Path) -> None:
-        output = _read(path)
+        self.output = output = read_json(path, f"--against {path}")
         try:
             entries = [entry for entry in output["benchmarks"] if "family" in entry["extra_info"]]
         except (KeyError, TypeError):
             entries = []  # somebody else's
         if not entries:
-            raise BaselineError(f"--against {path} has no rows that a run of this suite wrote with --benchmark-json")
+            raise RunFileError(f"--against {path} has no rows that a run of this suite wrote with --benchmark-json")
         try:
             self.machine = Machine.of(output["machine_info"])
             self.rows = {entry["fullname"]: OldRow.of(entry["extra_info"]) for entry in entries}
+            self.questions = {question["text"]: question for question in output.get("questions", [])}
             self.entries = {each: {entry["fullname"]: entry for entry in output[each]} for each in LISTS}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BaselineError(
+            raise RunFileError(
                 f"--against {path} is of another version of this suite ({type(error).__name__}: {error}): "
                 "remove it, and have --update-baseline write a new one"
             ) from None
-
-
-def _read(path: Path) -> Any:
-    try:
-        if path.exists() and not path.is_dir() and not path.is_file():
-            raise BaselineError(f"--against {path}: not a regular file")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BaselineError(f"--against {path}: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BaselineError(f"--against {path} is not whole JSON: {error}") from None
-    except BaselineError:
-        raise
-    except ValueError as error:  # no path, or a number of thousands of digits
-        raise BaselineError(f"--against {path}: {error}") from None
 
 
 def _number(value: Any) -> float:

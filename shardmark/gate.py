@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from shardmark.against import LISTS, Baseline, Machine, compared
+from shardmark.against import Baseline, Machine, compared
 from shardmark.comparison import Comparison, number_of_rows
 from shardmark.evidence import Interval
 from shardmark.growing import Entry, GrowingFile, dumped
 from shardmark.report.layout import printable
+from shardmark.report.runfile import LISTS
 from shardmark.rowfile import RowFile
 from shardmark.rows import Row
 
@@ -26,7 +27,7 @@ from shardmark.rows import Row
 class Gate:
     """The plugin, registered where `--against` names a file.
 
-    Raises BaselineError, RowFileError, or another ValueError in one line, where that file cannot be used.
+    Raises RunFileError, RowFileError, or another ValueError in one line, where that file cannot be used.
     """
 
     def __init__(self, path: Path, update: bool, rows: RowFile) -> None:
@@ -131,13 +132,15 @@ class Gate:
         self.close()
 
     def _keep_rows_of_other_tests(self, output: Entry) -> None:
-        """Put those of the older file first, if they are of this machine."""
+        """Put those of the older file, and their questions, first, if they are of this machine."""
         if self.baseline is None or self.other_machine is not None:
             return
         fresh = {entry["fullname"] for each in LISTS for entry in output[each]}
         for each in LISTS:
             kept = [entry for name, entry in self.baseline.entries[each].items() if name not in fresh]
             output[each] = [*kept, *output[each]]
+        asked = {question["text"]: question for question in output["questions"]}
+        output["questions"] = [*(self.baseline.questions | asked).values()]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:

@@ -19,6 +19,7 @@ import pytest
 from shardmark.deadline import Hung, within
 from shardmark.registry import Implementation
 from shardmark.report.layout import printable
+from shardmark.report.outcomes import first_line, reason
 from shardmark.session import Session
 from shardmark.world import RankError
 
@@ -114,9 +115,9 @@ class Judge:
         verdict = self.verdicts[properties[TARGET]]
         name = report.nodeid.rpartition("::")[2]
         if report.failed:
-            verdict.failures.append((properties[PLACE], name, _first_line(report)))
+            verdict.failures.append((properties[PLACE], name, first_line(reason(report))))
         elif report.skipped:
-            verdict.not_run[_first_line(report).removeprefix("Skipped: ")] += 1
+            verdict.not_run[first_line(reason(report)).removeprefix("Skipped: ")] += 1
         else:
             verdict.passed += 1
         verdict.notes |= {str(value): None for key, value in report.user_properties if key == "note"}
@@ -149,12 +150,3 @@ class Judge:
 
 def _label(implementation: Implementation) -> str:
     return f"{implementation.family}={implementation.name}"
-
-
-def _first_line(report: pytest.TestReport) -> str:
-    """Why the test failed, or why it was skipped."""
-    if isinstance(report.longrepr, tuple):
-        return str(report.longrepr[2])
-    crash = getattr(report.longrepr, "reprcrash", None)
-    text = crash.message if crash is not None else str(report.longrepr or "")
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")

@@ -24,7 +24,16 @@ from shardmark.passes import blocks_at_peak, measure
 from shardmark.plan import Identity, Measured, Plan, Rounds, Workload
 from shardmark.registry import Implementation, Race
 from shardmark.report import undecided
-from shardmark.rows import Row, counters_entry, limit_entry, memory_entry, new_row, step_seconds, time_entry
+from shardmark.rows import (
+    Row,
+    counters_entry,
+    limit_entry,
+    main_figures,
+    memory_entry,
+    new_row,
+    step_seconds,
+    time_entry,
+)
 from shardmark.world import RankError, World
 
 if TYPE_CHECKING:
@@ -180,7 +189,8 @@ class Measure:
             verdicts.append((FAIL, row["limit"]["not_done"]))
         if session.gate is not None:
             verdicts += session.gate.judge(self._benchmark.fullname, row, ratio)
-        stats = {"mean": fmean(seconds), "stddev": stdev(seconds) if len(seconds) > 1 else 0.0}
+        spread = stdev(seconds) if len(seconds) > 1 else 0.0
+        stats = {"mean": fmean(seconds), "stddev": spread, "rounds": len(seconds)}
         try:
             verdicts += beside_ref(row)
         except BaseException:  # of this version, or the user's Ctrl-C: what was measured stays
@@ -188,14 +198,15 @@ class Measure:
             self._save(row, stats)
             raise
         row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
-        if self._benchmark.disabled:
-            verdicts = [(verdict, why) for verdict, why in verdicts if verdict != UNDECIDED]
-        else:
-            session.questions.observe(self._benchmark.group, observe)
-            self._save(row, stats)
         complaints = {
             outcome: "; ".join(why for verdict, why in verdicts if verdict == outcome) for outcome in (FAIL, UNDECIDED)
         }
+        row["why"] = complaints[FAIL] or complaints[UNDECIDED] or None
+        if self._benchmark.disabled:
+            complaints[UNDECIDED] = ""
+        else:
+            session.questions.observe(self._benchmark.group, observe)
+            self._save(row, stats)
         if complaints[FAIL]:
             lines: list[str] = []
             if memory is not None and memory.verdict(max(tensors, default=0)) == FAIL:
@@ -321,17 +332,17 @@ class Measure:
         self._save(row, None)
 
     def _save(self, row: Row, stats: dict[str, float] | None) -> None:
+        entry = {
+            "group": self._benchmark.group,
+            "name": self._benchmark.name,
+            "fullname": self._benchmark.fullname,
+            "stats": stats,
+            "extra_info": row,
+        }
+        self._item.user_properties += main_figures(entry)
         if stats is not None:
             self._benchmark.extra_info.update(row)
-        self._session.rows.add(
-            {
-                "group": self._benchmark.group,
-                "name": self._benchmark.name,
-                "fullname": self._benchmark.fullname,
-                "stats": stats,
-                "extra_info": row,
-            }
-        )
+        self._session.rows.add(entry)
 
 
 def memory_budget(implementation: Implementation, case: Any, device: str, slack: float = MEMORY_SLACK) -> MemoryBudget:

@@ -30,7 +30,7 @@ from shardmark.handles import workers_free_first
 from shardmark.memory import Memory, meter, release
 from shardmark.plan import IMPLEMENTATION, PEER, Mark, Measured, Plan, Rounds, Workload
 from shardmark.registry import Unsupported
-from shardmark.trace import modules_of
+from shardmark.trace import modules_of, nvtx_range
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ def measure(plan: Plan) -> Measured:
     A pass of the meter can overstate: on CUDA libraries take workspaces in the first, among ranks a backend's thread
     may release a tensor unseen. So there are two on CUDA, and among ranks up to ten; the smallest counts.
     """
-    with ExitStack() as observing:
+    with nvtx_range(f"{plan.case} {plan.implementation}", plan.device), ExitStack() as observing:
         for observer in plan.observers:
             observing.enter_context(observer.around(plan))
         try:
@@ -167,6 +167,7 @@ def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
     # The same on each rank: one that begins earlier would wait for the others in its first collective.
     ahead = {name: _largest(plan, host) if (host := warm[name].host) else 0.0 for name in steps}
     measured = Measured(mine.backend, memory, {name: [] for name in steps}, host=warm[IMPLEMENTATION].host)
+    names = {IMPLEMENTATION: f"{plan.implementation} step", PEER: f"{plan.peer} step"}
     coin = random.Random(plan.coin)
     pair = [name for name in (IMPLEMENTATION, PEER) if name in steps]
     parts = [name for name in steps if name not in pair]
@@ -174,7 +175,8 @@ def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
         began, waited = time.perf_counter(), seconds_waited()
         for i in rounds_while(lambda: _undecided(plan, measured), rounds, plan.rounds, partial(_largest, plan)):
             for name in [*shuffled(pair, coin), *(shuffled(parts, coin) if i < rounds else ())]:
-                measured.laps[name].append(timed_step(plan, *steps[name], ahead[name]))
+                with nvtx_range(names.get(name, f"{plan.implementation} {name}"), plan.device):
+                    measured.laps[name].append(timed_step(plan, *steps[name], ahead[name]))
         waited, elapsed = seconds_waited() - waited, time.perf_counter() - began
         measured.waited = waited / (elapsed * torch.get_num_threads())
     return measured

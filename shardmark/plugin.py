@@ -30,6 +30,7 @@ from shardmark.measure import Measure
 from shardmark.rank import WorldError, WorldLostError
 from shardmark.registry import RegistryError, Unsupported
 from shardmark.report import screen
+from shardmark.report.layout import printable
 from shardmark.report.progress import Progress
 from shardmark.report.undecided import Undecided
 from shardmark.rows import describe_machine
@@ -96,6 +97,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="write what this run measures to the file of --against, whatever got slower or larger",
     )
     group.addoption(
+        "--report",
+        default=None,
+        metavar="OUT.html",
+        help="write the page of this run: plots and tables in one file; with OUT.md, Markdown for a pull request",
+    )
+    group.addoption(
         "--trace-dir",  # --trace is pytest's own: it breaks into the debugger
         default=None,
         metavar="DIR",
@@ -138,8 +145,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "`option`, while one that --impl names is skipped with that reason; those named in `only`, and with the "
         "reference among them whatever --impl names)",
         "cases(grid): run over the grid's cases at --scale",
-        "question(text, columns=None): the question that the rows of these tests answer; rows of one question share a "
-        "table, of those columns",
+        "question(text, columns=None, short=None, answer=None, plots=()): the question that the rows of these tests "
+        "answer; they share a table, of those columns, a line of the end of the run, which has the question in short "
+        "and what `answer` reads from its entries, and in the page those plots",
     ):
         config.addinivalue_line("markers", marker)
     keep_compiled_code_apart()
@@ -154,6 +162,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LastToFinish(), "shardmark's end")
     config.pluginmanager.register(Progress(config), "shardmark progress")
     config.pluginmanager.register(Undecided(), "shardmark undecided")
+    config.pluginmanager.register(session.outcomes, "shardmark outcomes")
     if session.selected:
         config.pluginmanager.register(Judge(session), "shardmark judge")
     for name, compares in (("gate", session.gate), ("ref", session.ref)):
@@ -177,7 +186,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End every rank, and print the tables where pytest has not come to that, as where its first folder is gone."""
+    """End every rank, print the tables where pytest has not come to that, as where its first folder is gone, and last
+    of all where the report is."""
     session = config.stash.get(SESSION, None)
     if session is None:
         return
@@ -188,6 +198,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         if session.rows.rows and not session.shown and terminal is not None:
             with suppress(OSError):  # nobody reads what is printed
                 pytest_terminal_summary(terminal, config)
+        if session.report is not None and terminal is not None:
+            with suppress(OSError):
+                terminal.write_line(printable(session.report.outcome), red=not session.report.written)
     finally:
         session.ending.leave()
 
@@ -252,8 +265,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Count what this run is to judge, as its verdicts share one error."""
-    session.config.stash[SESSION].count_judgements(session.items)
+    """Count what this run is to judge, as its verdicts share one error; note which tests are a question's."""
+    own = session.config.stash[SESSION]
+    own.count_judgements(session.items)
+    for item in session.items:
+        if (question := item.get_closest_marker("question")) and "measure" in getattr(item, "fixturenames", ()):
+            own.questions[question.args[0]].tests.add(item.nodeid)
 
 
 def _use_device_clock(item: pytest.Item, clock: DeviceClock) -> None:
@@ -345,12 +362,15 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
-    """Add the rows without times, and write our tests' parameters as their ids."""
-    rows = config.stash[SESSION].rows
-    output_json["unmeasured"] = rows.unmeasured
+    """Add the rows without times and what a report has to know of the questions, and write our tests' parameters as
+    their ids."""
+    session = config.stash[SESSION]
+    output_json["unmeasured"] = session.rows.unmeasured
+    output_json["questions"] = session.questions.saved()
     for entry in output_json["benchmarks"]:
-        if entry["fullname"] in rows.names and entry["params"]:
-            entry["params"] = {name: str(value) for name, value in entry["params"].items()}
+        if entry["fullname"] in session.rows.names:
+            entry["cells"] = session.questions.own_cells(entry)
+            entry["params"] = {name: str(value) for name, value in (entry["params"] or {}).items()} or entry["params"]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -374,10 +394,19 @@ class LastToFinish:
             session.exitstatus = pytest.ExitCode.INTERRUPTED
         finally:
             session.config.stash[SESSION].ending.hold()
+            _write_report(session)
+
+
+def _write_report(session: pytest.Session) -> None:
+    """The page of `--report`; where that fails, the run does not pass."""
+    own = session.config.stash[SESSION]
+    older = [] if own.gate is None or own.gate.baseline is None else [(own.gate.name, own.gate.baseline.output)]
+    if own.report is not None and own.rows.rows and not own.report.write_run(own.rows.output(), older):
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The tables, and what a reader of them has to know."""
+    """What a run has to say when it ends; with -v, also its tables."""
     session = config.stash[SESSION]
     session.shown = True
-    screen.write_summary(terminalreporter, session, every_column=config.option.verbose > 0)
+    screen.write_summary(terminalreporter, session, verbose=config.option.verbose > 0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -24,14 +24,17 @@ from shardmark.signals import Ending
 
 
 class RowFile:
-    """The rows of this run, and their file, if there is one.
+    """The rows of this run, and their file, if there is one. `said` is what a whole file has beside these rows.
 
     Raises RowFileError where the path is no regular file, cannot be written, or belongs to a run that goes on.
     """
 
-    def __init__(self, config: pytest.Config, ending: Ending, writes: bool = True) -> None:
+    def __init__(
+        self, config: pytest.Config, ending: Ending, said: Callable[[list[Entry]], Entry], writes: bool = True
+    ) -> None:
         self.config = config
         self._ending = ending
+        self._said = said
         option: str | None = config.getoption("benchmark_json", None)
         self.path: Path | None = None if option is None else Path(option)
         self.rows: list[Entry] = []
@@ -69,7 +72,7 @@ class RowFile:
 
     def output(self) -> Entry:
         """All that was measured, as pytest-benchmark writes it."""
-        return self._output(self._benchmarks.benchmarks)
+        return {**self._output(self._benchmarks.benchmarks), **self._said(self.rows)}
 
     def finish(self) -> None:
         """Write the file once more, with all that pytest-benchmark has, in its place; where that fails, elsewhere.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.resources
+import json
+import os
 import platform
 import subprocess
 from dataclasses import asdict, is_dataclass
@@ -23,11 +26,36 @@ from shardmark.torchrun import launched
 
 Row = dict[str, Any]
 
+SCHEMA = 1
+"""The version of `row.schema.json`: one more whenever a program that reads rows has to change."""
+
+MAIN_FIGURES = (
+    ("family",),
+    ("implementation",),
+    ("case", "id"),
+    ("world_size",),
+    ("verdict",),
+    ("time", "peer"),
+    ("time", "ratio"),
+    ("memory", "tensors"),
+    ("memory", "peak"),
+    ("memory", "budget"),
+)
+"""Of a row, where these are."""
+
+
+def schema() -> Row:
+    """The JSON Schema of a row, which is installed with the package."""
+    text = importlib.resources.files("shardmark").joinpath("row.schema.json").read_text(encoding="utf-8")
+    found: Row = json.loads(text)
+    return found
+
 
 def new_row(identity: Identity, scale: str, link: str | None) -> Row:
     """A row of which nothing is measured yet; `link` is the rate of the one between the ranks."""
     case = asdict(identity.case) if is_dataclass(identity.case) and not isinstance(identity.case, type) else {}
     return {
+        "schema": SCHEMA,
         "family": identity.family,
         "implementation": identity.implementation,
         "case": {"id": str(identity.case), **case},
@@ -44,7 +72,20 @@ def new_row(identity: Identity, scale: str, link: str | None) -> Row:
         "limit": {},
         "counters": {},
         "verdict": None,
+        "why": None,
     }
+
+
+def main_figures(entry: Row) -> list[tuple[str, Any]]:
+    """By their names in the entry (`time.ratio`), for a test's properties in --junitxml; those that there are."""
+    figures = [] if entry["stats"] is None else [("stats.mean", entry["stats"]["mean"])]
+    for path in MAIN_FIGURES:
+        value = entry["extra_info"]
+        for name in path:
+            value = value.get(name) if value else None
+        if value is not None:
+            figures.append((".".join(path), value))
+    return figures
 
 
 def step_seconds(ranks: list[Measured], name: str = IMPLEMENTATION) -> list[float]:
@@ -144,8 +185,8 @@ def mean_parts(ranks: list[Measured], name: str) -> dict[str, float]:
 
 
 def describe_machine(device: str) -> Row:
-    """What `machine_info` says beside pytest-benchmark's own: GPUs and driver, cores that ranks share and threads of a
-    world of one, torch and triton."""
+    """What `machine_info` says beside pytest-benchmark's own: GPUs, driver and the device's memory, cores that ranks
+    share and threads of a world of one, torch and triton."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if device == "cuda" else []
     try:
         from triton import __version__ as triton_version
@@ -155,12 +196,17 @@ def describe_machine(device: str) -> Row:
         "device": device,
         "gpus": gpus,
         "driver": _driver_version() if gpus else None,
+        "device_bytes": torch.cuda.get_device_properties(0).total_memory if gpus else _memory_bytes(),
         "cores": available_cores(),
         "threads": torch.get_num_threads() if launched() else threads_of_a_rank(1),
         "torch": torch.__version__,
         "triton": triton_version,
         "libc": " ".join(platform.libc_ver()),
     }
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _driver_version() -> str | None:

@@ -20,12 +20,15 @@ from shardmark.clock import DeviceClock
 from shardmark.deadline import TRIED, Deadlines
 from shardmark.gate import Gate
 from shardmark.grid import SCALES
+from shardmark.growing import Entry
 from shardmark.hardware import Roofline, measure_roofline
 from shardmark.link import Link, LinkError
 from shardmark.rank import WorldError, available_cores
 from shardmark.ref import Ref
 from shardmark.registry import Implementation
 from shardmark.report.layout import printable
+from shardmark.report.outcomes import Outcomes
+from shardmark.report.output import Report
 from shardmark.report.questions import Questions
 from shardmark.rowfile import RowFile
 from shardmark.signals import Ending
@@ -69,19 +72,23 @@ class Session:
         self.trace: TraceFolder | None = None
         self.gate: Gate | None = None
         self.ref: Ref | None = None
+        self.report: Report | None = None
         self.ending = ending
         self.questions = Questions()
+        self.outcomes = Outcomes()
         self.shown = False
         """Whether the tables have been printed."""
         self.clock = DeviceClock()
         self.link = _link(option("link"), self.device)
         self.worlds: Worlds | torchrun.TorchrunWorlds = Worlds(self.device, self.link)
         # Last, as what it opens has to be closed again.
-        self.rows = RowFile(config, self.ending, writes=not _is_helping())
+        self.rows = RowFile(config, self.ending, self._said, writes=not _is_helping())
         try:
             _check_benchmark(option)
             self.gate = _gate(option, self.rows)
             self.ref = _ref(option, self.device, config.rootpath)
+            if option("report") is not None and not _is_helping():
+                self.report = Report(_path("report", option))
             if option("trace_dir") is not None:
                 self.trace = TraceFolder(_path("trace_dir", option), others=_is_helping())
         except BaseException:
@@ -138,6 +145,10 @@ class Session:
         self.matched_budgets.update(budget.pattern for budget in found)
         return found
 
+    def _said(self, entries: list[Entry]) -> Entry:
+        """What the run's file has beside its rows."""
+        return {"outcomes": self.outcomes.saved(), "questions": self.questions.answered(entries, self.outcomes)}
+
     def close(self) -> None:
         """Save the rows, and end the worlds and the link between their ranks."""
         self._close_files()
@@ -153,6 +164,8 @@ class Session:
             self.ref.close()
         if self.gate is not None:
             self.gate.close()
+        if self.report is not None:
+            self.report.close()
 
 
 SESSION = pytest.StashKey[Session]()

@@ -40,17 +40,22 @@ HISTORY = 100_000
 
 
 @contextmanager
+def nvtx_range(name: str, device: str) -> Iterator[None]:
+    """A range of that name in NVTX, which Nsight shows; on CPU nothing."""
+    if device == "cuda":
+        torch.cuda.nvtx.range_push(name)
+    try:
+        yield
+    finally:
+        if device == "cuda":
+            torch.cuda.nvtx.range_pop()
+
+
+@contextmanager
 def named_range(name: str) -> Iterator[None]:
-    """A range of that name in PyTorch's profiler, and where there is CUDA in NVTX, which Nsight shows."""
-    nvtx = torch.cuda.is_available()
-    with record_function(name):
-        if nvtx:
-            torch.cuda.nvtx.range_push(name)
-        try:
-            yield
-        finally:
-            if nvtx:
-                torch.cuda.nvtx.range_pop()
+    """A range of that name in PyTorch's profiler, and where there is CUDA in NVTX."""
+    with record_function(name), nvtx_range(name, "cuda" if torch.cuda.is_available() else "cpu"):
+        yield
 
 
 @contextmanager

@@ -43,6 +43,17 @@ PATHS = {
     "--benchmark-json": [*NO_PATHS, ".", "folder", "/dev/null", "none/x", "dangling"],
     "--against": [*NO_PATHS, ".", "folder", "/dev/null", "none/x", "dangling", "binary", "file"],
     "--budgets": [*NO_PATHS, ".", "folder", "/dev/null", "none/x", "dangling", "binary"],
+    "--report": [
+        *NO_PATHS,
+        ".",
+        "folder",
+        "/dev/null",
+        "none/x",
+        "file",
+        "none/x.html",
+        "x.html/",
+        "y" * 300 + ".html",
+    ],
     "--trace-dir": ["", "a\0b", "long" * 100, "y/" * 3000, "/proc/x", "loop", "fifo", "/dev/full", "file", "file/x"],
 }
 SEVERAL = {
@@ -51,6 +62,9 @@ SEVERAL = {
     "--trace-dir=new/er --benchmark-json=none/x": "--benchmark-json none/x: there is no folder none",
     "--benchmark-json=out.json --benchmark-max-time=nan": "--benchmark-max-time is *",
     "--benchmark-json=out.json --trace-dir=file": "--trace-dir file: *",
+    "--report=page.txt": "--report page.txt: a report is a page, .html, or Markdown, .md",
+    "--report=none/x.html": "--report none/x.html: there is no folder none",
+    "--report=new.html --trace-dir=file": "--trace-dir file: *",
     "--update-baseline": "--update-baseline needs --against, which names the file",
     "--update-baseline --against=none/x": "--update-baseline none/x: there is no folder none",
     "--update-baseline --against=folder": "--update-baseline folder: *",

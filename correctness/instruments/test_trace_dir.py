@@ -95,9 +95,13 @@ def _run(project: pytest.Pytester, *args: str) -> tuple[pytest.RunResult, dict[s
 
 
 def _ranges(path: Path) -> set[str]:
-    """Names of the trace's ranges. Raises where the file is no JSON."""
+    """Names of the trace's ranges. Raises where the file is not what chrome://tracing and Perfetto read: JSON whose
+    complete events have a name, a process, a thread, and in microseconds a beginning and a duration."""
     events = json.loads(path.read_text())["traceEvents"]
-    return {event["name"] for event in events if event.get("cat") == "user_annotation"}
+    complete = [event for event in events if event["ph"] == "X"]
+    assert complete and all({"name", "pid", "tid", "ts", "dur"} <= event.keys() for event in complete)
+    assert all(isinstance(event[name], int | float) for event in complete for name in ("ts", "dur"))
+    return {event["name"] for event in complete if event.get("cat") == "user_annotation"}
 
 
 def test_each_case_and_rank_has_a_trace_with_its_phases_and_modules(project: pytest.Pytester) -> None:
@@ -120,7 +124,7 @@ def test_each_case_and_rank_has_a_trace_with_its_phases_and_modules(project: pyt
 
 
 def test_kernels_are_in_the_row_and_under_the_table(project: pytest.Pytester) -> None:
-    result, rows = _run(project, "--ranks=1", "-k", "test_kernels and size/4")
+    result, rows = _run(project, "-v", "--ranks=1", "-k", "test_kernels and size/4")
     result.assert_outcomes(passed=1)
     row = rows["test_kernels[linear-size/4-1ranks]"]
     assert "trace" not in row and list(row["kernels"]["phases"]) == ["forward", "backward", "optimizer"]

@@ -29,3 +29,8 @@ def mib(nbytes: float) -> str:
 def ms(seconds: float) -> str:
     """Seconds in milliseconds."""
     return f"{seconds * 1e3:,.3f}" if seconds < 0.1 else f"{seconds * 1e3:,.1f}"
+
+
+def cut(text: str, width: int) -> str:
+    """At most `width` characters of it."""
+    return text if len(text) <= width else f"{text[: width - 3]}..."

@@ -1,15 +1,24 @@
-"""What a run's tests say of their questions: the columns of each one's table, and the observers of its rows."""
+"""What a run's tests say of their questions: each one's columns, answer and plots, and the observers of its rows.
+
+    @pytest.mark.question("What does a nap cost?", short="naps", columns=["case", "time ms"], answer=fastest)
+
+A run's file keeps of it what cannot be read from rows without the tests: see `Questions.saved`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from shardmark.observers import WITH_COLUMNS, Observer
+from shardmark.report.answers import NO_ANSWER, Answer, answered, fastest_and_smallest
 from shardmark.report.columns import COLUMNS, DEFAULT, Column, Entry, among
+from shardmark.report.outcomes import Outcomes, first_line
+from shardmark.report.plots import Plot, saved
 
 KNOWN = {
     column.name: column
@@ -21,17 +30,47 @@ MOST_COLUMNS = 7
 """More are read by nobody at once; `-v` shows them all."""
 
 
+STATED = {"columns": "lists of columns", "short": "short forms", "answer": "answers"}
+"""What all tests of a question that say it say alike, and what it is called when they do not."""
+
+
+NO_CASES = "got empty parameter set"
+"""What pytest says of a test whose grid is empty at this scale."""
+
+
 @dataclass
 class Question:
-    """One question: what its table shows, and who has lines under it."""
+    """One question: what its table shows, who has lines under it, and how its answer is read from its rows."""
 
     columns: tuple[Column, ...] = tuple(COLUMNS[name] for name in DEFAULT)
+    short: str | None = None
+    """The question in a few words, for a line that the answer shares."""
+    answer: Answer = fastest_and_smallest
     observers: dict[type[Observer], Observer] = field(default_factory=dict)
-    stated: bool = False
-    """Whether a test has said which columns."""
+    plots: tuple[Plot, ...] = ()
+    stated: set[str] = field(default_factory=set)
+    """What of it a test has said."""
+    tests: set[str] = field(default_factory=set)
+    """Full names of those that this run measures for it."""
+    kept_lines: tuple[str, ...] = ()
+    """Of a run's file, the lines that were under its table."""
+    kept_answer: str | None = None
+    """Of a run's file, what it answered."""
+
+    def answered(self, entries: Sequence[Entry], outcomes: Outcomes) -> str | None:
+        """The answer in one line; None where there is nothing to ask, as of a grid without cases at this scale."""
+        if self.kept_answer is not None:
+            return self.kept_answer
+        if entries:
+            return answered(entries, self.answer, outcomes.failed)
+        if failed := self.tests & outcomes.failed.keys():
+            return f"{NO_ANSWER}: {len(failed)} failed"
+        why = outcomes.why_skipped(self.tests)
+        return None if why is None or why.startswith(NO_CASES) else f"not measured: {first_line(why)}"
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
         """The observers' lines under its table."""
+        yield from self.kept_lines
         for observer in self.observers.values():
             yield from observer.lines(entries)
 
@@ -51,29 +90,104 @@ class Questions:
     def __init__(self) -> None:
         self._questions: dict[str | None, Question] = {}
 
+    @classmethod
+    def of(cls, saved: Iterable[dict[str, Any]]) -> Questions:
+        """Those of a run's file, without their plots."""
+        questions = cls()
+        for each in saved:
+            question = questions[each["text"]]
+            question.columns = tuple(KNOWN.get(name) or _of_cells(name) for name in each["columns"])
+            question.short, question.kept_answer = each["short"], each["answer"]
+            question.kept_lines = tuple(each["lines"])
+        return questions
+
+    def saved(self) -> list[dict[str, Any]]:
+        """What a report of the saved run has to know of each before its answer: the names of its columns, its plots."""
+        return [
+            {
+                "text": text,
+                "short": each.short,
+                "columns": [column.name for column in each.columns],
+                "plots": [*map(saved, each.plots)],
+                "answer": None,
+                "lines": [],
+            }
+            for text, each in self._questions.items()
+        ]
+
+    def answered(self, entries: Sequence[Entry], outcomes: Outcomes) -> list[dict[str, Any]]:
+        """The same with its answer and the lines under its table, once all entries are there."""
+        said = {text: (answer, group) for text, group, answer in self.answers(entries, outcomes)}
+        return [
+            {**each, "answer": said[text][0], "lines": [*self[text].lines(said[text][1])]} if text in said else each
+            for each in self.saved()
+            for text in [each["text"]]
+        ]
+
+    def answers(self, entries: Sequence[Entry], outcomes: Outcomes) -> Iterator[tuple[str | None, list[Entry], str]]:
+        """Each question with its entries and its answer, in the order in which they were asked."""
+        groups: dict[str | None, list[Entry]] = {text: [] for text in self._questions}
+        for entry in entries:
+            groups.setdefault(entry["group"], []).append(entry)
+        for text, group in groups.items():
+            if (answer := self[text].answered(group, outcomes)) is not None:
+                yield text, group, answer
+
     def __getitem__(self, text: str | None) -> Question:
         return self._questions.setdefault(text, Question())
 
     def state(self, marker: pytest.Mark) -> None:
-        """Take the columns of a test's `question(text, columns=...)`. Raises pytest.UsageError, in one line."""
-        text, wanted = marker.args[0], marker.kwargs.get("columns")
-        if wanted is None:
-            return
-        columns = tuple(_column(text, each) for each in wanted)
+        """Take a test's `question(text, columns=..., short=..., answer=..., plots=...)`.
+
+        Raises pytest.UsageError, in one line.
+        """
+        text, said = marker.args[0], dict(marker.kwargs)
+        self[text].plots += tuple(plot for plot in said.pop("plots", ()) if plot not in self[text].plots)
+        if unknown := sorted(said.keys() - STATED.keys()):
+            known = ", ".join([*STATED, "plots"])
+            raise pytest.UsageError(f"question {text!r} takes {known}, not {', '.join(unknown)}")
+        if said.get("columns") is not None:
+            said["columns"] = tuple(_column(text, each) for each in said["columns"])
         question = self[text]
-        if len(columns) > MOST_COLUMNS:
-            raise pytest.UsageError(
-                f"question {text!r} has {len(columns)} columns, and a table shows {MOST_COLUMNS} at most; -v shows all"
-            )
-        if question.stated and columns != question.columns:
-            names = " and ".join(", ".join(column.name for column in each) for each in (question.columns, columns))
-            raise pytest.UsageError(f"question {text!r} has two lists of columns, where its tests share one: {names}")
-        question.columns, question.stated = columns, True
+        for name, value in said.items():
+            if value is None:
+                continue
+            if name == "columns" and len(value) > MOST_COLUMNS:
+                raise pytest.UsageError(
+                    f"question {text!r} has {len(value)} columns, and a table shows {MOST_COLUMNS} at most; "
+                    "-v shows all"
+                )
+            before = getattr(question, name)
+            if name in question.stated and value != before:
+                both = f"{_named(before)} and {_named(value)}"
+                raise pytest.UsageError(f"question {text!r} has two {STATED[name]}, where its tests share one: {both}")
+            setattr(question, name, value)
+            question.stated.add(name)
+
+    def own_cells(self, entry: Entry) -> dict[str, str]:
+        """What the columns that this question alone has say of a row: their code is not saved with it."""
+        cells: dict[str, str] = {}
+        for column in self[entry["group"]].columns:
+            with suppress(Exception):  # the row is worth more than its cell
+                if column not in KNOWN.values() and (cell := column.cell(entry, entry["extra_info"])) is not None:
+                    cells[column.name] = cell
+        return cells
 
     def observe(self, text: str | None, observers: Sequence[Observer]) -> None:
         """Note the observers of a row of that question."""
         for observer in observers:
             self[text].observers.setdefault(type(observer), observer)
+
+
+def _named(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(column.name for column in value)
+    return value if isinstance(value, str) else getattr(value, "__name__", repr(value))
+
+
+def _of_cells(name: str) -> Column:
+    """A column of a question's own, whose cells are in the entries."""
+    return Column(name, lambda entry, row: entry.get("cells", {}).get(name))
 
 
 def _column(question: str, wanted: Any) -> Column:

@@ -5,14 +5,12 @@ A table shows the columns that its question names, at most 110 characters wide; 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from shardmark.evidence import MISSED, REACHED, UNDECIDED
-from shardmark.report.columns import COLUMNS, Column, Entry, goal_outcomes
+from shardmark.report.columns import COLUMNS, Column, Entry
 from shardmark.report.layout import layout
 from shardmark.report.questions import MOST_COLUMNS, Questions
 
@@ -25,33 +23,28 @@ KEYS = ("case", "implementation", "ranks", "verdict")
 
 def render(entries: list[Entry], questions: Questions, every_column: bool = False) -> Iterator[tuple[str, list[str]]]:
     """(title, lines) of each question's table; a case's implementations stand together, empty cells are a dash."""
-    for text, group in groupby(_together(entries, _question), key=_question):
-        rows, question = _together(list(group), _case), questions[text]
-        table = _whole(rows, question.all_columns()) if every_column else _narrow(rows, question.columns)
-        yield _title(text, rows), [*table, *question.lines(rows)]
+    for text, group in groupby(together(entries, question), key=question):
+        rows, asked = together(list(group), case), questions[text]
+        table = _whole(rows, asked.all_columns()) if every_column else _narrow(rows, asked.columns)
+        yield _title(text, rows), [*table, *asked.lines(rows)]
 
 
-def goals_line(entries: list[Entry]) -> str | None:
-    """How many goals of a run were reached, missed and left undecided."""
-    counts = Counter(outcome for entry in entries for _, outcome in goal_outcomes(entry["extra_info"]))
-    shown = ", ".join(f"{counts[outcome]} {outcome}" for outcome in (REACHED, MISSED, UNDECIDED) if counts[outcome])
-    return f"goals: {shown}" if shown else None
-
-
-def _title(question: str | None, rows: list[Entry]) -> str:
+def _title(text: str | None, rows: list[Entry]) -> str:
     link = rows[0]["extra_info"].get("link")  # one for all rows of a run
-    return (question or "other measurements") + (f" (two hosts, joined at {link})" if link else "")
+    return (text or "other measurements") + (f" (two hosts, joined at {link})" if link else "")
 
 
-def _question(entry: Entry) -> str | None:
+def question(entry: Entry) -> str | None:
+    """The question that a row answers."""
     return entry["group"]
 
 
-def _case(entry: Entry) -> str:
+def case(entry: Entry) -> str:
+    """The id of a row's case."""
     return entry["extra_info"]["case"]["id"]
 
 
-def _together(entries: list[Entry], key: Callable[[Entry], Any]) -> list[Entry]:
+def together(entries: list[Entry], key: Callable[[Entry], Any]) -> list[Entry]:
     """Entries of one key side by side; keys, and the entries of each, in the order they came."""
     order = {value: place for place, value in enumerate(dict.fromkeys(map(key, entries)))}
     return sorted(entries, key=lambda entry: order[key(entry)])

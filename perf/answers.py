@@ -1,0 +1,140 @@
+"""Answers of single questions, from what their own observers and cases put into the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shardmark.evidence import UNDECIDED
+from shardmark.grid import MB
+from shardmark.kernels import MATRIX_PRODUCT
+from shardmark.report.answers import at, largest_case
+from shardmark.report.columns import Entry, Row
+from shardmark.report.layout import mib
+from shardmark.report.ranking import beside, fastest_of, mean_seconds, time_beside, times
+
+
+def what_is_hidden(entries: Sequence[Entry]) -> str:
+    """Of what naive data parallelism waits for communication, the share that the fastest does not."""
+    case = largest_case(entries)
+    fastest = fastest_of(case)
+    exposed = {implementation(entry): entry["extra_info"]["time"]["parts"]["communication"] for entry in case}
+    naive = next((entry for entry in case if implementation(entry) == "naive"), None)
+    if naive is None or fastest.entry is naive:
+        return at(entries, case) + str(fastest)
+    time = time_beside(case, fastest.entry, naive)
+    share = 1 - exposed[implementation(fastest.entry)] / exposed["naive"]
+    if time.high >= 1 or share <= 0:
+        return at(entries, case) + str(fastest)
+    name = implementation(fastest.entry)
+    return f"{at(entries, case)}{name} hides {share:.0%} of communication, {beside(time, 'naive')}"
+
+
+def what_is_hidden_on_a_link(entries: Sequence[Entry]) -> str:
+    """The share of communication that the fastest hides, as it was measured beside communication alone."""
+    case = largest_case(entries)
+    fastest = fastest_of(case)
+    name, hidden = implementation(fastest.entry), fastest.entry["extra_info"]["time"]["hidden"]
+    others = [entry for entry in case if implementation(entry) == "naive"]
+    time = beside(time_beside(case, fastest.entry, others[0]), "naive") if others else str(fastest)
+    return f"{at(entries, case)}{name} hides {hidden:.0%} of communication, {time}"
+
+
+def fastest_by_collective(entries: Sequence[Entry]) -> str:
+    """Whose of the collectives are fastest, each at the largest size that several have."""
+    kinds: dict[str, list[Entry]] = {}
+    for entry in entries:
+        kinds.setdefault(entry["extra_info"]["case"]["collective"], []).append(entry)
+    winners: dict[str, list[str]] = {}
+    for kind, own in kinds.items():
+        fastest = fastest_of(largest_case(own))
+        winners.setdefault(UNDECIDED if fastest.rivals else implementation(fastest.entry), []).append(kind)
+    return "; ".join(f"{name}: {', '.join(kinds)}" for name, kinds in winners.items())
+
+
+def best_bucket(entries: Sequence[Entry]) -> str | None:
+    """Of each wrapper the size with the shortest step; and what the model of overhead has for the backend."""
+    sizes: dict[str, dict[int, Entry]] = {}
+    for entry in entries:
+        if (size := entry["extra_info"]["case"].get("bucket_mb")) is not None:
+            sizes.setdefault(implementation(entry), {})[size] = entry
+    said = [f"{wrapper} {_best_size(of)}" for wrapper, of in sizes.items()]
+    models = [row["time"]["model"] for row in rows(entries) if "model" in row["time"]]
+    said += [f"model {models[0]['best_bytes'] / MB:.2g} MB"] if models else []
+    return ", ".join(said) or None
+
+
+def _best_size(of: dict[int, Entry]) -> str:
+    seconds = {size: mean_seconds(entry) for size, entry in of.items()}
+    best = min(seconds, key=lambda size: seconds[size].mid)
+    tied = sorted(size for size, span in seconds.items() if span.low <= seconds[best].high)
+    return UNDECIDED if len(tied) == len(seconds) > 1 else f"{' or '.join(map(str, tied))} MB"
+
+
+def held_while_made(entries: Sequence[Entry]) -> str | None:
+    """The most that a rank holds while the model is made, on meta and whole."""
+    peaks = {row["case"]["meta"]: max(s["peak"] for s in row["memory"]["stages"].values()) for row in rows(entries)}
+    if len(peaks) < 2:
+        return None
+    return f"made on meta at most {mib(peaks[True])} MiB, {times(peaks[True] / peaks[False])} made whole"
+
+
+def who_trains(entries: Sequence[Entry]) -> str:
+    """Whose loss falls, and what those whose loss does not hold beside those."""
+    losses = {row["implementation"]: row["losses"] for row in rows(entries)}
+    held = {row["implementation"]: list(row["memory"]["stages"].values())[-1]["live"] for row in rows(entries)}
+    falls = [name for name, values in losses.items() if values[-1] < values[0]]
+    stays = [name for name in losses if name not in falls]
+    if not stays or not falls:
+        return f"{'all' if falls else 'none'} of {len(losses)} train"
+    more = max(held[name] for name in stays) / max(held[name] for name in falls)
+    return f"made {' and '.join(stays)} nothing trains, {times(more)} held; {len(falls)} others train"
+
+
+def efficiencies(entries: Sequence[Entry]) -> str:
+    """Of each kind of scaling the best efficiency."""
+    best: dict[str, tuple[float, str]] = {}
+    for row in rows(entries):
+        kind = row["case"]["kind"]
+        best[kind] = max(best.get(kind, (0.0, "")), (row["work"]["efficiency"], row["implementation"]))
+    return ", ".join(f"{kind} {value:.0%} with {name}" for kind, (value, name) in best.items())
+
+
+def largest_kinds(entries: Sequence[Entry]) -> str:
+    """The two kinds that most of the peak is."""
+    case = largest_case(entries)
+    kinds = case[0]["extra_info"]["memory"]["kinds"]["peak"]
+    first, second = sorted(kinds, key=lambda kind: kinds[kind], reverse=True)[:2]
+    total = sum(kinds.values())
+    return f"{at(entries, case)}{first} {kinds[first] / total:.0%}, {second} {kinds[second] / total:.0%} of the peak"
+
+
+def largest_parts(entries: Sequence[Entry]) -> str:
+    """The two phases that most of the step is, and the share of matrix products."""
+    case = largest_case(entries)
+    row = case[0]["extra_info"]
+    parts, phases = row["time"]["parts"], row["kernels"]["phases"].values()
+    first, second = sorted(parts, key=lambda part: parts[part], reverse=True)[:2]
+    total = sum(parts.values())
+    products = sum(phase["categories"][MATRIX_PRODUCT] for phase in phases) / sum(phase["seconds"] for phase in phases)
+    shares = f"{first} {parts[first] / total:.0%}, {second} {parts[second] / total:.0%}"
+    return f"{at(entries, case)}{shares}; matrix products {products:.0%}"
+
+
+def warmed_up(entries: Sequence[Entry]) -> str:
+    """Rounds that begin with the process's first step, beside those after as many warm-ups as there are."""
+    case = largest_case(entries)
+    after = case[0]["extra_info"]["time"]["after_warmups"]
+    cold, warm = (after[count] for count in (min(after, key=int), max(after, key=int)))
+    spread = f", {cold['stddev'] / warm['stddev']:.2g}x the spread" if warm["stddev"] else ""
+    return f"{at(entries, case)}rounds without are {times(cold['mean'] / warm['mean'])} as long{spread}"
+
+
+def implementation(entry: Entry) -> str:
+    """Of which one an entry is."""
+    name: str = entry["extra_info"]["implementation"]
+    return name
+
+
+def rows(entries: Iterable[Entry]) -> list[Row]:
+    """The entries' rows."""
+    return [entry["extra_info"] for entry in entries]

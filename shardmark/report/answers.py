@@ -1,0 +1,168 @@
+"""The one-line answer to a question, read from its rows.
+
+    @pytest.mark.question("What does a nap cost?", short="naps", answer=fastest)
+
+An answer is a function of the entries that count: those with times, whose tests did not fail. It returns what they say
+in a line, and None where they do not say it. Of several cases it is about the one with most work. What an interval
+leaves undecided the line does not decide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from shardmark.evidence import FAIL, UNDECIDED
+from shardmark.report.columns import Entry, goal_outcomes
+from shardmark.report.layout import mib
+from shardmark.report.ranking import Span, beside, fastest_of, milliseconds, of_peer, peer_of, time_beside, times, who
+
+Answer = Callable[[Sequence[Entry]], str | None]
+
+NO_ANSWER, OPEN_TIME = "no answer", f"time {UNDECIDED}"
+
+NEAR = 0.99
+"""Who holds more than this share of the peer's bytes has saved nothing to speak of."""
+
+
+def answered(entries: Sequence[Entry], how: Answer, failed: Collection[str] = ()) -> str:
+    """What these entries answer, and what of them does not count. `failed` are the full names of tests that failed.
+
+    Whatever a question's own function does, there is a line.
+    """
+    left_out = {id(entry): why for entry in entries if (why := _left_out(entry, failed))}
+    counted = [entry for entry in entries if id(entry) not in left_out]
+    missing = ", ".join(f"{count} {why}" for why, count in Counter(left_out.values()).items())
+    try:
+        text = how(counted) if counted else None
+    except Exception as error:
+        text = f"{NO_ANSWER}: {type(error).__name__}: {error}"
+    if text is not None:
+        return f"{text} ({missing})" if missing else text
+    return f"{NO_ANSWER}: {missing or 'its rows do not say'}"
+
+
+def _left_out(entry: Entry, failed: Collection[str]) -> str | None:
+    """Why an entry wins nothing."""
+    verdict = entry["extra_info"]["verdict"]
+    if entry["fullname"] in failed or verdict == FAIL:
+        return "failed"
+    return (verdict or "without times") if entry["stats"] is None else None
+
+
+def fastest_and_smallest(entries: Sequence[Entry]) -> str | None:
+    """Who takes the least time, and who holds the fewest bytes: what a question says that declares no answer."""
+    case = largest_case(entries)
+    if len({who(entry["extra_info"]) for entry in case}) == 1:
+        return at(entries, case) + _alone(case[0])
+    first = fastest_of(case)
+    return at(entries, case) + "; ".join(filter(None, [str(first), _smallest(case, after=first.entry)]))
+
+
+def fastest(entries: Sequence[Entry]) -> str | None:
+    """Who takes the least time, beside the common peer."""
+    case = largest_case(entries)
+    return at(entries, case) + str(fastest_of(case))
+
+
+def saves(other: str | None = None) -> Answer:
+    """Who holds the fewest bytes at the peak, and for what time: beside `other`, by default the common peer."""
+
+    def answer(entries: Sequence[Entry]) -> str | None:
+        case = [entry for entry in largest_case(entries) if "tensors" in entry["extra_info"]["memory"]]
+        if not case:
+            return None
+        least = min(case, key=_tensors)
+        peer = peer_of(case)
+        name = other or (peer and peer[1])
+        others = [entry for entry in case if entry["extra_info"]["implementation"] == name]
+        mine = f"{at(entries, case)}{least['extra_info']['implementation']}"
+        if not others or others[0] is least:
+            return f"{mine} smallest, {size(_tensors(least))}"
+        memory = times(_tensors(least) / _tensors(others[0]))
+        time = time_beside(case, least, others[0])
+        return f"{mine} {memory} {name}'s memory, {f'{times(time.mid)} its time' if time.is_decided else OPEN_TIME}"
+
+    return answer
+
+
+def most(value: Callable[[Entry], float | None], words: str) -> Answer:
+    """The largest such figure, as in "{name} reaches {value:.0%} of the roofline"."""
+
+    def answer(entries: Sequence[Entry]) -> str | None:
+        found = [(figure, entry) for entry in entries if (figure := value(entry)) is not None]
+        if not found:
+            return None
+        figure, entry = max(found, key=lambda each: each[0])
+        text = words.format(name=entry["extra_info"]["implementation"], value=figure)
+        return at(entries, [entry]) + text
+
+    return answer
+
+
+def goals(entries: Sequence[Entry]) -> str | None:
+    """How many goals were reached, missed and left undecided."""
+    counts = Counter(outcome for entry in entries for _, outcome in goal_outcomes(entry["extra_info"]))
+    return ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()) or None
+
+
+def largest_case(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries of the case, and the number of ranks, with most work; of those that compare anything if any do."""
+    cases: dict[Any, list[Entry]] = {}
+    for entry in entries:
+        row = entry["extra_info"]
+        cases.setdefault((row["case"]["id"], row["world_size"]), []).append(entry)
+    several = [case for case in cases.values() if len({who(entry["extra_info"]) for entry in case}) > 1]
+    return max(several or list(cases.values()), key=lambda case: (_work(case[0]), len(case)))
+
+
+def at(entries: Sequence[Entry], case: Sequence[Entry]) -> str:
+    """What tells that case from the question's others, before what is said of it; nothing where it is the only one."""
+    ids = {entry["extra_info"]["case"]["id"] for entry in entries}
+    parts = [set(each.split("-")) for each in ids]
+    own = [part for part in case[0]["extra_info"]["case"]["id"].split("-") if not all(part in each for each in parts)]
+    return f"{' '.join(own)}: " if own else ""
+
+
+def _work(entry: Entry) -> tuple[float, float, int]:
+    work = entry["extra_info"]["work"]
+    return work.get("flops", 0), work.get("bytes_moved", 0), entry["extra_info"]["world_size"]
+
+
+def _smallest(case: Sequence[Entry], after: Entry) -> str | None:
+    """Who holds the fewest bytes, in words that follow those on `after`, which is the fastest."""
+    metered = [entry for entry in case if "tensors" in entry["extra_info"]["memory"]]
+    if not metered:
+        return None
+    least = min(map(_tensors, metered))
+    names = [entry["extra_info"]["implementation"] for entry in metered if _tensors(entry) == least]
+    if len(names) == len(metered):
+        return f"all {size(least)}"
+    peer = of_peer(metered)
+    if peer is not None and least > NEAR * _tensors(peer):
+        return "none smaller"
+    figure = size(least) if peer is None else f"{times(least / _tensors(peer))} memory"
+    return figure if after["extra_info"]["implementation"] in names else f"{names[0]} {figure}"
+
+
+def _alone(entry: Entry) -> str:
+    """Of a question with a single implementation: its own figures."""
+    row = entry["extra_info"]
+    said = [f"{row['implementation']} {milliseconds(entry['stats']['mean'])}"]
+    if row["time"].get("ratio"):
+        low, high = row["time"].get("interval") or (0.0, math.inf)
+        said.append(beside(Span(low, row["time"]["ratio"], high), row["time"]["peer"]))
+    if "tensors" in row["memory"]:
+        said.append(size(row["memory"]["tensors"]))
+    return ", ".join(said)
+
+
+def size(nbytes: int) -> str:
+    """In MiB, or of what is less than a hundredth in bytes."""
+    return f"{mib(nbytes)} MiB" if nbytes >= 2**20 / 100 else f"{nbytes:,} bytes"
+
+
+def _tensors(entry: Entry) -> int:
+    return entry["extra_info"]["memory"]["tensors"]

@@ -1,0 +1,120 @@
+"""A run in Markdown, for a pull request or for a folder of documents: in short first, the tables folded below."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from shardmark.report.columns import Entry
+from shardmark.report.layout import printable
+from shardmark.report.outcomes import first_line
+from shardmark.report.page.changes import BETTER, OPEN, WORSE, Changes, changes
+from shardmark.report.runfile import of_this_version
+from shardmark.report.summary import Summary
+from shardmark.report.tables import render
+
+MOST = 20
+"""Lines of a list; the others are counted."""
+
+COMMENT = 65_536
+"""Characters of a comment on GitHub, at most."""
+
+NO_ROOM = "\n{} of {} tables are left out, for which a comment has no room.\n"
+
+
+def markdown(runs: Sequence[tuple[str, Entry]], most: int | None = None) -> str:
+    """The last of these runs, by the names of their files, and what has changed since the others.
+
+    Of `most` characters the tables have what the rest leaves them; those for which there is no room are counted.
+    Raises RunFileError, in one line, where a run is of another version of this suite.
+    """
+    *others, (name, run) = runs
+    compared = [of_this_version(changes, before, older, run, before) for before, older in others]
+    short, tables = of_this_version(_parts, name, run, compared)
+    room = None if most is None else most - len(short) - len(NO_ROOM)
+    shown: list[str] = []
+    for table in tables:
+        if room is not None and sum(map(len, shown)) + len(table) > room:
+            break
+        shown.append(table)
+    text = short + "".join(shown)
+    if len(shown) < len(tables):
+        text += NO_ROOM.format(len(tables) - len(shown), len(tables))
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _parts(run: Entry, compared: Sequence[Changes]) -> tuple[str, list[str]]:
+    """All but the tables, and each table."""
+    summary = Summary.of(run)
+    return _joined(_in_short(summary, compared)), [
+        _joined(["", f"<details><summary>{inert(title)}</summary>", "", *_fenced(lines), "", "</details>"])
+        for title, lines in render(summary.entries, summary.questions)
+    ]
+
+
+def _joined(lines: Iterable[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _in_short(summary: Summary, compared: Sequence[Changes]) -> Iterator[str]:
+    outcomes = summary.outcomes
+    yield "# What this run says"
+    when = f"  \nMeasured on {inert(summary.date)}." if summary.date else ""
+    yield from ("", f"{inert(summary.where())}  ", f"{inert(summary.what())}{when}")
+    yield from _listed("Failed", outcomes.failed, summary)
+    yield from _listed("Undecided", outcomes.undecided, summary)
+    for each in compared:
+        yield from _compared(each)
+    if goals := summary.goals():
+        yield from ("", f"## {goals.capitalize()}")
+        missed = list(summary.missed())
+        if missed:
+            yield from ("", *_table(["missed", "by"], missed[:MOST]), *_rest(len(missed)))
+    answers = list(summary.questions.answers(summary.entries, outcomes))
+    names = [summary.questions[text].short or text or "other measurements" for text, *_ in answers]
+    yield from ("", "## Answers", "")
+    yield from _table(["question", "answer"], [(name, said) for name, (*_, said) in zip(names, answers, strict=True)])
+    yield from ("", "## Tables")
+
+
+def _listed(title: str, tests: dict[str, str], summary: Summary) -> Iterator[str]:
+    if tests:
+        named = [(summary.name(test), first_line(why)) for test, why in tests.items()]
+        yield from ("", f"## {title}: {len(tests)}", "", *_table(["test", "why"], named[:MOST]), *_rest(len(named)))
+
+
+def _compared(changes: Changes) -> Iterator[str]:
+    """What is worse, open, and better than in another run, and of how many rows that is."""
+    counts = ", ".join(f"{changes.of(outcome)} {outcome}" for outcome in (WORSE, OPEN, BETTER))
+    yield from ("", f"## Against {inert(changes.name)}: {counts}", "")
+    yield from (f"- {inert(count)}" for count in changes.counts)
+    for outcome in (WORSE, OPEN, BETTER):
+        rows = [(test.rpartition("/")[2], kind, said) for found, test, kind, said in changes.rows if found == outcome]
+        if rows:
+            yield from ("", *_table([outcome, "of", ""], rows[:MOST]), *_rest(len(rows)))
+
+
+def _rest(count: int) -> list[str]:
+    return ["", f"and {count - MOST} more"] if count > MOST else []
+
+
+def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(names)} |"
+    yield f"|{'---|' * len(names)}"
+    for row in rows:
+        yield f"| {' | '.join(map(inert, row))} |"
+
+
+def _fenced(lines: Sequence[str]) -> list[str]:
+    """As it is, whatever is in it."""
+    text = [printable(line) for line in lines]
+    fence = "`" * max([3, *(len(run) + 1 for line in text for run in re.findall("`+", line))])
+    return [fence, *text, fence]
+
+
+def inert(text: str) -> str:
+    """As text: names come from users' files, and are to be no markup, no link, and to call nobody."""
+    for character, shown in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
+        text = text.replace(character, shown)
+    text = re.sub(r"([\\`*|\[\]~]|(?<!\w)_|_(?!\w))", r"\\\1", printable(text))
+    return re.sub(r"(@|://|(?<!\w)www)", "\\1\N{ZERO WIDTH SPACE}", text)

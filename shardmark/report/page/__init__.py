@@ -1,0 +1,120 @@
+"""The page: one file without network, for light and dark, for any width, and without JavaScript if need be."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count, groupby
+from pathlib import Path
+from typing import Any
+
+from shardmark.report.columns import Entry, goal_outcomes
+from shardmark.report.layout import printable
+from shardmark.report.page.changes import changes
+from shardmark.report.page.figure import Figure
+from shardmark.report.page.section import Section, section
+from shardmark.report.page.table import as_link
+from shardmark.report.page.vega import draw
+from shardmark.report.runfile import LISTS, of_this_version
+from shardmark.report.tables import case, question, together
+
+FOLDER = Path(__file__).parent
+HALF = 640
+"""Pixels: a plot that is wider has the page's whole width, or its text would be too small."""
+
+
+def page(runs: Sequence[tuple[str, Entry]]) -> str:
+    """The page of the last of these runs, by the names of their files, beside what has changed since the others.
+
+    Raises RunFileError, in one line, where one of them is of another version of this suite.
+    """
+    from jinja2 import Environment, FileSystemLoader  # comes with torch; only a page needs it
+    from markupsafe import Markup
+
+    named = [(printable(name), _clean(run)) for name, run in runs]
+    compared = [of_this_version(changes, name, run, named[-1][1], name) for name, run in named[:-1]]
+    sections = of_this_version(_sections, *named[-1])
+    numbers = count()
+
+    def svg(figure: Figure) -> dict[str, Any]:
+        drawn, width = draw(figure.spec, f"plot-{next(numbers)}", figure.title, _described(figure))
+        return {"svg": Markup(drawn), "whole": width > HALF}
+
+    script = (FOLDER / "page.js").read_text(encoding="utf-8")
+    environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    text = environment.get_template("page.html").render(
+        machines=[(name, _machine(run)) for name, run in named],
+        name=named[-1][0],
+        counts=_counts(_entries(named[-1][1])),
+        failed=[each for each in _entries(named[-1][1]) if each["extra_info"].get("verdict") == "fail"],
+        compared=compared,
+        sections=sections,
+        svg=svg,
+        as_link=as_link,
+        style=Markup((FOLDER / "page.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _clean(value: Any) -> Any:
+    """The same, its texts without what is no character to show; without each round's time, which nothing here shows."""
+    if isinstance(value, str):
+        return value if value.isprintable() else printable(value)
+    if isinstance(value, list):
+        return [_clean(each) for each in value]
+    if isinstance(value, dict):
+        return {_clean(key): _clean(each) for key, each in value.items() if key != "data"}
+    return value
+
+
+def _entries(run: Entry) -> list[Entry]:
+    return [entry for each in LISTS for entry in run[each]]
+
+
+def _sections(run: Entry) -> list[Section]:
+    """One for each question, in the order in which the run came to them."""
+    questions = {each["text"]: each for each in run.get("questions", [])}
+    device_bytes = run["machine_info"].get("device_bytes")
+    return [
+        section(text or "other measurements", together(list(entries), case), questions.get(text, {}), device_bytes)
+        for text, entries in groupby(together(_entries(run), question), key=question)
+    ]
+
+
+def _machine(run: Entry) -> list[tuple[str, str]]:
+    """What ran where."""
+    info, commit = run["machine_info"], run.get("commit_info") or {}
+    first = _entries(run)[0]["extra_info"]
+    cpu = info.get("cpu") or {}
+    found = {
+        "GPUs": ", ".join(map(str, info.get("gpus") or [])),
+        "driver": info.get("driver"),
+        "processor": cpu.get("brand_raw"),
+        "cores": info.get("cores"),
+        "PyTorch": info.get("torch"),
+        "Triton": info.get("triton"),
+        "Python": info.get("python_version"),
+        "device": info.get("device"),
+        "scale": first.get("scale"),
+        "link between the ranks": first.get("link"),
+        "measured": str(run.get("datetime") or "")[:16].replace("T", " "),
+        "commit": str(commit.get("id") or "")[:12],
+    }
+    return [(name, str(value)) for name, value in found.items() if value]
+
+
+def _counts(entries: Sequence[Entry]) -> list[str]:
+    """How many rows there are, and what came of them; how many goals, and whether they were reached."""
+    verdicts = Counter(str(entry["extra_info"].get("verdict") or "without a budget") for entry in entries)
+    goals = Counter(outcome for entry in entries for _, outcome in goal_outcomes(entry["extra_info"]))
+    shown = [f"{len(entries)} rows", *(f"{times} {verdict}" for verdict, times in verdicts.most_common())]
+    return [*shown, *(f"goals {outcome}: {times}" for outcome, times in goals.most_common())]
+
+
+def _described(figure: Figure) -> str:
+    """For who does not see it: what it has, and where the figures are."""
+    return f"{len(figure.rows)} figures: {', '.join(figure.columns)}. The table under the plot has all of them."

@@ -1,0 +1,135 @@
+"""What got slower or larger since an older run, and what faster or smaller, with the intervals."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardmark.against import Change, Compared, Machine, OldRow, compared
+from shardmark.evidence import FAIL, UNDECIDED, Interval
+from shardmark.report.columns import Entry
+from shardmark.report.page.figure import Cell, Figure, first
+from shardmark.report.page.vega import INK, SERIES, Spec
+from shardmark.rows import Row
+
+WORSE, OPEN, BETTER = "slower or larger", UNDECIDED, "faster or smaller"
+"""What comes of a figure that is not as it was, in the order in which they are shown."""
+
+
+@dataclass
+class Changes:
+    """Of two runs: what is not as it was, by test, and how many figures were compared."""
+
+    name: str
+    rows: list[list[str]] = field(default_factory=list)
+    """[outcome, test, "time", "memory" or "counters", in words]."""
+    counts: list[str] = field(default_factory=list)
+    """Of time, memory and counters: how many rows were compared, and why others were not."""
+    figure: Figure | None = None
+
+    def of(self, outcome: str) -> int:
+        """How many figures came to that."""
+        return sum(row[0] == outcome for row in self.rows)
+
+
+def changes(old: Entry, new: Entry, name: str) -> Changes:
+    """What has changed in the rows of both since the run of that name. Raises KeyError, TypeError or ValueError where
+    a row of either is of another version."""
+    before = {entry["fullname"]: entry["extra_info"] for entry in old["benchmarks"]}
+    machines = [Machine.of(run["machine_info"]) for run in (old, new)]
+    found: dict[str, dict[str, Compared]] = {}
+    ratios: dict[str, tuple[Interval, Interval]] = {}
+    for entry in new["benchmarks"]:
+        test, row = entry["fullname"], entry["extra_info"]
+        if test in before:
+            ratio = _judged(row)
+            found[test] = compared(OldRow.of(before[test]), row, ratio, machines[0] == machines[1], name)
+            earlier = _judged(before[test])
+            if ratio is not None and earlier is not None and ratio.ends and earlier.ends:
+                ratios[test] = earlier, ratio
+    result = Changes(name)
+    for outcome in (WORSE, OPEN, BETTER):
+        for test, kinds in found.items():
+            for kind, each in kinds.items():
+                result.rows += [[outcome, test, kind, change.text] for change in _list(each) if _is(change, outcome)]
+    result.counts = [_count(kind, [each[kind] for each in found.values()]) for kind in ("time", "memory", "counters")]
+    if machines[0] != machines[1]:
+        result.counts.insert(0, f"Times are not compared: {name} is of {machines[0]}, this run of {machines[1]}.")
+    result.counts.append(f"{len(new['benchmarks']) - len(found)} rows are new, {len(before) - len(found)} are gone.")
+    slower = {row[1] for row in result.rows if row[2] == "time" and row[0] != OPEN}
+    result.figure = _figure({test: both for test, both in ratios.items() if test in slower}, name)
+    return result
+
+
+def _judged(row: Row) -> Interval | None:
+    """The ratio to the peer, and the interval that its verdict was taken from."""
+    time = row["time"]
+    if time.get("peer") is None:
+        return None
+    low, high = time["judged_interval"] or (0.0, math.inf)
+    return Interval(time["ratio"], low, high, time["judged_confidence"])
+
+
+def _list(found: Compared) -> Sequence[Change]:
+    return [] if isinstance(found, str) else found
+
+
+def _is(change: Change, outcome: str) -> bool:
+    if change.better:
+        return outcome == BETTER
+    return outcome == {FAIL: WORSE, UNDECIDED: OPEN}.get(change.verdict)
+
+
+def _count(kind: str, found: Sequence[Compared]) -> str:
+    reasons = Counter(each for each in found if isinstance(each, str))
+    others = "".join(f", {count} {reason}" for reason, count in reasons.most_common())
+    return f"{kind.capitalize()}: {len(found) - reasons.total()} rows compared{others}."
+
+
+def _figure(ratios: dict[str, tuple[Interval, Interval]], name: str) -> Figure | None:
+    """Then and now: the ratio to the peer of the same run, with its interval, of every test that changed."""
+    if not ratios:
+        return None
+    notes = ["Each step's time over its peer's in the same run, as seconds depend on what else the machine does."]
+    entries = [
+        {"test": test.partition("::")[2] or test, "run": run, "ratio": each.center, "low": each.low, "high": each.high}
+        for test, both in ratios.items()
+        for run, each in zip((name, "this run"), both, strict=True)
+    ]
+    shown = list(first(entries, notes))
+    rows: list[list[Cell]] = [[*map(str, (each["test"], each["run"])), *_numbers(each)] for each in entries]
+    columns = ["test", "run", "ratio to peer", "interval from", "to"]
+    return Figure(f"Ratio to the peer, in {name} and now", _spec(shown, name), columns, rows, notes)
+
+
+def _numbers(each: Entry) -> list[float]:
+    return [float(f"{each[key]:.4g}") for key in ("ratio", "low", "high")]
+
+
+def _spec(data: list[Entry], name: str) -> Spec:
+    encoding = {
+        "y": {"field": "test", "type": "nominal", "sort": None, "axis": {"title": None}},
+        "yOffset": {"field": "run", "sort": [name, "this run"]},
+        "color": {
+            "field": "run",
+            "type": "nominal",
+            "scale": {"domain": [name, "this run"], "range": [INK, SERIES[0]]},
+            "legend": {"title": None},
+        },
+    }
+    x = {"type": "quantitative", "scale": {"zero": False}}
+    return {
+        "data": {"values": data},
+        "width": 420,
+        "height": {"step": 14, "for": "offset"},
+        "encoding": encoding,
+        "layer": [
+            {"mark": {"type": "rule"}, "encoding": {"x": {**x, "field": "low"}, "x2": {"field": "high"}}},
+            {
+                "mark": {"type": "point", "filled": True, "size": 50},
+                "encoding": {"x": {**x, "field": "ratio", "axis": {"title": "ratio to peer"}}},
+            },
+        ],
+    }

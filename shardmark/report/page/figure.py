@@ -1,0 +1,61 @@
+"""A figure: what is drawn, the same as a table, and what to say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardmark.report.columns import Entry
+from shardmark.report.page.vega import Spec
+from shardmark.report.plots import UNITS
+
+MOST_ROWS = 40
+"""Rows of a plot that has a line of text for each; the table has all."""
+
+Cell = str | float | None
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One plot. `columns` and `rows` are its data, in the units that the plot has."""
+
+    title: str
+    spec: Spec
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    notes: Sequence[str] = field(default=())
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A plot that this run has no data for."""
+
+    title: str
+    reason: str
+
+
+Drawn = Figure | Absent
+
+
+def first(entries: Sequence[Entry], notes: list[str]) -> Sequence[Entry]:
+    """As many as a plot has room for; a note says of how many."""
+    if len(entries) > MOST_ROWS:
+        notes.append(f"The first {MOST_ROWS} of {len(entries)} rows; the table below has all.")
+    return entries[:MOST_ROWS]
+
+
+def in_unit(value: float | None, unit: str) -> float | None:
+    """In the unit that people read, with as many digits as anybody reads."""
+    return None if value is None else float(f"{value / UNITS[unit][0]:.6g}")
+
+
+def titled(title: str, unit: str) -> str:
+    """An axis's title, and its unit."""
+    return f"{title}, {shown}" if (shown := UNITS[unit][1]) else title
+
+
+def values(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> dict[str, Any]:
+    """The rows as Vega-Lite's data, by field names of its own: a name with a dot or a bracket means another thing."""
+    fields = [f"c{place}" for place in range(len(columns))]
+    return {"values": [dict(zip(fields, row, strict=True)) for row in rows]}

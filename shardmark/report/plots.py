@@ -1,0 +1,167 @@
+"""What a question's plots are: declared beside its test, saved with the run, drawn in the page (`--report out.html`).
+
+    @pytest.mark.question("What does a nap cost?", plots=[Lines("Time by length", x="case.length", y="stats.mean")])
+
+A plot names where its figures are: "stats.mean" in an entry of pytest-benchmark, "case.seq" in its row. Rows that have
+them are drawn. What the instruments themselves fill in needs no declaration: time and peak, the step's parts, memory by
+kind and by stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from shardmark.report.columns import Entry
+
+
+@dataclass(frozen=True)
+class Lines:
+    """One line for each implementation, through all rows that have both figures; both axes are logarithmic, y unless
+    `log_y` is false.
+
+    `unit` is the one of y in the rows: "s", "B", "FLOP/s", "B/s" or none. `panels` is a figure of the row by which the
+    rows are divided. `limit` is one that each row has for its x, drawn as a line of its own, such as the roofline.
+    `start` is a point of every line, such as one rank's efficiency of 1. `curve` holds what a model says by x, and
+    `best` its least: the model's x and y.
+    """
+
+    title: str
+    x: str
+    y: str
+    unit: str = ""
+    x_title: str = ""
+    y_title: str = ""
+    panels: str | None = None
+    limit: str | None = None
+    limit_title: str = "roofline"
+    curve: str | None = None
+    curve_title: str = "by the model"
+    best: tuple[str, str] | None = None
+    x_scale: float = 1.0
+    """What the x of `best` is multiplied by."""
+    start: tuple[float, float] | None = None
+    log_y: bool = True
+
+
+@dataclass(frozen=True)
+class Points:
+    """Figures of every row, and hollow beside them those that others have published, on their hardware.
+
+    `ours` maps a metric's name to where it is in a row; the published ones are of the same metrics.
+    """
+
+    title: str
+    ours: dict[str, str]
+    units: dict[str, str]
+    published: tuple[Published, ...] = ()
+
+
+@dataclass(frozen=True)
+class Published:
+    """A figure that others have published, in seconds or bytes."""
+
+    source: str
+    hardware: str
+    case: str
+    metric: str
+    value: float
+
+
+Plot = Lines | Points
+KINDS: dict[str, type[Plot]] = {kind.__name__: kind for kind in (Lines, Points)}
+
+
+def saved(plot: Plot) -> dict[str, Any]:
+    """The plot as JSON."""
+    return {"kind": type(plot).__name__, **asdict(plot)}
+
+
+def restored(plot: Mapping[str, Any]) -> Plot:
+    """The plot that was saved so. Raises KeyError, TypeError or ValueError where it is of another version."""
+    kind = KINDS[plot["kind"]]
+    known = {field.name: plot[field.name] for field in fields(kind) if field.name in plot}
+    known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+    if kind is Points:
+        known["published"] = tuple(Published(**each) for each in known["published"])
+    return kind(**known)
+
+
+def figure(entry: Entry, where: str) -> Any:
+    """What stands there in the entry's stats ("stats.mean") or in its row; None where there is nothing."""
+    found: Any = entry if where.startswith("stats.") else entry["extra_info"]
+    for name in where.split("."):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def number(entry: Entry, where: str) -> float | None:
+    """The finite number that stands there, if one does."""
+    return finite(figure(entry, where))
+
+
+def finite(found: Any) -> float | None:
+    """A number that can be drawn."""
+    real = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
+    return float(found) if real else None
+
+
+UNITS: dict[str, tuple[float, str]] = {
+    "s": (1e-3, "ms"),
+    "B": (2**20, "MiB"),
+    "FLOP/s": (1e12, "TFLOP/s"),
+    "B/s": (1e9, "GB/s"),
+    "": (1.0, ""),
+}
+"""By the unit in the rows: what one of the unit that people read is, and its name."""
+
+
+LONGEST = 60
+"""Characters of a name in a plot; the table has all of it."""
+
+
+def apart(names: Iterable[str]) -> list[str]:
+    """As much of each name as a plot has room for, with a number where another one has it already."""
+    found: list[str] = []
+    for name in names:
+        short = name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
+        numbered = (short, *(f"{short} ({n})" for n in range(2, len(found) + 2)))
+        found.append(next(each for each in numbered if each not in found))
+    return found
+
+
+def labels(entries: Sequence[Entry]) -> list[str]:
+    """A name for each entry among the others: its implementation, and of its case and ranks what not all share."""
+    tokens = [_tokens(entry) for entry in entries]
+    ranks = {entry["extra_info"]["world_size"] for entry in entries}
+    shared = set.intersection(*map(set, tokens)) if tokens else set()
+    found = []
+    for entry, each in zip(entries, tokens, strict=True):
+        row = entry["extra_info"]
+        own = [token for token in each if token not in shared]
+        own += [f"{row['world_size']} ranks"] if len(ranks) > 1 else []
+        found.append(" ".join([row["implementation"], *(["·", *own] if own else [])]))
+    return apart(found)
+
+
+def line_names(entries: Sequence[Entry], *same: str) -> list[str]:
+    """Each entry's line: its implementation, and of the case what tells it from others that have all of `same`."""
+    groups: dict[tuple[Any, ...], list[set[Any]]] = {}
+    for entry in entries:
+        where = entry["extra_info"]["implementation"], *(str(figure(entry, each)) for each in same)
+        groups.setdefault(where, []).append(set(_tokens(entry)))
+    different = {token for each in groups.values() for token in set.union(*each) - set.intersection(*each)}
+    names = [
+        " ".join([entry["extra_info"]["implementation"], *(each for each in _tokens(entry) if each in different)])
+        for entry in entries
+    ]
+    short = dict(zip(dict.fromkeys(names), apart(dict.fromkeys(names)), strict=True))
+    return [short[name] for name in names]
+
+
+def _tokens(entry: Entry) -> list[str]:
+    """The parts of its case's id, but for the implementation's name, which some have."""
+    row = entry["extra_info"]
+    return [token for token in row["case"]["id"].split("-") if token != row["implementation"]]

@@ -1,0 +1,168 @@
+"""Who is faster, as far as a question's rows tell: each implementation's time beside one common peer's.
+
+fastest = fastest_of(entries)      # of one case
+str(fastest)                       # "bucketed or ddp 0.73x naive"
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from shardmark.evidence import UNDECIDED
+from shardmark.report.columns import Entry, Row
+
+Who = tuple[str, str]
+"""A family and an implementation of it, as names may be the same in two families."""
+
+ERRORS = 3.0
+"""Standard errors on each side of a mean, where there is no interval of a ratio: a machine drifts from row to row."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A figure, and between which ends it is; 0 and infinity where nothing is known."""
+
+    low: float
+    mid: float
+    high: float
+
+    def __mul__(self, other: Span) -> Span:
+        return Span(self.low * other.low, self.mid * other.mid, self.high * other.high)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether a ratio is surely less than 1, or surely more."""
+        return self.high < 1 or self.low > 1
+
+    @property
+    def inverse(self) -> Span:
+        """1 over it."""
+        return Span(1 / self.high, 1 / self.mid, 1 / self.low if self.low else math.inf)
+
+
+ONE = Span(1.0, 1.0, 1.0)
+
+
+def times(ratio: float) -> str:
+    """A ratio as people read it: 0.73x, 12x."""
+    return f"{ratio:.2f}x" if 0.095 <= ratio < 9.95 else f"{ratio:.2g}x" if ratio < 100 else f"{ratio:,.0f}x"
+
+
+def milliseconds(seconds: float) -> str:
+    """In three digits."""
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
+
+
+def beside(ratio: Span, what: str) -> str:
+    """A ratio of times to `what`, and whether it is open if that is more, or less, than 1."""
+    text = f"{times(ratio.mid)} {what}"
+    return text if ratio.is_decided else f"{text} ({UNDECIDED})"
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """Who takes the least time, with who else may: whom the intervals do not set apart."""
+
+    entry: Entry
+    time: Span
+    """Beside the peer; without one, seconds."""
+    peer: Who | None
+    rivals: tuple[str, ...]
+    slower: int
+    """How many the intervals do set apart."""
+
+    @property
+    def names(self) -> str:
+        """The fastest, or whoever may be it."""
+        name, rivals = self.entry["extra_info"]["implementation"], self.rivals
+        return f"{name} or {rivals[0] if len(rivals) == 1 else f'{len(rivals)} others'}" if rivals else name
+
+    def __str__(self) -> str:
+        name, is_open = self.entry["extra_info"]["implementation"], bool(self.rivals) and not self.slower
+        if self.peer is None or self.peer == who(self.entry["extra_info"]):
+            figure = milliseconds(self.entry["stats"]["mean"]) + (f" ({UNDECIDED})" if is_open else "")
+        else:
+            figure = beside(replace(self.time, high=math.inf) if is_open else self.time, self.peer[1])
+        return f"{self.names if self.slower else name} {figure}"
+
+
+def fastest_of(case: Sequence[Entry]) -> Fastest:
+    """Of the entries of one case."""
+    peer = peer_of(case)
+    first = _first(case)
+    (best, time), *others = sorted(relative_times(case, peer).items(), key=lambda item: item[1].mid)
+    rivals = tuple(other[1] for other, theirs in others if theirs.low <= time.high)
+    return Fastest(first[best], time, peer, rivals, len(others) - len(rivals))
+
+
+def who(row: Row) -> Who:
+    """Of which implementation a row is."""
+    return row["family"], row["implementation"]
+
+
+def peer_of(case: Iterable[Entry]) -> Who | None:
+    """The peer that most rows are raced against; None where none is."""
+    peers = Counter(theirs for _, theirs, _ in _races(case))
+    return peers.most_common(1)[0][0] if peers else None
+
+
+def of_peer(case: Sequence[Entry]) -> Entry | None:
+    """That peer's own entry, if it is among them."""
+    peer = peer_of(case)
+    return None if peer is None else _first(case).get(peer)
+
+
+def time_beside(case: Sequence[Entry], mine: Entry, theirs: Entry) -> Span:
+    """The ratio of two entries' times."""
+    return relative_times(case, who(theirs["extra_info"]))[who(mine["extra_info"])]
+
+
+def mean_seconds(entry: Entry) -> Span:
+    """A step's mean time, within its standard errors."""
+    stats = entry["stats"]
+    error = ERRORS * stats["stddev"] / math.sqrt(stats["rounds"]) if stats["rounds"] > 1 else math.inf
+    return Span(max(stats["mean"] - error, 0.0), stats["mean"], stats["mean"] + error)
+
+
+def relative_times(case: Sequence[Entry], peer: Who | None) -> dict[Who, Span]:
+    """Each implementation's time as a ratio to the peer's; without a peer, in seconds.
+
+    Ratios that were measured in pairs are multiplied along the way to the peer (A to B, B to the peer), and so are the
+    ends of their intervals. Where no such way leads to anybody it is the ratio of the mean times.
+    """
+    first = _first(case)
+    if peer is None:
+        return {each: mean_seconds(entry) for each, entry in first.items()}
+    found, reached = {peer: ONE}, [peer]
+    races = _races(case)
+    for here in reached:  # which grows
+        for mine, theirs, ratio in races:
+            there, step = (mine, ratio) if theirs == here else (theirs, ratio.inverse)
+            if here in (mine, theirs) and there not in found:
+                found[there] = found[here] * step
+                reached.append(there)
+    if peer in first:
+        unit = mean_seconds(first[peer]).inverse
+        found = {each: mean_seconds(entry) * unit for each, entry in first.items()} | found
+    return {each: found[each] for each in first if each in found}
+
+
+def _races(case: Iterable[Entry]) -> list[tuple[Who, Who, Span]]:
+    """Who was raced against whom, and the ratio of their times."""
+    races = []
+    for row in (entry["extra_info"] for entry in case):
+        if ratio := row["time"].get("ratio"):
+            low, high = row["time"]["interval"] or (0.0, math.inf)
+            races.append((who(row), (row["family"], row["time"]["peer"]), Span(low, ratio, high)))
+    return races
+
+
+def _first(case: Sequence[Entry]) -> dict[Who, Entry]:
+    """Each implementation's first entry."""
+    found: dict[Who, Entry] = {}
+    for entry in case:
+        found.setdefault(who(entry["extra_info"]), entry)
+    return found

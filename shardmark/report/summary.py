@@ -1,0 +1,93 @@
+"""What a run says, in short: where it ran, how many rows, what failed, goals, and the answer to each question.
+
+Made of a run that has just ended, or of its file; the terminal's screen and the Markdown show it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardmark.evidence import FAIL, MISSED, REACHED, UNDECIDED
+from shardmark.report.columns import Entry, goal_outcomes
+from shardmark.report.outcomes import Outcomes
+from shardmark.report.questions import Questions
+from shardmark.report.ranking import times
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run's rows, its questions, how its tests ended, `machine_info`, and of a saved run the date."""
+
+    entries: list[Entry]
+    questions: Questions
+    outcomes: Outcomes
+    machine: dict[str, Any]
+    date: str = ""
+
+    @classmethod
+    def of(cls, output: Entry) -> Summary:
+        """Of a run's file (`shardmark.report.runfile`); one that was ended before its last test lacks all but rows."""
+        entries = [*output["benchmarks"], *output.get("unmeasured", ())]
+        if "outcomes" in output:
+            outcomes = Outcomes.of(output["outcomes"])
+        else:
+            rows = {entry["fullname"]: entry["extra_info"] for entry in entries}
+            failed = {test: row["why"] or FAIL for test, row in rows.items() if row["verdict"] == FAIL}
+            outcomes = Outcomes(failed=failed)
+        questions, date = Questions.of(output.get("questions", ())), str(output.get("datetime") or "")[:10]
+        return cls(entries, questions, outcomes, output["machine_info"], date)
+
+    def where(self) -> str:
+        """The machine, in a line."""
+        info = self.machine
+        parts = [
+            *([", ".join(info["gpus"])] if info.get("gpus") else []),
+            str((info.get("cpu") or {}).get("brand_raw") or info.get("machine") or "a processor without a name"),
+            f"{info.get('cores')} cores",
+            f"{info.get('threads')} threads",
+            f"torch {info.get('torch')}",
+        ]
+        return ", ".join(parts)
+
+    def what(self) -> str:
+        """How many rows, of which scale, on how many ranks, over which link; and how the tests ended."""
+        rows = [entry["extra_info"] for entry in self.entries]
+        scales = " and ".join(dict.fromkeys(row["scale"] for row in rows))
+        ranks = sorted({row["world_size"] for row in rows})
+        links = {row["link"] for row in rows} - {None}
+        text = f"{len(rows)} row{'s' * (len(rows) != 1)} at {scales} scale on {_in_words(ranks)}"
+        text += f", hosts joined at {', '.join(sorted(links))}" if links else ""
+        return f"{text}: {counted}" if (counted := self.outcomes.counted()) else text
+
+    def name(self, test: str) -> str:
+        """A test as people know it: the implementation and the case of its row, or without a row its own name."""
+        for entry in self.entries:
+            if entry["fullname"] == test:
+                row = entry["extra_info"]
+                return f"{row['implementation']} {row['case']['id']}"
+        return test.rpartition("/")[2]
+
+    def goals(self) -> str | None:
+        """How many were reached, missed and left undecided."""
+        counts = Counter(outcome for entry in self.entries for _, outcome in goal_outcomes(entry["extra_info"]))
+        shown = ", ".join(f"{counts[outcome]} {outcome}" for outcome in (REACHED, MISSED, UNDECIDED) if counts[outcome])
+        return f"goals: {shown}" if shown else None
+
+    def missed(self) -> Iterator[tuple[str, str]]:
+        """The name of each row that misses a goal, and by what."""
+        for entry in self.entries:
+            time, limit = entry["extra_info"]["time"], entry["extra_info"]["limit"]
+            if time.get("outcome") == MISSED:
+                yield self.name(entry["fullname"]), f"{times(time['ratio'])} {time['peer']}, goal {time['goal']:.3g}"
+            for figure, goal in limit.get("goals", {}).items():
+                if goal["outcome"] == MISSED:
+                    yield self.name(entry["fullname"]), f"{figure} {limit[figure]:.0%}, goal {goal['goal']:.0%}"
+
+
+def _in_words(ranks: list[int]) -> str:
+    *others, last = ranks
+    words = f"{', '.join(map(str, others))} and {last}" if others else f"{last}"
+    return f"{words} rank{'s' * (last > 1)}"
