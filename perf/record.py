@@ -23,6 +23,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # where it is run as a file
 
+from perf import readme  # noqa: E402
 from shardmark.growing import RowFileError  # noqa: E402
 from shardmark.report.markdown import markdown  # noqa: E402
 from shardmark.report.runfile import LISTS, RunFileError, read_run  # noqa: E402
@@ -79,7 +80,11 @@ def write(name: str, output: dict[str, Any]) -> None:
     record.parent.mkdir(exist_ok=True)
     text = json.dumps(compacted(output), separators=(",", ":"))
     record.write_bytes(gzip.compress(text.encode(), mtime=0))  # the same rows are the same file
-    document.write_text(markdown([(record.name, read_run(record))]), encoding="utf-8")
+    run = read_run(record)
+    document.write_text(markdown([(record.name, run)]), encoding="utf-8")
+    if name == readme.MACHINE:
+        readme_file = ROOT / "README.md"
+        readme_file.write_text(readme.with_figures(readme_file.read_text(encoding="utf-8"), run), encoding="utf-8")
     print(f"recorded in {record.relative_to(ROOT)}, and told in {document.relative_to(ROOT)}")
 
 

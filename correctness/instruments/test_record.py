@@ -12,6 +12,7 @@ import torch
 
 from correctness.support.entries import entry
 from perf import record
+from perf.readme import MACHINE, with_figures
 from perf.record import DOCUMENTS, RECORDS, ROOT, compacted, main, merged
 from perf.schema import complaints
 from shardmark.report.markdown import markdown
@@ -87,6 +88,16 @@ def test_each_document_says_what_its_record_has(path: Path) -> None:
     assert document.read_text(encoding="utf-8") == markdown([(path.name, run)])
     assert [line for each in LISTS for row in run[each] for line in complaints(row["extra_info"])] == []
     assert "node" not in run["machine_info"] and "commit_info" not in run
+
+
+def test_readmes_figures_are_those_of_its_record() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert with_figures(text, read_run(RECORDS / f"{MACHINE}.json.gz")) == text
+
+
+def test_readme_is_read_in_one_sitting() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 200 and max(map(len, lines)) <= 110
 
 
 def test_each_document_has_a_record() -> None:
