@@ -67,6 +67,13 @@ def test_every_row_is_there(drawn: str) -> None:
     assert all(name in tables for name in names)
 
 
+def test_first_comes_what_ran_what_failed_and_what_wins(drawn: str) -> None:
+    first = html.unescape(drawn.partition('<section class="question"')[0])
+    places = [first.index(each) for each in ("a CPU", "failed large: peak 3 MiB\n", "A question?</a></dt><dd>42</dd>")]
+    assert places == sorted(places) and "of 2 MiB <b>at most</b></pre>" in first
+    assert "<b>" not in drawn and "a line\ntwo</pre>" in drawn
+
+
 def test_hostile_names_are_text(drawn: str) -> None:
     assert drawn.count("<script>") == 1  # the page's own
     assert "<img" not in drawn and "{{7*7}}" in drawn  # nothing of it was obeyed

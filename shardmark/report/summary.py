@@ -33,7 +33,7 @@ class Summary:
             outcomes = Outcomes.of(output["outcomes"])
         else:
             rows = {entry["fullname"]: entry["extra_info"] for entry in entries}
-            failed = {test: row["why"] or FAIL for test, row in rows.items() if row["verdict"] == FAIL}
+            failed = {test: row.get("why") or FAIL for test, row in rows.items() if row["verdict"] == FAIL}
             outcomes = Outcomes(failed=failed)
         return cls(entries, Questions.of(output.get("questions", ())), outcomes, output["machine_info"])
 
