@@ -1,16 +1,16 @@
-"""What this machine's GPU does: every Triton kernel checked at every configuration, then the suite at paper scale.
+"""What a machine does, kept in perf/records/<machine>.json.gz and told in docs/results-<machine>.md.
 
-    python perf/record.py -k goals          # the goals, some minutes
-    python perf/record.py -k throughput     # attention's TFLOP/s against every peer
-    python perf/record.py -k test_loss      # one file
-    python perf/record.py                   # all of it, less than an hour; with --scale full, hours
+    python perf/record.py -k goals                          # on a GPU: check its Triton kernels, then measure the goals
+    python perf/record.py                                   # and all of it at paper scale: less than an hour
+    python perf/record.py --keep out.json two-cores-cpu     # a run that there is, under that name
 
-Arguments are pytest's and choose what is measured. The rows go to perf/records/<gpu>.json, each in the place of an
-older one of the same test.
+Every Triton kernel is checked at every configuration before anything is measured. Other arguments are pytest's and
+choose what is measured; rows go each in the place of an older one of the same test. No host is named in a record.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -21,6 +21,21 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # where it is run as a file
+
+from shardmark.growing import RowFileError  # noqa: E402
+from shardmark.report.markdown import markdown  # noqa: E402
+from shardmark.report.runfile import LISTS, RunFileError, read_run  # noqa: E402
+
+RECORDS, DOCUMENTS = ROOT / "perf" / "records", ROOT / "docs"
+
+MACHINE = (
+    *("device", "gpus", "driver", "device_bytes", "cores", "threads", "torch", "triton", "libc"),
+    *("python_version", "machine", "system", "attention_backend"),
+)
+"""What a record says of its machine, beside the name of its processor."""
+ENTRY = ("group", "name", "fullname", "stats", "extra_info", "cells")
+STATS = ("mean", "stddev", "median", "min", "max", "rounds", "ops")
 
 KERNELS = "(triton or kernels) and not compiles"
 """Tests of Triton kernels, by name, without those that compile for chips that are not here."""
@@ -28,6 +43,8 @@ KERNELS = "(triton or kernels) and not compiles"
 
 def main(arguments: list[str]) -> int:
     """Check, measure, record; the first exit status that is not 0."""
+    if arguments[:1] == ["--keep"]:
+        return _keep(arguments[1:])
     if not torch.cuda.is_available():
         print("perf/record.py records what a GPU does, and there is none", file=sys.stderr)
         return 4
@@ -36,24 +53,74 @@ def main(arguments: list[str]) -> int:
         out = Path(folder) / "out.json"
         measured = _pytest("perf", "--benchmark-json", str(out), *arguments)
         if out.exists():
-            record = ROOT / "perf" / "records" / f"{_slug(torch.cuda.get_device_name())}.json"
-            record.parent.mkdir(exist_ok=True)
-            older = json.loads(record.read_text()) if record.exists() else {}
-            record.write_text(json.dumps(merged(older, json.loads(out.read_text())), indent=1))
-            print(f"recorded in {record.relative_to(ROOT)}")
+            name = _slug(torch.cuda.get_device_name())
+            older = read_run(record) if (record := _record(name)).exists() else {}
+            write(name, merged(older, json.loads(out.read_text())))
     return checked or measured
 
 
+def _keep(arguments: list[str]) -> int:
+    """Under that name, in the place of what was there."""
+    if len(arguments) != 2:
+        print("perf/record.py --keep takes the file of a run and the machine's name", file=sys.stderr)
+        return 4
+    path, name = arguments
+    try:
+        write(_slug(name), read_run(Path(path)))
+    except (RunFileError, RowFileError) as error:
+        print(f"perf/record.py: {error}", file=sys.stderr)
+        return 4
+    return 0
+
+
+def write(name: str, output: dict[str, Any]) -> None:
+    """The record and its document."""
+    record, document = _record(name), DOCUMENTS / f"results-{name}.md"
+    record.parent.mkdir(exist_ok=True)
+    text = json.dumps(compacted(output), separators=(",", ":"))
+    record.write_bytes(gzip.compress(text.encode(), mtime=0))  # the same rows are the same file
+    document.write_text(markdown([(record.name, read_run(record))]), encoding="utf-8")
+    print(f"recorded in {record.relative_to(ROOT)}, and told in {document.relative_to(ROOT)}")
+
+
+def compacted(output: dict[str, Any]) -> dict[str, Any]:
+    """A run without each round's time, the host's name, and what pytest-benchmark says of its options."""
+    info = output["machine_info"]
+    machine: dict[str, Any] = {name: info[name] for name in MACHINE if name in info}
+    machine["cpu"] = {"brand_raw": (info.get("cpu") or {}).get("brand_raw")}
+    kept = {name: output[name] for name in ("datetime", "questions", "outcomes") if name in output}
+    return {"machine_info": machine, **kept, **{each: [_entry(entry) for entry in output[each]] for each in LISTS}}
+
+
+def _entry(entry: dict[str, Any]) -> dict[str, Any]:
+    stats = entry.get("stats")
+    kept = {name: entry[name] for name in ENTRY if name in entry}
+    return kept | {"stats": stats and {name: stats[name] for name in STATS if name in stats}}
+
+
+def _record(name: str) -> Path:
+    return RECORDS / f"{name}.json.gz"
+
+
 def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
-    """Newer results, and of the older ones the rows of tests, and their questions, that are not among the newer."""
+    """Newer results, and of the older ones the rows of tests, and their questions, that are not among the newer.
+
+    What either run said of all its rows is left out where it is not of all of these.
+    """
     result = dict(newer)
-    fresh = {row["fullname"] for kind in ("benchmarks", "unmeasured") for row in newer.get(kind, [])}
-    for kind in ("benchmarks", "unmeasured"):
-        kept = [row for row in older.get(kind, []) if row["fullname"] not in fresh]
-        result[kind] = [*kept, *newer.get(kind, [])]
-    asked = {question["text"] for question in newer.get("questions", [])}
-    kept = [question for question in older.get("questions", []) if question["text"] not in asked]
-    return {**result, "questions": [*kept, *newer.get("questions", [])]}
+    fresh = {row["fullname"] for kind in LISTS for row in newer.get(kind, [])}
+    kept = {kind: [row for row in older.get(kind, []) if row["fullname"] not in fresh] for kind in LISTS}
+    for kind in LISTS:
+        result[kind] = [*kept[kind], *newer.get(kind, [])]
+    groups = {row.get("group") for kind in LISTS for row in kept[kind]}
+    if groups:
+        result.pop("outcomes", None)
+    asked = [
+        {**question, "answer": None, "lines": []} if question["text"] in groups else question
+        for question in newer.get("questions", [])
+    ]
+    texts = {question["text"] for question in asked}
+    return {**result, "questions": [*(q for q in older.get("questions", []) if q["text"] not in texts), *asked]}
 
 
 def _pytest(*arguments: str) -> int:

@@ -16,22 +16,51 @@ from shardmark.report.tables import render
 MOST = 20
 """Lines of a list; the others are counted."""
 
+COMMENT = 65_536
+"""Characters of a comment on GitHub, at most."""
 
-def markdown(runs: Sequence[tuple[str, Entry]]) -> str:
+NO_ROOM = "\n{} of {} tables are left out, for which a comment has no room.\n"
+
+
+def markdown(runs: Sequence[tuple[str, Entry]], most: int | None = None) -> str:
     """The last of these runs, by the names of their files, and what has changed since the others.
 
-    Raises RunFileError, in one line, where one of them is of another version of this suite.
+    Of `most` characters the tables have what the rest leaves them; those for which there is no room are counted.
+    Raises RunFileError, in one line, where a run is of another version of this suite.
     """
     *others, (name, run) = runs
     compared = [of_this_version(changes, before, older, run, before) for before, older in others]
-    lines = of_this_version(lambda run: list(_lines(Summary.of(run), compared)), name, run)
-    return "\n".join(lines).encode("utf-8", "backslashreplace").decode()
+    short, tables = of_this_version(_parts, name, run, compared)
+    room = None if most is None else most - len(short) - len(NO_ROOM)
+    shown: list[str] = []
+    for table in tables:
+        if room is not None and sum(map(len, shown)) + len(table) > room:
+            break
+        shown.append(table)
+    text = short + "".join(shown)
+    if len(shown) < len(tables):
+        text += NO_ROOM.format(len(tables) - len(shown), len(tables))
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _lines(summary: Summary, compared: Sequence[Changes]) -> Iterator[str]:
+def _parts(run: Entry, compared: Sequence[Changes]) -> tuple[str, list[str]]:
+    """All but the tables, and each table."""
+    summary = Summary.of(run)
+    return _joined(_in_short(summary, compared)), [
+        _joined(["", f"<details><summary>{inert(title)}</summary>", "", *_fenced(lines), "", "</details>"])
+        for title, lines in render(summary.entries, summary.questions)
+    ]
+
+
+def _joined(lines: Iterable[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _in_short(summary: Summary, compared: Sequence[Changes]) -> Iterator[str]:
     outcomes = summary.outcomes
     yield "# What this run says"
-    yield from ("", f"{inert(summary.where())}  ", inert(summary.what()))
+    when = f"  \nMeasured on {inert(summary.date)}." if summary.date else ""
+    yield from ("", f"{inert(summary.where())}  ", f"{inert(summary.what())}{when}")
     yield from _listed("Failed", outcomes.failed, summary)
     yield from _listed("Undecided", outcomes.undecided, summary)
     for each in compared:
@@ -46,9 +75,6 @@ def _lines(summary: Summary, compared: Sequence[Changes]) -> Iterator[str]:
     yield from ("", "## Answers", "")
     yield from _table(["question", "answer"], [(name, said) for name, (*_, said) in zip(names, answers, strict=True)])
     yield from ("", "## Tables")
-    for title, lines in render(summary.entries, summary.questions):
-        yield from ("", f"<details><summary>{inert(title)}</summary>", "", *_fenced(lines), "", "</details>")
-    yield ""
 
 
 def _listed(title: str, tests: dict[str, str], summary: Summary) -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardmark.growing import Entry, GrowingFile, dumped
+from shardmark.report.markdown import COMMENT, markdown
 
 NEEDED = ("jinja2", "vl_convert")
 """What draws a page, by the names of the modules."""
@@ -32,17 +33,20 @@ class Report:
         self.written = False
         self.outcome = f"{option}: no report, as nothing was measured"
         """What to say of it in the end, in one line."""
+        self._most = COMMENT if option == "--report" else None
+        """Characters of Markdown: a run's is for a pull request, one of saved runs may be a document."""
         self._file = GrowingFile(path, option=option)
 
     def write(self, runs: Sequence[tuple[str, Entry]]) -> None:
         """Of the last of these runs, by the names of their files. Raises RunFileError for another version's, and
         OSError where the disk has no room."""
         if self.path.suffix == ".md":
-            from shardmark.report.markdown import markdown as write
+            text = markdown(runs, self._most)
         else:
-            from shardmark.report.page import page as write  # what draws takes a second to import
+            from shardmark.report.page import page  # what draws takes a second to import
 
-        self._file.replace(write(runs))
+            text = page(runs)
+        self._file.replace(text)
         self.written, self.outcome = True, str(self.path)
 
     def write_run(self, output: Entry, older: Sequence[tuple[str, Entry]] = ()) -> bool:

@@ -1,8 +1,10 @@
-"""A run's file, as `--benchmark-json` wrote it: read, or refused in one line."""
+"""A run's file, as `--benchmark-json` wrote it, or compressed (`.json.gz`): read, or refused in one line."""
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,7 +46,10 @@ def read_json(path: Path, shown: str) -> Any:
     try:
         if path.exists() and not path.is_dir() and not path.is_file():
             raise RunFileError(f"{shown}: not a regular file")
-        return json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
+        return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise RunFileError(f"{shown} is not whole, or not compressed: {error}") from None
     except OSError as error:
         raise RunFileError(f"{shown}: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -18,12 +18,13 @@ from shardmark.report.questions import Questions
 
 @dataclass(frozen=True)
 class Summary:
-    """A run's rows, its questions, how its tests ended, and `machine_info`."""
+    """A run's rows, its questions, how its tests ended, `machine_info`, and of a saved run the date."""
 
     entries: list[Entry]
     questions: Questions
     outcomes: Outcomes
     machine: dict[str, Any]
+    date: str = ""
 
     @classmethod
     def of(cls, output: Entry) -> Summary:
@@ -35,7 +36,8 @@ class Summary:
             rows = {entry["fullname"]: entry["extra_info"] for entry in entries}
             failed = {test: row.get("why") or FAIL for test, row in rows.items() if row["verdict"] == FAIL}
             outcomes = Outcomes(failed=failed)
-        return cls(entries, Questions.of(output.get("questions", ())), outcomes, output["machine_info"])
+        questions, date = Questions.of(output.get("questions", ())), str(output.get("datetime") or "")[:10]
+        return cls(entries, questions, outcomes, output["machine_info"], date)
 
     def where(self) -> str:
         """The machine, in a line."""
