@@ -66,9 +66,9 @@ def page(runs: Sequence[tuple[str, Entry]]) -> str:
 
 
 def _clean(value: Any) -> Any:
-    """The same, its texts without what is no character to show; without each round's time, which nothing here shows."""
+    """The same, its texts without what is neither a character to show nor a new line; each round's time is left out."""
     if isinstance(value, str):
-        return value if value.isprintable() else printable(value)
+        return value if value.isprintable() else "\n".join(map(printable, value.split("\n")))
     if isinstance(value, list):
         return [_clean(each) for each in value]
     if isinstance(value, dict):
