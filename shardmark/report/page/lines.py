@@ -73,12 +73,12 @@ def _curve(plot: Lines, entry: Entry) -> list[dict[str, Any]]:
         x, y = (number(entry, where) for where in plot.best)
         if x is not None and y is not None:
             best = {"name": name, "x": in_unit(x * plot.x_scale, ""), "y": in_unit(y, plot.unit)}
-            points.append({**best, "kind": "least by the model", "panel": ""})
+            points += [{**best, "kind": kind, "panel": ""} for kind in ("model", "least by the model")]
     return points
 
 
 def _lines_spec(plot: Lines, data: list[dict[str, Any]]) -> Spec:
-    sizes = sorted({each["x"] for each in data if each["kind"] != "least by the model"})
+    sizes = sorted({each["x"] for each in data if each["kind"] in ("measured", "limit")})
     panels = len({each["panel"] for each in data})
     measured = list(dict.fromkeys(each["name"] for each in data if each["kind"] == "measured"))
     models = list(dict.fromkeys(each["name"] for each in data if each["kind"] != "measured"))

@@ -100,7 +100,7 @@ def draw(spec: Spec, name: str, title: str, description: str) -> tuple[str, int]
 
 _STYLED = re.compile(
     r'\s(?:font-family|pointer-events|class)="[^"]*"|\s(?:font-weight="normal"|opacity="1"|stroke-width="1"|font-size="12px")'
-    rf'|(?<=") fill="{re.escape(INK)}"(?=>)'
+    rf'|(?<=") fill="{re.escape(INK)}"(?=(?: opacity="1")?>)'
 )
 """What page.css says of a plot's text, and what nobody sees: a third of the file."""
 
