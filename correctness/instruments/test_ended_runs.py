@@ -80,7 +80,7 @@ def folder(tmp_path: Path) -> Path:
 @moments()
 def test_a_signal_ends_the_run_with_its_rows_and_tables(moment: Moment, number: signal.Signals, folder: Path) -> None:
     ended = forked(folder, *OPTIONS, fault=moment.fault((number,)))
-    assert (ended.status, ended.has_table) == (moment.status, moment.table), ended.output
+    assert (ended.status, ended.has_screen) == (moment.status, moment.table), ended.output
     assert ended.rows() == list(range(moment.rows))
     assert leftovers(folder) == ({"out.json"} if moment.rows else set())
     assert "Traceback" not in ended.output
@@ -108,9 +108,9 @@ def test_a_killed_run_has_the_rows_before_and_the_next_one_takes_over(moment: Mo
 def test_signals_that_come_together_are_one(numbers: tuple[signal.Signals, ...], folder: Path) -> None:
     """A scheduler that is in earnest, a user who is impatient."""
     ended = forked(folder, *OPTIONS, fault=SignalIn("rowfile:RowFile.add", numbers, after=True, call=2))
-    assert ended.rows() == [0, 1] and ended.has_table and ended.status == 2, ended.output
+    assert ended.rows() == [0, 1] and ended.has_screen and ended.status == 2, ended.output
     ended = forked(folder, *OPTIONS, fault=SignalIn("rowfile:RowFile._write_whole", numbers))
-    assert ended.rows() == [0, 1, 2] and ended.has_table and ended.status == 2, ended.output
+    assert ended.rows() == [0, 1, 2] and ended.has_screen and ended.status == 2, ended.output
 
 
 def hang_up_below_nohup() -> None:
@@ -120,13 +120,13 @@ def hang_up_below_nohup() -> None:
 
 def test_a_signal_that_is_ignored_ends_nothing(folder: Path) -> None:
     ended = forked(folder, *OPTIONS, fault=hang_up_below_nohup)
-    assert (ended.status, ended.rows()) == (0, [0, 1, 2]) and ended.has_table, ended.output
+    assert (ended.status, ended.rows()) == (0, [0, 1, 2]) and ended.has_screen, ended.output
 
 
 def test_a_signal_as_fixtures_are_torn_down_costs_no_table(folder: Path) -> None:
     project(folder, test_atorn=TEARDOWN.format("SIGTERM"), conftest=conftest_with(TEARDOWN.format("SIGTERM")))
     ended = forked(folder, *OPTIONS)
-    assert ended.rows() == [0, 1, 2] and ended.has_table, ended.output
+    assert ended.rows() == [0, 1, 2] and ended.has_screen, ended.output
 
 
 def conftest_with(more: str) -> str:
@@ -150,6 +150,6 @@ def test_killed_while_rows_are_rescued_it_still_has_them(folder: Path) -> None:
         ended = forked(folder, *options, fault=fault, environment={"TMPDIR": str(temporary)})
         (rescued,) = temporary.glob("shardmark-rows-*.json")
         assert numbers(rescued) == rows
-        assert KILL in fault.numbers or (ended.has_table and len(ended.lines(f"all rows are in {rescued}")) == 1)
+        assert KILL in fault.numbers or (ended.has_screen and len(ended.lines(f"all rows are in {rescued}")) == 1)
         for left in temporary.iterdir():
             left.unlink()

@@ -32,3 +32,4 @@ def test_the_workflow_gates_and_updates(planted: pytest.Pytester, monkeypatch: p
     run(planted, *gate, a=figures()).assert_outcomes(passed=1)
     run(planted, *gate, a=figures(tensors=4001)).assert_outcomes(failed=1)
     assert (planted.path / "new.json").exists()
+    assert "## Against baseline.json: 1 slower or larger" in (planted.path / "new.md").read_text()

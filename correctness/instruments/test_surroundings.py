@@ -110,7 +110,7 @@ def test_a_run_that_lacks_it_measures_all_and_leaves_nothing(lack: str, tmp_path
     LACKS[lack](run)
     ended = run.run()
     tmp_path.chmod(0o755)
-    assert ended.status == 0 and ended.has_table, ended.output
+    assert ended.status == 0 and ended.has_screen, ended.output
     (out,) = tmp_path.rglob("out.json")
     assert numbers(out) == [0, 1, 2]
     assert wait_until(lambda: not running(tag), 20)
@@ -135,7 +135,7 @@ def test_without_a_network_one_line_says_so_and_rows_are_kept(tmp_path: Path) ->
     run = Fresh(project(tmp_path), ["--benchmark-json=out.json", "-rs"])
     without("unshare", "-n")(run)
     ended = run.run()
-    assert (ended.status, ended.rows()) == (0, [0, 1, 2]) and ended.has_table, ended.output
+    assert (ended.status, ended.rows()) == (0, [0, 1, 2]) and ended.has_screen, ended.output
     assert len(ended.lines(": ranks talk over the loopback interface, and it is down: ip link set lo up")) == 1
 
 
@@ -160,7 +160,7 @@ def too_small_for_three_rows() -> None:
 
 def test_where_no_disk_has_room_the_first_rows_are_kept_and_all_are_in_the_table(tmp_path: Path) -> None:
     ended = forked(project(tmp_path), "--benchmark-json=out.json", "-k", "test_row", fault=too_small_for_three_rows)
-    assert ended.status == 0 and ended.has_table
+    assert ended.status == 0 and ended.has_screen
     kept = ended.rows()
     assert kept and kept == list(range(len(kept))) and len(kept) < 3
     (line,) = ended.lines("--benchmark-json: ")
@@ -237,7 +237,7 @@ def test_odd(name, benchmark):
 def test_what_json_has_no_word_for_is_text_in_its_own_row(tmp_path: Path) -> None:
     options = ("--benchmark-json=out.json", "--benchmark-save=all", "-k", "test_odd or test_row")
     ended = forked(project(tmp_path, test_odd=ODD), *options)
-    assert ended.status == 0 and ended.has_table, ended.output
+    assert ended.status == 0 and ended.has_screen, ended.output
     assert len(ended.lines("--benchmark-save: LookupError: no text")) == 1  # pytest-benchmark's own file
     entries = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)["benchmarks"]
     assert [list(entry["extra_info"].values()) for entry in entries if entry["name"].startswith("test_odd")] == [
@@ -257,7 +257,7 @@ def clock_jumps() -> None:
 
 def test_a_clock_that_jumps_changes_no_row(tmp_path: Path) -> None:
     ended = forked(project(tmp_path), "--benchmark-json=out.json", "-k", "test_row", fault=clock_jumps)
-    assert ended.status == 0 and ended.rows() == [0, 1, 2] and ended.has_table, ended.output
+    assert ended.status == 0 and ended.rows() == [0, 1, 2] and ended.has_screen, ended.output
 
 
 def test_a_path_that_is_no_text_is_printed_as_what_it_is(tmp_path: Path) -> None:

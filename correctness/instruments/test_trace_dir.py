@@ -95,9 +95,13 @@ def _run(project: pytest.Pytester, *args: str) -> tuple[pytest.RunResult, dict[s
 
 
 def _ranges(path: Path) -> set[str]:
-    """Names of the trace's ranges. Raises where the file is no JSON."""
+    """Names of the trace's ranges. Raises where the file is not what chrome://tracing and Perfetto read: JSON whose
+    complete events have a name, a process, a thread, and in microseconds a beginning and a duration."""
     events = json.loads(path.read_text())["traceEvents"]
-    return {event["name"] for event in events if event.get("cat") == "user_annotation"}
+    complete = [event for event in events if event["ph"] == "X"]
+    assert complete and all({"name", "pid", "tid", "ts", "dur"} <= event.keys() for event in complete)
+    assert all(isinstance(event[name], int | float) for event in complete for name in ("ts", "dur"))
+    return {event["name"] for event in complete if event.get("cat") == "user_annotation"}
 
 
 def test_each_case_and_rank_has_a_trace_with_its_phases_and_modules(project: pytest.Pytester) -> None:

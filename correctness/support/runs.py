@@ -88,8 +88,8 @@ class Ended:
         return numbers(path) if path.exists() else []
 
     @property
-    def has_table(self) -> bool:
-        return any(line.startswith("case 0 ") for line in self.output.splitlines())
+    def has_screen(self) -> bool:
+        return any(line.startswith("What does a row cost?  ") for line in self.output.splitlines())
 
     def lines(self, text: str) -> list[str]:
         return [line for line in self.output.splitlines() if text in line]

@@ -14,6 +14,7 @@ from shardmark.evidence import FAIL, MISSED, REACHED, UNDECIDED
 from shardmark.report.columns import Entry, goal_outcomes
 from shardmark.report.outcomes import Outcomes
 from shardmark.report.questions import Questions
+from shardmark.report.ranking import times
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,12 @@ class Summary:
     def missed(self) -> Iterator[tuple[str, str]]:
         """The name of each row that misses a goal, and by what."""
         for entry in self.entries:
-            row = entry["extra_info"]
-            for goal, outcome in goal_outcomes(row):
-                if outcome == MISSED:
-                    time = row["time"]
-                    figure = f"{time['ratio']:.2f}x {time['peer']}, " if time.get("outcome") == MISSED else ""
-                    yield self.name(entry["fullname"]), f"{figure}goal {goal}"
+            time, limit = entry["extra_info"]["time"], entry["extra_info"]["limit"]
+            if time.get("outcome") == MISSED:
+                yield self.name(entry["fullname"]), f"{times(time['ratio'])} {time['peer']}, goal {time['goal']:.3g}"
+            for figure, goal in limit.get("goals", {}).items():
+                if goal["outcome"] == MISSED:
+                    yield self.name(entry["fullname"]), f"{figure} {limit[figure]:.0%}, goal {goal['goal']:.0%}"
 
 
 def _in_words(ranks: list[int]) -> str:
