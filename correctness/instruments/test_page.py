@@ -20,7 +20,6 @@ from correctness.support.planted_rows import figures
 from correctness.support.planted_rows import planted as planted
 from correctness.support.planted_rows import run as play
 from shardmark.report.__main__ import main
-from shardmark.report.layout import printable
 from shardmark.report.output import Report
 from shardmark.report.page import page
 from shardmark.report.page.changes import changes
@@ -62,9 +61,16 @@ def test_each_plot_is_there_with_its_table_and_its_download(title: str, drawn: s
 
 
 def test_every_row_is_there(drawn: str) -> None:
-    names = [printable(row["extra_info"]["implementation"]) for row in run()["benchmarks"]]
+    names = [row["extra_info"]["implementation"].partition("\u202e")[0] for row in run()["benchmarks"]]
     tables = html.unescape(" ".join(re.findall(r"<table id=.*?</table>", drawn, re.S)))
     assert all(name in tables for name in names)
+
+
+def test_first_comes_what_ran_what_failed_and_what_wins(drawn: str) -> None:
+    first = html.unescape(drawn.partition('<section class="question"')[0])
+    places = [first.index(each) for each in ("a CPU", "failed large: peak 3 MiB\n", "A question?</a></dt><dd>42</dd>")]
+    assert places == sorted(places) and "of 2 MiB <b>at most</b></pre>" in first
+    assert "<b>" not in drawn and "a line\ntwo</pre>" in drawn
 
 
 def test_hostile_names_are_text(drawn: str) -> None:

@@ -43,7 +43,7 @@ def test_an_answer_stays_that_is_of_all_its_rows() -> None:
 
 def test_a_first_record_is_the_run() -> None:
     newer = {"benchmarks": _rows(a=1), "unmeasured": [], "questions": [], "outcomes": {"failed": {}}}
-    assert merged({}, newer) == newer
+    assert merged({}, newer) == newer | {"questions": []}
 
 
 def test_a_record_names_no_host_and_has_no_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

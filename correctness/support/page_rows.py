@@ -60,6 +60,7 @@ def entry(
         "limit": {"seconds": seconds / 3},
         "counters": {},
         "verdict": "pass",
+        "why": None,
     }
     test = f"test_planted[{name}-{case['id']}]"
     stats = {"mean": seconds, "stddev": seconds / 10, "data": [seconds] * 5}
@@ -77,12 +78,13 @@ def entry(
 def output(benchmarks: list[dict[str, Any]]) -> dict[str, Any]:
     """What a run writes of them."""
     machine = {"device": "cpu", "gpus": [], "cores": 2, "threads": 2, "torch": "2.13.0", "cpu": {"brand_raw": "a CPU"}}
+    said = {"columns": ["case", "implementation", "time ms"], "short": "a", "answer": "42", "lines": ["a line", "two"]}
     plots = [saved(plot) for plot in (LENGTHS, BUCKETS, PUBLISHED)]
     return {
         "machine_info": {**machine, "device_bytes": 4 * 2**20},
         "commit_info": {"id": "0" * 40},
         "datetime": "2026-01-01T00:00:00",
-        "questions": [{"text": "A question?", "columns": ["case", "implementation", "time ms"], "plots": plots}],
+        "questions": [{"text": "A question?", **said, "plots": plots}],
         "unmeasured": [],
         "benchmarks": benchmarks,
     }
@@ -91,7 +93,7 @@ def output(benchmarks: list[dict[str, Any]]) -> dict[str, Any]:
 def run() -> dict[str, Any]:
     """One that has all plots."""
     rows = [
-        entry(name, {"id": f"s{seq}", "seq": seq}, seconds=seq * 1e-5 * factor)
+        entry(name, {"id": f"s{seq}", "seq": seq}, seconds=seq * 1e-5 * factor, limit={"seconds": seq * 3e-6})
         for name, factor in (("eager", 1), ("flash", 2))
         for seq in (128, 256, 512)
     ]
@@ -107,7 +109,7 @@ def run() -> dict[str, Any]:
     rows.append(entry("staged", {"id": "stages"}, memory={"stages": stages}))
     phases = {"forward": {"categories": {"matrix product": 0.01, "softmax": 0.002}}}
     rows.append(entry("profiled", {"id": "kernels"}, kernels={"phases": phases}))
-    rows.append(entry("failed", {"id": "large"}, verdict="fail"))
+    rows.append(entry("failed", {"id": "large"}, verdict="fail", why="peak 3 MiB\nof 2 MiB <b>at most</b>"))
     rows.append(entry(HOSTILE, {"id": HOSTILE}, group=HOSTILE))
     return output(rows)
 

@@ -35,7 +35,7 @@ class Summary:
             outcomes = Outcomes.of(output["outcomes"])
         else:
             rows = {entry["fullname"]: entry["extra_info"] for entry in entries}
-            failed = {test: row["why"] or FAIL for test, row in rows.items() if row["verdict"] == FAIL}
+            failed = {test: row.get("why") or FAIL for test, row in rows.items() if row["verdict"] == FAIL}
             outcomes = Outcomes(failed=failed)
         questions, date = Questions.of(output.get("questions", ())), str(output.get("datetime") or "")[:10]
         return cls(entries, questions, outcomes, output["machine_info"], date)

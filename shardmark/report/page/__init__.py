@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
-from shardmark.report.columns import Entry, goal_outcomes
+from shardmark.report.columns import Entry
 from shardmark.report.layout import printable
+from shardmark.report.outcomes import first_line
 from shardmark.report.page.changes import changes
 from shardmark.report.page.figure import Figure
 from shardmark.report.page.section import Section, section
 from shardmark.report.page.table import as_link
 from shardmark.report.page.vega import draw
 from shardmark.report.runfile import LISTS, of_this_version
+from shardmark.report.summary import Summary
 from shardmark.report.tables import case, question, together
 
 FOLDER = Path(__file__).parent
+OTHERS = "other measurements"
 HALF = 640
 """Pixels: a plot that is wider has the page's whole width, or its text would be too small."""
 
@@ -36,10 +38,11 @@ def page(runs: Sequence[tuple[str, Entry]]) -> str:
     named = [(printable(name), _clean(run)) for name, run in runs]
     compared = [of_this_version(changes, name, run, named[-1][1], name) for name, run in named[:-1]]
     sections = of_this_version(_sections, *named[-1])
+    summary: Summary = of_this_version(Summary.of, *named[-1])
     numbers = count()
 
     def svg(figure: Figure) -> dict[str, Any]:
-        drawn, width = draw(figure.spec, f"plot-{next(numbers)}", figure.title, _described(figure))
+        drawn, width = draw(figure.spec, f"plot-{next(numbers)}", figure.title, _described(figure), figure.names)
         return {"svg": Markup(drawn), "whole": width > HALF}
 
     script = (FOLDER / "page.js").read_text(encoding="utf-8")
@@ -47,8 +50,10 @@ def page(runs: Sequence[tuple[str, Entry]]) -> str:
     text = environment.get_template("page.html").render(
         machines=[(name, _machine(run)) for name, run in named],
         name=named[-1][0],
-        counts=_counts(_entries(named[-1][1])),
-        failed=[each for each in _entries(named[-1][1]) if each["extra_info"].get("verdict") == "fail"],
+        summary=summary,
+        answers=_answers(summary),
+        asked=[each.title for each in sections],
+        first_line=first_line,
         compared=compared,
         sections=sections,
         svg=svg,
@@ -61,9 +66,9 @@ def page(runs: Sequence[tuple[str, Entry]]) -> str:
 
 
 def _clean(value: Any) -> Any:
-    """The same, its texts without what is no character to show; without each round's time, which nothing here shows."""
+    """The same, its texts without what is neither a character to show nor a new line; each round's time is left out."""
     if isinstance(value, str):
-        return value if value.isprintable() else printable(value)
+        return value if value.isprintable() else "\n".join(map(printable, value.split("\n")))
     if isinstance(value, list):
         return [_clean(each) for each in value]
     if isinstance(value, dict):
@@ -80,7 +85,7 @@ def _sections(run: Entry) -> list[Section]:
     questions = {each["text"]: each for each in run.get("questions", [])}
     device_bytes = run["machine_info"].get("device_bytes")
     return [
-        section(text or "other measurements", together(list(entries), case), questions.get(text, {}), device_bytes)
+        section(text or OTHERS, together(list(entries), case), questions.get(text, {}), device_bytes)
         for text, entries in groupby(together(_entries(run), question), key=question)
     ]
 
@@ -107,12 +112,10 @@ def _machine(run: Entry) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in found.items() if value]
 
 
-def _counts(entries: Sequence[Entry]) -> list[str]:
-    """How many rows there are, and what came of them; how many goals, and whether they were reached."""
-    verdicts = Counter(str(entry["extra_info"].get("verdict") or "without a budget") for entry in entries)
-    goals = Counter(outcome for entry in entries for _, outcome in goal_outcomes(entry["extra_info"]))
-    shown = [f"{len(entries)} rows", *(f"{times} {verdict}" for verdict, times in verdicts.most_common())]
-    return [*shown, *(f"goals {outcome}: {times}" for outcome, times in goals.most_common())]
+def _answers(summary: Summary) -> dict[str, str]:
+    """By question."""
+    answers = summary.questions.answers(summary.entries, summary.outcomes)
+    return {text or OTHERS: said for text, _, said in answers}
 
 
 def _described(figure: Figure) -> str:

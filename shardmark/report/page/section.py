@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmark.report.columns import Entry
-from shardmark.report.fits import peaks_by_length
 from shardmark.report.page.bars import time_and_peak, time_by_kernel, time_by_part
 from shardmark.report.page.figure import Absent, Drawn, Figure
 from shardmark.report.page.lines import lines, points
@@ -25,7 +24,7 @@ class Section:
     absent: list[Absent]
     table: Table
     lines: list[str]
-    """What is said under the table."""
+    """What the terminal has under the table with -v."""
 
 
 def section(title: str, entries: Sequence[Entry], question: Mapping[str, Any], device_bytes: float | None) -> Section:
@@ -37,7 +36,7 @@ def section(title: str, entries: Sequence[Entry], question: Mapping[str, Any], d
         [each for each in drawn if isinstance(each, Figure)],
         [each for each in drawn if isinstance(each, Absent)],
         table(entries, question),
-        [line for line in peaks_by_length(entries) if line],
+        [*question.get("lines", [])],
     )
 
 
