@@ -27,6 +27,7 @@ from shardmark.judge import Judge, implementation_of
 from shardmark.link import Link
 from shardmark.machine import begin_with_own_device, keep_compiled_code_apart, requires_compiler
 from shardmark.measure import Measure
+from shardmark.options import add_options
 from shardmark.rank import WorldError, WorldLostError
 from shardmark.registry import RegistryError, Unsupported
 from shardmark.report import screen
@@ -43,82 +44,8 @@ WorldsBySize = Callable[[int], World]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options; `shardmark.session` checks their values."""
-    group = parser.getgroup("shardmark")
-    group.addoption("--device", default="auto", help="where tensors live: auto (CUDA where it works), cpu or cuda")
-    group.addoption(
-        "--scale",
-        default="auto",
-        help="grid of cases: auto (paper on CUDA, laptop on CPU), "
-        "smoke (seconds), laptop (minutes), paper (the telling sizes of what people publish) or full (all)",
-    )
-    group.addoption("--ranks", default=None, metavar="N,N", help="world sizes to use, such as 2,4")
-    group.addoption(
-        "--link",
-        default=None,
-        metavar="RATE",
-        help="have the ranks live on two hosts, as two network namespaces, joined by a link of that rate, such as "
-        "1gbit; needs root and iproute2",
-    )
-    group.addoption(
-        "--impl",
-        action="append",
-        default=[],
-        metavar="FAMILY=TARGET",
-        help="run one family alone, on this implementation: a registered name, module:attribute or "
-        "file.py:attribute; repeatable",
-    )
-    group.addoption(
-        "--implementations",
-        action="store_true",
-        help="print every family's implementations and whether each runs here, and stop",
-    )
-    group.addoption(
-        "--budgets",
-        default=None,
-        metavar="FILE",
-        help="your own limits, a TOML table per test-id pattern with `seconds` (of a step) and `bytes` (peak)",
-    )
-    group.addoption(
-        "--against",
-        default=None,
-        metavar="OLD.json",
-        help="fail on what got slower or larger, beyond noise, since the run that wrote that file of --benchmark-json",
-    )
-    group.addoption(
-        "--against-ref",
-        default=None,
-        metavar="REF",
-        help="run each case in that commit, branch or tag as well, in turns, and fail on what is slower or larger now",
-    )
-    group.addoption(
-        "--update-baseline",
-        action="store_true",
-        help="write what this run measures to the file of --against, whatever got slower or larger",
-    )
-    group.addoption(
-        "--report",
-        default=None,
-        metavar="OUT.html",
-        help="write the page of this run: plots and tables in one file; with OUT.md, Markdown for a pull request",
-    )
-    group.addoption(
-        "--trace-dir",  # --trace is pytest's own: it breaks into the debugger
-        default=None,
-        metavar="DIR",
-        help="profile one more step of each measured case: a Chrome trace, and on CUDA a memory snapshot, in DIR",
-    )
-    group.addoption(
-        "--seed",
-        default="0",
-        help="of the inputs that tests draw: the same ones in each run, unless another seed is given",
-    )
-    group.addoption(
-        "--deadline",
-        default=None,
-        metavar="SECONDS",
-        help="how long a test may take on what --impl names before it counts as hung: 60; 3 once it has hung",
-    )
+    """The options."""
+    add_options(parser)
 
 
 @pytest.hookimpl(tryfirst=True)
