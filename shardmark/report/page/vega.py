@@ -93,7 +93,8 @@ def room(names: Iterable[str]) -> float:
 
 
 def draw(spec: Spec, name: str, title: str, description: str, names: Sequence[str] = ()) -> tuple[str, int]:
-    """The SVG of a Vega-Lite specification, and its width. Its ids begin with `name`, which no other plot has.
+    """The SVG of a Vega-Lite specification, and its width. Its title's ids begin with `name`, which no other
+    plot has; Vega-Lite gives none to what is drawn here.
 
     `names` are those of an axis whose stand-ins the specification has.
     """
@@ -107,7 +108,6 @@ def draw(spec: Spec, name: str, title: str, description: str, names: Sequence[st
     body = re.sub(r'(?<= d=")M[^"<>a-zB-KN-Y]+(?=Z?")', _with_straight_lines, body)
     body = _STYLED.sub("", body)
     body = _INVISIBLE.sub("", body)
-    body = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", body)
     body = re.sub("[\ue000-\uf8ff]", lambda found: _escaped(names[ord(found[0]) - _FIRST]), body)
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{name}-title {name}-description"'
