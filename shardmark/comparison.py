@@ -11,8 +11,8 @@ from shardmark.against import Change, Compared
 from shardmark.evidence import FAIL, UNDECIDED
 from shardmark.report.layout import printable
 
-MOST_BETTER = 10
-"""Lines on what is better; the others are counted."""
+MOST = 10
+"""Lines on what is worse, and on what is better; without -v the others are counted."""
 
 
 class Comparison:
@@ -33,14 +33,13 @@ class Comparison:
         worse, better = (
             self._lines(chosen) for chosen in (lambda each: each.verdict == FAIL, lambda each: each.better)
         )
-        terminal.write_line(f"slower or larger: {len(worse)}", red=bool(worse))
-        for line in worse:
-            terminal.write_line(line)
-        terminal.write_line(f"faster or smaller: {len(better)}", green=bool(better))
-        for line in better[:MOST_BETTER]:
-            terminal.write_line(line)
-        if len(better) > MOST_BETTER:
-            terminal.write_line(f"  and {len(better) - MOST_BETTER} more")
+        for title, lines, style in (("slower or larger", worse, "red"), ("faster or smaller", better, "green")):
+            terminal.write_line(f"{title}: {len(lines)}", **{style: bool(lines)})
+            shown = lines if terminal.config.option.verbose > 0 else lines[:MOST]
+            for line in shown:
+                terminal.write_line(line)
+            if len(lines) > len(shown):
+                terminal.write_line(f"  and {len(lines) - len(shown)} more")
 
     def _counts(self) -> Iterator[str]:
         for what in ("time", "memory", "counters"):
