@@ -118,7 +118,7 @@ UNITS: dict[str, tuple[float, str]] = {
 """By the unit in the rows: what one of the unit that people read is, and its name."""
 
 
-LONGEST = 60
+LONGEST = 80
 """Characters of a name in a plot; the table has all of it."""
 
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from shardmark.kernels import CATEGORIES
 from shardmark.report.columns import Entry
 from shardmark.report.page.figure import Cell, Figure, first, in_unit, titled
-from shardmark.report.page.vega import INK, SERIES, Spec
+from shardmark.report.page.vega import INK, SERIES, Spec, room, stand_ins
 from shardmark.report.plots import figure, finite, labels, number
 
 PARTS = ("forward", "backward", "communication", "optimizer")
 """Of a step; a test may time others."""
 
 _TENSORS, _WORKSPACE, _FORMULA = "tensors", "workspace", "formula of the tensors"
-_WIDTH = 230
+_WIDTH = 200
 
 
 def time_and_peak(entries: Sequence[Entry]) -> Figure | None:
@@ -33,13 +33,16 @@ def time_and_peak(entries: Sequence[Entry]) -> Figure | None:
         times = (in_unit(number(entry, f"stats.{name}"), "s") for name in ("mean", "stddev"))
         nbytes = (in_unit(finite(memory.get(name)), "B") for name in ("tensors", "workspace", "formula"))
         rows.append([label, *times, *nbytes])
+    names = [str(row[0]) for row in rows]
+    shorts = stand_ins(names)
+    bars = [[shorts[str(name)], *each] for name, *each in rows]
     panels = []
     if any(row[1] is not None for row in rows):
-        panels.append(_time(rows))
+        panels.append(_time(bars, room(names)))
         notes.append("Time: the mean of the rounds, ± their standard deviation.")
     if any(row[3] is not None for row in rows):
-        panels.append(_peak(rows, with_names=not panels))
-    return Figure("Step time and peak memory", {"hconcat": panels, "spacing": 12}, columns, rows, notes)
+        panels.append(_peak(bars, None if panels else room(names)))
+    return Figure("Step time and peak memory", {"hconcat": panels, "spacing": 12}, columns, rows, notes, names)
 
 
 def time_by_part(entries: Sequence[Entry]) -> Figure | None:
@@ -74,9 +77,9 @@ def _parts(entry: Entry) -> Entry:
     return found if isinstance(found := figure(entry, "time.parts"), dict) else {}
 
 
-def _named(rows: Sequence[Sequence[Cell]], with_names: bool) -> Spec:
-    """The rows from top to bottom, those without a bar in this panel too."""
-    axis = {"title": None, "domain": False, "ticks": False} if with_names else None
+def _named(rows: Sequence[Sequence[Cell]], width: float | None) -> Spec:
+    """The rows from top to bottom, those without a bar in this panel too, their names in so many pixels."""
+    axis = None if width is None else {"title": None, "domain": False, "minExtent": width}
     return {
         "field": "name",
         "type": "nominal",
@@ -86,7 +89,7 @@ def _named(rows: Sequence[Sequence[Cell]], with_names: bool) -> Spec:
     }
 
 
-def _time(rows: Sequence[Sequence[Cell]]) -> Spec:
+def _time(rows: Sequence[Sequence[Cell]], width: float) -> Spec:
     data = [
         {"name": name, "mean": mean, "low": max(0.0, mean - (spread or 0)), "high": mean + (spread or 0)}
         if isinstance(mean, float) and not isinstance(spread, str)
@@ -98,7 +101,7 @@ def _time(rows: Sequence[Sequence[Cell]]) -> Spec:
         "data": {"values": data},
         "width": _WIDTH,
         "height": {"step": 20},
-        "encoding": {"y": _named(rows, with_names=True)},
+        "encoding": {"y": _named(rows, width)},
         "layer": [
             {
                 "mark": {"type": "bar", "height": 13, "color": SERIES[0]},
@@ -113,7 +116,7 @@ def _time(rows: Sequence[Sequence[Cell]]) -> Spec:
     }
 
 
-def _peak(rows: Sequence[Sequence[Cell]], with_names: bool) -> Spec:
+def _peak(rows: Sequence[Sequence[Cell]], width: float | None) -> Spec:
     data = [
         {"name": name, "part": part, "MiB": amount}
         for name, _, _, tensors, workspace, _ in rows
@@ -131,7 +134,7 @@ def _peak(rows: Sequence[Sequence[Cell]], with_names: bool) -> Spec:
     return {
         "width": _WIDTH,
         "height": {"step": 20},
-        "encoding": {"y": _named(rows, with_names)},
+        "encoding": {"y": _named(rows, width)},
         "layer": [
             {
                 "data": {"values": data},
@@ -172,8 +175,10 @@ def _stacked(
 ) -> Figure:
     """A bar for each name, of those parts."""
     rows: list[list[Cell]] = [[name, *(amount for _, amount in each)] for name, each in amounts]
+    names = [name for name, _ in amounts]
+    shorts = stand_ins(names)
     data = [
-        {"name": row[0], "part": part, "order": place, "amount": amount}
+        {"name": shorts[str(row[0])], "part": part, "order": place, "amount": amount}
         for row in rows
         for place, (part, amount) in enumerate(zip(parts, row[1:], strict=True))
         if amount is not None
@@ -186,7 +191,7 @@ def _stacked(
         "height": {"step": 20},
         "mark": {"type": "bar", "height": 13},
         "encoding": {
-            "y": _named(rows, with_names=True),
+            "y": _named([[short] for short in shorts.values()], room(names)),
             "x": {"field": "amount", "type": "quantitative", "axis": {"title": titled("time", unit), "tickCount": 6}},
             "color": {
                 "field": "part",
@@ -197,4 +202,4 @@ def _stacked(
             "order": {"field": "order", "type": "quantitative"},
         },
     }
-    return Figure(title, spec, ["row", *(f"{part} ms" for part in parts)], rows, notes)
+    return Figure(title, spec, ["row", *(f"{part} ms" for part in parts)], rows, notes, names)

@@ -11,7 +11,7 @@ from shardmark.against import Change, Compared, Machine, OldRow, compared
 from shardmark.evidence import FAIL, UNDECIDED, Interval
 from shardmark.report.columns import Entry
 from shardmark.report.page.figure import Cell, Figure, first
-from shardmark.report.page.vega import INK, SERIES, Spec
+from shardmark.report.page.vega import INK, SERIES, Spec, room, stand_ins
 from shardmark.rows import Row
 
 WORSE, OPEN, BETTER = "slower or larger", UNDECIDED, "faster or smaller"
@@ -99,18 +99,21 @@ def _figure(ratios: dict[str, tuple[Interval, Interval]], name: str) -> Figure |
         for run, each in zip((name, "this run"), both, strict=True)
     ]
     shown = list(first(entries, notes))
+    tests = list(dict.fromkeys(str(each["test"]) for each in shown))
     rows: list[list[Cell]] = [[*map(str, (each["test"], each["run"])), *_numbers(each)] for each in entries]
     columns = ["test", "run", "ratio to peer", "interval from", "to"]
-    return Figure(f"Ratio to the peer, in {name} and now", _spec(shown, name), columns, rows, notes)
+    return Figure(f"Ratio to the peer, in {name} and now", _spec(shown, name, tests), columns, rows, notes, tests)
 
 
 def _numbers(each: Entry) -> list[float]:
     return [float(f"{each[key]:.4g}") for key in ("ratio", "low", "high")]
 
 
-def _spec(data: list[Entry], name: str) -> Spec:
+def _spec(data: list[Entry], name: str, tests: Sequence[str]) -> Spec:
+    shorts = stand_ins(tests)
+    data = [each | {"test": shorts[each["test"]]} for each in data]
     encoding = {
-        "y": {"field": "test", "type": "nominal", "sort": None, "axis": {"title": None}},
+        "y": {"field": "test", "type": "nominal", "sort": None, "axis": {"title": None, "minExtent": room(tests)}},
         "yOffset": {"field": "run", "sort": [name, "this run"]},
         "color": {
             "field": "run",

@@ -10,10 +10,14 @@ from shardmark.report.columns import Entry
 from shardmark.report.page.vega import Spec
 from shardmark.report.plots import UNITS
 
-MOST_ROWS = 40
+MOST_ROWS = 30
 """Rows of a plot that has a line of text for each; the table has all."""
 
 Cell = str | float | None
+
+
+MOST_LINES = 16
+"""Of a plot: more are told apart by nobody."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,8 @@ class Figure:
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     notes: Sequence[str] = field(default=())
+    names: Sequence[str] = field(default=())
+    """Of the axis for whose names the specification has stand-ins."""
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardmark.report.columns import Entry
-from shardmark.report.page.figure import Absent, Cell, Drawn, Figure, in_unit, titled
-from shardmark.report.page.vega import DASH, INK, SERIES, Spec, log_ticks, series
+from shardmark.report.page.figure import MOST_LINES, Absent, Cell, Drawn, Figure, first, in_unit, titled
+from shardmark.report.page.vega import DASH, INK, SERIES, Spec, log_ticks, room, series, stand_ins
 from shardmark.report.plots import Lines, Points, apart, figure, finite, labels, line_names, number
 
-MOST_LINES = 16
-"""More are told apart by nobody."""
 _WIDTH, _HEIGHT = 560, 280
 _HERE = "this run"
 
@@ -131,9 +129,10 @@ def _lines_spec(plot: Lines, data: list[dict[str, Any]]) -> Spec:
 
 def points(plot: Points, entries: Sequence[Entry]) -> Drawn:
     """Our figures filled, and hollow those that were published, metric by metric."""
+    notes: list[str] = []
     data: list[dict[str, Any]] = [
         {"name": label, "metric": metric, "value": in_unit(value, plot.units[metric]), "of": _HERE}
-        for label, entry in zip(labels(entries), entries, strict=True)
+        for label, entry in zip(labels(entries), first(entries, notes), strict=False)
         for metric, where in plot.ours.items()
         if (value := number(entry, where))
     ]
@@ -148,21 +147,25 @@ def points(plot: Points, entries: Sequence[Entry]) -> Drawn:
         if each.metric in plot.ours and each.value > 0
     ]
     metrics = [metric for metric in plot.ours if any(each["metric"] == metric for each in data)]
-    panels = [_points_panel(plot, data, metric, with_names=metric == metrics[0]) for metric in metrics]
+    shown = list(dict.fromkeys(each["name"] for each in data))
+    shorts = stand_ins(shown)
+    marks = [each | {"name": shorts[each["name"]]} for each in data]
+    panels = [_points_panel(plot, marks, metric, room(shown) if metric == metrics[0] else None) for metric in metrics]
     columns = ["row", "metric", "value", "unit", "of"]
     rows: list[list[Cell]] = [
         [each["name"], each["metric"], each["value"], titled("", plot.units[each["metric"]])[2:], each["of"]]
         for each in data
     ]
     sources = dict.fromkeys(each.source for each in plot.published)
-    notes = [f"Hollow: published by {', '.join(sources)}, on hardware and in sizes of their own."] if sources else []
-    return Figure(plot.title, {"hconcat": panels, "spacing": 12}, columns, rows, notes)
+    if sources:
+        notes.append(f"Hollow: published by {', '.join(sources)}, on hardware and in sizes of their own.")
+    return Figure(plot.title, {"hconcat": panels, "spacing": 12}, columns, rows, notes, shown)
 
 
-def _points_panel(plot: Points, data: list[dict[str, Any]], metric: str, with_names: bool) -> Spec:
+def _points_panel(plot: Points, data: list[dict[str, Any]], metric: str, width: float | None) -> Spec:
     names = list(dict.fromkeys(each["name"] for each in data))
     whose = list(dict.fromkeys(each["of"] for each in data))
-    axis = {"title": None, "domain": False, "ticks": False, "grid": True, "labels": with_names}
+    axis = {"title": None, "domain": False, "grid": True, "labels": width is not None, "minExtent": width or 0}
     ticks = {"values": log_ticks(each["value"] for each in data if each["metric"] == metric)}
     encoding = {
         "y": {"field": "name", "type": "nominal", "sort": None, "scale": {"domain": names}, "axis": axis},

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardmark.report.columns import Entry
-from shardmark.report.page.figure import Absent, Cell, Drawn, Figure, in_unit, titled
+from shardmark.report.page.figure import MOST_LINES, Absent, Cell, Drawn, Figure, in_unit, titled
 from shardmark.report.page.vega import INK, SERIES, Spec, series
 from shardmark.report.plots import figure, finite, labels
 from shardmark.timeline import KINDS
@@ -107,7 +107,8 @@ _HELD = {"live": "allocated", "reserved": "reserved"}
 
 def by_stage(entries: Sequence[Entry]) -> Iterator[Drawn]:
     """What is allocated, and on CUDA reserved, after each stage, with the formula; nothing where no row has stages."""
-    shown = [each for each in entries if figure(each, "memory.stages")]
+    found = [each for each in entries if figure(each, "memory.stages")]
+    shown = found[:MOST_LINES]
     if not shown:
         return
     stages = [figure(each, "memory.stages") for each in shown]
@@ -127,6 +128,7 @@ def by_stage(entries: Sequence[Entry]) -> Iterator[Drawn]:
         columns = ["row", "stage", f"{word} MiB", "formula MiB"]
         rows: list[list[Cell]] = [[each["row"], each["stage"], each["MiB"], each["formula"]] for each in data]
         notes = ["On the rank that holds most. Crosses: by the formula."] if key == "live" else []
+        notes += [f"The first {len(shown)} of {len(found)} rows."] if len(found) > len(shown) else []
         yield Figure(title, _over_stages(data, [name.replace("_", " ") for name in names], word), columns, rows, notes)
 
 
