@@ -142,7 +142,7 @@ def passes_and_peak(plan: Plan) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("formula", "made"),
-    [(2400, 2), (6400, 2), (1000, 5), (None, 1)],
+    [(2400, 2), (6400, 2), (1000, 10), (None, 1)],
     ids=["over_the_formula", "unlike_the_others", "never_within_the_formula", "no_formula"],
 )
 def test_ranks_meter_again_what_is_overstated(formula: int | None, made: int) -> None:
@@ -154,7 +154,7 @@ def test_ranks_meter_again_what_is_overstated(formula: int | None, made: int) ->
 
 
 @pytest.mark.parametrize(
-    ("before", "made", "peak"), [(None, 1, 6400), (6400, 1, 6400), (6399, 2, 2400), (2399, 5, 2400)]
+    ("before", "made", "peak"), [(None, 1, 6400), (6400, 1, 6400), (6399, 2, 2400), (2399, 10, 2400)]
 )
 def test_ranks_meter_again_what_is_more_than_before(before: int | None, made: int, peak: int) -> None:
     """A row is compared with its older one to the byte, and what a formula leaves room for is more than that."""
