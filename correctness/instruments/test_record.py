@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,19 @@ def test_readmes_figures_are_those_of_its_record() -> None:
 def test_readme_is_read_in_one_sitting() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 200 and max(map(len, lines)) <= 110
+
+
+def test_the_row_that_is_explained_is_as_the_schema_says() -> None:
+    text = (DOCUMENTS / "rows.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^    \{\n.*?^    \}\n", text, flags=re.M | re.S)
+    assert list(complaints(json.loads(example))) == []
+
+
+@pytest.mark.parametrize("document", [ROOT / "README.md", *sorted(DOCUMENTS.glob("*.md"))], ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)$", text, flags=re.M)
+    assert [link for link in links if "://" not in link and not (document.parent / link).exists()] == []
 
 
 def test_each_document_has_a_record() -> None:
