@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shardmark.kernels import CATEGORIES
 from shardmark.report.columns import Entry
-from shardmark.report.page.figure import Cell, Figure, first, in_unit, titled
+from shardmark.report.page.figure import Cell, Figure, first, in_unit, shown_as, titled
 from shardmark.report.page.vega import INK, SERIES, Spec, room, stand_ins
 from shardmark.report.plots import figure, finite, labels, number
 
@@ -34,15 +34,17 @@ def time_and_peak(entries: Sequence[Entry]) -> Figure | None:
         nbytes = (in_unit(finite(memory.get(name)), "B") for name in ("tensors", "workspace", "formula"))
         rows.append([label, *times, *nbytes])
     names = [str(row[0]) for row in rows]
-    shorts = stand_ins(names)
-    bars = [[shorts[str(name)], *each] for name, *each in rows]
+    numbers = [shown_as(each) for row in rows for each in (row[1], _sum(row)) if each is not None]
+    shorts = stand_ins(dict.fromkeys([*names, *numbers]))
     panels = []
     if any(row[1] is not None for row in rows):
-        panels.append(_time(bars, room(names)))
+        panels.append(_time(rows, shorts, room(names)))
         notes.append("Time: the mean of the rounds, ± their standard deviation.")
     if any(row[3] is not None for row in rows):
-        panels.append(_peak(bars, None if panels else room(names)))
-    return Figure("Step time and peak memory", {"hconcat": panels, "spacing": 12}, columns, rows, notes, names)
+        panels.append(_peak(rows, shorts, None if panels else room(names)))
+    beside = room(numbers)  # of the bars, which may end where their panel does
+    spec = {"hconcat": panels, "spacing": beside, "padding": {"left": 5, "top": 5, "bottom": 5, "right": beside}}
+    return Figure("Step time and peak memory", spec, columns, rows, notes, list(shorts))
 
 
 def time_by_part(entries: Sequence[Entry]) -> Figure | None:
@@ -77,31 +79,31 @@ def _parts(entry: Entry) -> Entry:
     return found if isinstance(found := figure(entry, "time.parts"), dict) else {}
 
 
-def _named(rows: Sequence[Sequence[Cell]], width: float | None) -> Spec:
+def _named(names: Sequence[str], width: float | None) -> Spec:
     """The rows from top to bottom, those without a bar in this panel too, their names in so many pixels."""
     axis = None if width is None else {"title": None, "domain": False, "minExtent": width}
     return {
         "field": "name",
         "type": "nominal",
         "sort": None,
-        "scale": {"domain": [row[0] for row in rows]},
+        "scale": {"domain": list(names)},
         "axis": axis,
     }
 
 
-def _time(rows: Sequence[Sequence[Cell]], width: float) -> Spec:
+def _time(rows: Sequence[Sequence[Cell]], shorts: Mapping[str, str], width: float) -> Spec:
     data = [
-        {"name": name, "mean": mean, "low": max(0.0, mean - (spread or 0)), "high": mean + (spread or 0)}
-        if isinstance(mean, float) and not isinstance(spread, str)
-        else {"name": name, "mean": None}
+        {"name": shorts[str(name)], "mean": mean, "low": max(0.0, mean - spread), "high": mean + spread}
+        | {"number": shorts[shown_as(mean)]}
         for name, mean, spread, *_ in rows
+        if isinstance(mean, float) and isinstance(spread, float)
     ]
     axis = {"title": titled("step time", "s"), "tickCount": 4}
     return {
         "data": {"values": data},
         "width": _WIDTH,
         "height": {"step": 20},
-        "encoding": {"y": _named(rows, width)},
+        "encoding": {"y": _named([shorts[str(row[0])] for row in rows], width)},
         "layer": [
             {
                 "mark": {"type": "bar", "height": 13, "color": SERIES[0]},
@@ -111,22 +113,27 @@ def _time(rows: Sequence[Sequence[Cell]], width: float) -> Spec:
                 "mark": {"type": "rule"},
                 "encoding": {"x": {"field": "low", "type": "quantitative"}, "x2": {"field": "high"}},
             },
-            _number("high", "mean"),
+            _number("high"),
         ],
     }
 
 
-def _peak(rows: Sequence[Sequence[Cell]], width: float | None) -> Spec:
+def _peak(rows: Sequence[Sequence[Cell]], shorts: Mapping[str, str], width: float | None) -> Spec:
     data = [
-        {"name": name, "part": part, "MiB": amount}
+        {"name": shorts[str(name)], "part": part, "MiB": amount}
         for name, _, _, tensors, workspace, _ in rows
         for part, amount in ((_TENSORS, tensors), (_WORKSPACE, workspace))
     ]
     sums = [
-        {"name": name, "peak": peak, "MiB": formula, "end": max(peak, formula if isinstance(formula, float) else 0.0)}
-        for name, _, _, tensors, workspace, formula in rows
-        if tensors is not None
-        for peak in [sum(each for each in (tensors, workspace) if isinstance(each, float))]
+        {
+            "name": shorts[str(row[0])],
+            "MiB": formula,
+            "number": shorts[shown_as(peak)],
+            "end": max(peak, formula or 0.0),
+        }
+        for row in rows
+        for formula, peak in [(row[5], _sum(row))]
+        if peak is not None and not isinstance(formula, str)
     ]
     legend = {"title": None, "columns": 3, "symbolType": "square"}
     kinds = {"domain": [_TENSORS, _WORKSPACE, _FORMULA], "range": [SERIES[1], SERIES[2], INK]}
@@ -134,7 +141,7 @@ def _peak(rows: Sequence[Sequence[Cell]], width: float | None) -> Spec:
     return {
         "width": _WIDTH,
         "height": {"step": 20},
-        "encoding": {"y": _named(rows, width)},
+        "encoding": {"y": _named([shorts[str(row[0])] for row in rows], width)},
         "layer": [
             {
                 "data": {"values": data},
@@ -150,20 +157,21 @@ def _peak(rows: Sequence[Sequence[Cell]], width: float | None) -> Spec:
                 "mark": {"type": "tick", "thickness": 2, "height": 19},
                 "encoding": {"x": {"field": "MiB", "type": "quantitative"}, "color": {"datum": _FORMULA}},
             },
-            {"data": {"values": sums}, **_number("end", "peak")},
+            {"data": {"values": sums}, **_number("end")},
         ],
     }
 
 
-def _number(at: str, field: str) -> Spec:
+def _number(at: str) -> Spec:
     """The bar's figure, beside its end."""
-    return {
-        "mark": {"type": "text", "align": "left", "dx": 5},
-        "encoding": {
-            "x": {"field": at, "type": "quantitative"},
-            "text": {"field": field, "type": "quantitative", "format": ",.4~r"},
-        },
-    }
+    x = {"field": at, "type": "quantitative"}
+    return {"mark": {"type": "text", "align": "left", "dx": 5}, "encoding": {"x": x, "text": {"field": "number"}}}
+
+
+def _sum(row: Sequence[Cell]) -> float | None:
+    """The peak: tensors and workspace."""
+    tensors, workspace = row[3:5]
+    return tensors + (workspace if isinstance(workspace, float) else 0.0) if isinstance(tensors, float) else None
 
 
 def _stacked(
@@ -191,7 +199,7 @@ def _stacked(
         "height": {"step": 20},
         "mark": {"type": "bar", "height": 13},
         "encoding": {
-            "y": _named([[short] for short in shorts.values()], room(names)),
+            "y": _named(list(shorts.values()), room(names)),
             "x": {"field": "amount", "type": "quantitative", "axis": {"title": titled("time", unit), "tickCount": 6}},
             "color": {
                 "field": "part",

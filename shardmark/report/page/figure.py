@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,13 +11,13 @@ from shardmark.report.columns import Entry
 from shardmark.report.page.vega import Spec
 from shardmark.report.plots import UNITS
 
-MOST_ROWS = 30
+MOST_ROWS = 24
 """Rows of a plot that has a line of text for each; the table has all."""
 
 Cell = str | float | None
 
 
-MOST_LINES = 16
+MOST_LINES = 12
 """Of a plot: more are told apart by nobody."""
 
 
@@ -54,6 +55,15 @@ def first(entries: Sequence[Entry], notes: list[str]) -> Sequence[Entry]:
 def in_unit(value: float | None, unit: str) -> float | None:
     """In the unit that people read, with as many digits as anybody reads."""
     return None if value is None else float(f"{value / UNITS[unit][0]:.6g}")
+
+
+def shown_as(value: Cell) -> str:
+    """A number of four digits, as it stands beside its bar."""
+    if not isinstance(value, float):
+        return str(value)
+    digits = 3 if not value else min(6, max(0, 3 - math.floor(math.log10(abs(value)))))
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def titled(title: str, unit: str) -> str:

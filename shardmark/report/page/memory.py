@@ -15,7 +15,7 @@ MOMENTS = 100
 """Of a step that are drawn, each the largest of those it stands for; the row has up to 200."""
 NEAR = 0.2
 """Of the device's memory: where a peak is less, the device's size would press all else to the bottom."""
-MOST_PLOTS = 12
+MOST_PLOTS = 6
 """Of a question, as each row has one."""
 _WIDTH, _HEIGHT = 560, 220
 
