@@ -273,7 +273,7 @@ def test_a_row_is_saved_without_an_implementation_or_a_plan(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = make_project(pytester, monkeypatch, 'pytest_plugins = ["shardmark.plugin"]', test_own=OWN)
-    result, output = run_project(project, "--scale=smoke")
+    result, output = run_project(project, "--scale=smoke", "-v")
     result.assert_outcomes(passed=2)
     rows = [entry["extra_info"] for entry in output["benchmarks"]]
     what = [[row[name] for name in ("family", "implementation", "backend", "world_size")] for row in rows]

@@ -169,7 +169,7 @@ def test_rows_and_tables_tell_of_the_link_between_the_ranks(project: pytest.Pyte
             assert link.rate == "1gbit" and len(set(worlds(2).run(host))) == 2
         """
     )
-    result, output = run_project(project, "--scale=smoke", "--link=1gbit", "-k", "first_steps and plain or two")
+    result, output = run_project(project, "--scale=smoke", "-v", "--link=1gbit", "-k", "first_steps and plain or two")
     result.assert_outcomes(passed=2)
     assert row_of(output, "plain")["link"] == "1gbit"
     result.stdout.fnmatch_lines(

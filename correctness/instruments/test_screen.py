@@ -92,10 +92,10 @@ def test_names_reach_the_terminal_as_text() -> None:
 
 def test_the_tables_are_verboses(project: pytest.Pytester) -> None:
     for options, has_tables in (((), False), (("-q",), False), (("-v",), True)):
-        result, _ = run_project(project, "--scale=smoke", "-k", "nap and plain", *options)
+        result, _ = run_project(project, "--scale=smoke", "-k", "first_steps and plain", *options)
         output = result.stdout.str()
-        assert "How long is a nap?  plain " in output and "1 row in out.json" in output
-        assert ("case    implementation" in output) == has_tables
+        assert "How long is the first nap?  plain " in output and "1 row in out.json" in output
+        assert ("\ncase " in output) == has_tables
         assert ("-v shows the tables" in output) == (not has_tables)
 
 

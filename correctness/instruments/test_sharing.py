@@ -118,7 +118,7 @@ bytes = 1
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     folder = tmp_path_factory.mktemp("shared")
     (folder / "budgets.toml").write_text(BUDGETS)
-    return run(folder, "--budgets=budgets.toml", "--benchmark-save=all")
+    return run(folder, "-vv", "--budgets=budgets.toml", "--benchmark-save=all")  # with tables, though runs are -q
 
 
 @pytest.fixture(scope="module")
