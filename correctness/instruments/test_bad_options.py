@@ -51,7 +51,6 @@ PATHS = {
         "none/x",
         "file",
         "none/x.html",
-        "x.html/",
         "y" * 300 + ".html",
     ],
     "--trace-dir": ["", "a\0b", "long" * 100, "y/" * 3000, "/proc/x", "loop", "fifo", "/dev/full", "file", "file/x"],

@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from unittest.mock import Mock
 import pytest
 
 from correctness.support.page_rows import BUCKETS, HOSTILE, LENGTHS, PUBLISHED, TITLES, entry, output, raced, run
-from correctness.support.paths import ROOT
 from correctness.support.planted_rows import figures
 from correctness.support.planted_rows import planted as planted
 from correctness.support.planted_rows import run as play
@@ -178,17 +175,10 @@ def test_a_report_that_cannot_be_written_is_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_command_writes_the_page(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "shardmark.report",
-        write(tmp_path, "a.json", run()),
-        "-o",
-        str(tmp_path / "o.html"),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{tmp_path / 'o.html'}\n" and (tmp_path / "o.html").read_text().startswith("<!DOCTYPE html>")
+def test_the_command_writes_the_page_and_prints_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([write(tmp_path, "a.json", run()), "-o", str(tmp_path / "out.html")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out.html'}\n"
+    assert (tmp_path / "out.html").read_text().startswith("<!DOCTYPE html>")
 
 
 def test_a_run_writes_its_page_and_says_so_in_its_last_line(planted: pytest.Pytester) -> None:

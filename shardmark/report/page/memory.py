@@ -33,7 +33,9 @@ def by_kind(entries: Sequence[Entry], device_bytes: float | None) -> Iterator[Dr
         peak = max(sum(moment.values()) for moment in moments)
         notes = ["One step of the first rank, from its beginning to its end, allocation by allocation."]
         near = device_bytes is not None and peak > NEAR * device_bytes
-        if device_bytes is not None:
+        if device_bytes is None:
+            notes.append("How much the device has, the file does not say.")
+        else:
             size = f"{100 * peak / device_bytes:.2g}% of the device's {device_bytes / 2**30:,.1f} GiB"
             notes.append(f"The peak is {size}{'' if near else ', which is not drawn: it is far above'}.")
         title = f"Memory by kind through the step: {label}"
