@@ -188,12 +188,18 @@ def rounds_while(
     """Numbers of rounds: the first ones, and then more while they leave something undecided, and have not taken too
     long. `largest` is of the ranks' own seconds, so that all of them decide alike."""
     done, began = 0, time.perf_counter()
-    while True:
+    while done < first:
         yield from range(done, first)
         elapsed = largest(time.perf_counter() - began)
-        done, first = first, math.ceil(first * LOOK)
-        if elapsed * first / done > PATIENCE * rounds.max_seconds or not undecided():
+        done, first = first, next_look(first, elapsed, rounds)
+        if not undecided():
             return
+
+
+def next_look(done: int, elapsed: float, rounds: Rounds) -> int:
+    """After how many rounds to look again; `done` where more would take too long."""
+    affordable = math.floor(done * PATIENCE * rounds.max_seconds / elapsed) if elapsed > 0 else math.inf
+    return max(done, int(min(math.ceil(done * LOOK), affordable)))
 
 
 def _undecided(plan: Plan, measured: Measured) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 from perf.verdicts.neighbours import NEIGHBOURS
 from shardmark.budget import confidence, tolerated
 from shardmark.evidence import FAIL, PASS, UNDECIDED, decided, fewest_rounds, interval
-from shardmark.passes import LOOK, PATIENCE
+from shardmark.passes import next_look
 from shardmark.plan import Rounds
 
 JUDGEMENTS = 150
@@ -46,8 +45,8 @@ def replayed(series: Sequence[float], slower: float, generator: random.Random) -
             mine, peers = pair if generator.random() < 0.5 else pair[::-1]
             ratios.append((1 + slower) * mine / peers)
             seconds += (1 + slower) * mine + peers
-        done, first = len(ratios), math.ceil(first * LOOK)
-        late = seconds * first / done > PATIENCE * rounds.max_seconds or done >= len(slots) // 2
+        done, first = len(ratios), next_look(len(ratios), seconds, rounds)
+        late = first == done or done >= len(slots) // 2
         if late or decided(ratios, tolerated(1.0), confidence(JUDGEMENTS)):
             return interval(ratios, confidence(JUDGEMENTS)).verdict(tolerated(1.0)), seconds
 
