@@ -67,6 +67,8 @@ def page(runs: Sequence[tuple[str, Entry]]) -> str:
 
 def _clean(value: Any) -> Any:
     """The same, its texts without what is neither a character to show nor a new line; each round's time is left out."""
+    if value is None or isinstance(value, int | float):  # nearly all there is
+        return value
     if isinstance(value, str):
         return value if value.isprintable() else "\n".join(map(printable, value.split("\n")))
     if isinstance(value, list):

@@ -29,6 +29,7 @@ DASH = "M-1,-0.2H1V0.2H-1Z"
 INK, FAINT, BACKGROUND = "var(--ink)", "var(--rule)", "var(--surface)"
 
 _CONFIG: Spec = {
+    "aria": False,  # names of every mark, which take a tenth of the time
     "background": None,
     "font": "Arial",
     "view": {"stroke": None},
