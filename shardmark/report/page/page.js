@@ -6,7 +6,7 @@ const announced = document.getElementById("announced");
 
 function key(row, column) {
   const text = row.cells[column].textContent.trim();
-  const found = text.replaceAll(",", "").match(/^-?\d+(\.\d+)?(e[+-]?\d+)?/i);
+  const found = text.replaceAll(",", "").match(/^-?\d+(\.\d+)?(e[+-]?\d+)?(?=$|[\s%])/i);
   return { empty: text === "" || text === "-", number: found ? Number(found[0]) : null, text };
 }
 
@@ -35,12 +35,17 @@ for (const table of document.querySelectorAll("table.sortable")) {
   }
 }
 
+/* Whether the cell's column is shown, whatever becomes of its row. */
+function isShown(cell) {
+  return !cell.classList.contains("extra") || cell.closest("section").querySelector(".every-column").checked;
+}
+
 for (const input of document.querySelectorAll("input[data-filters]")) {
   const rows = [...document.getElementById(input.dataset.filters).tBodies[0].rows];
   input.addEventListener("input", () => {
     const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
     for (const row of rows) {
-      const text = row.textContent.toLowerCase();
+      const text = [...row.cells].filter(isShown).map((cell) => cell.textContent).join(" ").toLowerCase();
       row.hidden = !words.every((word) => text.includes(word));
     }
     announced.textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} rows`;

@@ -113,7 +113,7 @@ def draw(spec: Spec, name: str, title: str, description: str, names: Sequence[st
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{name}-title {name}-description"'
         f' viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
-        f' style="min-width: min({width:.0f}px, 34rem)">'
+        f' style="min-width: {0.85 * width:.0f}px">'
         f'<title id="{name}-title">{_escaped(title)}</title>'
         f'<desc id="{name}-description">{_escaped(description)}</desc>{body}'
     )
