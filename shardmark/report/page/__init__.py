@@ -23,7 +23,7 @@ from shardmark.report.tables import case, question, together
 
 FOLDER = Path(__file__).parent
 OTHERS = "other measurements"
-HALF = 640
+HALF = 690
 """Pixels: a plot that is wider has the page's whole width, or its text would be too small."""
 
 
