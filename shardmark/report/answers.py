@@ -9,7 +9,6 @@ leaves undecided the line does not decide.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -17,7 +16,17 @@ from typing import Any
 from shardmark.evidence import FAIL, UNDECIDED
 from shardmark.report.columns import Entry, goal_outcomes
 from shardmark.report.layout import mib
-from shardmark.report.ranking import Span, beside, fastest_of, milliseconds, of_peer, peer_of, time_beside, times, who
+from shardmark.report.ranking import (
+    beside,
+    fastest_of,
+    milliseconds,
+    of_peer,
+    peer_of,
+    ratio_to_peer,
+    time_beside,
+    times,
+    who,
+)
 
 Answer = Callable[[Sequence[Entry]], str | None]
 
@@ -152,8 +161,7 @@ def _alone(entry: Entry) -> str:
     row = entry["extra_info"]
     said = [f"{row['implementation']} {milliseconds(entry['stats']['mean'])}"]
     if row["time"].get("ratio"):
-        low, high = row["time"].get("interval") or (0.0, math.inf)
-        said.append(beside(Span(low, row["time"]["ratio"], high), row["time"]["peer"]))
+        said.append(beside(ratio_to_peer(entry, peer=None), row["time"]["peer"]))
     if "tensors" in row["memory"]:
         said.append(size(row["memory"]["tensors"]))
     return ", ".join(said)
