@@ -144,6 +144,35 @@ def test_two_runs_are_compared_with_intervals() -> None:
     assert "What has changed since old.json" in text and "Ratio to the peer, in old.json and now" in text
 
 
+def unmeasured(name: str, why: str | None) -> dict[str, Any]:
+    """The row of a test that was to be measured and was not."""
+    return entry(name, {"id": "raced"}, verdict="out of memory", why=why) | {"stats": None}
+
+
+def test_what_was_measured_and_no_longer_is_stands_among_what_is_worse() -> None:
+    old = output([raced("kept", 1.0), raced("lost", 1.0), raced("mute", 1.0)])
+    old["unmeasured"] = [unmeasured("never", "on rank 0: no room")]
+    new = output([raced("kept", 1.0)])
+    new["unmeasured"] = [unmeasured("lost", "on rank 1: no room\nmore"), unmeasured("mute", None), *old["unmeasured"]]
+    found = changes(old, new, "old.json")
+    assert [(row[0], row[2], row[3]) for row in found.rows] == [
+        ("slower or larger", "verdict", "out of memory, measured in old.json: on rank 1: no room"),
+        ("slower or larger", "verdict", "out of memory, measured in old.json"),
+    ]
+    assert found.counts[-2:] == ["0 rows new.", "0 rows gone."]
+    assert "on rank 1: no room" in page([("old.json", old), ("new.json", new)])
+
+
+def test_what_is_new_and_what_is_gone_is_named() -> None:
+    old, new = output([raced("kept", 1.0), raced("gone", 1.0)]), output([raced("kept", 1.0)])
+    new["benchmarks"] += [raced(f"new{n}", 1.0) for n in range(12)]
+    counts = changes(old, new, "old.json").counts
+    gone = old["benchmarks"][1]["fullname"].removeprefix("perf/")
+    assert counts[-1] == f"1 row gone: {gone}."
+    assert counts[-2].startswith("12 rows new: test_planted.py::test_planted[new0-") and "[new9-" in counts[-2]
+    assert "[new10-" not in counts[-2] and counts[-2].endswith(", 2 more.")
+
+
 def test_times_of_another_machine_are_not_compared() -> None:
     old, new = output([raced("slower", 1.0)]), output([raced("slower", 1.3)])
     old["machine_info"] = old["machine_info"] | {"cores": 64}
