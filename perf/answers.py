@@ -139,7 +139,7 @@ def warmed_up(entries: Sequence[Entry]) -> str:
     after = case[0]["extra_info"]["time"]["after_warmups"]
     cold, warm = (after[count] for count in (min(after, key=int), max(after, key=int)))
     spread = f", {cold['stddev'] / warm['stddev']:.2g}x the spread" if warm["stddev"] else ""
-    return f"{at(entries, case)}rounds without are {times(cold['mean'] / warm['mean'])} as long{spread}"
+    return f"{at(entries, case)}rounds without {times(cold['mean'] / warm['mean'])} as long{spread}"
 
 
 def implementation(entry: Entry) -> str:

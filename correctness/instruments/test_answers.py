@@ -101,12 +101,12 @@ def test_of_several_cases_it_is_the_one_with_most_work_that_compares_something()
     [
         ((PEER, QUICK, SLIM), None, "slim 0.08x eager's memory, 0.80x its time"),
         ((PEER, QUICK, SLIM), "quick", "slim 0.16x quick's memory, 1.60x its time"),
-        ((PEER, entry("slim", tensors=MIB)), "eager", "slim 0.01x eager's memory, time undecided"),
+        ((PEER, entry("slim", tensors=MIB)), "eager", "slim 0.01x eager's memory, 1.00x its time (undecided)"),
         ((QUICK,), None, "quick smallest, 50.00 MiB"),
         (
             (PEER, entry("open", 1.0, ("eager", 0.9, 1.0, 1.1), tensors=MIB)),
             None,
-            "open 0.01x eager's memory, time undecided",
+            "open 0.01x eager's memory, 1.00x its time (undecided)",
         ),
     ],
     ids=["the_peer", "another", "without_a_race", "alone", "undecided"],

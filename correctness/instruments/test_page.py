@@ -20,6 +20,7 @@ from correctness.support.planted_rows import figures
 from correctness.support.planted_rows import planted as planted
 from correctness.support.planted_rows import run as play
 from shardmark.report.__main__ import main
+from shardmark.report.answers import LEGEND
 from shardmark.report.output import Report
 from shardmark.report.page import page
 from shardmark.report.page.changes import changes
@@ -71,6 +72,13 @@ def test_first_comes_what_ran_what_failed_and_what_wins(drawn: str) -> None:
     places = [first.index(each) for each in ("a CPU", "failed large: peak 3 MiB\n", "A question?</a></dt><dd>42</dd>")]
     assert places == sorted(places) and "of 2 MiB <b>at most</b></pre>" in first
     assert "<b>" not in drawn and "a line\ntwo</pre>" in drawn
+
+
+def test_it_says_what_answers_mean_and_that_the_machine_was_busy() -> None:
+    rows = [entry(f"n{n}", {"id": "a"}, time={"machine": {"waited": 0.5}}) for n in range(2)]
+    text = html.unescape(page([("x", output(rows))]))
+    assert "<p>the machine was busy: 2 of 2 rows waited for a core</p>" in text
+    assert text.index("What wins") < text.index(LEGEND) < text.index("A question?</a></dt>")
 
 
 def test_hostile_names_are_text(drawn: str) -> None:

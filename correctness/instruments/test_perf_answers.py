@@ -124,4 +124,4 @@ def test_most_of_a_step_is_in_two_kinds_and_two_parts() -> None:
 def test_warm_ups_are_beside_as_many_as_there_are() -> None:
     after = {"0": {"mean": 2.0, "stddev": 0.3}, "2": {"mean": 9.0, "stddev": 9.0}, "5": {"mean": 1.0, "stddev": 0.1}}
     shown = said(answers.warmed_up, of("eager", time={"after_warmups": after}))
-    assert shown == "rounds without are 2.00x as long, 3x the spread"
+    assert shown == "rounds without 2.00x as long, 3x the spread"

@@ -30,10 +30,17 @@ from shardmark.report.ranking import (
 
 Answer = Callable[[Sequence[Entry]], str | None]
 
-NO_ANSWER, OPEN_TIME = "no answer", f"time {UNDECIDED}"
+NO_ANSWER = "no answer"
 
+NONE_SMALLER = "none smaller"
 NEAR = 0.99
 """Who holds more than this share of the peer's bytes has saved nothing to speak of."""
+
+LEGEND = (
+    f"The fastest beside its peer; the smallest peak. ({UNDECIDED}): the interval includes 1, "
+    f"or overlaps others; {NONE_SMALLER}: no peak {1 - NEAR:.0%} below the peer's."
+)
+"""What the answers' words mean, for whoever shows answers."""
 
 
 def answered(entries: Sequence[Entry], how: Answer, failed: Collection[str] = ()) -> str:
@@ -92,7 +99,7 @@ def saves(other: str | None = None) -> Answer:
             return f"{mine} smallest, {size(_tensors(least))}"
         memory = times(_tensors(least) / _tensors(others[0]))
         time = time_beside(case, least, others[0])
-        return f"{mine} {memory} {name}'s memory, {f'{times(time.mid)} its time' if time.is_decided else OPEN_TIME}"
+        return f"{mine} {memory} {name}'s memory, {beside(time, 'its time')}"
 
     return answer
 
@@ -151,7 +158,7 @@ def _smallest(case: Sequence[Entry], after: Entry) -> str | None:
         return f"all {size(least)}"
     peer = of_peer(metered)
     if peer is not None and least > NEAR * _tensors(peer):
-        return "none smaller"
+        return NONE_SMALLER
     figure = size(least) if peer is None else f"{times(least / _tensors(peer))} memory"
     return figure if after["extra_info"]["implementation"] in names else f"{names[0]} {figure}"
 
