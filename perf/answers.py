@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from shardmark.evidence import UNDECIDED
 from shardmark.grid import MB
 from shardmark.kernels import MATRIX_PRODUCT
-from shardmark.report.answers import at, largest_case
+from shardmark.report.answers import at, fastest_and_smallest, largest_case
 from shardmark.report.columns import Entry, Row
 from shardmark.report.layout import mib
 from shardmark.report.ranking import beside, fastest_of, mean_seconds, time_beside, times
@@ -70,6 +70,19 @@ def _best_size(of: dict[int, Entry]) -> str:
     return UNDECIDED if len(tied) == len(seconds) > 1 else f"{' or '.join(map(str, tied))} MB"
 
 
+def fastest_and_smallest_rung(entries: Sequence[Entry]) -> str | None:
+    """Who takes the least time and holds the fewest bytes, of the steps of one model with the same options.
+
+    A rung's id begins with its step: without that, the rungs that differ by it alone are one case.
+    """
+    return fastest_and_smallest([_without_step(entry) for entry in entries])
+
+
+def _without_step(entry: Entry) -> Entry:
+    row, case = entry["extra_info"], entry["extra_info"]["case"]
+    return {**entry, "extra_info": {**row, "case": {**case, "id": case["id"].removeprefix(f"{case['step']}-")}}}
+
+
 def held_while_made(entries: Sequence[Entry]) -> str | None:
     """The most that a rank holds while the model is made, on meta and whole."""
     peaks = {row["case"]["meta"]: max(s["peak"] for s in row["memory"]["stages"].values()) for row in rows(entries)}
@@ -126,7 +139,7 @@ def warmed_up(entries: Sequence[Entry]) -> str:
     after = case[0]["extra_info"]["time"]["after_warmups"]
     cold, warm = (after[count] for count in (min(after, key=int), max(after, key=int)))
     spread = f", {cold['stddev'] / warm['stddev']:.2g}x the spread" if warm["stddev"] else ""
-    return f"{at(entries, case)}rounds without are {times(cold['mean'] / warm['mean'])} as long{spread}"
+    return f"{at(entries, case)}rounds without {times(cold['mean'] / warm['mean'])} as long{spread}"
 
 
 def implementation(entry: Entry) -> str:

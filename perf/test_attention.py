@@ -103,7 +103,7 @@ def _measure(measure: Measure, implementation: Implementation, case: AttentionCa
 
 @pytest.mark.question(
     "What does attention cost as the sequence grows?",
-    short="attention by length",
+    short="attention, lengths",
     plots=[BY_LENGTH, MEMORY_BY_LENGTH],
 )
 @pytest.mark.cases(MEMORY)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from impl.accounting.library.simple_fsdp import peak, peak_of_stages, stages, work
 from impl.fsdp.cases import RankRung
 from impl.training_step.cases import TrainingStepCase
-from perf.answers import held_while_made
+from perf.answers import fastest_and_smallest_rung, held_while_made
 from perf.published import published
 from perf.workloads.mlp_ladder import MLP_LADDER, RankLadderStep, shard_model
 from perf.workloads.ranks import measured_once
@@ -96,6 +96,7 @@ def on_ranks(
     "What does each rung of the ladder change on ranks?",
     short="ladder on ranks",
     columns=["case", "implementation", "time ms", "compile s", "tokens/s", "tensors MiB", "verdict"],
+    answer=fastest_and_smallest_rung,
     plots=[
         Points(
             "The rungs on ranks, ours and as published",

@@ -124,7 +124,7 @@ def train(variant: str, case: TrainingStepCase, device: str) -> tuple[Measured, 
 
 @pytest.mark.question(
     "What if the optimizer is made before the model is sharded?",
-    short="optimizer made early",
+    short="early optimizer",
     columns=["case", "implementation", "time ms", "losses"],
     answer=who_trains,
 )

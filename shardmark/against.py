@@ -15,7 +15,7 @@ from typing import Any
 from shardmark.budget import tolerated
 from shardmark.evidence import FAIL, PASS, Interval
 from shardmark.growing import Entry
-from shardmark.report.runfile import LISTS, RunFileError, read_json
+from shardmark.report.runfile import LISTS, RunFileError, lacks_schema, read_json
 from shardmark.rows import Row
 
 WORKSPACE_SLACK = 1.05
@@ -86,6 +86,8 @@ class OldRow:
 
     @classmethod
     def of(cls, row: Row) -> OldRow:
+        if schema := lacks_schema(row):
+            raise ValueError(f"no row of {schema}")
         memory = {name: int(_number(row["memory"][name])) for name in ("tensors", "workspace") if name in row["memory"]}
         counters = {name: value for name, value in row.get("counters", {}).items() if value is not None}
         collectives = counters.pop("collectives", None)

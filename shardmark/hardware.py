@@ -22,9 +22,11 @@ class Roofline:
     """Rates of the whole machine on CPU, of one device on CUDA."""
 
     flops_per_second: float
+    """As measured. Where no peak is published, in a narrower dtype than float32 that of float32 if it is larger: a
+    machine without fast arithmetic in the dtype, as a CPU in float16, may convert, and is not to reach over 100%."""
     bytes_per_second: float
     peak_flops_per_second: float
-    """What MFU is a fraction of: the chip's published dense peak where it is known, else the rate measured here."""
+    """What MFU is a fraction of: the chip's published dense peak where it is known, else `flops_per_second`."""
 
     def seconds(self, work: Work) -> float:
         """The least time that the work takes: whichever of arithmetic and memory traffic is slower."""
@@ -75,16 +77,22 @@ def measure_roofline(device: str, dtype: torch.dtype) -> Roofline:
 
 
 def _rates(device: str, dtype: torch.dtype) -> Roofline:
-    size = 8192 if device == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     # Large enough on CUDA that launching, a few microseconds, is nothing beside it.
     source = torch.empty(2**31 if device == "cuda" else 2**25, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
-    matmul = _fastest(device, lambda: torch.matmul(a, b))
     copy = _fastest(device, lambda: target.copy_(source))
-    flops = 2 * size**3 / matmul
+    flops = _products_rate(device, dtype)
     peak = published_peak(torch.cuda.get_device_name(), dtype) if device == "cuda" else None
+    if peak is None and dtype.itemsize < torch.float32.itemsize:
+        flops = max(flops, _products_rate(device, torch.float32))
     return Roofline(flops, 2 * source.numel() / copy, peak or flops)  # a copy reads each byte and writes it
+
+
+def _products_rate(device: str, dtype: torch.dtype) -> float:
+    """FLOP/s of one large matrix product."""
+    size = 8192 if device == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _fastest(device, lambda: torch.matmul(a, b))
 
 
 def _fastest(device: str, function: Callable[[], object]) -> float:

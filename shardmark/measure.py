@@ -284,8 +284,9 @@ class Measure:
         return available
 
     def _not_started(self, identity: Identity, memory: MemoryBudget, needed: int, available: int) -> NoReturn:
-        self._unmeasured(identity, memory, budget.NOT_STARTED, needed=needed, available=available)
-        pytest.skip(f"not started: needs {needed / MIB:,.0f} MiB of {available / MIB:,.0f} MiB available")
+        why = f"needs {needed / MIB:,.0f} MiB of {available / MIB:,.0f} MiB available"
+        self._unmeasured(identity, memory, budget.NOT_STARTED, why, needed=needed, available=available)
+        pytest.skip(f"{budget.NOT_STARTED}: {why}")
 
     def _with_room_for_peer(self, plan: Plan, memory: MemoryBudget, available: int, goal: float | None) -> Plan:
         """The plan, without its peer where there is no room for both; with a goal, it is not started then."""
@@ -313,9 +314,9 @@ class Measure:
             cause = error.exception if isinstance(error, RankError) else error
             if not is_out_of_memory(cause):
                 raise
-            self._unmeasured(identity, memory, budget.OUT_OF_MEMORY)
-            text = str(cause) or "MemoryError"
-            pytest.fail(f"out of memory on rank {getattr(error, 'rank', 0)}: {text}", pytrace=False)
+            why = f"on rank {getattr(error, 'rank', 0)}: {str(cause) or 'MemoryError'}"
+            self._unmeasured(identity, memory, budget.OUT_OF_MEMORY, why)
+            pytest.fail(f"{budget.OUT_OF_MEMORY} {why}", pytrace=False)
 
     def _replay(self, seconds: list[float]) -> None:
         """Hand the measured times to pytest-benchmark, round by round, through the clock it reads."""
@@ -323,12 +324,12 @@ class Measure:
         # Past the last round there is only what pytest-benchmark's own profiler asks for, and that takes no time.
         self._benchmark.pedantic(lambda: clock.advance(next(remaining, 0.0)), setup=clock.reset, rounds=len(seconds))
 
-    def _unmeasured(self, identity: Identity, memory: MemoryBudget, verdict: str, **found: int) -> None:
+    def _unmeasured(self, identity: Identity, memory: MemoryBudget, verdict: str, why: str, **found: int) -> None:
         """Save a row without times."""
         self._benchmark.skipped = True  # or pytest-benchmark warns of a fixture that was not used
         row = new_row(identity, self._session.scale, self._session.link_rate)
         row["memory"] = {**asdict(memory), "budget": memory.bytes, **found}
-        row["verdict"] = verdict
+        row |= {"verdict": verdict, "why": why}
         self._save(row, None)
 
     def _save(self, row: Row, stats: dict[str, float] | None) -> None:

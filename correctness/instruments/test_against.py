@@ -256,6 +256,7 @@ OLDER: dict[str, Callable[[dict[str, Any]], object]] = {
     "no cores": lambda output: output["machine_info"].pop("cores"),
     "no machine": lambda output: output.pop("machine_info"),
     "no unmeasured": lambda output: output.pop("unmeasured"),
+    "newer": lambda output: row(output).update(schema=99),
     "no link": lambda output: row(output).pop("link"),
     "no interval": lambda output: row(output)["time"].pop("judged_interval"),
     "half an interval": lambda output: row(output)["time"].update(judged_interval=[1.0]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -54,6 +55,17 @@ def test_float32_products_count_as_what_they_are_allowed_to_be() -> None:
 def test_where_nothing_is_published_the_measured_rate_is_the_peak() -> None:
     rates = measure_roofline("cpu", torch.float32)
     assert rates.peak_flops_per_second == rates.flops_per_second > 0
+
+
+def test_a_narrow_dtype_without_a_published_peak_has_at_least_the_rate_of_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or what converts to float32 would reach over 100%."""
+    monkeypatch.setattr(torch, "matmul", lambda a, b: time.sleep(0.01 if a.dtype == torch.float32 else 0.1))
+    most = 2 * 1024**3 / 0.1  # of a product that takes so long
+    rates = measure_roofline("cpu", torch.float16)
+    assert rates.peak_flops_per_second == rates.flops_per_second > most
+    assert measure_roofline("cpu", torch.float64).flops_per_second <= most
 
 
 def test_a_row_tells_the_fraction_of_the_roofline_and_of_the_published_peak() -> None:

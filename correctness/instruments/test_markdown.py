@@ -10,6 +10,7 @@ import pytest
 
 from correctness.support.entries import entry
 from correctness.support.project import run_project
+from shardmark.report.answers import LEGEND
 from shardmark.report.columns import Entry
 from shardmark.report.markdown import COMMENT, inert, markdown
 from shardmark.report.runfile import RunFileError
@@ -36,15 +37,19 @@ def judged(ratio: float, tensors: int) -> Entry:
 def test_it_says_the_machine_what_failed_goals_and_answers_before_the_tables() -> None:
     wrong = entry("wrong", verdict="fail")
     wrong["extra_info"]["why"] = "2 MiB of tensors at the peak"
-    reached = entry("quick", 0.5, ("eager", 0.4, 0.5, 0.6), time={"goal": 0.5, "outcome": "reached"})
-    text = markdown([("out.json", run(entry("eager"), reached, wrong, datetime="2026-11-22T10:00"))])
+    own = {"goal": 0.5, "outcome": "reached", "machine": {"waited": 0.5}}
+    reached = entry("quick", 0.5, ("eager", 0.4, 0.5, 0.6), time=own)
+    quiet = entry("eager", time={"machine": {"waited": 0.06}})
+    text = markdown([("out.json", run(quiet, reached, wrong, datetime="2026-11-22T10:00"))])
     parts = [
         "# What this run says",
         "A processor, 2 cores, 2 threads, torch 2.13.0  ",
         "Measured on 2026-11-22.",
+        "The machine was busy: 2 of 3 rows waited for a core.",
         "## Failed: 1",
         "| wrong short | 2 MiB of tensors at the peak |",
         "## Goals: 1 reached",
+        f"## Answers\n\n{LEGEND}\n\n| question",
         "| What does a nap cost? | quick 0.50x eager (1 failed) |",
         "<details><summary>What does a nap cost?</summary>",
         "case   implementation ",

@@ -17,6 +17,7 @@ from correctness.support.planted_rows import figures
 from correctness.support.planted_rows import planted as planted
 from correctness.support.planted_rows import run as play
 from shardmark.report.__main__ import main
+from shardmark.report.answers import LEGEND
 from shardmark.report.output import Report
 from shardmark.report.page import page
 from shardmark.report.page.changes import changes
@@ -68,6 +69,13 @@ def test_first_comes_what_ran_what_failed_and_what_wins(drawn: str) -> None:
     places = [first.index(each) for each in ("a CPU", "failed large: peak 3 MiB\n", "A question?</a></dt><dd>42</dd>")]
     assert places == sorted(places) and "of 2 MiB <b>at most</b></pre>" in first
     assert "<b>" not in drawn and "a line\ntwo</pre>" in drawn
+
+
+def test_it_says_what_answers_mean_and_that_the_machine_was_busy() -> None:
+    rows = [entry(f"n{n}", {"id": "a"}, time={"machine": {"waited": 0.5}}) for n in range(2)]
+    text = html.unescape(page([("x", output(rows))]))
+    assert "<p>the machine was busy: 2 of 2 rows waited for a core</p>" in text
+    assert text.index("What wins") < text.index(LEGEND) < text.index("A question?</a></dt>")
 
 
 def test_hostile_names_are_text(drawn: str) -> None:
@@ -139,6 +147,35 @@ def test_two_runs_are_compared_with_intervals() -> None:
     assert "[1.287, 1.313]" in found.rows[0][3] and "[0.99, 1.01]" in found.rows[0][3]
     text = page([("old.json", old), ("new.json", new)])
     assert "What has changed since old.json" in text and "Ratio to the peer, in old.json and now" in text
+
+
+def unmeasured(name: str, why: str | None) -> dict[str, Any]:
+    """The row of a test that was to be measured and was not."""
+    return entry(name, {"id": "raced"}, verdict="out of memory", why=why) | {"stats": None}
+
+
+def test_what_was_measured_and_no_longer_is_stands_among_what_is_worse() -> None:
+    old = output([raced("kept", 1.0), raced("lost", 1.0), raced("mute", 1.0)])
+    old["unmeasured"] = [unmeasured("never", "on rank 0: no room")]
+    new = output([raced("kept", 1.0)])
+    new["unmeasured"] = [unmeasured("lost", "on rank 1: no room\nmore"), unmeasured("mute", None), *old["unmeasured"]]
+    found = changes(old, new, "old.json")
+    assert [(row[0], row[2], row[3]) for row in found.rows] == [
+        ("slower or larger", "verdict", "out of memory, measured in old.json: on rank 1: no room"),
+        ("slower or larger", "verdict", "out of memory, measured in old.json"),
+    ]
+    assert found.counts[-2:] == ["0 rows new.", "0 rows gone."]
+    assert "on rank 1: no room" in page([("old.json", old), ("new.json", new)])
+
+
+def test_what_is_new_and_what_is_gone_is_named() -> None:
+    old, new = output([raced("kept", 1.0), raced("gone", 1.0)]), output([raced("kept", 1.0)])
+    new["benchmarks"] += [raced(f"new{n}", 1.0) for n in range(12)]
+    counts = changes(old, new, "old.json").counts
+    gone = old["benchmarks"][1]["fullname"].removeprefix("perf/")
+    assert counts[-1] == f"1 row gone: {gone}."
+    assert counts[-2].startswith("12 rows new: test_planted.py::test_planted[new0-") and "[new9-" in counts[-2]
+    assert "[new10-" not in counts[-2] and counts[-2].endswith(", 2 more.")
 
 
 def test_times_of_another_machine_are_not_compared() -> None:

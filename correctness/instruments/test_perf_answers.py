@@ -69,6 +69,16 @@ def test_the_best_bucket_is_each_wrappers_own_and_the_models() -> None:
     assert said(answers.best_bucket, of("a")) == "no answer: its rows do not say"
 
 
+def test_rungs_are_compared_of_one_pair_of_dtypes() -> None:
+    def rung(step: str, seconds: float, mebibytes: int, dtype: str = "float32") -> Entry:
+        case = {"id": f"{'' if step == 'eager' else f'{step}-'}mlp-{dtype}", "step": step}
+        return of(step, seconds, case, memory={"tensors": mebibytes * MIB}, work={"flops": 1})
+
+    rungs = [rung("eager", 0.2, 40), rung("compile_model", 0.1, 40), rung("compile_step", 0.11, 20)]
+    shown = said(answers.fastest_and_smallest_rung, *rungs, rung("eager", 0.01, 1, "bfloat16"))
+    assert shown == "float32: compile_model 100 ms; compile_step 20.00 MiB"
+
+
 def test_what_is_held_while_a_model_is_made() -> None:
     def made(meta: bool, peak: int) -> Entry:
         return of("eager", case={"meta": meta}, memory={"stages": {"a": {"peak": peak}, "b": {"peak": peak // 2}}})
@@ -114,4 +124,4 @@ def test_most_of_a_step_is_in_two_kinds_and_two_parts() -> None:
 def test_warm_ups_are_beside_as_many_as_there_are() -> None:
     after = {"0": {"mean": 2.0, "stddev": 0.3}, "2": {"mean": 9.0, "stddev": 9.0}, "5": {"mean": 1.0, "stddev": 0.1}}
     shown = said(answers.warmed_up, of("eager", time={"after_warmups": after}))
-    assert shown == "rounds without are 2.00x as long, 3x the spread"
+    assert shown == "rounds without 2.00x as long, 3x the spread"

@@ -107,6 +107,7 @@ def test_a_case_that_would_not_fit_is_not_started(project: pytest.Pytester) -> N
     row = entry["extra_info"]
     assert row["verdict"] == "not started" and row["memory"]["needed"] == 10**17
     assert 0 < row["memory"]["available"] < row["memory"]["needed"]
+    assert row["why"].startswith("needs 95,367,431,641 MiB of ")
     result.stdout.fnmatch_lines(["*plain * needs 95,367,431,640.62 of * not started", "*not started: needs * MiB of *"])
 
 
@@ -166,7 +167,8 @@ def test_running_out_of_memory_is_a_row_and_a_failure(
     monkeypatch.setattr("shardmark.measure.Measure._admit", lambda self, identity, memory: 10**18)
     result, output = run_project(project, "--scale=paper", "-k", "nap and greedy")
     result.assert_outcomes(passed=0, failed=2)
-    assert [entry["extra_info"]["verdict"] for entry in output["unmeasured"]] == ["out of memory"]
+    (row,) = [entry["extra_info"] for entry in output["unmeasured"]]
+    assert row["verdict"] == "out of memory" and row["why"].startswith("on rank 0: ")
     result.stdout.fnmatch_lines(["out of memory on rank 0: *DefaultCPUAllocator: can't allocate memory*"])
 
 

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from shardmark.report.runfile import RunFileError, read_run
+from shardmark.rows import SCHEMA
 
 
 def entry(**changes: Any) -> dict[str, Any]:
     """An entry with the least that a row has, some of it changed."""
     row = {section: {} for section in ("memory", "time", "work", "limit", "counters")} | {
+        "schema": SCHEMA,
         "family": "naps",
         "implementation": "short",
         "case": {"id": "1s"},
@@ -43,6 +45,10 @@ REFUSED = {
     "another suite": (json.dumps(output({"name": "theirs", "extra_info": {}})), "has no rows that "),
     "a list of rows": (json.dumps(output({"name": "theirs", "extra_info": ["family"]})), "has no rows that "),
     "older": (json.dumps(output(entry(case="1s"))), "is of another version of this suite, its rows without case"),
+    "newer": (
+        json.dumps(output(entry(), entry(schema=99))),
+        f"is of another version of this suite, its rows without schema {SCHEMA} (it has 99)",
+    ),
     "without ids": (
         json.dumps(output(entry(case={}))),
         "of another version of this suite, its rows without case.id",

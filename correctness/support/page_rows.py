@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardmark.report.plots import Lines, Points, Published, saved
+from shardmark.rows import SCHEMA
 
 HOSTILE = "</title><script>window.hacked = 1</script><img src=x onerror='window.hacked=1'>\"'{{7*7}}\u202e\ud800\n${x}"
 
@@ -47,6 +48,7 @@ def entry(
     time = {"parts": {}, "peer": None, "ratio": None, "interval": None, "goal": None, "judged_interval": None}
     tensors = {"tensors": 2**20, "workspace": 2**18, "workspace_operator": "mm", "formula": 2**20, "budget": 2**21}
     own = {
+        "schema": SCHEMA,
         "family": "planted",
         "implementation": name,
         "case": {"dtype": "float32", **case},

@@ -9,7 +9,6 @@ leaves undecided the line does not decide.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -17,14 +16,31 @@ from typing import Any
 from shardmark.evidence import FAIL, UNDECIDED
 from shardmark.report.columns import Entry, goal_outcomes
 from shardmark.report.layout import mib
-from shardmark.report.ranking import Span, beside, fastest_of, milliseconds, of_peer, peer_of, time_beside, times, who
+from shardmark.report.ranking import (
+    beside,
+    fastest_of,
+    milliseconds,
+    of_peer,
+    peer_of,
+    ratio_to_peer,
+    time_beside,
+    times,
+    who,
+)
 
 Answer = Callable[[Sequence[Entry]], str | None]
 
-NO_ANSWER, OPEN_TIME = "no answer", f"time {UNDECIDED}"
+NO_ANSWER = "no answer"
 
+NONE_SMALLER = "none smaller"
 NEAR = 0.99
 """Who holds more than this share of the peer's bytes has saved nothing to speak of."""
+
+LEGEND = (
+    f"The fastest beside its peer; the smallest peak. ({UNDECIDED}): the interval includes 1, "
+    f"or overlaps others; {NONE_SMALLER}: no peak {1 - NEAR:.0%} below the peer's."
+)
+"""What the answers' words mean, for whoever shows answers."""
 
 
 def answered(entries: Sequence[Entry], how: Answer, failed: Collection[str] = ()) -> str:
@@ -83,7 +99,7 @@ def saves(other: str | None = None) -> Answer:
             return f"{mine} smallest, {size(_tensors(least))}"
         memory = times(_tensors(least) / _tensors(others[0]))
         time = time_beside(case, least, others[0])
-        return f"{mine} {memory} {name}'s memory, {f'{times(time.mid)} its time' if time.is_decided else OPEN_TIME}"
+        return f"{mine} {memory} {name}'s memory, {beside(time, 'its time')}"
 
     return answer
 
@@ -142,7 +158,7 @@ def _smallest(case: Sequence[Entry], after: Entry) -> str | None:
         return f"all {size(least)}"
     peer = of_peer(metered)
     if peer is not None and least > NEAR * _tensors(peer):
-        return "none smaller"
+        return NONE_SMALLER
     figure = size(least) if peer is None else f"{times(least / _tensors(peer))} memory"
     return figure if after["extra_info"]["implementation"] in names else f"{names[0]} {figure}"
 
@@ -152,8 +168,7 @@ def _alone(entry: Entry) -> str:
     row = entry["extra_info"]
     said = [f"{row['implementation']} {milliseconds(entry['stats']['mean'])}"]
     if row["time"].get("ratio"):
-        low, high = row["time"].get("interval") or (0.0, math.inf)
-        said.append(beside(Span(low, row["time"]["ratio"], high), row["time"]["peer"]))
+        said.append(beside(ratio_to_peer(entry, peer=None), row["time"]["peer"]))
     if "tensors" in row["memory"]:
         said.append(size(row["memory"]["tensors"]))
     return ", ".join(said)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from shardmark.report.answers import LEGEND
 from shardmark.report.columns import Entry
 from shardmark.report.layout import printable
 from shardmark.report.outcomes import first_line
@@ -61,6 +62,8 @@ def _in_short(summary: Summary, compared: Sequence[Changes]) -> Iterator[str]:
     yield "# What this run says"
     when = f"  \nMeasured on {inert(summary.date)}." if summary.date else ""
     yield from ("", f"{inert(summary.where())}  ", f"{inert(summary.what())}{when}")
+    if busy := summary.busy():
+        yield from ("", f"{busy.capitalize()}.")
     yield from _listed("Failed", outcomes.failed, summary)
     yield from _listed("Undecided", outcomes.undecided, summary)
     for each in compared:
@@ -72,7 +75,7 @@ def _in_short(summary: Summary, compared: Sequence[Changes]) -> Iterator[str]:
             yield from ("", *_table(["missed", "by"], missed[:MOST]), *_rest(len(missed)))
     answers = list(summary.questions.answers(summary.entries, outcomes))
     names = [summary.questions[text].short or text or "other measurements" for text, *_ in answers]
-    yield from ("", "## Answers", "")
+    yield from ("", "## Answers", "", inert(LEGEND), "")
     yield from _table(["question", "answer"], [(name, said) for name, (*_, said) in zip(names, answers, strict=True)])
     yield from ("", "## Tables")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardmark.evidence import UNDECIDED
@@ -103,7 +103,7 @@ def who(row: Row) -> Who:
     return row["family"], row["implementation"]
 
 
-def peer_of(case: Iterable[Entry]) -> Who | None:
+def peer_of(case: Sequence[Entry]) -> Who | None:
     """The peer that most rows are raced against; None where none is."""
     peers = Counter(theirs for _, theirs, _ in _races(case))
     return peers.most_common(1)[0][0] if peers else None
@@ -131,7 +131,8 @@ def relative_times(case: Sequence[Entry], peer: Who | None) -> dict[Who, Span]:
     """Each implementation's time as a ratio to the peer's; without a peer, in seconds.
 
     Ratios that were measured in pairs are multiplied along the way to the peer (A to B, B to the peer), and so are the
-    ends of their intervals. Where no such way leads to anybody it is the ratio of the mean times.
+    ends of their intervals. Where the rounds are too few for an interval, or where no such way leads to anybody, it is
+    the ratio of the mean times, within their standard errors.
     """
     first = _first(case)
     if peer is None:
@@ -150,14 +151,26 @@ def relative_times(case: Sequence[Entry], peer: Who | None) -> dict[Who, Span]:
     return {each: found[each] for each in first if each in found}
 
 
-def _races(case: Iterable[Entry]) -> list[tuple[Who, Who, Span]]:
+def _races(case: Sequence[Entry]) -> list[tuple[Who, Who, Span]]:
     """Who was raced against whom, and the ratio of their times."""
-    races = []
-    for row in (entry["extra_info"] for entry in case):
-        if ratio := row["time"].get("ratio"):
-            low, high = row["time"]["interval"] or (0.0, math.inf)
-            races.append((who(row), (row["family"], row["time"]["peer"]), Span(low, ratio, high)))
+    first, races = _first(case), []
+    for entry in case:
+        row = entry["extra_info"]
+        if row["time"].get("ratio"):
+            peer = row["family"], row["time"]["peer"]
+            races.append((who(row), peer, ratio_to_peer(entry, first.get(peer))))
     return races
+
+
+def ratio_to_peer(entry: Entry, peer: Entry | None) -> Span:
+    """Of the times of an entry that was raced; of too few rounds for an interval, what the peer's own entry tells."""
+    time = entry["extra_info"]["time"]
+    if time["interval"]:
+        low, high = time["interval"]
+        return Span(low, time["ratio"], high)
+    if peer is not None:
+        return mean_seconds(entry) * mean_seconds(peer).inverse
+    return Span(0.0, time["ratio"], math.inf)
 
 
 def _first(case: Sequence[Entry]) -> dict[Who, Entry]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardmark.growing import Entry
+from shardmark.rows import SCHEMA, Row
 
 T = TypeVar("T")
 
@@ -72,9 +73,17 @@ def of_this_version(make: Callable[..., T], name: str, *args: Any) -> T:
         raise RunFileError(f"{name} is of another version of this suite ({type(error).__name__}: {error})") from error
 
 
+def lacks_schema(row: Row) -> str | None:
+    """What to say of a row that another version's schema describes."""
+    theirs = row.get("schema")
+    return None if theirs == SCHEMA else f"schema {SCHEMA} (it has {theirs})"
+
+
 def _lacking(entry: Entry) -> Iterator[str]:
     """What every entry and every row has, and this one has not, or of another type."""
     row, stats = entry["extra_info"], entry.get("stats")
+    if schema := lacks_schema(row):
+        yield schema
     texts = {"name": entry.get("name"), "fullname": entry.get("fullname"), "implementation": row.get("implementation")}
     sections = {name: row.get(name) for name in ("case", "memory", "time", "work", "limit", "counters")}
     yield from (name for name, text in texts.items() if not isinstance(text, str))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from shardmark.evidence import MISSED
 from shardmark.report import tables
+from shardmark.report.answers import LEGEND
 from shardmark.report.layout import cut, printable
 from shardmark.report.outcomes import first_line
 from shardmark.report.summary import Summary
@@ -23,6 +25,9 @@ LEAST, MOST = 80, 120
 
 NAME, SHORT = 38, 28
 """Characters of a test's name, and of a question in short."""
+
+LINES = 2
+"""Of an answer, at most."""
 
 SHOWN = {"failed": 8, OUTCOME: 3, MISSED: 3}
 """Lines of each kind; the others are counted."""
@@ -65,6 +70,8 @@ def screen_lines(summary: Summary, width: int, verbose: bool = False) -> Iterato
     """The lines with their colours, each of `width` characters at most; `verbose` cuts and counts nothing."""
     yield from _wrapped(summary.where(), width)
     yield from _wrapped(summary.what(), width)
+    if busy := summary.busy():
+        yield from _wrapped(busy, width, yellow=True)
     outcomes = summary.outcomes
     lists: list[tuple[str, dict[str, str], dict[str, Any]]] = [
         ("failed", outcomes.failed, {"red": True}),
@@ -81,12 +88,16 @@ def screen_lines(summary: Summary, width: int, verbose: bool = False) -> Iterato
         yield goals, {"bold": True}
         yield from ((line, {}) for line in _listed(list(summary.missed()), width, None if verbose else SHOWN[MISSED]))
     yield "", {}
-    yield "answers: who is fastest, beside its peer; whose peak is smallest", {"bold": True}
+    yield "answers", {"bold": True}
+    yield from _wrapped(LEGEND, width)
     answers = list(summary.questions.answers(summary.entries, outcomes))
     names = [printable(summary.questions[text].short or text or "other measurements") for text, *_ in answers]
     room = min(max(map(len, names), default=0), SHORT)
     for name, (*_, answer) in zip(names, answers, strict=True):
-        yield cut(f"{cut(name, room).ljust(room)}  {printable(answer)}", width), {}
+        said = textwrap.TextWrapper(width - room - 2, subsequent_indent="  ", placeholder="...")
+        said.max_lines = None if verbose else LINES
+        for start, line in zip_longest([cut(name, room)], said.wrap(printable(answer)), fillvalue=""):
+            yield f"{start:{room}}  {line}", {}
     yield "", {}
 
 
@@ -101,5 +112,5 @@ def _listed(named: list[tuple[str, str]], width: int, most: int | None) -> Itera
         yield f"  and {len(named) - len(shown)} more"
 
 
-def _wrapped(text: str, width: int) -> Iterator[Styled]:
-    return ((line, {}) for line in textwrap.wrap(printable(text), width, subsequent_indent="  "))
+def _wrapped(text: str, width: int, **style: Any) -> Iterator[Styled]:
+    return ((line, style) for line in textwrap.wrap(printable(text), width, subsequent_indent="  "))

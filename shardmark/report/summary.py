@@ -10,11 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from shardmark.disturbances import NOTED, WAITED
 from shardmark.evidence import FAIL, MISSED, REACHED, UNDECIDED
 from shardmark.report.columns import Entry, goal_outcomes
 from shardmark.report.outcomes import Outcomes
 from shardmark.report.questions import Questions
 from shardmark.report.ranking import times
+
+BUSY = 1 / 3
+"""The share of a run's rows that waited for a core above which the machine is said to have been busy."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,14 @@ class Summary:
         text = f"{len(rows)} row{'s' * (len(rows) != 1)} at {scales} scale on {_in_words(ranks)}"
         text += f", hosts joined at {', '.join(sorted(links))}" if links else ""
         return f"{text}: {counted}" if (counted := self.outcomes.counted()) else text
+
+    def busy(self) -> str | None:
+        """That many rows waited for a core, which others had: then their times are longer and their intervals wider."""
+        machines = [entry["extra_info"]["time"].get("machine", {}) for entry in self.entries if entry["stats"]]
+        waited = sum(machine.get(WAITED, 0.0) >= NOTED for machine in machines)
+        if waited <= BUSY * len(machines):
+            return None
+        return f"the machine was busy: {waited} of {len(machines)} rows waited for a core"
 
     def name(self, test: str) -> str:
         """A test as people know it: the implementation and the case of its row, or without a row its own name."""

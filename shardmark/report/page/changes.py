@@ -8,11 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardmark.against import Change, Compared, Machine, OldRow, compared
+from shardmark.comparison import number_of_rows
 from shardmark.evidence import FAIL, UNDECIDED, Interval
 from shardmark.report.columns import Entry
+from shardmark.report.outcomes import first_line
 from shardmark.report.page.figure import Cell, Figure, first
 from shardmark.report.page.vega import INK, SERIES, Spec, room, stand_ins
+from shardmark.report.runfile import LISTS
 from shardmark.rows import Row
+
+NAMED = 10
+"""Tests that are new or gone and named; the others are counted."""
 
 WORSE, OPEN, BETTER = "slower or larger", UNDECIDED, "faster or smaller"
 """What comes of a figure that is not as it was, in the order in which they are shown."""
@@ -24,7 +30,7 @@ class Changes:
 
     name: str
     rows: list[list[str]] = field(default_factory=list)
-    """[outcome, test, "time", "memory" or "counters", in words]."""
+    """[outcome, test, "time", "memory", "counters" or "verdict", in words]."""
     counts: list[str] = field(default_factory=list)
     """Of time, memory and counters: how many rows were compared, and why others were not."""
     figure: Figure | None = None
@@ -37,19 +43,24 @@ class Changes:
 def changes(old: Entry, new: Entry, name: str) -> Changes:
     """What has changed in the rows of both since the run of that name. Raises KeyError, TypeError or ValueError where
     a row of either is of another version."""
-    before = {entry["fullname"]: entry["extra_info"] for entry in old["benchmarks"]}
+    measured = {entry["fullname"]: entry["extra_info"] for entry in old["benchmarks"]}
     machines = [Machine.of(run["machine_info"]) for run in (old, new)]
     found: dict[str, dict[str, Compared]] = {}
     ratios: dict[str, tuple[Interval, Interval]] = {}
     for entry in new["benchmarks"]:
         test, row = entry["fullname"], entry["extra_info"]
-        if test in before:
-            ratio = _judged(row)
-            found[test] = compared(OldRow.of(before[test]), row, ratio, machines[0] == machines[1], name)
-            earlier = _judged(before[test])
+        if test in measured:
+            ratio, older = _judged(row), measured[test]
+            found[test] = compared(OldRow.of(older), row, ratio, machines[0] == machines[1], name)
+            earlier = _judged(older)
             if ratio is not None and earlier is not None and ratio.ends and earlier.ends:
                 ratios[test] = earlier, ratio
     result = Changes(name)
+    for entry in new["unmeasured"]:
+        test, row = entry["fullname"], entry["extra_info"]
+        if test in measured:
+            why = f"{row['verdict']}, measured in {name}"
+            result.rows.append([WORSE, test, "verdict", f"{why}: {first_line(row['why'])}" if row["why"] else why])
     for outcome in (WORSE, OPEN, BETTER):
         for test, kinds in found.items():
             for kind, each in kinds.items():
@@ -57,7 +68,9 @@ def changes(old: Entry, new: Entry, name: str) -> Changes:
     result.counts = [_count(kind, [each[kind] for each in found.values()]) for kind in ("time", "memory", "counters")]
     if machines[0] != machines[1]:
         result.counts.insert(0, f"Times are not compared: {name} is of {machines[0]}, this run of {machines[1]}.")
-    result.counts.append(f"{len(new['benchmarks']) - len(found)} rows are new, {len(before) - len(found)} are gone.")
+    before, now = ([entry["fullname"] for each in LISTS for entry in run[each]] for run in (old, new))
+    result.counts.append(_named("new", [test for test in now if test not in before]))
+    result.counts.append(_named("gone", [test for test in before if test not in now]))
     slower = {row[1] for row in result.rows if row[2] == "time" and row[0] != OPEN}
     result.figure = _figure({test: both for test, both in ratios.items() if test in slower}, name)
     return result
@@ -86,6 +99,13 @@ def _count(kind: str, found: Sequence[Compared]) -> str:
     reasons = Counter(each for each in found if isinstance(each, str))
     others = "".join(f", {count} {reason}" for reason, count in reasons.most_common())
     return f"{kind.capitalize()}: {len(found) - reasons.total()} rows compared{others}."
+
+
+def _named(what: str, tests: Sequence[str]) -> str:
+    """How many rows are, and of which tests, by the names that they have in their files."""
+    names = [test.rpartition("/")[2] for test in tests[:NAMED]]
+    names += [f"{len(tests) - NAMED} more"] * (len(tests) > NAMED)
+    return f"{number_of_rows(len(tests)).capitalize()} {what}{': ' * bool(names)}{', '.join(names)}."
 
 
 def _figure(ratios: dict[str, tuple[Interval, Interval]], name: str) -> Figure | None:
