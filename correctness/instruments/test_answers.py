@@ -42,15 +42,22 @@ def test_a_ratio_that_may_be_1_is_undecided(ends: tuple[float, float]) -> None:
     assert answered([open_ratio], fastest) == "quick 0.80x eager (undecided)"
 
 
-def test_a_ratio_of_too_few_rounds_is_of_the_mean_times() -> None:
-    """0.22x, where it is 71 ms beside 1,839."""
-    slow = entry("eager", 1.839, error=0.05)
+def test_a_ratio_of_too_few_rounds_is_as_sure_as_the_mean_times() -> None:
+    slow = entry("eager", 1.839, error=0.01)
     quick = entry("quick", 0.071, ("eager", 0.0, 0.22, 0.0), error=0.002)
-    assert answered([slow, quick], fastest) == "quick 0.039x eager"
-    near = entry("near", 0.072, ("eager", 0.0, 0.2, 0.0), error=0.002)
-    assert answered([slow, quick, near], fastest) == "quick or near 0.039x eager"
-    noisy = entry("quick", 1.8, ("eager", 0.0, 0.5, 0.0), error=0.05)
-    assert answered([slow, noisy], fastest) == "quick 0.98x eager (undecided)"
+    assert answered([slow, quick], fastest) == "quick 0.22x eager"
+    near = entry("near", 0.072, ("eager", 0.0, 0.23, 0.0), error=0.002)
+    assert answered([slow, quick, near], fastest) == "quick or near 0.22x eager"
+    fused, foreach = entry("fused", 0.0049, error=1e-4), entry("foreach", 0.0178, ("fused", 0.0, 3.6, 0.0), error=2e-4)
+    assert answered([fused, foreach], fastest) == "fused 4.9 ms"
+
+
+def test_what_pairs_and_mean_times_do_not_agree_on_is_undecided() -> None:
+    """The machine was busy while the peer's own row was measured, or while the pairs were."""
+    peer = entry("eager", 1.0, error=0.01)
+    for ratio, seconds in ((0.5, 2.0), (2.0, 0.5)):
+        other = entry("other", seconds, ("eager", 0.0, ratio, 0.0), error=0.01)
+        assert not relative_times([peer, other], ("naps", "eager"))["naps", "other"].is_decided
 
 
 def test_ratios_are_multiplied_along_the_way_to_the_common_peer() -> None:

@@ -131,8 +131,7 @@ def relative_times(case: Sequence[Entry], peer: Who | None) -> dict[Who, Span]:
     """Each implementation's time as a ratio to the peer's; without a peer, in seconds.
 
     Ratios that were measured in pairs are multiplied along the way to the peer (A to B, B to the peer), and so are the
-    ends of their intervals. Where the rounds are too few for an interval, or where no such way leads to anybody, it is
-    the ratio of the mean times, within their standard errors.
+    ends of their intervals. Where no such way leads to anybody it is the ratio of the mean times.
     """
     first = _first(case)
     if peer is None:
@@ -163,14 +162,20 @@ def _races(case: Sequence[Entry]) -> list[tuple[Who, Who, Span]]:
 
 
 def ratio_to_peer(entry: Entry, peer: Entry | None) -> Span:
-    """Of the times of an entry that was raced; of too few rounds for an interval, what the peer's own entry tells."""
+    """Of the times of an entry that was raced, within its interval.
+
+    Of too few rounds for one it is as open as the two entries' own mean times leave it, and as far as these are from
+    what was measured in pairs: a machine that drifts from row to row decides nothing.
+    """
     time = entry["extra_info"]["time"]
+    ratio: float = time["ratio"]
     if time["interval"]:
         low, high = time["interval"]
-        return Span(low, time["ratio"], high)
-    if peer is not None:
-        return mean_seconds(entry) * mean_seconds(peer).inverse
-    return Span(0.0, time["ratio"], math.inf)
+        return Span(low, ratio, high)
+    if peer is None:
+        return Span(0.0, ratio, math.inf)
+    means = mean_seconds(entry) * mean_seconds(peer).inverse
+    return Span(min(means.low, ratio), ratio, max(means.high, ratio))
 
 
 def _first(case: Sequence[Entry]) -> dict[Who, Entry]:
