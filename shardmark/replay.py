@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -206,6 +207,15 @@ def _in_order(
         stack.extend((child, module, within) for child in event.children)
     events.sort(key=lambda pair: (pair[0].start_time_ns, pair[0].id))
     return events, modules, {number: line for number, (_, line) in lines.items()}
+
+
+def user_line(frame: FrameType | None) -> str:
+    """Where the innermost of the frames is that is neither PyTorch's, Python's nor this plugin's, as "file.py:7"."""
+    while frame is not None:
+        if not _is_foreign(frame.f_code.co_filename):
+            return f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def _line(call: Any) -> str:
