@@ -96,6 +96,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="write what this run measures to the file of --against, whatever got slower or larger",
     )
     group.addoption(
+        "--simulate",
+        default=None,
+        metavar="HARDWARE[:RANKS]",
+        help="predict each case's memory in place of running it, on that hardware and so many ranks: cpu:1024",
+    )
+    group.addoption(
         "--trace-dir",  # --trace is pytest's own: it breaks into the debugger
         default=None,
         metavar="DIR",

@@ -29,6 +29,7 @@ from shardmark.report.layout import printable
 from shardmark.report.questions import Questions
 from shardmark.rowfile import RowFile
 from shardmark.signals import Ending
+from shardmark.simulation.worlds import SimulatedWorlds, simulated_ranks
 from shardmark.trace import TraceFolder
 from shardmark.world import DEADLINE, Worlds, available_ranks, check_size
 
@@ -51,11 +52,13 @@ class Session:
     def __init__(self, config: pytest.Config, ending: Ending) -> None:
         option = config.getoption
         self.config = config
-        self.device = _device(option("device"), option("ranks"))
+        self.simulated = _simulated(option)
+        """The ranks to predict for, of `--simulate`."""
+        self.device = "cpu" if self.simulated else _device(option("device"), option("ranks"))
         self.scale = _one_of("--scale", option("scale"), ("auto", *SCALES))
         if self.scale == "auto":
             self.scale = "paper" if self.device == "cuda" else "laptop"
-        self.ranks = _ranks(option("ranks"), self.device)
+        self.ranks = [self.simulated] if self.simulated else _ranks(option("ranks"), self.device)
         self.contract_ranks = self.ranks if option("ranks") else _contract_ranks(self.ranks, self.device)
         """World sizes of tests that measure nothing: what is right on two ranks alone is wrong."""
         self.seed = _seed(str(option("seed")))
@@ -75,7 +78,9 @@ class Session:
         """Whether the tables have been printed."""
         self.clock = DeviceClock()
         self.link = _link(option("link"), self.device)
-        self.worlds: Worlds | torchrun.TorchrunWorlds = Worlds(self.device, self.link)
+        self.worlds: Worlds | torchrun.TorchrunWorlds | SimulatedWorlds = Worlds(self.device, self.link)
+        if self.simulated:
+            self.worlds = SimulatedWorlds()
         # Last, as what it opens has to be closed again.
         self.rows = RowFile(config, self.ending, writes=not _is_helping())
         try:
@@ -175,6 +180,18 @@ def _device(value: str, ranks: str | None) -> str:
         needed = max([int(n) for n in (ranks or "").split(",") if n.strip().isdigit()], default=1)
         raise ValueError(f"--device cuda needs {needed} CUDA device{'s'[: needed > 1]}, and this machine has 0")
     return ("cuda" if torch.cuda.is_available() else "cpu") if value == "auto" else value
+
+
+def _simulated(option: Callable[..., Any]) -> int | None:
+    """The ranks of `--simulate`; None without it."""
+    if option("simulate") is None:
+        return None
+    real = ("ranks", "link", "against", "against_ref", "trace_dir")
+    if taken := next((name for name in real if option(name) is not None), None):
+        raise ValueError(f"--simulate runs nothing: not with --{taken.replace('_', '-')}")
+    if option("device") == "cuda" or torchrun.launched():
+        raise ValueError(f"--simulate runs nothing: not with {'torchrun' if torchrun.launched() else '--device cuda'}")
+    return simulated_ranks(option("simulate"))
 
 
 def _path(name: str, option: Callable[[str], str]) -> Path:

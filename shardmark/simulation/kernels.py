@@ -40,6 +40,8 @@ from shardmark.replay import user_line
 
 SMALL = 2**14
 """Tensors of up to so many elements have values, where these follow from the program's own."""
+INDICES = 2**20
+"""The same of whole numbers: a mesh has one for each rank."""
 
 _KEY = torch._C._dispatch_key_parse("FPGA")
 """Operators with this key come here. It lies above the CPU's kernels and below all that decides what is called: autograd,
@@ -201,12 +203,16 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() <= (SMALL if tensor.is_floating_point() else INDICES)
+
+
 def _has_value(tensor: Tensor) -> bool:
-    return tensor.numel() <= SMALL and not hasattr(tensor.untyped_storage(), "no_value")
+    return _is_small(tensor) and not hasattr(tensor.untyped_storage(), "no_value")
 
 
 def _forget_value(tensor: Tensor) -> None:
-    if tensor.numel() <= SMALL:
+    if _is_small(tensor):
         setattr(tensor.untyped_storage(), "no_value", True)  # noqa: B010  (PyTorch's type has no such attribute)
 
 
