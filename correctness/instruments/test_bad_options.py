@@ -25,6 +25,10 @@ CHOICES = {
         "--link *: a link's rate is written as *, not *",
     ),
     "--seed": ([*WORDS, "-1", "2.5", "inf", str(2**63)], "--seed is a whole number from 0 to *, not *"),
+    "--simulate": (
+        [*WORDS, "tpu", "cpu:", "cpu:0", "cpu:-1", "cpu:2.5", "cpu:100001", "cpu:²", "h100-80gb:8"],
+        "--simulate *: *",
+    ),
     "--deadline": (
         [*WORDS, "-1", "0", "inf", "-inf", "2e6"],
         "--deadline is seconds, more than 0 and *, not *",
@@ -51,6 +55,8 @@ SEVERAL = {
     "--trace-dir=new/er --benchmark-json=none/x": "--benchmark-json none/x: there is no folder none",
     "--benchmark-json=out.json --benchmark-max-time=nan": "--benchmark-max-time is *",
     "--benchmark-json=out.json --trace-dir=file": "--trace-dir file: *",
+    "--simulate=cpu:2 --ranks=2": "--simulate runs nothing: not with --ranks",
+    "--simulate=cpu:2 --trace-dir=new": "--simulate runs nothing: not with --trace-dir",
     "--update-baseline": "--update-baseline needs --against, which names the file",
     "--update-baseline --against=none/x": "--update-baseline none/x: there is no folder none",
     "--update-baseline --against=folder": "--update-baseline folder: *",

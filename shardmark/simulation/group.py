@@ -1,4 +1,7 @@
-"""One rank of a process group whose other ranks are not there: collectives send nothing, and take what Gloo takes."""
+"""One rank of a process group whose other ranks are not there: collectives send nothing, and allocate what Gloo does.
+
+Every rank is taken to do what this one does, and to have the same small numbers: they arrive as this rank's own.
+"""
 
 from __future__ import annotations
 
@@ -22,37 +25,46 @@ _new_group = c10d._new_process_group_helper
 
 
 def gloo(operator: OpOverload, args: tuple[Any, ...]) -> Any:
-    """What a collective on Gloo gives: what it writes, and a handle, which holds what Gloo allocates for itself."""
+    """What a collective on Gloo gives: what it writes, and a handle, which holds what Gloo allocates for itself.
+
+    It is freed once the handle has been waited for; the copy of what is reduced to scatter with the handle itself.
+    """
     name = operator.name().removeprefix("c10d::").rstrip("_")
     held: list[Tensor] = []
-    until_dropped = False
     match name:
         case "_allgather_base" | "allgather":
             outputs = [args[0]] if isinstance(args[0], Tensor) else args[0][0]
-            del_me = _flat(outputs)
-            del del_me
+            _flat(outputs)  # to look at the shapes, and once more to receive
             held = [_flat(outputs)]
         case "allgather_into_tensor_coalesced":
             for each in args[1]:
                 _flat([each])
             held = [_flat(args[0])]
-        case "_reduce_scatter_base":
-            held, until_dropped = [_flat([args[1]])], True
-        case "reduce_scatter_tensor_coalesced":
-            held, until_dropped = [_flat([each]) for each in args[1]], True
-        case "reduce_scatter":
-            rank = dist.ProcessGroup.unbox(args[2]).rank()
-            held, until_dropped = [_flat([each]) for i, each in enumerate(args[1][0]) if i != rank], True
         case "allreduce_coalesced":
             held = [_flat(args[0])]
+        case "_reduce_scatter_base":
+            held = [_flat([args[1]])]
+        case "reduce_scatter_tensor_coalesced":
+            held = [_flat([each]) for each in args[1]]
+        case "reduce_scatter":
+            rank = dist.ProcessGroup.unbox(args[2]).rank()
+            held = [_flat([each]) for i, each in enumerate(args[1][0]) if i != rank]
+        case "gather" | "scatter":
+            held = _of_the_root(args)
     if name == "allreduce":
-        work = _done(args[0])
-    elif until_dropped:
-        work = PythonCallbackWork(lambda timeout, held=held: True)
+        handle = _done(args[0])
+    elif "reduce_scatter" in name:
+        handle = PythonCallbackWork(lambda timeout, held=held: True)  # type: ignore[misc]
     else:
-        work = PythonCallbackWork(lambda timeout: not held.clear())
+        handle = PythonCallbackWork(lambda timeout: not held.clear())  # type: ignore[func-returns-value]
     returns = operator._schema.returns
-    return None if not returns else work.boxed() if len(returns) == 1 else (args[0], work.boxed())
+    return None if not returns else handle.boxed() if len(returns) == 1 else (args[0], handle.boxed())
+
+
+def _of_the_root(args: tuple[Any, ...]) -> list[Tensor]:
+    """What the rank takes that has all the parts of a gather or a scatter: they lie in lists, the others' are empty."""
+    parts = [part for lists in args[:2] for each in lists if isinstance(each, list) for part in each]
+    return [_flat(parts)] if parts else []
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -281,7 +281,7 @@ def no_kernels(collective: Collective) -> Iterator[None]:
     everything.fallback(kernels, "FPGA", with_keyset=True)
     for operator in (aten.copy_.default, aten.add.Tensor):
         named.impl(operator, _named(kernels, operator), "FPGA", with_keyset=True)
-    # FSDP2 cuts a tensor into as many views as there are ranks: they need not come here one by one.
+    # PyTorch's FSDP cuts a tensor into as many views as there are ranks: they need not come here one by one.
     named.impl(aten.as_strided.default, torch.library.fallthrough_kernel, "FPGA")
     patches = [patch.object(Tensor, name, _read(getattr(Tensor, name))) for name in ("tolist", "numpy")]
     patches.append(patch.object(threading.Thread, "run", _in_threads(threading.Thread.run)))

@@ -16,15 +16,18 @@ def simulated_ranks(value: str) -> int:
     """The ranks of a value of `--simulate`, HARDWARE[:RANKS]; ValueError, in one line, for another value."""
     hardware, colon, ranks = value.partition(":")
     if hardware not in HARDWARE:
-        raise ValueError(f"--simulate {value}: unknown hardware {hardware!r}; known is {', '.join(HARDWARE)}")
-    if colon and not (ranks.isdecimal() and 1 <= int(ranks) <= MOST_RANKS):
-        raise ValueError(f"--simulate {value}: ranks are a whole number from 1 to {MOST_RANKS}, not {ranks!r}")
-    return int(ranks or 1)
+        raise ValueError(f"--simulate {value}: no hardware is known as {hardware!r}; known is {', '.join(HARDWARE)}")
+    if not colon:
+        return 1
+    if not (ranks.isascii() and ranks.isdecimal() and len(ranks) < 10 and 1 <= int(ranks) <= MOST_RANKS):
+        raise ValueError(f"--simulate {value}: the ranks are a number from 1 to {MOST_RANKS:,}, not {ranks!r}")
+    return int(ranks)
 
 
 class SimulatedWorld:
     """So many ranks that are not there."""
 
+    device = "cpu"
     alive = True
 
     def __init__(self, size: int) -> None:

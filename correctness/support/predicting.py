@@ -1,0 +1,112 @@
+"""What is metered on real ranks, to hold predictions to; and programs whose every allocation can be told."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy, dropout, gelu, scaled_dot_product_attention
+
+from shardmark.blocks import recording
+from shardmark.memory import Memory
+from shardmark.passes import meter_pass
+from shardmark.plan import Plan
+from shardmark.replay import Allocated, Released
+
+PASSES = 3
+"""Of the meter: on a busy machine a backend's thread may release a tensor late, and the smallest peak counts."""
+
+
+def metered(plan: Plan) -> Memory:
+    """On this rank. The first pass of a process has what libraries keep from then on."""
+    passes = [meter_pass(plan)[1] for _ in range(PASSES)]
+    return min(passes, key=lambda memory: memory.tensors)
+
+
+def allocations(program: object) -> list[tuple[str, int]]:
+    """Each tensor that the program allocates or frees, in order, by its bytes."""
+    with recording("cpu") as recorded:
+        program()  # type: ignore[operator]
+    return [
+        (type(event).__name__, event.block.nbytes)
+        for event in recorded.replay()
+        if isinstance(event, Allocated | Released) and not event.block.workspace
+    ]
+
+
+def _pair() -> tuple[Tensor, Tensor]:
+    return torch.randn(200, 200, requires_grad=True) * 1, torch.randn(200, 200, requires_grad=True)
+
+
+def residual() -> None:
+    """Autograd sums gradients in place, where nothing else refers to them."""
+    y, w = _pair()
+    z = (y @ w).relu() + y
+    (z * y.exp()).sum().backward()
+
+
+def retained() -> None:
+    """It does not, where a gradient is kept."""
+    y, w = _pair()
+    y.retain_grad()
+    ((y @ w) + y + y.exp()).sum().backward()
+
+
+class _Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)  # type: ignore[attr-defined]
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return grad * x.exp()
+
+
+def functions_of_python() -> None:
+    y, _ = _pair()
+    (_Exp.apply(y) + y.sin() + _Exp.apply(y)).sum().backward()
+
+
+def operators() -> None:
+    y, _ = _pair()
+    z = gelu(torch.cat([y, y])[:200].softmax(-1)) * torch.sigmoid(y)
+    rows = torch.randint(200, (50,))
+    loss = cross_entropy(z, torch.randint(200, (200,))) + z[rows].mean() + z.gather(1, rows[:, None]).sum()
+    loss = loss + dropout(z, 0.5).sum() + z.masked_fill(z > 0, 0.0).sum() + torch.where(z > 0, z, y).sum()
+    loss = loss + z.max(1).values.sum() + z.std() + z.norm() + z.cumsum(0).sum() + z.split(50)[1].sum() + (z.t() @ z).var()
+    loss.backward()
+
+
+def attention_of_parts() -> None:
+    q, k, v = (torch.randn(2, 2, 64, 32, requires_grad=True) for _ in range(3))
+    with sdpa_kernel(SDPBackend.MATH):
+        scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+
+def optimizers() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    for optimizer in (
+        torch.optim.Adam(model.parameters(), foreach=True),
+        torch.optim.AdamW(model.parameters(), fused=True),
+        torch.optim.SGD(model.parameters(), momentum=0.9, foreach=False),
+    ):
+        model(torch.randn(3, 64)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def loss_scaling() -> None:
+    """The scaler reads a number that a kernel wrote: no gradient is infinite here."""
+    model = nn.Linear(64, 64)
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), torch.amp.GradScaler("cpu")
+    for _ in range(2):
+        scaler.scale(model(torch.randn(3, 64)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+PROGRAMS = [residual, retained, functions_of_python, operators, attention_of_parts, optimizers, loss_scaling]
