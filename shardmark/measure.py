@@ -209,7 +209,6 @@ class Measure:
         absolute = [replace(own, seconds=None) for own in session.budgets_for(self._item.nodeid)]
         tensors, peaks = row["memory"]["tensors_by_rank"], row["memory"]["peak_by_rank"]
         verdicts = list(budget.verdicts(tensors, peaks, [], None, None, memory, absolute, session.confidence))
-        self._benchmark.skipped = True  # or pytest-benchmark warns of a fixture that was not used
         self._conclude(row, None, verdicts, observe, memory, lambda: predicted_at_peak(plan))
         return row
 

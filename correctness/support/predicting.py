@@ -75,7 +75,9 @@ def operators() -> None:
     rows = torch.randint(200, (50,))
     loss = cross_entropy(z, torch.randint(200, (200,))) + z[rows].mean() + z.gather(1, rows[:, None]).sum()
     loss = loss + dropout(z, 0.5).sum() + z.masked_fill(z > 0, 0.0).sum() + torch.where(z > 0, z, y).sum()
-    loss = loss + z.max(1).values.sum() + z.std() + z.norm() + z.cumsum(0).sum() + z.split(50)[1].sum() + (z.t() @ z).var()
+    loss = (
+        loss + z.max(1).values.sum() + z.std() + z.norm() + z.cumsum(0).sum() + z.split(50)[1].sum() + (z.t() @ z).var()
+    )
     loss.backward()
 
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PythonCallbackWork, _create_work_from_future
+from torch._C._distributed_c10d import PythonCallbackWork, _create_work_from_future  # type: ignore[attr-defined]
 from torch._ops import OpOverload
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -97,11 +97,13 @@ def _gathered(objects: list[Any], own: Any, group: Any = None) -> None:
 def _received(objects: list[Any], *args: Any, **kwargs: Any) -> None:
     """`broadcast_object_list` where every rank has the same."""
     if None in objects:
-        raise Unsupported("broadcast_object_list: this rank receives what only another one knows, and that is not there")
+        raise Unsupported(
+            "broadcast_object_list: this rank receives what only another one knows, and that is not there"
+        )
 
 
 class _Pieces(Sequence[Tensor]):
-    """The pieces of a tensor along a dimension, each made when it is asked for: of a hundred thousand a rank reads two."""
+    """The pieces of a tensor along a dimension, each made when it is asked for: of 100,000 a rank reads two."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
         self._tensor, self._count, self._dim = tensor, count, dim

@@ -44,8 +44,9 @@ INDICES = 2**20
 """The same of whole numbers: a mesh has one for each rank."""
 
 _KEY = torch._C._dispatch_key_parse("FPGA")
-"""Operators with this key come here. It lies above the CPU's kernels and below all that decides what is called: autograd,
-autocast, DTensor, a user's modes. PyTorch itself has nothing there: it is for a device that others support."""
+"""Operators with this key come here. It lies above the CPU's kernels and below all that decides what is called:
+autograd, autocast, DTensor, a user's modes. PyTorch has nothing there: others support the device of that name.
+"""
 _KEYS = torch._C.DispatchKeySet(_KEY)
 
 aten = torch.ops.aten
@@ -142,7 +143,9 @@ class _Kernels:
     def _write(self, operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Nothing, into the arguments that the operator writes; what an `out` of another shape becomes is its shape."""
         arguments = enumerate(operator._schema.arguments)
-        given = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in arguments if a.is_write]
+        given: list[tuple[Any, Any]] = [
+            (a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in arguments if a.is_write
+        ]
         if any(argument.is_out for argument, _ in given):
             results = self._layout(operator, args, kwargs)
             layouts = results if isinstance(results, tuple) else (results,)
