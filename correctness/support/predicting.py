@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, dropout, gelu, scaled_dot_product_attention
 
 from shardmark.blocks import recording
+from shardmark.handles import workers_free_first
 from shardmark.memory import Memory
 from shardmark.passes import meter_pass
 from shardmark.plan import Plan
@@ -23,10 +26,10 @@ def metered(plan: Plan) -> Memory:
     return min(passes, key=lambda memory: memory.tensors)
 
 
-def allocations(program: object) -> list[tuple[str, int]]:
+def allocations(program: Callable[[], object]) -> list[tuple[str, int]]:
     """Each tensor that the program allocates or frees, in order, by its bytes."""
-    with recording("cpu") as recorded:
-        program()  # type: ignore[operator]
+    with workers_free_first("cpu"), recording("cpu") as recorded:
+        program()
     return [
         (type(event).__name__, event.block.nbytes)
         for event in recorded.replay()
@@ -34,20 +37,26 @@ def allocations(program: object) -> list[tuple[str, int]]:
     ]
 
 
-def _pair() -> tuple[Tensor, Tensor]:
-    return torch.randn(200, 200, requires_grad=True) * 1, torch.randn(200, 200, requires_grad=True)
+def _pair(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, size, requires_grad=True) * 1, torch.randn(size, size, requires_grad=True)
 
 
-def residual() -> None:
+def residual(size: int) -> None:
     """Autograd sums gradients in place, where nothing else refers to them."""
-    y, w = _pair()
+    y, w = _pair(size)
     z = (y @ w).relu() + y
     (z * y.exp()).sum().backward()
 
 
-def retained() -> None:
-    """It does not, where a gradient is kept."""
-    y, w = _pair()
+def shared(size: int) -> None:
+    """It does not, where another tensor has the same gradient: here `w`."""
+    y, w = _pair(size)
+    v = y.exp()
+    ((y + w).sin().sum() + v.sum()).backward()
+
+
+def retained(size: int) -> None:
+    y, w = _pair(size)
     y.retain_grad()
     ((y @ w) + y + y.exp()).sum().backward()
 
@@ -64,51 +73,51 @@ class _Exp(torch.autograd.Function):
         return grad * x.exp()
 
 
-def functions_of_python() -> None:
-    y, _ = _pair()
+def functions_of_python(size: int) -> None:
+    y, _ = _pair(size)
     (_Exp.apply(y) + y.sin() + _Exp.apply(y)).sum().backward()
 
 
-def operators() -> None:
-    y, _ = _pair()
-    z = gelu(torch.cat([y, y])[:200].softmax(-1)) * torch.sigmoid(y)
-    rows = torch.randint(200, (50,))
-    loss = cross_entropy(z, torch.randint(200, (200,))) + z[rows].mean() + z.gather(1, rows[:, None]).sum()
+def operators(size: int) -> None:
+    y, _ = _pair(size)
+    z = gelu(torch.cat([y, y])[:size].softmax(-1)) * torch.sigmoid(y)
+    rows = torch.randint(size, (5,))
+    loss = cross_entropy(z, torch.randint(size, (size,))) + z[rows].mean() + z.gather(1, rows[:, None]).sum()
     loss = loss + dropout(z, 0.5).sum() + z.masked_fill(z > 0, 0.0).sum() + torch.where(z > 0, z, y).sum()
     loss = (
-        loss + z.max(1).values.sum() + z.std() + z.norm() + z.cumsum(0).sum() + z.split(50)[1].sum() + (z.t() @ z).var()
+        loss + z.max(1).values.sum() + z.std() + z.norm() + z.cumsum(0).sum() + z.split(10)[1].sum() + (z.t() @ z).var()
     )
     loss.backward()
 
 
-def attention_of_parts() -> None:
-    q, k, v = (torch.randn(2, 2, 64, 32, requires_grad=True) for _ in range(3))
+def attention_of_parts(size: int) -> None:
+    q, k, v = (torch.randn(2, 2, size, 32, requires_grad=True) for _ in range(3))
     with sdpa_kernel(SDPBackend.MATH):
         scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
 
-def optimizers() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+def optimizers(size: int) -> None:
+    model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size))
     for optimizer in (
         torch.optim.Adam(model.parameters(), foreach=True),
         torch.optim.AdamW(model.parameters(), fused=True),
         torch.optim.SGD(model.parameters(), momentum=0.9, foreach=False),
     ):
-        model(torch.randn(3, 64)).sum().backward()
+        model(torch.randn(3, size)).sum().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def loss_scaling() -> None:
+def loss_scaling(size: int) -> None:
     """The scaler reads a number that a kernel wrote: no gradient is infinite here."""
-    model = nn.Linear(64, 64)
+    model = nn.Linear(size, size)
     optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), torch.amp.GradScaler("cpu")
     for _ in range(2):
-        scaler.scale(model(torch.randn(3, 64)).sum()).backward()
+        scaler.scale(model(torch.randn(3, size)).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
 
 
-PROGRAMS = [residual, retained, functions_of_python, operators, attention_of_parts, optimizers, loss_scaling]
+PROGRAMS = [residual, shared, retained, functions_of_python, operators, attention_of_parts, optimizers, loss_scaling]

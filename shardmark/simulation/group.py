@@ -34,7 +34,7 @@ def gloo(operator: OpOverload, args: tuple[Any, ...]) -> Any:
     match name:
         case "_allgather_base" | "allgather":
             outputs = [args[0]] if isinstance(args[0], Tensor) else args[0][0]
-            _flat(outputs)  # to look at the shapes, and once more to receive
+            _flat(outputs)  # once to look at shapes, and once more to receive
             held = [_flat(outputs)]
         case "allgather_into_tensor_coalesced":
             for each in args[1]:
@@ -49,8 +49,11 @@ def gloo(operator: OpOverload, args: tuple[Any, ...]) -> Any:
         case "reduce_scatter":
             rank = dist.ProcessGroup.unbox(args[2]).rank()
             held = [_flat([each]) for i, each in enumerate(args[1][0]) if i != rank]
-        case "gather" | "scatter":
-            held = _of_the_root(args)
+        case "gather" if args[0]:  # on the rank that receives
+            _flat(args[0][0])
+            held = [_flat(args[0][0])]
+        case "scatter" if args[1]:  # on the rank that sends
+            _flat(args[1][0])
     if name == "allreduce":
         handle = _done(args[0])
     elif "reduce_scatter" in name:
@@ -59,12 +62,6 @@ def gloo(operator: OpOverload, args: tuple[Any, ...]) -> Any:
         handle = PythonCallbackWork(lambda timeout: not held.clear())  # type: ignore[func-returns-value]
     returns = operator._schema.returns
     return None if not returns else handle.boxed() if len(returns) == 1 else (args[0], handle.boxed())
-
-
-def _of_the_root(args: tuple[Any, ...]) -> list[Tensor]:
-    """What the rank takes that has all the parts of a gather or a scatter: they lie in lists, the others' are empty."""
-    parts = [part for lists in args[:2] for each in lists if isinstance(each, list) for part in each]
-    return [_flat(parts)] if parts else []
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -119,6 +119,8 @@ class _Kernels:
             return self._send(keys, operator, args)
         if kind is _Kind.RUN or keys.has(DispatchKey.Meta):
             return operator.redispatch(keys.remove(_KEY), *args, **kwargs)
+        if operator is aten.add.Tensor and _sums_in_place(*args[:2]):
+            return args[0].add_(args[1])
         tensors = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
         if all(map(_has_value, tensors)):
             with torch._C._ExcludeDispatchKeyGuard(_KEYS):
@@ -127,8 +129,6 @@ class _Kernels:
             raise _depends_on_values(operator)
         if kind is _Kind.WRITE:
             return self._write(operator, args, kwargs)
-        if operator is aten.add.Tensor and _sums_in_place(*args[:2]):
-            return args[0]
         results = self._layout(operator, args, kwargs)
         return tree_map_only(_Layout, _Layout.allocate, results)
 
@@ -221,7 +221,8 @@ def _forget_value(tensor: Tensor) -> None:
 
 def _sums_in_place(old: Tensor, new: Any) -> bool:
     """Whether autograd adds a gradient to another one of the same tensor where that lies, as it does with one that
-    nothing else refers to. Here Python has seen it, which is a reference more: so autograd takes a new tensor.
+    nothing else refers to. Of a small one Python has seen the storage, which is a reference more: so autograd asks for
+    a new tensor.
     """
     if torch._C._current_graph_task_id() == -1 or not isinstance(new, Tensor) or old.shape != new.shape:
         return False
