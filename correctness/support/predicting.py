@@ -49,10 +49,12 @@ def residual(size: int) -> None:
 
 
 def shared(size: int) -> None:
-    """It does not, where another tensor has the same gradient: here `w`."""
+    """It does not, where someone else has the gradient: here a hook."""
     y, w = _pair(size)
-    v = y.exp()
-    ((y + w).sin().sum() + v.sum()).backward()
+    kept: list[Tensor] = []
+    v, z = y.exp(), y + w
+    z.register_hook(kept.append)
+    (z.sin().sum() + v.sum()).backward()
 
 
 def retained(size: int) -> None:

@@ -18,8 +18,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from enum import Enum, auto
-from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -37,6 +35,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardmark.registry import Unsupported
 from shardmark.replay import user_line
+from shardmark.simulation.kinds import Kind, kind_of
 
 SMALL = 2**14
 """Tensors of up to so many elements have values, where these follow from the program's own."""
@@ -52,52 +51,8 @@ _KEYS = torch._C.DispatchKeySet(_KEY)
 aten = torch.ops.aten
 
 
-class _Kind(Enum):
-    """What becomes of an operator."""
-
-    RUN = auto()
-    """It writes no values, or is made of other operators, which come here in turn."""
-    READ = auto()
-    """It gives a Python number."""
-    WRITE = auto()
-    """It writes into its arguments."""
-    COMPUTE = auto()
-    """It gives new tensors."""
-    SEND = auto()
-    """A collective of c10d."""
-
-
-_ALLOCATE = ("empty", "set_", "resize_", "_unsafe_view", "_reshape_alias", "_fused_sdp_choice")
-"""What the names of CPU kernels begin with that lay out memory, and compute nothing."""
-
-_NAMED = {
-    aten._local_scalar_dense.default: _Kind.READ,
-    # A kernel for all devices, which copies.
-    aten.copy_.default: _Kind.WRITE,
-    # It has no kernel for this key, and would be made of another operator; see `_sums_in_place`.
-    aten.add.Tensor: _Kind.COMPUTE,
-}
-
 _FINITE = aten._amp_foreach_non_finite_check_and_unscale_.default
 """Looks for infinite gradients, and writes what it found: none, in a simulation."""
-
-
-@cache
-def _kind(operator: OpOverload) -> _Kind:
-    if operator in _NAMED:
-        return _NAMED[operator]
-    name = operator.name()
-    if name.startswith("c10d::"):
-        return _Kind.SEND
-    if not name.startswith("aten::") or not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
-        return _Kind.RUN
-    if name.removeprefix("aten::").startswith(_ALLOCATE) or torch.Tag.inplace_view in operator.tags:
-        return _Kind.RUN
-    schema = operator._schema
-    if any(argument.is_write for argument in schema.arguments):
-        return _Kind.WRITE
-    views = schema.returns and all(result.alias_info is not None for result in schema.returns)
-    return _Kind.RUN if views or not any("Tensor" in str(result.type) for result in schema.returns) else _Kind.COMPUTE
 
 
 Collective = Callable[[OpOverload, tuple[Any, ...]], Any]
@@ -112,22 +67,34 @@ class _Kernels:
         self._fake = FakeTensorMode()
         self._layouts: dict[Any, Any] = {}
         self._one_at_a_time = threading.Lock()  # fake tensors are for one thread
+        self._alone: tuple[int, ...] | None = None
+        """References to a gradient that only autograd has, and that it therefore adds another one to where it lies.
+        Here Python has it too while we look at it, and of a small one the storage: so autograd takes a new tensor.
+        """
+
+    def learn(self) -> None:
+        """Find out how many references a gradient has that autograd alone has, from the first sum of two."""
+        x = torch.ones((), requires_grad=True) * 1
+        (x.sin() + x.cos()).backward()
 
     def __call__(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        kind = _kind(operator)
-        if kind is _Kind.SEND:
+        kind = kind_of(operator)
+        if kind is Kind.SEND:
             return self._send(keys, operator, args)
-        if kind is _Kind.RUN or keys.has(DispatchKey.Meta):
+        if kind is Kind.RUN or keys.has(DispatchKey.Meta):
             return operator.redispatch(keys.remove(_KEY), *args, **kwargs)
-        if operator is aten.add.Tensor and _sums_in_place(*args[:2]):
-            return args[0].add_(args[1])
+        if operator is aten.add.Tensor and _is_autograds_own(*args[:2]):
+            references = _references(args[0])
+            self._alone = self._alone or references
+            if references == self._alone:
+                return args[0].add_(args[1])
         tensors = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
         if all(map(_has_value, tensors)):
             with torch._C._ExcludeDispatchKeyGuard(_KEYS):
                 return operator(*args, **kwargs)
-        if kind is _Kind.READ:
+        if kind is Kind.READ:
             raise _depends_on_values(operator)
-        if kind is _Kind.WRITE:
+        if kind is Kind.WRITE:
             return self._write(operator, args, kwargs)
         results = self._layout(operator, args, kwargs)
         return tree_map_only(_Layout, _Layout.allocate, results)
@@ -219,23 +186,20 @@ def _forget_value(tensor: Tensor) -> None:
         setattr(tensor.untyped_storage(), "no_value", True)  # noqa: B010  (PyTorch's type has no such attribute)
 
 
-def _sums_in_place(old: Tensor, new: Any) -> bool:
-    """Whether autograd adds a gradient to another one of the same tensor where that lies, as it does with one that
-    nothing else refers to. Of a small one Python has seen the storage, which is a reference more: so autograd asks for
-    a new tensor.
-    """
+def _is_autograds_own(old: Tensor, new: Any) -> bool:
+    """Whether autograd itself adds up gradients of one tensor, and no line of the program."""
     if torch._C._current_graph_task_id() == -1 or not isinstance(new, Tensor) or old.shape != new.shape:
         return False
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
-    if frame.f_code is not _engine_run_backward.__code__:  # it is a line of the program's own
-        return False
-    of_autograd_and_python = 3
-    return (
-        old._use_count() == of_autograd_and_python  # type: ignore[attr-defined]
-        and torch._C._storage_Use_Count(old.untyped_storage()._cdata) == of_autograd_and_python - 1
-    )
+    return frame.f_code is _engine_run_backward.__code__
+
+
+def _references(tensor: Tensor) -> tuple[int, ...]:
+    """To the tensor, to its storage, and to its object in Python."""
+    of_storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return tensor._use_count(), of_storage, sys.getrefcount(tensor)  # type: ignore[attr-defined]
 
 
 def _depends_on_values(operator: OpOverload) -> Unsupported:
@@ -295,6 +259,7 @@ def no_kernels(collective: Collective) -> Iterator[None]:
             for each in patches:
                 stack.enter_context(each)
             stack.enter_context(torch._C._IncludeDispatchKeyGuard(_KEY))
+            kernels.learn()
             yield
     finally:
         everything._destroy()
