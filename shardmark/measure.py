@@ -25,7 +25,6 @@ from shardmark.plan import Identity, Measured, Plan, Rounds, Workload
 from shardmark.registry import Implementation, Race
 from shardmark.report import undecided
 from shardmark.rows import Row, counters_entry, limit_entry, memory_entry, new_row, step_seconds, time_entry
-from shardmark.simulation import predict, predicted_at_peak
 from shardmark.world import RankError, World
 
 if TYPE_CHECKING:
@@ -198,6 +197,9 @@ class Measure:
     def _predict(self, plan: Plan, work: Work, memory: MemoryBudget, observe: Sequence[Observer]) -> Row:
         """Judge and save what the case would take on the first rank, and return the row: it has no times."""
         __tracebackhide__ = True
+        # Imported here because all of PyTorch's FSDP comes with it, which takes a second.
+        from shardmark.simulation.predict import predict, predicted_at_peak
+
         session = self._session
         observe = [observer for observer in observe if observer.of_memory]
         plan = replace(plan, observers=tuple(type(observer) for observer in observe))

@@ -32,9 +32,9 @@ from perf.workloads.training_step import CheckpointedStep, LanguageModelStep
 from shardmark.plan import Plan
 from shardmark.plugin import WorldsBySize
 from shardmark.registry import Unsupported, family
-from shardmark.simulation import predict
 from shardmark.simulation.group import gloo, one_rank_of
 from shardmark.simulation.kernels import no_kernels
+from shardmark.simulation.predict import predict
 
 pytest_plugins = ["pytester", "correctness.support.project"]
 
