@@ -15,6 +15,7 @@ what it reduces to scatter, is gone once its result has been waited for.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -67,7 +68,20 @@ class Recording:
         assert self._profile.kineto_results is not None, "the recording has not ended"
         roots = self._profile.kineto_results.experimental_event_tree()
         requested = {address: deque(sizes) for address, sizes in self.requested.items()}
-        return replayed(roots, self.device, requested, self.modules)
+        with no_gc():  # or it walks all of what is made here, again and again
+            return replayed(roots, self.device, requested, self.modules)
+
+
+@contextmanager
+def no_gc() -> Iterator[None]:
+    """In the block Python looks for no garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

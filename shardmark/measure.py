@@ -114,6 +114,8 @@ class Measure:
             trace=trace,
         )
 
+        if session.simulated:
+            return self._predict(plan, work, memory, observe)
         identity = plan.identity
         goal = None if time is None else time.goal
         plan = self._with_room_for_peer(plan, memory, self._admit(identity, memory), goal)
@@ -147,6 +149,8 @@ class Measure:
     def attempt(self, identity: Identity, memory: MemoryBudget, run: Callable[[], list[T]]) -> list[T]:
         """What `run` returns, if the case fits and memory does not run out; else its row says so, and the test ends."""
         __tracebackhide__ = True
+        if self._session.simulated:
+            raise registry.Unsupported("it measures by its own means, and --simulate predicts memory alone")
         self._admit(identity, memory)
         return self._unless_out_of_memory(identity, memory, run)
 
@@ -197,6 +201,41 @@ class Measure:
             row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
             self._save(row, stats)
             raise
+        self._conclude(row, stats, verdicts, observe, memory, at_peak)
+        return row
+
+    def _predict(self, plan: Plan, work: Work, memory: MemoryBudget, observe: Sequence[Observer]) -> Row:
+        """Judge and save what the case would take on the first rank, and return the row: it has no times."""
+        __tracebackhide__ = True
+        # Imported here because all of PyTorch's FSDP comes with it, which takes a second.
+        from shardmark.simulation.predict import predict, predicted_at_peak
+
+        session = self._session
+        observe = [observer for observer in observe if observer.of_memory]
+        plan = replace(plan, observers=tuple(type(observer) for observer in observe))
+        ranks = [predict(plan)]
+        row = new_row(replace(plan.identity, backend=ranks[0].backend), session.scale, None)
+        row |= {"simulated": True, "memory": memory_entry(ranks, memory), "work": asdict(work), "time": {"ratio": None}}
+        for observer in observe:
+            observer.fill(row, ranks)
+        absolute = [replace(own, seconds=None) for own in session.budgets_for(self._item.nodeid)]
+        tensors, peaks = row["memory"]["tensors_by_rank"], row["memory"]["peak_by_rank"]
+        verdicts = list(budget.verdicts(tensors, peaks, [], None, None, memory, absolute, session.confidence))
+        self._conclude(row, None, verdicts, observe, memory, lambda: predicted_at_peak(plan))
+        return row
+
+    def _conclude(
+        self,
+        row: Row,
+        stats: dict[str, float] | None,
+        verdicts: list[tuple[str, str]],
+        observe: Sequence[Observer],
+        memory: MemoryBudget | None,
+        at_peak: Callable[[], list[Held]],
+    ) -> None:
+        """Save the row with its verdict; a budget that is not met fails the test."""
+        __tracebackhide__ = True
+        session = self._session
         row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
         complaints = {
             outcome: "; ".join(why for verdict, why in verdicts if verdict == outcome) for outcome in (FAIL, UNDECIDED)
@@ -209,7 +248,7 @@ class Measure:
             self._save(row, stats)
         if complaints[FAIL]:
             lines: list[str] = []
-            if memory is not None and memory.verdict(max(tensors, default=0)) == FAIL:
+            if memory is not None and memory.verdict(max(row["memory"].get("tensors_by_rank", []), default=0)) == FAIL:
                 found: list[Held] = []
                 with suppress(Exception):  # the verdict, and what the formula has, stand without it
                     found = at_peak()
@@ -218,7 +257,6 @@ class Measure:
         if complaints[UNDECIDED]:
             machine = in_words(row["time"]["machine"])
             self._item.stash[undecided.WHY] = "; ".join(each for each in (complaints[UNDECIDED], machine) if each)
-        return row
 
     def _limit(self, identity: Identity, work: Work, seconds: float) -> Row:
         """The row's "limit", of a step that takes so many seconds."""

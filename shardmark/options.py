@@ -15,6 +15,7 @@ import torch
 from shardmark import registry, torchrun
 from shardmark.rank import WorldError, available_cores
 from shardmark.registry import Implementation
+from shardmark.simulation.worlds import simulated_ranks
 from shardmark.world import available_ranks, check_size
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -87,6 +88,12 @@ def add_options(parser: pytest.Parser) -> None:
         help="write the page of this run: plots and tables in one file; with OUT.md, Markdown for a pull request",
     )
     group.addoption(
+        "--simulate",
+        default=None,
+        metavar="HARDWARE[:RANKS]",
+        help="predict each case's memory in place of running it, on that hardware and so many ranks: cpu:1024",
+    )
+    group.addoption(
         "--trace-dir",  # --trace is pytest's own: it breaks into the debugger
         default=None,
         metavar="DIR",
@@ -123,6 +130,18 @@ def device(value: str, ranks: str | None) -> str:
         needed = max([int(n) for n in (ranks or "").split(",") if n.strip().isdigit()], default=1)
         raise ValueError(f"--device cuda needs {needed} CUDA device{'s'[: needed > 1]}, and this machine has 0")
     return ("cuda" if torch.cuda.is_available() else "cpu") if value == "auto" else value
+
+
+def simulated(option: Callable[..., Any]) -> int | None:
+    """The ranks of `--simulate`; None without it."""
+    if option("simulate") is None:
+        return None
+    real = ("ranks", "link", "against", "against_ref", "trace_dir")
+    if taken := next((name for name in real if option(name) is not None), None):
+        raise ValueError(f"--simulate runs nothing: not with --{taken.replace('_', '-')}")
+    if option("device") == "cuda" or torchrun.launched():
+        raise ValueError(f"--simulate runs nothing: not with {'torchrun' if torchrun.launched() else '--device cuda'}")
+    return simulated_ranks(option("simulate"))
 
 
 def path(name: str, option: Callable[[str], str]) -> Path:

@@ -7,19 +7,18 @@ one. What comes back are plain numbers.
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from shardmark.blocks import mark, recording
+from shardmark.blocks import mark, no_gc, recording
 from shardmark.budget import RANKS_ALIKE
 from shardmark.clock import Laps, Stopwatch
 from shardmark.counters import count
@@ -171,7 +170,7 @@ def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
     coin = random.Random(plan.coin)
     pair = [name for name in (IMPLEMENTATION, PEER) if name in steps]
     parts = [name for name in steps if name not in pair]
-    with _no_gc() if plan.rounds.disable_gc else nullcontext():
+    with no_gc() if plan.rounds.disable_gc else nullcontext():
         began, waited = time.perf_counter(), seconds_waited()
         for i in rounds_while(lambda: _undecided(plan, measured), rounds, plan.rounds, partial(_largest, plan)):
             for name in [*shuffled(pair, coin), *(shuffled(parts, coin) if i < rounds else ())]:
@@ -265,12 +264,3 @@ def _largest(plan: Plan, values: T) -> T:
     tensor = torch.tensor(values, dtype=torch.float64, device=plan.device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return cast(T, tensor.tolist())
-
-
-@contextmanager
-def _no_gc() -> Iterator[None]:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

@@ -184,6 +184,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (kept if chosen or not session.selected else dropped).append(item)
         if "measure" in getattr(item, "fixturenames", ()):
             _use_device_clock(item, session.clock)
+            if session.simulated:  # there is nothing to time
+                item.add_marker(pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"))
         if question := item.get_closest_marker("question"):
             session.questions.state(question)
     items[:] = kept

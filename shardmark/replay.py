@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def replayed(
             collectives.take(block, within)
             replayed.append(Allocated(block))
         elif what != _EventType.TorchOp:
-            continue  # whose name may be garbage, of a Python function that is gone
+            continue  # of another device
         elif event.name == MARK + END:
             ended = True
         elif event.name.startswith(MARK + WAITED):
@@ -175,8 +176,8 @@ class _Collectives:
 def _in_order(
     roots: list[Any], module_names: Mapping[int, str]
 ) -> tuple[list[tuple[Any, _Within]], dict[int, str], dict[int, str]]:
-    """Every event below `roots` in the order they began, with what it is part of; then the modules and the lines of
-    operators, by autograd sequence number."""
+    """Every allocation and every mark below `roots` in the order they began, with what it is part of; then the modules
+    and the lines of operators, by autograd sequence number."""
     events: list[tuple[Any, _Within]] = []
     modules: dict[int, str] = {}
     lines: dict[int, tuple[int, str]] = {}
@@ -184,28 +185,42 @@ def _in_order(
     while stack:
         event, module, within = stack.pop()
         what, fields = event.typed
-        if what == _EventType.TorchOp:
-            if fields.scope == RecordScope.USER_SCOPE:
-                module = event.name
+        if what == _EventType.Allocation:
+            events.append((event, within))
+        elif what == _EventType.TorchOp:
+            name = event.name
+            if name.startswith(MARK):
+                events.append((event, within))
+            elif fields.scope == RecordScope.USER_SCOPE:
+                module = name
             elif fields.scope == RecordScope.FUNCTION and fields.sequence_number >= 0:
                 if module:
                     modules.setdefault(fields.sequence_number, module)
                 if within.line:  # of all operators with that number, the first is forward's
                     began = event.start_time_ns, within.line
                     lines[fields.sequence_number] = min(began, lines.get(fields.sequence_number, began))
-            if within.operator is None and event.name in _with_kernels():
+            if within.operator is None and name in _with_kernels():
                 within = replace(within, operator=event)
-            elif event.name.startswith("_c10d_functional::"):
+            elif name.startswith("_c10d_functional::"):
                 within = replace(within, collective=event)
-            elif within.collective is not None and event.name.startswith("c10d::"):
+            elif within.collective is not None and name.startswith("c10d::"):
                 within = replace(within, backend=event)
         elif what in (_EventType.PyCall, _EventType.PyCCall):
             module = module_names.get(fields.module.self_ptr, module) if getattr(fields, "module", None) else module
             within = replace(within, line=_line(fields) or within.line, module=module)
-        events.append((event, within))
-        stack.extend((child, module, within) for child in event.children)
+        if children := event.children:
+            stack.extend([(child, module, within) for child in children])
     events.sort(key=lambda pair: (pair[0].start_time_ns, pair[0].id))
     return events, modules, {number: line for number, (_, line) in lines.items()}
+
+
+def user_line(frame: FrameType | None) -> str:
+    """Where the innermost of the frames is that is neither PyTorch's, Python's nor this plugin's, as "file.py:7"."""
+    while frame is not None:
+        if not _is_foreign(frame.f_code.co_filename):
+            return f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def _line(call: Any) -> str:

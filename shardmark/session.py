@@ -28,6 +28,7 @@ from shardmark.report.output import Report
 from shardmark.report.questions import Questions
 from shardmark.rowfile import RowFile
 from shardmark.signals import Ending
+from shardmark.simulation.worlds import SimulatedWorlds
 from shardmark.trace import TraceFolder
 from shardmark.world import DEADLINE, Worlds
 
@@ -42,11 +43,13 @@ class Session:
     def __init__(self, config: pytest.Config, ending: Ending) -> None:
         option = config.getoption
         self.config = config
-        self.device = options.device(option("device"), option("ranks"))
+        self.simulated = options.simulated(option)
+        """The ranks to predict for, of `--simulate`."""
+        self.device = "cpu" if self.simulated else options.device(option("device"), option("ranks"))
         self.scale = options.one_of("--scale", option("scale"), ("auto", *SCALES))
         if self.scale == "auto":
             self.scale = "paper" if self.device == "cuda" else "laptop"
-        self.ranks = options.ranks(option("ranks"), self.device)
+        self.ranks = [self.simulated] if self.simulated else options.ranks(option("ranks"), self.device)
         self.contract_ranks = self.ranks if option("ranks") else options.contract_ranks(self.ranks, self.device)
         """World sizes of tests that measure nothing: what is right on two ranks alone is wrong."""
         self.seed = options.seed(str(option("seed")))
@@ -70,7 +73,9 @@ class Session:
         """Whether the tables have been printed."""
         self.clock = DeviceClock()
         self.link = _link(option("link"), self.device)
-        self.worlds: Worlds | torchrun.TorchrunWorlds = Worlds(self.device, self.link)
+        self.worlds: Worlds | torchrun.TorchrunWorlds | SimulatedWorlds = Worlds(self.device, self.link)
+        if self.simulated:
+            self.worlds = SimulatedWorlds()
         # Last, as what it opens has to be closed again.
         self.rows = RowFile(config, self.ending, self._said, writes=not _is_helping())
         try:

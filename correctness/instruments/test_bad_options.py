@@ -25,6 +25,10 @@ CHOICES = {
         "--link *: a link's rate is written as *, not *",
     ),
     "--seed": ([*WORDS, "-1", "2.5", "inf", str(2**63)], "--seed is a whole number from 0 to *, not *"),
+    "--simulate": (
+        [*WORDS, "tpu", "cpu:", "cpu:0", "cpu:-1", "cpu:2.5", "cpu:100001", "cpu:²", "h100-80gb:8"],
+        "--simulate *: *",
+    ),
     "--deadline": (
         [*WORDS, "-1", "0", "inf", "-inf", "2e6"],
         "--deadline is seconds, more than 0 and *, not *",
@@ -64,6 +68,8 @@ SEVERAL = {
     "--report=page.txt": "--report page.txt: a report is a page, .html, or Markdown, .md",
     "--report=none/x.html": "--report none/x.html: there is no folder none",
     "--report=new.html --trace-dir=file": "--trace-dir file: *",
+    "--simulate=cpu:2 --ranks=2": "--simulate runs nothing: not with --ranks",
+    "--simulate=cpu:2 --trace-dir=new": "--simulate runs nothing: not with --trace-dir",
     "--update-baseline": "--update-baseline needs --against, which names the file",
     "--update-baseline --against=none/x": "--update-baseline none/x: there is no folder none",
     "--update-baseline --against=folder": "--update-baseline folder: *",

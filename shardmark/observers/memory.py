@@ -39,6 +39,7 @@ class Timeline(Observer):
     """
 
     needs = ("kinds",)
+    of_memory = True
     columns: ClassVar[tuple[Column, ...]] = (AFTER_INIT,)
 
     def __init__(self, activations: Mapping[tuple[str, str], int] | None = None) -> None:
@@ -95,6 +96,8 @@ class Stages(Observer):
     `formulas` are the bytes that should be live after each.
     """
 
+    of_memory = True
+
     def __init__(self, formulas: Mapping[str, int]) -> None:
         self.formulas = formulas
 
@@ -115,6 +118,8 @@ class Stages(Observer):
 
 class PeakByLength(Observer):
     """How the peak grows with the sequence, of cases that have a `seq`: a fit under the table, nothing in the row."""
+
+    of_memory = True
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
         """One for each implementation and kind of case that was metered at enough lengths."""

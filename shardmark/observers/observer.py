@@ -22,6 +22,8 @@ class Observer:
     needs: ClassVar[tuple[str, ...]] = ()
     timed: ClassVar[Mapping[str, str]] = {}
     min_rounds: int = 1
+    of_memory: ClassVar[bool] = False
+    """Whether it sees memory alone, and so a simulation as well."""
     columns: ClassVar[tuple[Column, ...]] = ()
 
     def check(self, workload: type[Workload]) -> None:

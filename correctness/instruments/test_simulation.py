@@ -1,0 +1,196 @@
+"""Predicted memory against the meter: to the byte, by phase, on every rank."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from correctness.support.predicting import PROGRAMS, allocations, metered
+from correctness.support.project import row_of, run_project
+from impl.attention.cases import AttentionCase
+from impl.data_parallel.cases import ReductionCase
+from impl.fsdp.cases import FSDPCase
+from impl.loss.cases import LossCase
+from impl.optim.cases import OptimizerCase
+from impl.sharded_optimizer.cases import ShardedStepCase
+from impl.training_step.cases import TrainingStepCase
+from perf.workloads.attention import AttentionPass
+from perf.workloads.data_parallel import DataParallelStep
+from perf.workloads.fsdp import FSDPStep
+from perf.workloads.loss import LossStep
+from perf.workloads.optim import OptimizerStep
+from perf.workloads.sharded_optimizer import ShardedStep
+from perf.workloads.training_step import CheckpointedStep, LanguageModelStep
+from shardmark.plan import Plan
+from shardmark.plugin import WorldsBySize
+from shardmark.registry import Unsupported, family
+from shardmark.simulation.group import gloo, one_rank_of
+from shardmark.simulation.kernels import no_kernels
+from shardmark.simulation.predict import predict
+
+pytest_plugins = ["pytester", "correctness.support.project"]
+
+CASES: dict[str, tuple[type[Any], list[Any], tuple[int, ...]]] = {
+    "training_step": (
+        LanguageModelStep,
+        [TrainingStepCase("tiny", 2, 32, dtype=dtype) for dtype in ("float32", "bfloat16", "float16")],
+        (1,),
+    ),
+    "checkpointing": (CheckpointedStep, [TrainingStepCase("tiny", 2, 64)], (1,)),
+    "attention": (AttentionPass, [AttentionCase(1, 256, 32), AttentionCase(1, 256, 32, mode="backward")], (1,)),
+    "loss": (LossStep, [LossCase(256, 64, 1000)], (1,)),
+    "optimizer": (
+        OptimizerStep,
+        [OptimizerCase("tiny"), OptimizerCase("tiny", dtype="bfloat16", master_weights=True)],
+        (1,),
+    ),
+    "data_parallel": (DataParallelStep, [TrainingStepCase("tiny", 2, 32), ReductionCase("tiny", 2, 32)], (2, 3)),
+    "sharded_optimizer": (ShardedStep, [ShardedStepCase("tiny", 2, 32)], (2, 3)),
+    "fsdp": (FSDPStep, [FSDPCase("tiny", 2, 32), FSDPCase("tiny", 2, 32, dtype="bfloat16")], (2, 3)),
+}
+SOME = {
+    ("checkpointing", "selective"),
+    ("loss", "fused_pytorch"),
+    ("data_parallel", "ddp"),
+    ("sharded_optimizer", "sharded"),
+    ("fsdp", "sharded"),
+    ("fsdp", "fsdp1"),
+    ("fsdp", "fsdp2"),
+}
+"""Tried every time, in their first case and on two ranks; all others are the sweep's."""
+COMPILED = ("compile", "flex", "triton")
+"""Parts of the names of what is not eager."""
+
+
+def _plans() -> list[Any]:
+    found = []
+    for name, (workload, cases, sizes) in CASES.items():
+        for implementation in family(name).implementations.values():
+            if any(part in implementation.name for part in COMPILED):
+                continue
+            for case in cases:
+                for size in sizes:
+                    own = replace(case, ranks=size) if hasattr(case, "ranks") else case
+                    plan = Plan(workload, implementation, None, own, "cpu", size)
+                    often = (name, implementation.name) in SOME and case is cases[0] and size == sizes[0]
+                    marks = [] if often else [pytest.mark.sweep]
+                    found.append(pytest.param(plan, id=f"{name}-{implementation}-{own}-{size}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("plan", _plans())
+def test_what_is_predicted_is_what_each_rank_meters(plan: Plan, worlds: WorldsBySize) -> None:
+    if reason := plan.implementation.unavailable_reason("cpu", to_measure=True):
+        pytest.skip(reason)
+    predict(plan)  # DTensor keeps the first mesh of a process
+    for rank, real in enumerate(worlds(plan.world_size).run(metered, plan)):
+        found = predict(plan, rank).memory
+        assert (found.phases, found.peaks, found.tensors) == (real.phases, real.peaks, real.tensors)
+
+
+@pytest.mark.parametrize("size", [20, 200], ids=["with_values", "without"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_program_without_kernels_allocates_what_it_does_with_them(program: Callable[[int], None], size: int) -> None:
+    program(size)  # what PyTorch makes once
+    expected = allocations(partial(program, size))
+    with no_kernels(gloo):
+        assert allocations(partial(program, size)) == expected
+
+
+def collectives_on_gloo() -> dict[str, list[tuple[str, int]]]:
+    """What each collective allocates on this rank, for tensors of 1,000 elements a rank."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    large, small = torch.zeros(size * 1000), torch.zeros(1000)
+    parts = list(large.chunk(size))
+    programs = {
+        "all_reduce": partial(dist.all_reduce, large),
+        "broadcast": partial(dist.broadcast, large, 0),
+        "all_gather": partial(dist.all_gather, parts, small),
+        "all_gather_into_tensor": partial(dist.all_gather_into_tensor, large, small),
+        "reduce_scatter": partial(dist.reduce_scatter, small, parts),
+        "reduce_scatter_tensor": partial(dist.reduce_scatter_tensor, small, large),
+        "gather": partial(dist.gather, small, parts if rank == 0 else None),
+        "scatter": partial(dist.scatter, small, parts if rank == 0 else None),
+    }
+    return {name: sorted(allocations(program)) for name, program in programs.items()}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_collectives_allocate_what_gloo_does(worlds: WorldsBySize) -> None:
+    for rank, real in enumerate(worlds(3).run(collectives_on_gloo)):
+        with one_rank_of(3, rank), no_kernels(gloo):
+            assert collectives_on_gloo() == real
+
+
+def test_no_page_of_a_large_tensor_is_touched() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with no_kernels(gloo):
+        x = torch.ones(2**15, 2**15, requires_grad=True)  # 4 GiB
+        (x @ x).relu().sum().backward()
+        assert x.grad is not None and x.grad.shape == x.shape
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
+
+
+def test_numbers_of_the_program_have_values() -> None:
+    with no_kernels(gloo):
+        order = torch.tensor([2, 0, 1])
+        assert order.sort().indices.tolist() == [1, 2, 0] and torch.arange(5).sum().item() == 10
+        assert torch.arange(100_000)[-1].item() == 99_999
+        sizes = torch.full((3,), 7)
+        sizes.mul_(2)
+        assert int(sizes[1]) == 14
+
+
+HERE = f"{Path(__file__).relative_to(Path.cwd()) if Path(__file__).is_relative_to(Path.cwd()) else Path(__file__)}"
+
+
+@pytest.mark.parametrize(
+    ("read", "operator"),
+    [
+        (lambda x: x.sum().item(), "aten::_local_scalar_dense"),
+        (lambda x: bool(x.max() > 0), "aten::_local_scalar_dense"),
+        (lambda x: x.nonzero(), "aten::nonzero"),
+        (lambda x: x[x > 0], "aten::nonzero"),
+        (lambda x: x.tolist(), "Tensor.tolist"),
+        (lambda x: x.numpy(), "Tensor.numpy"),
+    ],
+    ids=["item", "bool", "nonzero", "mask", "tolist", "numpy"],
+)
+def test_what_depends_on_values_is_refused_in_one_line(read: Callable[[Any], object], operator: str) -> None:
+    with no_kernels(gloo):
+        x = torch.randn(300, 300) @ torch.randn(300, 300)
+        with pytest.raises(Unsupported) as refused:
+            read(x)
+    line = str(refused.value)
+    assert line.startswith(f"{operator} in {HERE}:") and line.endswith("depends on values, and a simulation has none")
+
+
+def test_kernels_are_back_afterwards() -> None:
+    with no_kernels(gloo):
+        torch.ones(300, 300).sum()
+    assert torch.ones(300, 300).sum().item() == 90_000
+
+
+def test_a_hundred_thousand_ranks_take_no_more_room_than_one() -> None:
+    """Each has a row of each weight at most, and what is gathered is padded to a row for every rank."""
+    plan = Plan(
+        FSDPStep, family("fsdp").implementations["fsdp2"], None, FSDPCase("tiny", 2, 32, ranks=100_000), "cpu", 100_000
+    )
+    assert predict(plan).memory.phases["after_init"] < 2**20
+
+
+def test_simulated_rows_have_memory_and_no_times(project: pytest.Pytester) -> None:
+    result, output = run_project(project, "--simulate=cpu:7", "--scale=smoke", "-rs", "-k", "nap and (plain or greedy)")
+    result.assert_outcomes(passed=1, failed=1)
+    assert output["benchmarks"] == [] and not result.parseoutcomes().get("warnings")
+    plain, greedy = row_of(output, "plain"), row_of(output, "greedy")
+    assert plain["simulated"] and plain["verdict"] == "pass" and greedy["verdict"] == "fail"
+    assert plain["memory"]["tensors"] == 4000 and not plain["time"].get("parts")

@@ -1,0 +1,125 @@
+"""What is metered on real ranks, to hold predictions to; and programs whose every allocation can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy, dropout, gelu, scaled_dot_product_attention
+
+from shardmark.blocks import recording
+from shardmark.handles import workers_free_first
+from shardmark.memory import Memory
+from shardmark.passes import meter_pass
+from shardmark.plan import Plan
+from shardmark.replay import Allocated, Released
+
+PASSES = 3
+"""Of the meter: on a busy machine a backend's thread may release a tensor late, and the smallest peak counts."""
+
+
+def metered(plan: Plan) -> Memory:
+    """On this rank. The first pass of a process has what libraries keep from then on."""
+    passes = [meter_pass(plan)[1] for _ in range(PASSES)]
+    return min(passes, key=lambda memory: memory.tensors)
+
+
+def allocations(program: Callable[[], object]) -> list[tuple[str, int]]:
+    """Each tensor that the program allocates or frees, in order, by its bytes."""
+    with workers_free_first("cpu"), recording("cpu") as recorded:
+        program()
+    return [
+        (type(event).__name__, event.block.nbytes)
+        for event in recorded.replay()
+        if isinstance(event, Allocated | Released) and not event.block.workspace
+    ]
+
+
+def _pair(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, size, requires_grad=True) * 1, torch.randn(size, size, requires_grad=True)
+
+
+def residual(size: int) -> None:
+    """Autograd sums gradients in place, where nothing else refers to them."""
+    y, w = _pair(size)
+    z = (y @ w).relu() + y
+    (z * y.exp()).sum().backward()
+
+
+def shared(size: int) -> None:
+    """It does not, where someone else has the gradient: here a hook."""
+    y, w = _pair(size)
+    kept: list[Tensor] = []
+    v, z = y.exp(), y + w
+    z.register_hook(kept.append)
+    (z.sin().sum() + v.sum()).backward()
+
+
+def retained(size: int) -> None:
+    y, w = _pair(size)
+    y.retain_grad()
+    ((y @ w) + y + y.exp()).sum().backward()
+
+
+class _Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)  # type: ignore[attr-defined]
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return grad * x.exp()
+
+
+def functions_of_python(size: int) -> None:
+    y, _ = _pair(size)
+    (_Exp.apply(y) + y.sin() + _Exp.apply(y)).sum().backward()
+
+
+def operators(size: int) -> None:
+    y, _ = _pair(size)
+    z = gelu(torch.cat([y, y])[:size].softmax(-1)) * torch.sigmoid(y)
+    rows = torch.randint(size, (5,))
+    loss = cross_entropy(z, torch.randint(size, (size,))) + z[rows].mean() + z.gather(1, rows[:, None]).sum()
+    loss = loss + dropout(z, 0.5).sum() + z.masked_fill(z > 0, 0.0).sum() + torch.where(z > 0, z, y).sum()
+    loss = (
+        loss + z.max(1).values.sum() + z.std() + z.norm() + z.cumsum(0).sum() + z.split(10)[1].sum() + (z.t() @ z).var()
+    )
+    loss.backward()
+
+
+def attention_of_parts(size: int) -> None:
+    q, k, v = (torch.randn(2, 2, size, 32, requires_grad=True) for _ in range(3))
+    with sdpa_kernel(SDPBackend.MATH):
+        scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+
+def optimizers(size: int) -> None:
+    model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size))
+    for optimizer in (
+        torch.optim.Adam(model.parameters(), foreach=True),
+        torch.optim.AdamW(model.parameters(), fused=True),
+        torch.optim.SGD(model.parameters(), momentum=0.9, foreach=False),
+    ):
+        model(torch.randn(3, size)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def loss_scaling(size: int) -> None:
+    """The scaler reads a number that a kernel wrote: no gradient is infinite here."""
+    model = nn.Linear(size, size)
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), torch.amp.GradScaler("cpu")
+    for _ in range(2):
+        scaler.scale(model(torch.randn(3, size)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+PROGRAMS = [residual, shared, retained, functions_of_python, operators, attention_of_parts, optimizers, loss_scaling]

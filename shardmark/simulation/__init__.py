@@ -1,0 +1,7 @@
+"""Predict what a case would take: the meter's own pass, of one rank, with kernels and messages left out.
+
+predict(plan, rank=0)     # what that rank would meter                                     (`predict`)
+with no_kernels(...): ...  # operators allocate what they would, and compute nothing        (`kernels`, `kinds`)
+with one_rank_of(8): ...   # a process group of 8 ranks, of which this is the first         (`group`)
+SimulatedWorlds()          # what `--simulate` has in place of worlds                       (`worlds`)
+"""

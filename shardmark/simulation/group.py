@@ -1,0 +1,130 @@
+"""One rank of a process group whose other ranks are not there: collectives send nothing, and allocate what Gloo does.
+
+Every rank is taken to do what this one does, and to have the same small numbers: they arrive as this rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PythonCallbackWork, _create_work_from_future  # type: ignore[attr-defined]
+from torch._ops import OpOverload
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardmark.registry import Unsupported
+
+_new_group = c10d._new_process_group_helper
+
+
+def gloo(operator: OpOverload, args: tuple[Any, ...]) -> Any:
+    """What a collective on Gloo gives: what it writes, and a handle, which holds what Gloo allocates for itself.
+
+    It is freed once the handle has been waited for; the copy of what is reduced to scatter with the handle itself.
+    """
+    name = operator.name().removeprefix("c10d::").rstrip("_")
+    held: list[Tensor] = []
+    match name:
+        case "_allgather_base" | "allgather":
+            outputs = [args[0]] if isinstance(args[0], Tensor) else args[0][0]
+            _flat(outputs)  # once to look at shapes, and once more to receive
+            held = [_flat(outputs)]
+        case "allgather_into_tensor_coalesced":
+            for each in args[1]:
+                _flat([each])
+            held = [_flat(args[0])]
+        case "allreduce_coalesced":
+            held = [_flat(args[0])]
+        case "_reduce_scatter_base":
+            held = [_flat([args[1]])]
+        case "reduce_scatter_tensor_coalesced":
+            held = [_flat([each]) for each in args[1]]
+        case "reduce_scatter":
+            rank = dist.ProcessGroup.unbox(args[2]).rank()
+            held = [_flat([each]) for i, each in enumerate(args[1][0]) if i != rank]
+        case "gather" if args[0]:  # on the rank that receives
+            _flat(args[0][0])
+            held = [_flat(args[0][0])]
+        case "scatter" if args[1]:  # on the rank that sends
+            _flat(args[1][0])
+    if name == "allreduce":
+        handle = _done(args[0])
+    elif "reduce_scatter" in name:
+        handle = PythonCallbackWork(lambda timeout, held=held: True)  # type: ignore[misc]
+    else:
+        handle = PythonCallbackWork(lambda timeout: not held.clear())  # type: ignore[func-returns-value]
+    returns = operator._schema.returns
+    return None if not returns else handle.boxed() if len(returns) == 1 else (args[0], handle.boxed())
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """As much memory as they have, in one tensor."""
+    return torch.empty(sum(each.numel() for each in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
+
+
+def _done(tensors: list[Tensor]) -> Any:
+    """The handle of a collective whose future gives those tensors: DDP reads it there."""
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result(tensors)
+    return _create_work_from_future(future)
+
+
+def _without_ranks(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+    """PyTorch's own function that makes a group, of its fake backend, which goes by the name of Gloo."""
+    group, store = _new_group(size, rank, ranks, "fake", *args, **kwargs)
+    if isinstance(group, dist.ProcessGroup):  # this rank is in it
+        _, own_store = c10d._world.pg_map[group]
+        c10d._world.pg_map[group] = dist.Backend.GLOO, own_store
+        c10d._world.pg_backend_config[group] = "cpu:gloo"
+    return group, store
+
+
+def _gathered(objects: list[Any], own: Any, group: Any = None) -> None:
+    """`all_gather_object` where every rank has the same."""
+    objects[:] = [own] * len(objects)
+
+
+def _received(objects: list[Any], *args: Any, **kwargs: Any) -> None:
+    """`broadcast_object_list` where every rank has the same."""
+    if None in objects:
+        raise Unsupported(
+            "broadcast_object_list: this rank receives what only another one knows, and that is not there"
+        )
+
+
+class _Pieces(Sequence[Tensor]):
+    """The pieces of a tensor along a dimension, each made when it is asked for: of 100,000 a rank reads two."""
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        self._tensor, self._count, self._dim = tensor, count, dim
+        self._size = -(-tensor.size(dim) // count)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        start, end = index * self._size, min((index + 1) * self._size, self._tensor.size(self._dim))
+        return self._tensor.narrow(self._dim, start, end - start) if start < end else self._tensor.new_empty(0)
+
+
+@contextmanager
+def one_rank_of(size: int, rank: int = 0) -> Iterator[None]:
+    """Be that rank of a process group of so many, in the block; every rank is taken to do the same."""
+    with ExitStack() as patches:
+        for module in (dist, c10d):
+            patches.enter_context(patch.object(module, "all_gather_object", _gathered))
+            patches.enter_context(patch.object(module, "broadcast_object_list", _received))
+        patches.enter_context(patch.object(c10d, "_new_process_group_helper", _without_ranks))
+        patches.enter_context(patch.object(_fsdp_param, "_chunk_with_empty", _Pieces))
+        dist.init_process_group("gloo", store=FakeStore(), rank=rank, world_size=size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

@@ -1,0 +1,270 @@
+"""Run a program without its kernels: each operator allocates what it would, and computes nothing.
+
+    with no_kernels():
+        loss = model(tokens).sum()  # a loss of the right shape, and of no value
+        loss.backward()
+
+Tensors are PyTorch's own, on the CPU: autograd, hooks, wrappers and the allocator do what they always do, and so the
+memory meter sees every allocation of the real run, at the same moment. As nothing is written, the kernel gives them no
+pages: they may be far larger than the machine's memory.
+
+Small tensors that are made from the program's own numbers (indices, sizes, loss scales) are computed. Whatever a kernel
+that was left out would have written has no value, and a program that asks for it is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.autograd.graph import _engine_run_backward
+from torch.utils._pytree import tree_map_only
+
+from shardmark.registry import Unsupported
+from shardmark.replay import user_line
+from shardmark.simulation.kinds import Kind, kind_of
+
+SMALL = 2**14
+"""Tensors of up to so many elements have values, where these follow from the program's own."""
+INDICES = 2**20
+"""The same of whole numbers: a mesh has one for each rank."""
+
+_KEY = torch._C._dispatch_key_parse("FPGA")
+"""Operators with this key come here. It lies above the CPU's kernels and below all that decides what is called:
+autograd, autocast, DTensor, a user's modes. PyTorch has nothing there: others support the device of that name.
+"""
+_KEYS = torch._C.DispatchKeySet(_KEY)
+
+aten = torch.ops.aten
+
+
+_FINITE = aten._amp_foreach_non_finite_check_and_unscale_.default
+"""Looks for infinite gradients, and writes what it found: none, in a simulation."""
+
+
+Collective = Callable[[OpOverload, tuple[Any, ...]], Any]
+"""What a collective of c10d gives for those arguments: it allocates what a backend would."""
+
+
+class _Kernels:
+    """What runs in place of kernels, for one simulation."""
+
+    def __init__(self, collective: Collective) -> None:
+        self._collective = collective
+        self._fake = FakeTensorMode()
+        self._layouts: dict[Any, Any] = {}
+        self._one_at_a_time = threading.Lock()  # fake tensors are for one thread
+        self._alone: tuple[int, ...] | None = None
+        """References to a gradient that only autograd has, and that it therefore adds another one to where it lies.
+        Here Python has it too while we look at it, and of a small one the storage: so autograd takes a new tensor.
+        """
+
+    def learn(self) -> None:
+        """Find out how many references a gradient has that autograd alone has, from the first sum of two."""
+        x = torch.ones((), requires_grad=True) * 1
+        (x.sin() + x.cos()).backward()
+
+    def __call__(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        kind = kind_of(operator)
+        if kind is Kind.SEND:
+            return self._send(keys, operator, args)
+        if kind is Kind.RUN or keys.has(DispatchKey.Meta):
+            return operator.redispatch(keys.remove(_KEY), *args, **kwargs)
+        if operator is aten.add.Tensor and _is_autograds_own(*args[:2]):
+            references = _references(args[0])
+            self._alone = self._alone or references
+            if references == self._alone:
+                return args[0].add_(args[1])
+        tensors = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+        if all(map(_has_value, tensors)):
+            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+                return operator(*args, **kwargs)
+        if kind is Kind.READ:
+            raise _depends_on_values(operator)
+        if kind is Kind.WRITE:
+            return self._write(operator, args, kwargs)
+        results = self._layout(operator, args, kwargs)
+        return tree_map_only(_Layout, _Layout.allocate, results)
+
+    def _send(self, keys: Any, operator: OpOverload, args: tuple[Any, ...]) -> Any:
+        if all(map(_has_value, _tensors(args))):
+            operator.redispatch(keys.remove(_KEY), *args)
+        else:
+            for tensor in _tensors(args[:1]):  # what a collective writes comes first
+                _forget_value(tensor)
+        return self._collective(operator, args)
+
+    def _write(self, operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Nothing, into the arguments that the operator writes; what an `out` of another shape becomes is its shape."""
+        arguments = enumerate(operator._schema.arguments)
+        given: list[tuple[Any, Any]] = [
+            (a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in arguments if a.is_write
+        ]
+        if any(argument.is_out for argument, _ in given):
+            results = self._layout(operator, args, kwargs)
+            layouts = results if isinstance(results, tuple) else (results,)
+            for (_, out), layout in zip(given, layouts, strict=False):
+                if out.shape != layout.shape:
+                    out.resize_(layout.shape)
+        written = [tensor for _, tensor in given]
+        if operator is not _FINITE:
+            for tensor in _tensors(written):
+                _forget_value(tensor)
+        count = len(operator._schema.returns)
+        return None if count == 0 else written[0] if count == 1 else tuple(written[:count])
+
+    def _layout(self, operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The operator's results, with a `_Layout` for each tensor; remembered, as steps repeat themselves."""
+        key = operator, _described(args), tuple((name, _described(value)) for name, value in kwargs.items())
+        if key not in self._layouts:
+            try:
+                with self._one_at_a_time, torch._C._ExcludeDispatchKeyGuard(_KEYS), self._fake:
+                    fake_args, fake_kwargs = tree_map_only(Tensor, _empty_like, (tuple(args), kwargs))
+                    results = operator(*fake_args, **fake_kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                raise _depends_on_values(operator) from None
+            self._layouts[key] = tree_map_only(Tensor, _Layout, results)
+        return self._layouts[key]
+
+
+class _Layout:
+    """How a result lies in memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+
+    def allocate(self) -> Tensor:
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+        _forget_value(tensor)
+        return tensor
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def _described(value: Any) -> Any:
+    """What a result's layout depends on; hashable."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_described, value))
+    return type(value), value
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() <= (SMALL if tensor.is_floating_point() else INDICES)
+
+
+def _has_value(tensor: Tensor) -> bool:
+    return _is_small(tensor) and not hasattr(tensor.untyped_storage(), "no_value")
+
+
+def _forget_value(tensor: Tensor) -> None:
+    if _is_small(tensor):
+        setattr(tensor.untyped_storage(), "no_value", True)  # noqa: B010  (PyTorch's type has no such attribute)
+
+
+def _is_autograds_own(old: Tensor, new: Any) -> bool:
+    """Whether autograd itself adds up gradients of one tensor, and no line of the program."""
+    if torch._C._current_graph_task_id() == -1 or not isinstance(new, Tensor) or old.shape != new.shape:
+        return False
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code is _engine_run_backward.__code__
+
+
+def _references(tensor: Tensor) -> tuple[int, ...]:
+    """To the tensor, to its storage, and to its object in Python."""
+    of_storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return tensor._use_count(), of_storage, sys.getrefcount(tensor)  # type: ignore[attr-defined]
+
+
+def _depends_on_values(operator: OpOverload) -> Unsupported:
+    where = user_line(sys._getframe(1)) or "PyTorch"
+    return Unsupported(f"{operator.name()} in {where} depends on values, and a simulation has none")
+
+
+def _read(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of Tensor that reads values past the dispatcher."""
+
+    def reading(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not tensor.is_meta and not _has_value(tensor):
+            where = user_line(sys._getframe(1)) or "PyTorch"
+            raise Unsupported(f"Tensor.{method.__name__} in {where} depends on values, and a simulation has none")
+        return method(tensor, *args, **kwargs)
+
+    return reading
+
+
+def _in_threads(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    """Threads that start meanwhile run no kernels either."""
+
+    def running(thread: threading.Thread) -> None:
+        with torch._C._IncludeDispatchKeyGuard(_KEY):
+            run(thread)
+
+    return running
+
+
+def _fake_alone(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """Fake tensors, with which DTensor asks for shapes, come past us."""
+
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            return dispatch(*args, **kwargs)
+
+    return alone
+
+
+@contextmanager
+def no_kernels(collective: Collective) -> Iterator[None]:
+    """Leave out the kernels of what the block runs on the CPU, in this thread and those that it starts; its collectives
+    are `collective`'s.
+    """
+    kernels = _Kernels(collective)
+    everything, named = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    everything.fallback(kernels, "FPGA", with_keyset=True)
+    for operator in (aten.copy_.default, aten.add.Tensor):
+        named.impl(operator, _named(kernels, operator), "FPGA", with_keyset=True)
+    # PyTorch's FSDP cuts a tensor into as many views as there are ranks: they need not come here one by one.
+    named.impl(aten.as_strided.default, torch.library.fallthrough_kernel, "FPGA")
+    patches = [patch.object(Tensor, name, _read(getattr(Tensor, name))) for name in ("tolist", "numpy")]
+    patches.append(patch.object(threading.Thread, "run", _in_threads(threading.Thread.run)))
+    patches.append(patch.object(FakeTensorMode, "__torch_dispatch__", _fake_alone(FakeTensorMode.__torch_dispatch__)))
+    try:
+        with ExitStack() as stack:
+            for each in patches:
+                stack.enter_context(each)
+            stack.enter_context(torch._C._IncludeDispatchKeyGuard(_KEY))
+            kernels.learn()
+            yield
+    finally:
+        everything._destroy()
+        named._destroy()
+
+
+def _named(kernels: _Kernels, operator: OpOverload) -> Callable[..., Any]:
+    return lambda keys, *args, **kwargs: kernels(keys, operator, *args, **kwargs)
