@@ -173,6 +173,12 @@ def test_what_depends_on_values_is_refused_in_one_line(read: Callable[[Any], obj
     assert line.startswith(f"{operator} in {HERE}:") and line.endswith("depends on values, and a simulation has none")
 
 
+def test_tensors_on_the_meta_device_are_pytorchs_own_business() -> None:
+    with no_kernels(gloo):
+        x = torch.ones(300, 300, device="meta") * 2
+        assert x.is_meta and x.add_(x).sum().is_meta and torch.empty_like(x, device="cpu").shape == (300, 300)
+
+
 def test_kernels_are_back_afterwards() -> None:
     with no_kernels(gloo):
         torch.ones(300, 300).sum()

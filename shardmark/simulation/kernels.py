@@ -81,7 +81,7 @@ class _Kernels:
         kind = kind_of(operator)
         if kind is Kind.SEND:
             return self._send(keys, operator, args)
-        if kind is Kind.RUN or keys.has(DispatchKey.Meta):
+        if kind is Kind.RUN:
             return operator.redispatch(keys.remove(_KEY), *args, **kwargs)
         if operator is aten.add.Tensor and _is_autograds_own(*args[:2]):
             references = _references(args[0])
@@ -89,7 +89,7 @@ class _Kernels:
             if references == self._alone:
                 return args[0].add_(args[1])
         tensors = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
-        if all(map(_has_value, tensors)):
+        if keys.has(DispatchKey.Meta) or all(map(_has_value, tensors)):
             with torch._C._ExcludeDispatchKeyGuard(_KEYS):
                 return operator(*args, **kwargs)
         if kind is Kind.READ:
