@@ -143,3 +143,11 @@ def test_the_most_of_a_figure_and_goals() -> None:
 )
 def test_ratios_have_as_many_digits_as_mean_something(ratio: float, shown: str) -> None:
     assert times(ratio) == shown
+
+
+def test_a_simulation_says_who_holds_least() -> None:
+    large, small = entry("large", None, tensors=100 * MIB), entry("small", None, tensors=8 * MIB)
+    for each in (large, small):
+        each["extra_info"]["simulated"] = True
+    assert said(large, small) == "small 8.00 MiB, 0.08x large's, predicted"
+    assert said(large) == "large 100.00 MiB, predicted"

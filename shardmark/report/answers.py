@@ -2,7 +2,8 @@
 
     @pytest.mark.question("What does a nap cost?", short="naps", answer=fastest)
 
-An answer is a function of the entries that count: those with times, whose tests did not fail. It returns what they say
+An answer is a function of the entries that count: those with times, whose tests did not fail (of a simulation, those
+with bytes). It returns what they say
 in a line, and None where they do not say it. Of several cases it is about the one with most work. What an interval
 leaves undecided the line does not decide.
 """
@@ -48,6 +49,8 @@ def answered(entries: Sequence[Entry], how: Answer, failed: Collection[str] = ()
 
     Whatever a question's own function does, there is a line.
     """
+    if entries and all(entry["extra_info"]["simulated"] for entry in entries):
+        how = predicted
     left_out = {id(entry): why for entry in entries if (why := _left_out(entry, failed))}
     counted = [entry for entry in entries if id(entry) not in left_out]
     missing = ", ".join(f"{count} {why}" for why, count in Counter(left_out.values()).items())
@@ -65,6 +68,8 @@ def _left_out(entry: Entry, failed: Collection[str]) -> str | None:
     verdict = entry["extra_info"]["verdict"]
     if entry["fullname"] in failed or verdict == FAIL:
         return "failed"
+    if entry["extra_info"]["simulated"]:
+        return None
     return (verdict or "without times") if entry["stats"] is None else None
 
 
@@ -102,6 +107,19 @@ def saves(other: str | None = None) -> Answer:
         return f"{mine} {memory} {name}'s memory, {beside(time, 'its time')}"
 
     return answer
+
+
+def predicted(entries: Sequence[Entry]) -> str | None:
+    """Of a simulation, which has no times: who holds the fewest bytes at the peak, beside who holds most."""
+    case = [entry for entry in largest_case(entries) if "tensors" in entry["extra_info"]["memory"]]
+    if not case:
+        return None
+    least, most = min(case, key=_tensors), max(case, key=_tensors)
+    names = [entry["extra_info"]["implementation"] for entry in (least, most)]
+    figure = f"{at(entries, case)}{names[0]} {size(_tensors(least))}"
+    if _tensors(least) == _tensors(most):
+        return f"{figure}, predicted"
+    return f"{figure}, {times(_tensors(least) / _tensors(most))} {names[1]}'s, predicted"
 
 
 def most(value: Callable[[Entry], float | None], words: str) -> Answer:
