@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardmark.evidence import FAIL, PASS, UNDECIDED, Interval, decided, interval
+from shardmark.evidence import FAIL, PASS, UNDECIDED, Interval, decided, interval, paired_ratios
 from shardmark.registry import Race
 
 NOT_STARTED, OUT_OF_MEMORY = "not started", "out of memory"
@@ -61,12 +61,10 @@ class Limits:
 
     def undecided(self, seconds: Sequence[float], peer_seconds: Sequence[float] | None) -> bool:
         """Whether the rounds so far leave a verdict open; without a peer there is none on the ratio."""
-        open_ones = [not decided(seconds, None, limit, self.confidence) for limit in self.seconds]
+        samples = [(seconds, limit) for limit in self.seconds]
         if peer_seconds is not None:
-            open_ones += [
-                not decided(seconds, peer_seconds, tolerated(limit), self.confidence) for limit in self.ratios
-            ]
-        return any(open_ones)
+            samples += [(paired_ratios(seconds, peer_seconds), tolerated(limit)) for limit in self.ratios]
+        return not all(decided(values, limit, self.confidence) for values, limit in samples)
 
 
 @dataclass(frozen=True)
@@ -198,7 +196,7 @@ def verdicts(
                 f'peak of {peak:,} bytes, over the {own.bytes:,} of "{own.pattern}"',
             )
         if own.seconds is not None:
-            step = interval(seconds, confidence=confidence)
+            step = interval(seconds, confidence)
             yield (
                 step.verdict(own.seconds),
                 f'{step.center:.6f} s, {step}, against the {own.seconds} s of "{own.pattern}"',

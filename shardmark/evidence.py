@@ -9,12 +9,10 @@ Of each pair there is the logarithm x of the ratio. If the true one is at most t
 is on average at most 0. Who bets a share s of what he has on each pair, and gets s u for it, gains nothing on average
 then; and that he ever has 1 / error times what he began with has a probability of at most `error` (Ville's
 inequality), at whatever moment one looks. He bets several shares side by side, as small ones pay for small effects and
-large ones for large; and he bets on three kinds of x. At a scale of 1%, where a pair that something disturbed counts no
-more than one of the few that nothing did; at a scale of 50%, where pairs that were all disturbed tell by how much; and
-on the ratio of the shortest step to the peer's shortest in each four rounds, which a neighbour's bursts seldom reach:
-the coins decide over its sign as well. The interval is what neither he, nor one who bets that the ratio is smaller, has
-disproved; where the three disagree, as one sees the median, one the mean and one the shortest steps, it reaches from
-the one to the other.
+large ones for large; and each at two scales. At the small one a pair that something disturbed counts no more than one
+of the few that nothing did, and those tell a small effect; at the large one pairs that were all disturbed tell by how
+much. The interval is what neither he, nor one who bets that the ratio is smaller, has disproved; where the scales
+disagree, as the one sees the median and the other the mean, it reaches from one to the other.
 
 Waudby-Smith and Ramdas, Estimating means of bounded random variables by betting (2024); Huber, Robust Statistics, 3.2.
 """
@@ -26,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 PASS, FAIL, UNDECIDED = "pass", "fail", "undecided"
 REACHED, MISSED = "reached", "missed"
@@ -35,10 +33,8 @@ SHOWN_CONFIDENCE = 0.95
 """Confidence of the interval in tables, by which goals are judged."""
 
 _SHARES = np.array([0.03, 0.06, 0.12, 0.25, 0.5, 0.98])
-_SMALL, _LARGE = 0.01, 0.5
-"""Scales: logarithms of ratios from which on they count in full. The smallest effect that matters, and a burst."""
-_ROUNDS = 4
-"""Of which the shortest steps are compared."""
+_SCALES = np.array([0.01, 0.5])
+"""Logarithms of ratios from which on a pair counts in full: the smallest effect that matters, and a burst."""
 _HALVINGS = 40
 """Of a bracket around an end of the interval, until floats tell no more apart."""
 
@@ -69,33 +65,31 @@ class Interval:
         return f"{100 * self.confidence:.6g}% interval [{self.low:.4g}, {self.high:.4g}]"
 
 
-def interval(
-    seconds: Sequence[float], peer_seconds: Sequence[float] | None = None, confidence: float = SHOWN_CONFIDENCE
-) -> Interval:
-    """Of the ratio of a step's time to its peer's in the same round; without a peer, of the seconds. All are positive,
-    in the order in which they were taken.
+def interval(samples: Sequence[float], confidence: float = SHOWN_CONFIDENCE) -> Interval:
+    """Of the value around which `samples`, all positive, lie in the order in which they were taken.
 
     However often one looks while there are more and more of them, all of those intervals hold it with `confidence`.
     """
-    if not seconds:
+    if not samples:
         raise ValueError("an interval needs at least one sample")
-    found = _Evidence(seconds, peer_seconds, confidence)
-    bracket = float(np.min(found.logs)) - _LARGE, float(np.max(found.logs)) + _LARGE
-    low = math.exp(_last(found.is_above, *bracket)) if found.is_above(bracket[0]) else 0.0
-    high = math.exp(_last(lambda t: not found.is_below(t), *bracket)) if found.is_below(bracket[1]) else math.inf
-    return Interval(math.exp(_last(found.lies_above, *bracket)), min(low, high), max(low, high), confidence)
+    pairs = _Pairs(samples, confidence)
+    reach = float(np.max(_SCALES))
+    bracket = float(np.min(pairs.logs)) - reach, float(np.max(pairs.logs)) + reach
+    low = math.exp(_last(pairs.are_above, *bracket)) if pairs.are_above(bracket[0]) else 0.0
+    high = math.exp(_last(lambda t: not pairs.are_below(t), *bracket)) if pairs.are_below(bracket[1]) else math.inf
+    return Interval(math.exp(_last(pairs.lie_above, *bracket)), min(low, high), max(low, high), confidence)
 
 
-def decided(seconds: Sequence[float], peer_seconds: Sequence[float] | None, limit: float, confidence: float) -> bool:
+def decided(samples: Sequence[float], limit: float, confidence: float) -> bool:
     """Whether that interval lies on one side of a limit: without finding its ends."""
-    found = _Evidence(seconds, peer_seconds, confidence)
-    return found.is_above(math.log(limit)) != found.is_below(math.log(limit))
+    pairs = _Pairs(samples, confidence)
+    return pairs.are_above(math.log(limit)) != pairs.are_below(math.log(limit))
 
 
 def fewest_rounds(confidence: float) -> int:
-    """The fewest rounds after which an interval of that confidence may have ends."""
+    """The fewest samples after which an interval of that confidence may have ends."""
     needed, rounds = math.log(2 / (1 - confidence)), 1
-    while _log_wealth(np.ones(rounds), np.ones(rounds // _ROUNDS)) < needed:
+    while _log_wealth(np.ones(rounds)) < needed:
         rounds += 1
     return rounds
 
@@ -105,45 +99,35 @@ def paired_ratios(seconds: Sequence[float], peer_seconds: Sequence[float]) -> li
     return [mine / theirs for mine, theirs in zip(seconds, peer_seconds, strict=True)]
 
 
-class _Evidence:
-    """The logarithms of ratios, round by round and of the shortest steps of each four, and what they disprove."""
+class _Pairs:
+    """The logarithms of samples, and what they disprove."""
 
-    def __init__(self, seconds: Sequence[float], peer_seconds: Sequence[float] | None, confidence: float) -> None:
-        self.logs, self.of_shortest = _logs(seconds), np.empty(0)
-        if peer_seconds is not None:
-            self.logs = _logs(paired_ratios(seconds, peer_seconds))
-            self.of_shortest = _logs(_shortest(seconds)) - _logs(_shortest(peer_seconds))
+    def __init__(self, samples: Sequence[float], confidence: float) -> None:
+        self.logs = np.log(np.maximum(samples, np.finfo(float).tiny))
         self._needed = math.log(2 / (1 - confidence))  # half of the error for each end
 
-    def is_above(self, t: float) -> bool:
+    def are_above(self, t: float) -> bool:
         """Whether it is disproved that the true one is at most t."""
-        return _log_wealth(self.logs - t, self.of_shortest - t) >= self._needed
+        return _log_wealth(self.logs - t) >= self._needed
 
-    def is_below(self, t: float) -> bool:
+    def are_below(self, t: float) -> bool:
         """Whether it is disproved that the true one is at least t."""
-        return _log_wealth(t - self.logs, t - self.of_shortest) >= self._needed
+        return _log_wealth(t - self.logs) >= self._needed
 
-    def lies_above(self, t: float) -> bool:
+    def lie_above(self, t: float) -> bool:
         """Whether the samples' center is above t."""
-        return sum(float(np.clip((self.logs - t) / scale, -1, 1).sum()) for scale in (_SMALL, _LARGE)) > 0
+        return bool(np.sum(_payoffs(self.logs - t)) > 0)
 
 
-def _logs(values: ArrayLike) -> NDArray[np.float64]:
-    return np.log(np.maximum(values, np.finfo(float).tiny))
+def _payoffs(above: NDArray[np.float64]) -> NDArray[np.float64]:
+    """For each scale and pair what a share of 1 gains, by how far it lies above what is bet against."""
+    return np.clip(above / _SCALES[:, None], -1, 1)
 
 
-def _shortest(seconds: Sequence[float]) -> NDArray[np.float64]:
-    rounds = len(seconds) // _ROUNDS
-    return np.min(np.reshape(seconds[: rounds * _ROUNDS], (rounds, _ROUNDS)), axis=1)  # (rounds / 4,)
-
-
-def _log_wealth(above: NDArray[np.float64], shortest_above: NDArray[np.float64]) -> float:
-    """The logarithm of what one has in the end who began with 1, in equal parts for each share and kind of x, by how
-    far each x lies above what is bet against.
-    """
-    kinds = (above / _SMALL, above / _LARGE, shortest_above / _SMALL)
-    each = [np.log1p(np.outer(_SHARES, np.clip(payoffs, -1, 1))).sum(axis=1) for payoffs in kinds]
-    return float(np.logaddexp.reduce(np.concatenate(each))) - math.log(len(kinds) * len(_SHARES))
+def _log_wealth(above: NDArray[np.float64]) -> float:
+    """The logarithm of what one has in the end who began with 1, in equal parts for each share and scale."""
+    each = np.log1p(_SHARES[:, None, None] * _payoffs(above)).sum(axis=2)  # (share, scale)
+    return float(np.logaddexp.reduce(each, axis=None)) - math.log(each.size)
 
 
 def _last(holds: Callable[[float], bool], low: float, high: float) -> float:

@@ -24,7 +24,7 @@ def test_only_an_effect_that_matters_fails_a_budget() -> None:
     """A ratio to a peer may be over its limit by SMALLEST_EFFECT; a limit in seconds holds as it stands."""
 
     def verdict_of(ratio: float, seconds: float) -> list[str]:
-        found_ratio = interval([ratio] * 200, [1.0] * 200, confidence(1))
+        found_ratio = interval([ratio] * 200, confidence(1))
         own = [AbsoluteBudget("*", seconds=1.0)]
         found = verdicts([], [], [seconds] * 200, found_ratio, Race("peer", budget=1.0), None, own, confidence(1))
         return [verdict for verdict, _ in found]
