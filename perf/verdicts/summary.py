@@ -72,13 +72,12 @@ def write(folder: Path) -> None:
     steps = sum(len(each["seconds"]) for each in recordings)
     page.write_text(
         PAGE.format(
-            judgements=len(judgements),
-            live=_tables(judgements),
+            measured=_measured(judgements, runs),
             steps=f"{steps:,}",
             recordings=len(recordings),
+            loads=_loads(recordings),
             replays=f"{len(again):,}",
             again=_tables(again),
-            alarms=_alarms(judgements),
             alarms_again=_alarms(again),
             smoke=_smoke(runs),
         )
@@ -88,6 +87,20 @@ def write(folder: Path) -> None:
 
 def _lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _loads(recordings: list[dict[str, Any]]) -> str:
+    """What the machine did besides."""
+    loads = [each["load"] for each in recordings if "load" in each]
+    return f", while the machine's load was {min(loads):.0f} to {max(loads):.0f}" if loads else ""
+
+
+def _measured(judgements: list[Judgement], runs: list[dict[str, Any]]) -> str:
+    """The sections on what was judged as it ran, of which there are none before `live` and `smoke` have run."""
+    sections = [f"## Whole runs at smoke scale\n\n{_smoke(runs)}\n\n"] if runs else []
+    if judgements:
+        sections.append(LIVE.format(count=len(judgements), alarms=_alarms(judgements), tables=_tables(judgements)))
+    return "".join(sections)
 
 
 def _smoke(runs: list[dict[str, Any]]) -> str:
@@ -163,6 +176,16 @@ def _shares(judgements: Sequence[Judgement]) -> tuple[list[int], list[float]]:
     return slowdowns, [100 * sum(each) / len(each) for each in found]
 
 
+LIVE = """## Live: {count} judgements
+
+{alarms}
+
+Steps of both kinds in pairs in random order, as `measure` has them, until the verdict is decided or 50 s are over.
+
+{tables}
+
+"""
+
 PAGE = """# How far a time verdict can be trusted
 
 Written by `python -m perf.verdicts report`, from what `tox -e verdicts` measured with real processes on two shared
@@ -174,23 +197,12 @@ run of 150.
 
 ![The power curve](verdicts.svg)
 
-## Whole runs at smoke scale
+{measured}## Recorded: {replays} judgements of {steps} steps
 
-{smoke}
-
-## Live: {judgements} judgements
-
-{alarms}
-
-Steps of both kinds in pairs in random order, as `measure` has them, until the verdict is decided or 50 s are over.
-
-{live}
-
-## Recorded: {replays} judgements of {steps} steps
-
-Steps in a row, in {recordings} recordings. From a random place on, a coin says for each pair which step is the slower
-one's, and that one's time is multiplied. The coin is all that the statistics rest on, so its throws on the same steps
-are other judgements of the same machine. They are undecided where the recording ends, however short it is.
+Steps in a row, in {recordings} recordings{loads}.
+From a random place on, a coin says for each pair which step is the slower one's, and that one's time is multiplied. The
+coin is all that the statistics rest on, so its throws on the same steps are other judgements of the same machine. They
+are undecided where the recording ends, however short it is.
 
 {alarms_again}
 
