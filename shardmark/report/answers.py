@@ -49,7 +49,7 @@ def answered(entries: Sequence[Entry], how: Answer, failed: Collection[str] = ()
 
     Whatever a question's own function does, there is a line.
     """
-    if entries and all(entry["extra_info"]["simulated"] for entry in entries):
+    if entries and all(entry["extra_info"].get("simulated") for entry in entries):
         how = predicted
     left_out = {id(entry): why for entry in entries if (why := _left_out(entry, failed))}
     counted = [entry for entry in entries if id(entry) not in left_out]
@@ -68,7 +68,7 @@ def _left_out(entry: Entry, failed: Collection[str]) -> str | None:
     verdict = entry["extra_info"]["verdict"]
     if entry["fullname"] in failed or verdict == FAIL:
         return "failed"
-    if entry["extra_info"]["simulated"]:
+    if entry["extra_info"].get("simulated"):
         return None
     return (verdict or "without times") if entry["stats"] is None else None
 
