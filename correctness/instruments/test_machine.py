@@ -54,7 +54,8 @@ def test_without_triton_all_is_collected_and_what_needs_it_is_skipped_with_the_r
         text=True,
     )
     skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
-    assert done.returncode == 0 and len(skipped) == 6 and " 6 skipped" in done.stdout, done.stdout + done.stderr
+    skipped = [line for line in skipped if "needs playwright" not in line]  # the page's browser has tests of its own
+    assert done.returncode == 0 and len(skipped) == 6, done.stdout + done.stderr
     assert any("Triton cannot be imported: " in line for line in skipped)
     assert sum("could not import 'triton'" in line for line in skipped) == 5
 

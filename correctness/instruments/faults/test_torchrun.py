@@ -36,7 +36,7 @@ def test_that_would_have_met_it(worlds):
 def test_a_rank_of_torchrun_that_dies_costs_no_row_and_one_line_names_it(rank: int, name: str, tmp_path: Path) -> None:
     project(tmp_path, test_dies=DIES)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "pytest", *OPTIONS, "--benchmark-json=out.json", "test_dies.py"]
+    command += ["-m", "pytest", *OPTIONS, "-vv", "--benchmark-json=out.json", "test_dies.py"]
     tag = uuid.uuid4().hex
     environment = environment_of_a_run(DYING=str(rank), SIGNAL=name, RUN_TAG=tag)
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
