@@ -127,7 +127,15 @@ def _clean_environment() -> dict[str, str]:
 def test_an_interrupted_run_keeps_its_rows_and_leaves_nothing_running(number: signal.Signals, tmp_path: Path) -> None:
     out, temporary = tmp_path / "out.json", tmp_path / "tmp"
     temporary.mkdir()
-    arguments = ["perf/test_attention.py", "-v", "--scale=smoke", "-k", "eager or flash_pytorch", "-p", "no:cacheprovider"]
+    arguments = [
+        "perf/test_attention.py",
+        "-v",
+        "--scale=smoke",
+        "-k",
+        "eager or flash_pytorch",
+        "-p",
+        "no:cacheprovider",
+    ]
     process = subprocess.Popen(
         [
             sys.executable,
