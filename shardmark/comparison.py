@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -13,6 +13,8 @@ from shardmark.report.layout import printable
 
 MOST = 10
 """Lines on what is worse, and on what is better; without -v the others are counted."""
+
+WORSE, BETTER = "slower or larger", "faster or smaller"
 
 
 class Comparison:
@@ -24,7 +26,7 @@ class Comparison:
     def add(self, test_id: str, found: dict[str, Compared]) -> list[tuple[str, str]]:
         """Note it; the verdicts, with what to say of those that are not met or not decided."""
         self._found[test_id] = found
-        return [(change.verdict, change.text) for change in _changes(found)]
+        return [(change.verdict, change.text) for each in found.values() for change in changes_in(each)]
 
     def write(self, terminal: pytest.TerminalReporter, others: Iterator[str]) -> None:
         """How many rows were compared and why some were not, the `others`, and what is worse and what is better."""
@@ -33,7 +35,7 @@ class Comparison:
         worse, better = (
             self._lines(chosen) for chosen in (lambda each: each.verdict == FAIL, lambda each: each.better)
         )
-        for title, lines, style in (("slower or larger", worse, "red"), ("faster or smaller", better, "green")):
+        for title, lines, style in ((WORSE, worse, "red"), (BETTER, better, "green")):
             terminal.write_line(f"{title}: {len(lines)}", **{style: bool(lines)})
             shown = lines if terminal.config.option.verbose > 0 else lines[:MOST]
             for line in shown:
@@ -43,18 +45,14 @@ class Comparison:
 
     def _counts(self) -> Iterator[str]:
         for what in ("time", "memory", "counters"):
-            results = [found[what] for found in self._found.values()]
-            reasons = Counter(result for result in results if isinstance(result, str))
-            undecided = sum(change.verdict == UNDECIDED for found in results for change in _changes({what: found}))
-            line = f"{what}: {number_of_rows(len(results) - reasons.total())} compared"
-            line += f", {undecided} undecided" if undecided else ""
-            yield printable(line + "".join(f", {count} {reason}" for reason, count in reasons.most_common()))
+            yield printable(f"{what}: {counted([found[what] for found in self._found.values()])}")
 
     def _lines(self, chosen: Callable[[Change], bool]) -> list[str]:
         return [
             printable(f"  {test}: {change.text}")
             for test, found in self._found.items()
-            for change in _changes(found)
+            for each in found.values()
+            for change in changes_in(each)
             if chosen(change)
         ]
 
@@ -64,5 +62,15 @@ def number_of_rows(count: int) -> str:
     return f"{count} row{'s' * (count != 1)}"
 
 
-def _changes(found: dict[str, Compared]) -> list[Change]:
-    return [change for changes in found.values() if not isinstance(changes, str) for change in changes]
+def changes_in(found: Compared) -> Sequence[Change]:
+    """What is not as it was; nothing where it was not compared."""
+    return () if isinstance(found, str) else found
+
+
+def counted(found: Sequence[Compared]) -> str:
+    """How many rows were compared, how many of those are undecided, and why the others were not."""
+    reasons = Counter(each for each in found if isinstance(each, str))
+    undecided = sum(change.verdict == UNDECIDED for each in found for change in changes_in(each))
+    text = f"{number_of_rows(len(found) - reasons.total())} compared"
+    text += f", {undecided} undecided" if undecided else ""
+    return text + "".join(f", {count} {reason}" for reason, count in reasons.most_common())

@@ -15,6 +15,7 @@ import torch
 from shardmark.clock import Stopwatch
 from shardmark.grid import Work
 from shardmark.memory import release
+from shardmark.simulation.hardware import hardware
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,21 @@ class Roofline:
 
 
 PEAK_FLOPS = {
-    #          float16 and bfloat16, tf32,     float32
-    "GB200": (2500e12, 1250e12, 80e12),
-    "B200": (2250e12, 1125e12, 75e12),
-    "GH200": (989.4e12, 494.7e12, 66.9e12),
-    "H200 NVL": (835.5e12, 417.5e12, 60e12),
-    "H200": (989.4e12, 494.7e12, 66.9e12),
-    "H100 NVL": (835.5e12, 417.5e12, 60e12),
-    "H100 PCIe": (756e12, 378e12, 51.2e12),
-    "H100": (989.4e12, 494.7e12, 66.9e12),
-    "A100": (311.9e12, 155.9e12, 19.5e12),
-    "L40S": (362.05e12, 183e12, 91.6e12),
-    "L40": (181.05e12, 90.5e12, 90.5e12),
-    "L4": (121e12, 60e12, 30.3e12),
+    "GB200": hardware("gb200").flops,
+    "B200": hardware("b200").flops,
+    "GH200": hardware("h100-80gb").flops,  # its GPU
+    "H200 NVL": {"float16": 835.5e12, "bfloat16": 835.5e12, "tf32": 417.5e12, "float32": 60e12},
+    "H200": hardware("h200").flops,
+    "H100 NVL": {"float16": 835.5e12, "bfloat16": 835.5e12, "tf32": 417.5e12, "float32": 60e12},
+    "H100 PCIe": hardware("h100-pcie").flops,
+    "H100": hardware("h100-80gb").flops,
+    "A100": hardware("a100-80gb").flops,
+    "V100": hardware("v100-32gb").flops,
+    "RTX 4090": hardware("rtx-4090").flops,
+    "MI300X": hardware("mi300x").flops,
+    "L40S": {"float16": 362.05e12, "bfloat16": 362.05e12, "tf32": 183e12, "float32": 91.6e12},
+    "L40": {"float16": 181.05e12, "bfloat16": 181.05e12, "tf32": 90.5e12, "float32": 90.5e12},
+    "L4": {"float16": 121e12, "bfloat16": 121e12, "tf32": 60e12, "float32": 30.3e12},
 }
 """Dense FLOP/s on the makers' data sheets, by words of the device's name; the first that are in it count."""
 
@@ -57,11 +60,10 @@ def published_peak(name: str, dtype: torch.dtype) -> float | None:
 
     Matrix products in float32 count as tf32 where `torch.set_float32_matmul_precision` lets them be.
     """
-    for part, (half, tf32, single) in PEAK_FLOPS.items():
+    for part, flops in PEAK_FLOPS.items():
         if re.search(rf"\b{part}\b", name) and "MIG" not in name:
-            if dtype in (torch.float16, torch.bfloat16):
-                return half
-            return tf32 if torch.get_float32_matmul_precision() != "highest" else single
+            narrow = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" and "tf32" in flops
+            return flops.get("tf32" if narrow else str(dtype).removeprefix("torch."))
     return None
 
 

@@ -1,54 +1,36 @@
-"""The `measure` fixture: admit a case, measure it on a world, judge it by its budgets, save its row."""
+"""The `measure` fixture: admit a case and measure it on a world; its row and verdicts are `shardmark.recorder`'s."""
 
 from __future__ import annotations
 
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
-from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import pytest
 
 from shardmark import budget, registry
 from shardmark.budget import MEMORY_SLACK, MIB, Limits, MemoryBudget
-from shardmark.disturbances import in_words
-from shardmark.evidence import FAIL, SHOWN_CONFIDENCE, UNDECIDED, fewest_rounds
-from shardmark.excess import Held, excess_lines
+from shardmark.evidence import SHOWN_CONFIDENCE, fewest_rounds
+from shardmark.excess import Held
 from shardmark.grid import Work
 from shardmark.memory import available_bytes, is_out_of_memory
 from shardmark.observers import Observer, Profile
 from shardmark.passes import blocks_at_peak, measure
-from shardmark.plan import Identity, Measured, Plan, Rounds, Workload
+from shardmark.plan import Identity, Plan, Rounds, Workload
+from shardmark.recorder import Rates, Recorder
 from shardmark.registry import Implementation, Race
-from shardmark.report import undecided
-from shardmark.rows import (
-    Row,
-    counters_entry,
-    limit_entry,
-    main_figures,
-    memory_entry,
-    new_row,
-    step_seconds,
-    time_entry,
-)
+from shardmark.rows import Row, memory_entry, new_row
 from shardmark.world import RankError, World
 
-if TYPE_CHECKING:
-    from shardmark.session import Session
-
 T = TypeVar("T")
-Rates = Callable[[float], dict[str, float]]
 
-MARGIN = 1.1
-"""Times the fastest that this machine was seen to compute: what seems to compute more has left work out."""
 CASE_DEADLINE = 1800.0
 """Seconds for all rounds of one case: long, as paper-scale cases are, and short of a night."""
 
 
-class Measure:
+class Measure(Recorder):
     """Measure one case and hold it to its budgets; a test calls it once.
 
         measure(TrainingStep, implementation, case, work=work(case, world.size), world_size=world.size)
@@ -63,11 +45,6 @@ class Measure:
 
     A test that measures by its own means saves its row with `record`.
     """
-
-    def __init__(self, session: Session, item: pytest.Item, benchmark: Any) -> None:
-        self._session = session
-        self._item = item
-        self._benchmark = benchmark
 
     def __call__(
         self,
@@ -154,56 +131,6 @@ class Measure:
         self._admit(identity, memory)
         return self._unless_out_of_memory(identity, memory, run)
 
-    def record(
-        self,
-        identity: Identity,
-        ranks: list[Measured],
-        *,
-        work: Work | None = None,
-        time: Race | None = None,
-        memory: MemoryBudget | None = None,
-        rates: Rates = lambda seconds: {},
-        observe: Sequence[Observer] = (),
-        at_peak: Callable[[], list[Held]] = lambda: [],
-        beside_ref: Callable[[Row], list[tuple[str, str]]] = lambda row: [],
-    ) -> Row:
-        """Judge and save what each rank measured, and return the row.
-
-        `time` is the race that the ranks' laps hold; `at_peak` finds what was live at the peak, and is called once the
-        row of a failed memory budget is saved; `beside_ref` judges the row beside that of `--against-ref`.
-        """
-        __tracebackhide__ = True
-        session = self._session
-        row = new_row(replace(identity, backend=ranks[0].backend), session.scale, session.link_rate)
-        seconds = step_seconds(ranks)
-        self._replay(seconds)
-        if memory is not None:
-            row["memory"] = memory_entry(ranks, memory)
-        if work is not None:
-            row["work"] = asdict(work) | rates(fmean(seconds))
-            row["limit"] = self._limit(identity, work, fmean(seconds))
-        row["counters"] = counters_entry(ranks)
-        row["time"], ratio = time_entry(ranks, time, session.confidence)
-        for observer in observe:
-            observer.fill(row, ranks)
-        absolute = session.budgets_for(self._item.nodeid)
-        tensors, peaks = (row["memory"].get(f"{name}_by_rank", []) for name in ("tensors", "peak"))
-        verdicts = list(budget.verdicts(tensors, peaks, seconds, ratio, time, memory, absolute, session.confidence))
-        if "not_done" in row["limit"]:
-            verdicts.append((FAIL, row["limit"]["not_done"]))
-        if session.gate is not None:
-            verdicts += session.gate.judge(self._benchmark.fullname, row, ratio)
-        spread = stdev(seconds) if len(seconds) > 1 else 0.0
-        stats = {"mean": fmean(seconds), "stddev": spread, "rounds": len(seconds)}
-        try:
-            verdicts += beside_ref(row)
-        except BaseException:  # of this version, or the user's Ctrl-C: what was measured stays
-            row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
-            self._save(row, stats)
-            raise
-        self._conclude(row, stats, verdicts, observe, memory, at_peak)
-        return row
-
     def _predict(self, plan: Plan, work: Work, memory: MemoryBudget, observe: Sequence[Observer]) -> Row:
         """Judge and save what the case would take on the first rank, and return the row: it has no times."""
         __tracebackhide__ = True
@@ -223,52 +150,6 @@ class Measure:
         verdicts = list(budget.verdicts(tensors, peaks, [], None, None, memory, absolute, session.confidence))
         self._conclude(row, None, verdicts, observe, memory, lambda: predicted_at_peak(plan))
         return row
-
-    def _conclude(
-        self,
-        row: Row,
-        stats: dict[str, float] | None,
-        verdicts: list[tuple[str, str]],
-        observe: Sequence[Observer],
-        memory: MemoryBudget | None,
-        at_peak: Callable[[], list[Held]],
-    ) -> None:
-        """Save the row with its verdict; a budget that is not met fails the test."""
-        __tracebackhide__ = True
-        session = self._session
-        row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
-        complaints = {
-            outcome: "; ".join(why for verdict, why in verdicts if verdict == outcome) for outcome in (FAIL, UNDECIDED)
-        }
-        row["why"] = complaints[FAIL] or complaints[UNDECIDED] or None
-        if self._benchmark.disabled:
-            complaints[UNDECIDED] = ""
-        else:
-            session.questions.observe(self._benchmark.group, observe)
-            self._save(row, stats)
-        if complaints[FAIL]:
-            lines: list[str] = []
-            if memory is not None and memory.verdict(max(row["memory"].get("tensors_by_rank", []), default=0)) == FAIL:
-                found: list[Held] = []
-                with suppress(Exception):  # the verdict, and what the formula has, stand without it
-                    found = at_peak()
-                lines = list(excess_lines(memory.formula, found))
-            pytest.fail("\n".join([complaints[FAIL], "", *lines]).rstrip(), pytrace=False)
-        if complaints[UNDECIDED]:
-            machine = in_words(row["time"]["machine"])
-            self._item.stash[undecided.WHY] = "; ".join(each for each in (complaints[UNDECIDED], machine) if each)
-
-    def _limit(self, identity: Identity, work: Work, seconds: float) -> Row:
-        """The row's "limit", of a step that takes so many seconds."""
-        devices = identity.world_size if identity.device == "cuda" else 1
-        dtype = identity.case.dtype
-        limit = limit_entry(work, self._session.roofline(dtype), devices, seconds)
-        needed = work.flops / (devices * seconds) if seconds else 0.0  # FLOP/s of each device
-        beyond = needed > MARGIN * limit["peak_flops_per_second"]
-        most = self._session.most_flops_per_second(dtype) if beyond else math.inf
-        if needed > MARGIN * most:
-            limit["not_done"] = f"{needed / most:.0%} of what this machine can compute: the work was not done"
-        return limit
 
     def _limits(self, race: Race | None) -> Limits | None:
         """What the rounds are to decide; None where pytest-benchmark is disabled."""
@@ -355,33 +236,6 @@ class Measure:
             why = f"on rank {getattr(error, 'rank', 0)}: {str(cause) or 'MemoryError'}"
             self._unmeasured(identity, memory, budget.OUT_OF_MEMORY, why)
             pytest.fail(f"{budget.OUT_OF_MEMORY} {why}", pytrace=False)
-
-    def _replay(self, seconds: list[float]) -> None:
-        """Hand the measured times to pytest-benchmark, round by round, through the clock it reads."""
-        clock, remaining = self._session.clock, iter(seconds)
-        # Past the last round there is only what pytest-benchmark's own profiler asks for, and that takes no time.
-        self._benchmark.pedantic(lambda: clock.advance(next(remaining, 0.0)), setup=clock.reset, rounds=len(seconds))
-
-    def _unmeasured(self, identity: Identity, memory: MemoryBudget, verdict: str, why: str, **found: int) -> None:
-        """Save a row without times."""
-        self._benchmark.skipped = True  # or pytest-benchmark warns of a fixture that was not used
-        row = new_row(identity, self._session.scale, self._session.link_rate)
-        row["memory"] = {**asdict(memory), "budget": memory.bytes, **found}
-        row |= {"verdict": verdict, "why": why}
-        self._save(row, None)
-
-    def _save(self, row: Row, stats: dict[str, float] | None) -> None:
-        entry = {
-            "group": self._benchmark.group,
-            "name": self._benchmark.name,
-            "fullname": self._benchmark.fullname,
-            "stats": stats,
-            "extra_info": row,
-        }
-        self._item.user_properties += main_figures(entry)
-        if stats is not None:
-            self._benchmark.extra_info.update(row)
-        self._session.rows.add(entry)
 
 
 def memory_budget(implementation: Implementation, case: Any, device: str, slack: float = MEMORY_SLACK) -> MemoryBudget:

@@ -28,7 +28,7 @@ LONGEST_DEADLINE = 1e6
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """All of them, as pytest shows them."""
+    """Add Shardmark's options to pytest's, in the order in which `--help` shows them."""
     group = parser.getgroup("shardmark")
     group.addoption("--device", default="auto", help="where tensors live: auto (CUDA where it works), cpu or cuda")
     group.addoption(

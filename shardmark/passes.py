@@ -189,10 +189,9 @@ def rounds_while(
     done, began = 0, time.perf_counter()
     while done < first:
         yield from range(done, first)
-        elapsed = largest(time.perf_counter() - began)
-        done, first = first, next_look(first, elapsed, rounds)
-        if not undecided():
-            return
+        done = first
+        if undecided():
+            first = next_look(done, largest(time.perf_counter() - began), rounds)
 
 
 def next_look(done: int, elapsed: float, rounds: Rounds) -> int:

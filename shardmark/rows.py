@@ -30,18 +30,19 @@ SCHEMA = 1
 """The version of `row.schema.json`: one more whenever a program that reads rows has to change."""
 
 MAIN_FIGURES = (
-    ("family",),
-    ("implementation",),
-    ("case", "id"),
-    ("world_size",),
-    ("verdict",),
-    ("time", "peer"),
-    ("time", "ratio"),
-    ("memory", "tensors"),
-    ("memory", "peak"),
-    ("memory", "budget"),
+    "stats.mean",
+    "family",
+    "implementation",
+    "case.id",
+    "world_size",
+    "verdict",
+    "time.peer",
+    "time.ratio",
+    "memory.tensors",
+    "memory.peak",
+    "memory.budget",
 )
-"""Of a row, where these are."""
+"""Where these stand in an entry."""
 
 
 def schema() -> Row:
@@ -78,14 +79,15 @@ def new_row(identity: Identity, scale: str, link: str | None) -> Row:
 
 def main_figures(entry: Row) -> list[tuple[str, Any]]:
     """By their names in the entry (`time.ratio`), for a test's properties in --junitxml; those that there are."""
-    figures = [] if entry["stats"] is None else [("stats.mean", entry["stats"]["mean"])]
-    for path in MAIN_FIGURES:
-        value = entry["extra_info"]
-        for name in path:
-            value = value.get(name) if value else None
-        if value is not None:
-            figures.append((".".join(path), value))
-    return figures
+    return [(where, found) for where in MAIN_FIGURES if (found := figure(entry, where)) is not None]
+
+
+def figure(entry: Row, where: str) -> Any:
+    """What stands there in the entry's stats ("stats.mean") or in its row; None where there is nothing."""
+    found: Any = entry if where.startswith("stats.") else entry["extra_info"]
+    for name in where.split("."):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
 
 
 def step_seconds(ranks: list[Measured], name: str = IMPLEMENTATION) -> list[float]:

@@ -120,7 +120,7 @@ class Session:
 
     @property
     def confidence(self) -> float:
-        """Of each interval that a verdict of this run is taken from."""
+        """The confidence of each interval that decides a verdict of this run."""
         return confidence(self.judgements)
 
     def count_judgements(self, items: list[pytest.Item]) -> None:
@@ -135,13 +135,13 @@ class Session:
             self.judgements += self.gate.count_judgements([item.nodeid for item in measured])
 
     def budgets_for(self, test_id: str) -> list[AbsoluteBudget]:
-        """The `--budgets` that speak of that test; from now on they count as matched."""
+        """The budgets of `--budgets` whose pattern matches that test; they count as matched from now on."""
         found = [budget for budget in self.budgets if budget.matches(test_id)]
         self.matched_budgets.update(budget.pattern for budget in found)
         return found
 
     def _said(self, entries: list[Entry]) -> Entry:
-        """What the run's file has beside its rows."""
+        """What the run's file has beside its rows: how the tests ended, and the answers to the questions."""
         return {"outcomes": self.outcomes.saved(), "questions": self.questions.answered(entries, self.outcomes)}
 
     def close(self) -> None:

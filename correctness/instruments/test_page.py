@@ -18,9 +18,9 @@ from correctness.support.planted_rows import planted as planted
 from correctness.support.planted_rows import run as play
 from shardmark.report.__main__ import main
 from shardmark.report.answers import LEGEND
+from shardmark.report.changes import changes
 from shardmark.report.output import Report
 from shardmark.report.page import page
-from shardmark.report.page.changes import changes
 from shardmark.report.plots import restored, saved
 
 pytest_plugins = ["pytester"]

@@ -17,7 +17,7 @@ from shardmark.plan import Plan
 from shardmark.replay import Allocated, Released
 
 PASSES = 3
-"""Of the meter: on a busy machine a backend's thread may release a tensor late, and the smallest peak counts."""
+"""How often the meter runs. The smallest peak counts: on a busy machine a backend may release a tensor late."""
 
 
 def metered(plan: Plan) -> Memory:
@@ -49,7 +49,7 @@ def residual(size: int) -> None:
 
 
 def shared(size: int) -> None:
-    """It does not, where someone else has the gradient: here a hook."""
+    """Autograd sums into a new tensor where something else refers to the gradient: here a hook has kept it."""
     y, w = _pair(size)
     kept: list[Tensor] = []
     v, z = y.exp(), y + w

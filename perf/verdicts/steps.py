@@ -60,7 +60,7 @@ class Repeated:
         self.layer.weight.grad = None
 
     def step(self, mark: Mark) -> None:
-        """All repetitions, and their communication."""
+        """Backward as often as the implementation says, then an all-reduce of each bucket of gradients."""
         for _ in range(self.repetitions):
             self.layer(self.inputs).sum().backward()
         if dist.get_world_size() > 1:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from html import escape
 
+from shardmark.comparison import BETTER, WORSE
 from shardmark.report.answers import LEGEND
+from shardmark.report.changes import OPEN, Changes, changes
 from shardmark.report.columns import Entry
 from shardmark.report.layout import printable
 from shardmark.report.outcomes import first_line
-from shardmark.report.page.changes import BETTER, OPEN, WORSE, Changes, changes
 from shardmark.report.runfile import of_this_version
 from shardmark.report.summary import Summary
 from shardmark.report.tables import render
@@ -45,7 +47,7 @@ def markdown(runs: Sequence[tuple[str, Entry]], most: int | None = None) -> str:
 
 
 def _parts(run: Entry, compared: Sequence[Changes]) -> tuple[str, list[str]]:
-    """All but the tables, and each table."""
+    """The document up to its tables, and each table's own part, folded, which may be left out."""
     summary = Summary.of(run)
     return _joined(_in_short(summary, compared)), [
         _joined(["", f"<details><summary>{inert(title)}</summary>", "", *_fenced(lines), "", "</details>"])
@@ -74,7 +76,7 @@ def _in_short(summary: Summary, compared: Sequence[Changes]) -> Iterator[str]:
         if missed:
             yield from ("", *_table(["missed", "by"], missed[:MOST]), *_rest(len(missed)))
     answers = list(summary.questions.answers(summary.entries, outcomes))
-    names = [summary.questions[text].short or text or "other measurements" for text, *_ in answers]
+    names = [summary.questions.name(text) for text, *_ in answers]
     yield from ("", "## Answers", "", inert(LEGEND), "")
     yield from _table(["question", "answer"], [(name, said) for name, (*_, said) in zip(names, answers, strict=True)])
     yield from ("", "## Tables")
@@ -117,7 +119,6 @@ def _fenced(lines: Sequence[str]) -> list[str]:
 
 def inert(text: str) -> str:
     """As text: names come from users' files, and are to be no markup, no link, and to call nobody."""
-    for character, shown in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
-        text = text.replace(character, shown)
-    text = re.sub(r"([\\`*|\[\]~]|(?<!\w)_|_(?!\w))", r"\\\1", printable(text))
+    text = printable(escape(text, quote=False))
+    text = re.sub(r"([\\`*|\[\]~]|(?<!\w)_|_(?!\w))", r"\\\1", text)
     return re.sub(r"(@|://|(?<!\w)www)", "\\1\N{ZERO WIDTH SPACE}", text)

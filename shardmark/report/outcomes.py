@@ -27,11 +27,11 @@ class Outcomes:
 
     @classmethod
     def of(cls, saved: dict[str, Any]) -> Outcomes:
-        """Those of a run's file."""
+        """What `saved` put into a run's file."""
         return cls(set(saved[PASSED]), *(saved[name] for name in (FAILED, undecided.OUTCOME, SKIPPED)))
 
     def saved(self) -> dict[str, Any]:
-        """What a run's file says of them."""
+        """For a run's file: the names of the tests that passed, and of the others by name why they did not."""
         return {
             PASSED: sorted(self.passed),
             FAILED: self.failed,

@@ -28,11 +28,13 @@ class Report:
         if path.suffix not in (".html", ".md"):
             raise ReportError(f"{option} {path}: a report is a page, .html, or Markdown, .md")
         if path.suffix == ".html" and (missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]):
-            raise ReportError(f"{option} {path}: pip install 'shardmark[page]', as {' and '.join(missing)} draw it")
+            raise ReportError(
+                f"{option} {path}: pip install '.[page]' in Shardmark's folder, as {' and '.join(missing)} draw it"
+            )
         self.path = path
         self.written = False
         self.outcome = f"{option}: no report, as nothing was measured"
-        """What to say of it in the end, in one line."""
+        """The line that the run ends with: where the report is, or why there is none."""
         self._most = COMMENT if option == "--report" else None
         """Characters of Markdown: a run's is for a pull request, one of saved runs may be a document."""
         self._file = GrowingFile(path, option=option)

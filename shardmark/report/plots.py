@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from shardmark.report.columns import Entry
+from shardmark.rows import figure
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,6 @@ def restored(plot: Mapping[str, Any]) -> Plot:
     if kind is Points:
         known["published"] = tuple(Published(**each) for each in known["published"])
     return kind(**known)
-
-
-def figure(entry: Entry, where: str) -> Any:
-    """What stands there in the entry's stats ("stats.mean") or in its row; None where there is nothing."""
-    found: Any = entry if where.startswith("stats.") else entry["extra_info"]
-    for name in where.split("."):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
 
 
 def number(entry: Entry, where: str) -> float | None:

@@ -30,6 +30,9 @@ MOST_COLUMNS = 7
 """More are read by nobody at once; `-v` shows them all."""
 
 
+OTHERS = "other measurements"
+"""What the rows of tests that name no question are called."""
+
 STATED = {"columns": "lists of columns", "short": "short forms", "answer": "answers"}
 """What all tests of a question that say it say alike, and what it is called when they do not."""
 
@@ -92,14 +95,18 @@ class Questions:
 
     @classmethod
     def of(cls, saved: Iterable[dict[str, Any]]) -> Questions:
-        """Those of a run's file, without their plots."""
+        """The questions that a run's file has saved; their plots are read by the page alone."""
         questions = cls()
         for each in saved:
             question = questions[each["text"]]
-            question.columns = tuple(KNOWN.get(name) or _of_cells(name) for name in each["columns"])
+            question.columns = tuple(map(column_named, each["columns"]))
             question.short, question.kept_answer = each["short"], each["answer"]
             question.kept_lines = tuple(each["lines"])
         return questions
+
+    def name(self, text: str | None) -> str:
+        """The question of that text in few words, for a line that its answer shares."""
+        return self[text].short or text or OTHERS
 
     def saved(self) -> list[dict[str, Any]]:
         """What a report of the saved run has to know of each before its answer: the names of its columns, its plots."""
@@ -185,9 +192,9 @@ def _named(value: Any) -> str:
     return value if isinstance(value, str) else getattr(value, "__name__", repr(value))
 
 
-def _of_cells(name: str) -> Column:
-    """A column of a question's own, whose cells are in the entries."""
-    return Column(name, lambda entry, row: entry.get("cells", {}).get(name))
+def column_named(name: str) -> Column:
+    """The column of that name in a run's file: a known one, or a question's own, whose cells are in the entries."""
+    return KNOWN.get(name) or Column(name, lambda entry, row: entry.get("cells", {}).get(name))
 
 
 def _column(question: str, wanted: Any) -> Column:

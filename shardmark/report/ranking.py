@@ -34,7 +34,7 @@ class Span:
 
     @property
     def is_decided(self) -> bool:
-        """Whether a ratio is surely less than 1, or surely more."""
+        """Whether the span of a ratio leaves 1 out, so that it is known which of the two is less."""
         return self.high < 1 or self.low > 1
 
     @property
@@ -179,7 +179,7 @@ def ratio_to_peer(entry: Entry, peer: Entry | None) -> Span:
 
 
 def _first(case: Sequence[Entry]) -> dict[Who, Entry]:
-    """Each implementation's first entry."""
+    """By implementation its entry; of several, the one that was measured first."""
     found: dict[Who, Entry] = {}
     for entry in case:
         found.setdefault(who(entry["extra_info"]), entry)

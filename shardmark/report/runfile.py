@@ -18,6 +18,11 @@ LISTS = ("benchmarks", "unmeasured")
 """A file's rows: those with times, and those without."""
 
 
+def entries_of(run: Entry) -> list[Entry]:
+    """The entries of all rows of a run's file; one that was ended before its last test may lack a list."""
+    return [entry for each in LISTS for entry in run.get(each, ())]
+
+
 class RunFileError(ValueError):
     """A file that is no run of this suite, in one line."""
 

@@ -91,7 +91,7 @@ def screen_lines(summary: Summary, width: int, verbose: bool = False) -> Iterato
     yield "answers", {"bold": True}
     yield from _wrapped(LEGEND, width)
     answers = list(summary.questions.answers(summary.entries, outcomes))
-    names = [printable(summary.questions[text].short or text or "other measurements") for text, *_ in answers]
+    names = [printable(summary.questions.name(text)) for text, *_ in answers]
     room = min(max(map(len, names), default=0), SHORT)
     for name, (*_, answer) in zip(names, answers, strict=True):
         said = textwrap.TextWrapper(width - room - 2, subsequent_indent="  ", placeholder="...")

@@ -16,6 +16,7 @@ from shardmark.report.columns import Entry, goal_outcomes
 from shardmark.report.outcomes import Outcomes
 from shardmark.report.questions import Questions
 from shardmark.report.ranking import times
+from shardmark.report.runfile import entries_of
 
 BUSY = 1 / 3
 """The share of a run's rows that waited for a core above which the machine is said to have been busy."""
@@ -34,7 +35,7 @@ class Summary:
     @classmethod
     def of(cls, output: Entry) -> Summary:
         """Of a run's file (`shardmark.report.runfile`); one that was ended before its last test lacks all but rows."""
-        entries = [*output["benchmarks"], *output.get("unmeasured", ())]
+        entries = entries_of(output)
         if "outcomes" in output:
             outcomes = Outcomes.of(output["outcomes"])
         else:

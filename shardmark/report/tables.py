@@ -12,7 +12,7 @@ from typing import Any
 
 from shardmark.report.columns import COLUMNS, Column, Entry
 from shardmark.report.layout import layout
-from shardmark.report.questions import MOST_COLUMNS, Questions
+from shardmark.report.questions import MOST_COLUMNS, OTHERS, Questions
 
 WIDTH = 110
 """Characters of a table, so that it fits beside nothing else on a screen and into a message."""
@@ -31,7 +31,7 @@ def render(entries: list[Entry], questions: Questions, every_column: bool = Fals
 
 def _title(text: str | None, rows: list[Entry]) -> str:
     link = rows[0]["extra_info"].get("link")  # one for all rows of a run
-    return (text or "other measurements") + (f" (two hosts, joined at {link})" if link else "")
+    return (text or OTHERS) + (f" (two hosts, joined at {link})" if link else "")
 
 
 def question(entry: Entry) -> str | None:
@@ -56,10 +56,7 @@ def _whole(entries: list[Entry], columns: Sequence[Column]) -> list[str]:
 
 def _narrow(entries: list[Entry], columns: Sequence[Column]) -> list[str]:
     """The table in `WIDTH` characters: its cells brief where they must be, then without its last columns."""
-    ranks = COLUMNS["ranks"]
-    if ranks not in columns and len({entry["extra_info"]["world_size"] for entry in entries}) > 1:
-        columns = [*columns[:2], ranks, *columns[2:]]  # or rows could not be told apart
-    shown = _filled(entries, columns) or [COLUMNS["case"]]
+    shown = _filled(entries, with_ranks(columns, entries)) or [COLUMNS["case"]]
     while _dispensable(shown) and (len(shown) > MOST_COLUMNS or len(_lines(entries, shown)[1]) > WIDTH):
         verbose = [column for column in shown if column.brief is not None]
         if len(shown) <= MOST_COLUMNS and verbose:
@@ -70,6 +67,14 @@ def _narrow(entries: list[Entry], columns: Sequence[Column]) -> list[str]:
         else:
             shown.remove(_dispensable(shown)[-1])
     return _lines(entries, shown)
+
+
+def with_ranks(columns: Sequence[Column], entries: Sequence[Entry]) -> list[Column]:
+    """The columns, with that of ranks behind the second where rows could not be told apart without it."""
+    ranks = COLUMNS["ranks"]
+    if ranks in columns or len({entry["extra_info"]["world_size"] for entry in entries}) == 1:
+        return [*columns]
+    return [*columns[:2], ranks, *columns[2:]]
 
 
 def _dispensable(columns: Sequence[Column]) -> list[Column]:

@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from shardmark.report.answers import LEGEND
+from shardmark.report.changes import changes
 from shardmark.report.columns import Entry
 from shardmark.report.layout import printable
 from shardmark.report.outcomes import first_line
-from shardmark.report.page.changes import changes
 from shardmark.report.page.figure import Figure
+from shardmark.report.page.ratios import ratios
 from shardmark.report.page.section import Section, section
 from shardmark.report.page.table import as_link
 from shardmark.report.page.vega import draw
-from shardmark.report.runfile import LISTS, of_this_version
+from shardmark.report.questions import OTHERS
+from shardmark.report.runfile import entries_of, of_this_version
 from shardmark.report.summary import Summary
 from shardmark.report.tables import case, question, together
 
 FOLDER = Path(__file__).parent
-OTHERS = "other measurements"
 HALF = 690
 """Pixels: a plot that is wider has the page's whole width, or its text would be too small."""
 
@@ -56,7 +57,7 @@ def page(runs: Sequence[tuple[str, Entry]]) -> str:
         answers=_answers(summary),
         asked=[each.title for each in sections],
         first_line=first_line,
-        compared=compared,
+        compared=[(each, ratios(each)) for each in compared],
         sections=sections,
         svg=svg,
         as_link=as_link,
@@ -80,24 +81,20 @@ def _clean(value: Any) -> Any:
     return value
 
 
-def _entries(run: Entry) -> list[Entry]:
-    return [entry for each in LISTS for entry in run[each]]
-
-
 def _sections(run: Entry) -> list[Section]:
     """One for each question, in the order in which the run came to them."""
     questions = {each["text"]: each for each in run.get("questions", [])}
     device_bytes = run["machine_info"].get("device_bytes")
     return [
         section(text or OTHERS, together(list(entries), case), questions.get(text, {}), device_bytes)
-        for text, entries in groupby(together(_entries(run), question), key=question)
+        for text, entries in groupby(together(entries_of(run), question), key=question)
     ]
 
 
 def _machine(run: Entry) -> list[tuple[str, str]]:
     """What ran where."""
     info, commit = run["machine_info"], run.get("commit_info") or {}
-    first = _entries(run)[0]["extra_info"]
+    first = entries_of(run)[0]["extra_info"]
     cpu = info.get("cpu") or {}
     found = {
         "GPUs": ", ".join(map(str, info.get("gpus") or [])),

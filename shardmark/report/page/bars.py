@@ -8,7 +8,8 @@ from shardmark.kernels import CATEGORIES
 from shardmark.report.columns import Entry
 from shardmark.report.page.figure import Cell, Figure, first, in_unit, shown_as, titled
 from shardmark.report.page.vega import INK, SERIES, Spec, room, stand_ins
-from shardmark.report.plots import figure, finite, labels, number
+from shardmark.report.plots import finite, labels, number
+from shardmark.rows import figure
 
 PARTS = ("forward", "backward", "communication", "optimizer")
 """Of a step; a test may time others."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from shardmark.report.columns import Entry
 from shardmark.report.page.vega import Spec
@@ -69,9 +68,3 @@ def shown_as(value: Cell) -> str:
 def titled(title: str, unit: str) -> str:
     """An axis's title, and its unit."""
     return f"{title}, {shown}" if (shown := UNITS[unit][1]) else title
-
-
-def values(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> dict[str, Any]:
-    """The rows as Vega-Lite's data, by field names of its own: a name with a dot or a bracket means another thing."""
-    fields = [f"c{place}" for place in range(len(columns))]
-    return {"values": [dict(zip(fields, row, strict=True)) for row in rows]}

@@ -10,7 +10,8 @@ from typing import Any
 from shardmark.report.columns import Entry
 from shardmark.report.page.figure import MOST_LINES, Absent, Cell, Drawn, Figure, first, in_unit, titled
 from shardmark.report.page.vega import DASH, INK, SERIES, Spec, log_ticks, room, series, stand_ins
-from shardmark.report.plots import Lines, Points, apart, figure, finite, labels, line_names, number
+from shardmark.report.plots import Lines, Points, apart, finite, labels, line_names, number
+from shardmark.rows import figure
 
 _WIDTH, _HEIGHT = 560, 280
 _HERE = "this run"

@@ -8,7 +8,8 @@ from typing import Any
 from shardmark.report.columns import Entry
 from shardmark.report.page.figure import MOST_LINES, Absent, Cell, Drawn, Figure, in_unit, titled
 from shardmark.report.page.vega import INK, SERIES, Spec, series
-from shardmark.report.plots import figure, finite, labels
+from shardmark.report.plots import finite, labels
+from shardmark.rows import figure
 from shardmark.timeline import KINDS
 
 MOMENTS = 100

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from shardmark.report.columns import COLUMNS, DEFAULT, Entry
+from shardmark.report.columns import DEFAULT, Entry
 from shardmark.report.page.figure import Cell
-from shardmark.report.questions import KNOWN
+from shardmark.report.questions import KNOWN, column_named
+from shardmark.report.tables import with_ranks
 
 
 @dataclass(frozen=True)
@@ -33,27 +34,17 @@ class Table:
 
 def table(entries: Sequence[Entry], question: Mapping[str, Any]) -> Table:
     """The rows of a question, whose columns are named by its test, or those that every question's table has."""
-    named = [*question.get("columns", DEFAULT)]
-    if "ranks" not in named and len({entry["extra_info"]["world_size"] for entry in entries}) > 1:
-        named.insert(2, "ranks")  # or rows could not be told apart
+    named = with_ranks([column_named(name) for name in question.get("columns", DEFAULT)], entries)
     own = [name for entry in entries for name in entry.get("cells", {})]
-    names = [name for name in dict.fromkeys([*named, *KNOWN, *own]) if name in KNOWN or name in own]
-    texts = {name: [_cell(name, entry) for entry in entries] for name in names}
-    shown = [name for name in names if name in named[:2] or set(texts[name]) - {None, _trivial(name)}]
-    return Table(
-        [Heading(name, name in KNOWN and KNOWN[name].left, name not in named) for name in shown],
-        [[texts[name][place] or "" for name in shown] for place in range(len(entries))],
-    )
-
-
-def _cell(name: str, entry: Entry) -> str | None:
-    column = KNOWN.get(name)
-    text = column.cell(entry, entry["extra_info"]) if column is not None else entry.get("cells", {}).get(name)
-    return None if text is None else str(text)
-
-
-def _trivial(name: str) -> str | None:
-    return COLUMNS[name].trivial if name in COLUMNS else None
+    others = [column_named(name) for name in dict.fromkeys([*KNOWN, *own])]
+    names = {each.name for each in named}
+    shown, rows = [], []
+    for each in [*named, *(other for other in others if other.name not in names)]:
+        cells = [each.cell(entry, entry["extra_info"]) for entry in entries]
+        if each in named[:2] or set(cells) - {None, each.trivial}:
+            shown.append(Heading(each.name, each.left, each.name not in names))
+            rows.append(["" if cell is None else str(cell) for cell in cells])
+    return Table(shown, [list(row) for row in zip(*rows, strict=True)])
 
 
 def as_link(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:

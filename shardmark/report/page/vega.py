@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from html import escape
 from itertools import pairwise
 from typing import Any
 
@@ -109,13 +110,13 @@ def draw(spec: Spec, name: str, title: str, description: str, names: Sequence[st
     body = re.sub(r'(?<= d=")M[^"<>a-zB-KN-Y]+(?=Z?")', _with_straight_lines, body)
     body = _STYLED.sub("", body)
     body = _INVISIBLE.sub("", body)
-    body = re.sub(rf"{_MARK}(\d+)", lambda found: _escaped(names[int(found[1])]), body)
+    body = re.sub(rf"{_MARK}(\d+)", lambda found: escape(names[int(found[1])], quote=False), body)
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{name}-title {name}-description"'
         f' viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
         f' style="min-width: {0.85 * width:.0f}px">'
-        f'<title id="{name}-title">{_escaped(title)}</title>'
-        f'<desc id="{name}-description">{_escaped(description)}</desc>{body}'
+        f'<title id="{name}-title">{escape(title, quote=False)}</title>'
+        f'<desc id="{name}-description">{escape(description, quote=False)}</desc>{body}'
     )
     return svg, round(width)
 
@@ -147,7 +148,3 @@ def _with_straight_lines(path: re.Match[str]) -> str:
 def _rounded(attribute: re.Match[str]) -> str:
     """Tenths of a pixel are enough; thousandths are half of the file."""
     return re.sub(r"-?\d+\.\d{2,}", lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), attribute[0])
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,0 +1,142 @@
+"""Known hardware, and a user's own in a TOML file: what a device has, in bytes, FLOP/s, bytes/s and seconds.
+
+hardware("h100-80gb")     # one of `hardware.toml`, which says where each figure is from
+hardware("mine.toml")     # a user's own: the keys of one table there, at the top of the file
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).with_name("hardware.toml")
+WHOLE = {
+    "memory_bytes": "bytes",
+    "blas_workspace_bytes": "bytes",
+    "sm_count": "multiprocessors",
+    "devices_per_node": "devices",
+}
+RATES = {
+    "bandwidth": "bytes/s",
+    "link": "bytes/s",
+    "latency": "seconds",
+    "network": "bytes/s",
+    "network_latency": "seconds",
+}
+DTYPES = ("float8", "float16", "bfloat16", "tf32", "float32")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device, and how it is joined to others. On a CPU a figure may be `nan`, which says that it is not known."""
+
+    name: str
+    device: str
+    """ "cuda", ROCm's devices too, or "cpu"."""
+    memory_bytes: int
+    """All that CUDA reports, the context's own part included."""
+    blas_workspace_bytes: int
+    """What PyTorch takes for each cuBLAS handle and stream where the user sets no size."""
+    flops: dict[str, float] = field(hash=False)
+    """Published FLOP/s of dense matrix products by dtype; a dtype that the chip has no products in is not there."""
+    bandwidth: float
+    """Bytes/s of the device's memory."""
+    sm_count: int
+    """Streaming multiprocessors, AMD's compute units; 0 on a CPU."""
+    link: float
+    """Bytes/s that a device sends to the others of its node, over all its links together, in one direction."""
+    latency: float
+    """Seconds of one step of a ring inside a node."""
+    devices_per_node: int
+    """How many devices `link` joins: a configuration, not a property of the device."""
+    network: float
+    """Bytes/s that each device sends to other nodes, in one direction: a configuration."""
+    network_latency: float
+    """Seconds of one step of a ring between nodes."""
+    capability: tuple[int, int] | None = None
+    """CUDA's compute capability; left out where there is none, as on AMD."""
+
+
+KEYS = [key.name for key in fields(Hardware) if key.name != "name"]
+
+
+@cache
+def known_hardware() -> dict[str, Hardware]:
+    """All of `hardware.toml` by name."""
+    tables = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    return {name: _hardware(name, table) for name, table in tables.items()}
+
+
+def hardware(name: str) -> Hardware:
+    """The hardware of that name, or of that file where the name ends with `.toml`.
+
+    ValueError, in one line, for a name that is not known, a file that cannot be read, keys that are missing or not
+    known, and a figure that is not a plain positive number in its unit.
+    """
+    if name.endswith(".toml"):
+        return _of_file(Path(name))
+    if name not in known_hardware():
+        known = ", ".join(known_hardware())
+        raise ValueError(f"no hardware is known as {name!r}; known is {known}, or a TOML file of your own")
+    return known_hardware()[name]
+
+
+def _of_file(path: Path) -> Hardware:
+    try:
+        return _hardware(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _hardware(name: str, table: dict[str, Any]) -> Hardware:
+    """ValueError, in one line, for the first thing that is wrong in the table."""
+    missing = [key for key in KEYS if key not in table and key != "capability"]
+    if missing:
+        raise ValueError(f"missing {', '.join(missing)}")
+    unknown = [key for key in table if key not in KEYS]
+    if unknown:
+        raise ValueError(f"unknown {', '.join(unknown)}; the keys are {', '.join(KEYS)}")
+    if table["device"] not in ("cuda", "cpu"):
+        raise ValueError(f'device = {table["device"]!r} is neither "cuda" nor "cpu"')
+    cpu = table["device"] == "cpu"
+    for key, unit in (WHOLE | RATES).items():
+        if not _positive(table[key], key in WHOLE, cpu):
+            raise ValueError(f"{key} = {table[key]!r} is not a positive {'whole ' * (key in WHOLE)}number of {unit}")
+    return Hardware(name, **table | {"flops": _flops(table["flops"], cpu), "capability": _capability(table)})
+
+
+def _positive(value: object, whole: bool, cpu: bool) -> bool:
+    """Whether it is a plain positive number; of a CPU also one that is not known, or 0 of what it has none of."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if cpu and (math.isnan(value) or value == 0):
+        return True
+    return 0 < value < math.inf and (isinstance(value, int) or not whole)
+
+
+def _flops(flops: object, cpu: bool) -> dict[str, float]:
+    if not isinstance(flops, dict) or not {"float32"} <= set(flops) <= set(DTYPES):
+        dtypes = ", ".join(DTYPES)
+        raise ValueError(f"flops = {flops!r} is not a table of FLOP/s of float32, and others of {dtypes}")
+    for dtype, rate in flops.items():
+        if not _positive(rate, False, cpu):
+            raise ValueError(f"flops.{dtype} = {rate!r} is not a positive number of FLOP/s")
+    return flops
+
+
+def _capability(table: dict[str, Any]) -> tuple[int, int] | None:
+    match table.get("capability"):
+        case None:
+            return None
+        case [int(major), int(minor)] if not isinstance(major, bool) and not isinstance(minor, bool):
+            return major, minor
+        case other:
+            raise ValueError(f"capability = {other!r} is not [major, minor]")
