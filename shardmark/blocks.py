@@ -57,11 +57,11 @@ class Recording:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Record what the block does."""
-        _have_libraries_give_back(self.device)  # or a later recording would not see what an earlier one had them take
+        have_libraries_give_back(self.device)  # or a later recording would not see what an earlier one had them take
         with self._profile, _requests_remembered(self.device) as self.requested:
             yield
             mark(END)
-            _have_libraries_give_back(self.device)
+            have_libraries_give_back(self.device)
 
     def replay(self) -> list[Event]:
         """Every allocation, release and mark on the device, in order."""
@@ -92,7 +92,7 @@ def recording(device: str, lines: bool = False) -> Iterator[Recording]:
         yield recorded
 
 
-def _have_libraries_give_back(device: str) -> None:
+def have_libraries_give_back(device: str) -> None:
     """Free cuBLAS's workspaces: it keeps one for each thread and stream that ran a matrix product."""
     if device == "cuda":
         torch._C._cuda_clearCublasWorkspaces()

@@ -74,7 +74,7 @@ class Measure(Recorder):
         least = fewest_rounds(SHOWN_CONFIDENCE) if race is not None and race.goal is not None else 1
         if race is not None and session.gate is not None:
             least = fewest_rounds(session.confidence)
-        memory = memory_budget(implementation, case, session.device, slack)
+        memory = memory_budget(implementation, case, session.formulas_device, slack)
         plan = Plan(
             workload,
             implementation,
@@ -138,17 +138,25 @@ class Measure(Recorder):
         from shardmark.simulation.predict import predict, predicted_at_peak
 
         session = self._session
+        assert session.simulated is not None
+        on = session.simulated.hardware
         observe = [observer for observer in observe if observer.of_memory]
         plan = replace(plan, observers=tuple(type(observer) for observer in observe))
-        ranks = [predict(plan)]
-        row = new_row(replace(plan.identity, backend=ranks[0].backend), session.scale, None)
-        row |= {"simulated": True, "memory": memory_entry(ranks, memory), "work": asdict(work), "time": {"ratio": None}}
+        ranks = [predict(plan, on=on)]
+        row = new_row(replace(plan.identity, device=on.device, backend=ranks[0].backend), session.scale, None)
+        row |= {
+            "simulated": True,
+            "hardware": on.name,
+            "memory": memory_entry(ranks, memory),
+            "work": asdict(work),
+            "time": {"ratio": None},
+        }
         for observer in observe:
             observer.fill(row, ranks)
         absolute = [replace(own, seconds=None) for own in session.budgets_for(self._item.nodeid)]
         tensors, peaks = row["memory"]["tensors_by_rank"], row["memory"]["peak_by_rank"]
         verdicts = list(budget.verdicts(tensors, peaks, [], None, None, memory, absolute, session.confidence))
-        self._conclude(row, None, verdicts, observe, memory, lambda: predicted_at_peak(plan))
+        self._conclude(row, None, verdicts, observe, memory, lambda: predicted_at_peak(plan, on))
         return row
 
     def _limits(self, race: Race | None) -> Limits | None:

@@ -32,9 +32,9 @@ import torch
 
 from shardmark.blocks import Recording, mark
 from shardmark.handles import workers_free_first
-from shardmark.replay import Allocated, Marked, Released
+from shardmark.replay import Allocated, Event, Marked, Released
 
-_PHASE, _PEAK, _STAGE, _RESET = "phase ", "peak of ", "stage ", "reset"
+PHASE, PEAK, STAGE, RESET = "phase ", "peak of ", "stage ", "reset"
 """What the meter's marks of a phase, of a step's peak, of a stage, and of a new beginning of the peak begin with."""
 
 
@@ -71,6 +71,10 @@ class Memory:
     """The peak of tensors in each of the first steps, by name."""
     stages: dict[str, Stage] = field(default_factory=dict)
     """Of making the workload and warming it up, as it reports them."""
+    allocated: int = 0
+    """The most that the caching allocator's blocks had at once, which are a little larger than what was asked for."""
+    reserved: int = 0
+    """The most that the caching allocator had from the device. Both are CUDA's alone."""
 
 
 class Meter(Memory):
@@ -88,35 +92,39 @@ class Meter(Memory):
 
     def mark(self, phase: str) -> None:
         """The bytes live now belong to `phase`."""
-        mark(_PHASE + phase)
+        mark(PHASE + phase)
 
     def reset_peak(self) -> None:
         """Forget the peak so far: the measured step begins here."""
-        mark(_RESET)
+        mark(RESET)
 
     def keep_peak(self, step: str) -> None:
         """The peak of tensors since it was last reset is that of `step`."""
-        mark(_PEAK + step)
+        mark(PEAK + step)
 
     def stage(self, name: str) -> None:
         """The stage of that name ends here."""
-        mark(_STAGE + name)
+        mark(STAGE + name)
 
     def read(self) -> None:
         """Fill in the figures from what was recorded."""
+        self.follow(self._recording.replay())
+
+    def follow(self, events: list[Event]) -> None:
+        """Fill in the figures from the events."""
         live = _Live()
-        for event in self._recording.replay():
+        for event in events:
             match event:
                 case Allocated() | Released():
                     live.follow(event)
-                case Marked(name) if name == _RESET:
+                case Marked(name) if name == RESET:
                     live.begin_again()
-                case Marked(name) if name.startswith(_PEAK):
-                    self.peaks[name.removeprefix(_PEAK)] = live.peak_of_tensors
-                case Marked(name) if name.startswith(_STAGE):
-                    self.stages[name.removeprefix(_STAGE)] = Stage(live.total, live.most)
+                case Marked(name) if name.startswith(PEAK):
+                    self.peaks[name.removeprefix(PEAK)] = live.peak_of_tensors
+                case Marked(name) if name.startswith(STAGE):
+                    self.stages[name.removeprefix(STAGE)] = Stage(live.total, live.most)
                 case Marked(name):
-                    self.phases[name.removeprefix(_PHASE)] = live.total
+                    self.phases[name.removeprefix(PHASE)] = live.total
         self.peak, self.tensors, self.workspace = live.peak, live.peak_of_tensors, live.largest_workspace
 
 
@@ -161,7 +169,7 @@ def stage(name: str) -> None:
 @contextmanager
 def meter(device: str) -> Iterator[Meter]:
     """Meter what the block allocates on `device` ("cpu" or "cuda"), from zero at its start."""
-    running = _CudaMeter() if device == "cuda" else Meter(device)
+    running = METERS[device](device)
     with running.running():
         _running.append(running)
         try:
@@ -175,9 +183,6 @@ class _CudaMeter(Meter):
     """On CUDA phases, stages and the peak as a whole are the caching allocator's own statistics: what a side stream
     still reads is live there, and already released in a recording.
     """
-
-    def __init__(self) -> None:
-        super().__init__("cuda")
 
     def _live(self, which: str = "current") -> int:
         return torch.cuda.memory_stats().get(f"requested_bytes.all.{which}", 0)  # empty until the first allocation
@@ -206,6 +211,11 @@ class _CudaMeter(Meter):
     def read(self) -> None:
         super().read()
         self.peak = self._live("peak") - self._base
+        self.allocated, self.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+METERS = {"cpu": Meter, "cuda": _CudaMeter}
+"""By device."""
 
 
 def release(device: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from shardmark import registry, torchrun
 from shardmark.rank import WorldError, available_cores
 from shardmark.registry import Implementation
-from shardmark.simulation.worlds import simulated_ranks
+from shardmark.simulation import worlds
 from shardmark.world import available_ranks, check_size
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -132,8 +132,8 @@ def device(value: str, ranks: str | None) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if value == "auto" else value
 
 
-def simulated(option: Callable[..., Any]) -> int | None:
-    """The ranks of `--simulate`; None without it."""
+def simulated(option: Callable[..., Any]) -> worlds.Simulated | None:
+    """What `--simulate` asks for; None without it."""
     if option("simulate") is None:
         return None
     real = ("ranks", "link", "against", "against_ref", "trace_dir")
@@ -141,7 +141,7 @@ def simulated(option: Callable[..., Any]) -> int | None:
         raise ValueError(f"--simulate runs nothing: not with --{taken.replace('_', '-')}")
     if option("device") == "cuda" or torchrun.launched():
         raise ValueError(f"--simulate runs nothing: not with {'torchrun' if torchrun.launched() else '--device cuda'}")
-    return simulated_ranks(option("simulate"))
+    return worlds.simulated(option("simulate"))
 
 
 def path(name: str, option: Callable[[str], str]) -> Path:

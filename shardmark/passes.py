@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import fields
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -128,8 +129,8 @@ def meter_pass(plan: Plan) -> tuple[Workload, Memory, float]:
         memory.mark("after_step")
         memory.keep_peak(MEDIAN)
     stages = memory.stages if len(memory.stages) > 1 else {}  # "warm-up" alone where the workload reports none
-    figures = Memory(memory.phases, memory.peak, memory.tensors, memory.workspace, memory.peaks, stages)
-    return workload, figures, first_step
+    figures = {each.name: getattr(memory, each.name) for each in fields(Memory)}
+    return workload, Memory(**{**figures, "stages": stages}), first_step
 
 
 def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:

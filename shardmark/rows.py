@@ -67,6 +67,7 @@ def new_row(identity: Identity, scale: str, link: str | None) -> Row:
         "dtype": case.get("dtype"),
         "scale": scale,
         "simulated": False,
+        "hardware": None,
         "memory": {},
         "time": {},
         "work": {},
@@ -103,6 +104,7 @@ def largest_memory(ranks: list[Measured]) -> Memory:
 def memory_entry(ranks: list[Measured], budget: MemoryBudget) -> Row:
     """Bytes by phase and at the peak, on the rank that held most, beside the budget of its tensors."""
     most = largest_memory(ranks)
+    of_cuda = {"allocated": most.allocated, "reserved": most.reserved} if most.reserved else {}
     return {
         "phases": most.phases,
         "peak": most.peak,
@@ -113,6 +115,7 @@ def memory_entry(ranks: list[Measured], budget: MemoryBudget) -> Row:
         "tensors_by_rank": [rank.memory.tensors for rank in ranks],
         **asdict(budget),
         "budget": budget.bytes,
+        **of_cuda,
     }
 
 

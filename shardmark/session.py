@@ -44,12 +44,12 @@ class Session:
         option = config.getoption
         self.config = config
         self.simulated = options.simulated(option)
-        """The ranks to predict for, of `--simulate`."""
+        """What to predict for, of `--simulate`."""
         self.device = "cpu" if self.simulated else options.device(option("device"), option("ranks"))
         self.scale = options.one_of("--scale", option("scale"), ("auto", *SCALES))
         if self.scale == "auto":
             self.scale = "paper" if self.device == "cuda" else "laptop"
-        self.ranks = [self.simulated] if self.simulated else options.ranks(option("ranks"), self.device)
+        self.ranks = [self.simulated.ranks] if self.simulated else options.ranks(option("ranks"), self.device)
         self.contract_ranks = self.ranks if option("ranks") else options.contract_ranks(self.ranks, self.device)
         """World sizes of tests that measure nothing: what is right on two ranks alone is wrong."""
         self.seed = options.seed(str(option("seed")))
@@ -95,6 +95,11 @@ class Session:
     def link_rate(self) -> str | None:
         """The rate of the link between the ranks, if there is one."""
         return None if self.link is None else self.link.rate
+
+    @property
+    def formulas_device(self) -> str:
+        """Whose memory formulas speak of: the simulated hardware's, whose tensors are on the CPU."""
+        return self.simulated.hardware.device if self.simulated else self.device
 
     def implementations(self, family: str) -> list[Implementation]:
         """The family's implementations that this run is about: those of `--impl`, else all registered."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardmark.report.plots import Published
 
-_UNITS = {"ms": 1e-3, "s": 1.0, "MiB": 2**20, "GiB": 2**30}
+UNITS = {"ms": 1e-3, "s": 1.0, "MiB": 2**20, "GiB": 2**30, "GB": 1e9}
 
 
 def published(file: str, experiment: str, case: str = "", among: bool = True) -> tuple[Published, ...]:
@@ -19,7 +19,7 @@ def published(file: str, experiment: str, case: str = "", among: bool = True) ->
                 row["hardware"],
                 row["case"],
                 row["metric"].partition(" (")[0],
-                float(row["value"]) * _UNITS[row["unit"]],
+                float(row["value"]) * UNITS[row["unit"]],
             )
             for row in csv.DictReader(lines)
             if row["experiment"].startswith(experiment) and row["case"].startswith(case) == among

@@ -54,14 +54,26 @@ def gloo(operator: OpOverload, args: tuple[Any, ...]) -> Any:
             held = [_flat(args[0][0])]
         case "scatter" if args[1]:  # on the rank that sends
             _flat(args[1][0])
-    if name == "allreduce":
-        handle = _done(args[0])
-    elif "reduce_scatter" in name:
+    if "reduce_scatter" in name:
         handle = PythonCallbackWork(lambda timeout, held=held: True)  # type: ignore[misc]
     else:
         handle = PythonCallbackWork(lambda timeout: not held.clear())  # type: ignore[func-returns-value]
+    return _handle(operator, args, handle)
+
+
+def nccl(operator: OpOverload, args: tuple[Any, ...]) -> Any:
+    """The same on NCCL, which works in place but where a list of tensors is one end of a collective."""
+    name = operator.name().removeprefix("c10d::").rstrip("_")
+    held = [_flat(args[0][0])] if name == "allgather" else [_flat(args[1][0])] if name == "reduce_scatter" else []
+    return _handle(operator, args, PythonCallbackWork(lambda timeout: not held.clear()))  # type: ignore[func-returns-value]
+
+
+def _handle(operator: OpOverload, args: tuple[Any, ...], work: Any) -> Any:
+    """What the operator returns, with that handle in it; DDP reads the tensors of an all-reduce there."""
+    if operator._schema.name == "c10d::allreduce_":
+        work = _done(args[0])
     returns = operator._schema.returns
-    return None if not returns else handle.boxed() if len(returns) == 1 else (args[0], handle.boxed())
+    return None if not returns else work.boxed() if len(returns) == 1 else (args[0], work.boxed())
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -60,6 +60,11 @@ class Hardware:
     capability: tuple[int, int] | None = None
     """CUDA's compute capability; left out where there is none, as on AMD."""
 
+    @property
+    def threads_per_sm(self) -> int:
+        """That an SM holds at once (CUDA C++ Programming Guide, technical specifications by compute capability)."""
+        return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get(self.capability or (0, 0), 2048)
+
 
 KEYS = [key.name for key in fields(Hardware) if key.name != "name"]
 
@@ -140,3 +145,7 @@ def _capability(table: dict[str, Any]) -> tuple[int, int] | None:
             return major, minor
         case other:
             raise ValueError(f"capability = {other!r} is not [major, minor]")
+
+
+CPU = hardware("cpu")
+"""This machine's own memory, whose allocator rounds nothing."""

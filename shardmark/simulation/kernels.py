@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import torch
@@ -55,6 +55,14 @@ _FINITE = aten._amp_foreach_non_finite_check_and_unscale_.default
 """Looks for infinite gradients, and writes what it found: none, in a simulation."""
 
 
+class Scratch(Protocol):
+    """What operators take for themselves."""
+
+    def take(self, operator: OpOverload, args: tuple[Any, ...]) -> list[Tensor]:
+        """What this one has until it returns."""
+        ...
+
+
 Collective = Callable[[OpOverload, tuple[Any, ...]], Any]
 """What a collective of c10d gives for those arguments: it allocates what a backend would."""
 
@@ -62,8 +70,9 @@ Collective = Callable[[OpOverload, tuple[Any, ...]], Any]
 class _Kernels:
     """What runs in place of kernels, for one simulation."""
 
-    def __init__(self, collective: Collective) -> None:
+    def __init__(self, collective: Collective, scratch: Scratch | None) -> None:
         self._collective = collective
+        self._scratch = scratch
         self._fake = FakeTensorMode()
         self._layouts: dict[Any, Any] = {}
         self._one_at_a_time = threading.Lock()  # fake tensors are for one thread
@@ -78,6 +87,7 @@ class _Kernels:
         (x.sin() + x.cos()).backward()
 
     def __call__(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        scratch = self._scratch and self._scratch.take(operator, args)  # noqa: F841  (held until we return)
         kind = kind_of(operator)
         if kind is Kind.SEND:
             return self._send(keys, operator, args)
@@ -240,11 +250,11 @@ def _fake_alone(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def no_kernels(collective: Collective) -> Iterator[None]:
+def no_kernels(collective: Collective, scratch: Scratch | None = None) -> Iterator[None]:
     """Leave out the kernels of what the block runs on the CPU, in this thread and those that it starts; its collectives
-    are `collective`'s.
+    are `collective`'s, and what its operators take for themselves is `scratch`'s.
     """
-    kernels = _Kernels(collective)
+    kernels = _Kernels(collective, scratch)
     everything, named = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     everything.fallback(kernels, "FPGA", with_keyset=True)
     for operator in (aten.copy_.default, aten.add.Tensor):

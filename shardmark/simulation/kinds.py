@@ -35,6 +35,8 @@ _NAMED = {
     aten.copy_.default: Kind.WRITE,
     # It has no kernel for this key, and would be made of another operator; see `shardmark.simulation.kernels`.
     aten.add.Tensor: Kind.COMPUTE,
+    # Made of others on the CPU; it comes here where CUDA's rules are followed.
+    aten._fused_rms_norm.default: Kind.COMPUTE,
 }
 
 
@@ -45,7 +47,7 @@ def kind_of(operator: OpOverload) -> Kind:
     name = operator.name()
     if name.startswith("c10d::"):
         return Kind.SEND
-    if not name.startswith("aten::") or not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
+    if not name.startswith("aten::") or not (_has_kernel(name, "CPU") or _is_cudas(name)):
         return Kind.RUN
     if name.removeprefix("aten::").startswith(_ALLOCATE) or torch.Tag.inplace_view in operator.tags:
         return Kind.RUN
@@ -54,3 +56,12 @@ def kind_of(operator: OpOverload) -> Kind:
         return Kind.WRITE
     views = schema.returns and all(result.alias_info is not None for result in schema.returns)
     return Kind.RUN if views or not any("Tensor" in str(result.type) for result in schema.returns) else Kind.COMPUTE
+
+
+def _has_kernel(name: str, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+def _is_cudas(name: str) -> bool:
+    """Whether it is an operator of which this build knows the results alone: its kernels are other devices'."""
+    return _has_kernel(name, "Meta") and not _has_kernel(name, "CompositeImplicitAutograd")

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from shardmark.excess import Held
 from shardmark.memory import release
 from shardmark.passes import blocks_at_peak, meter_pass
 from shardmark.plan import Measured, Plan
-from shardmark.simulation.group import gloo, one_rank_of
+from shardmark.simulation.cuda import rules_of_cuda
+from shardmark.simulation.group import gloo, nccl, one_rank_of
+from shardmark.simulation.hardware import CPU, Hardware
 from shardmark.simulation.kernels import no_kernels
 
 
-def predict(plan: Plan, rank: int = 0) -> Measured:
-    """What that rank of the plan's world would meter on the CPU, and what its observers of memory would see there.
+def predict(plan: Plan, rank: int = 0, on: Hardware = CPU) -> Measured:
+    """What that rank of the plan's world would meter on that hardware, and what its observers of memory would see.
 
     Unsupported, in one line, for a program whose operators depend on values.
     """
-    with _simulation(plan, rank):
+    with simulation(plan.world_size, rank, on):
         workload, memory, _ = meter_pass(plan)
         measured = Measured(workload.backend, memory)
         del workload
@@ -27,16 +29,21 @@ def predict(plan: Plan, rank: int = 0) -> Measured:
     return measured
 
 
-def predicted_at_peak(plan: Plan) -> list[Held]:
+def predicted_at_peak(plan: Plan, on: Hardware = CPU) -> list[Held]:
     """The tensors that would be live at the peak of a steady-state step on the first rank, largest first."""
-    with _simulation(plan, 0):
+    with simulation(plan.world_size, 0, on):
         return blocks_at_peak(plan)
 
 
 @contextmanager
-def _simulation(plan: Plan, rank: int) -> Iterator[None]:
-    with one_rank_of(plan.world_size, rank), no_kernels(gloo):
+def simulation(ranks: int = 1, rank: int = 0, on: Hardware = CPU) -> Iterator[None]:
+    """In the block no kernels run: this process is that rank of so many on that hardware. All tensors are on "cpu"."""
+    with one_rank_of(ranks, rank), ExitStack() as rules:
+        if on.device == "cuda":
+            rules.enter_context(no_kernels(nccl, rules.enter_context(rules_of_cuda(on))))
+        else:
+            rules.enter_context(no_kernels(gloo))
         try:
             yield
         finally:
-            release(plan.device)
+            release("cpu")

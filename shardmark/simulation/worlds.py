@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from shardmark.registry import Unsupported
+from shardmark.simulation.hardware import Hardware, hardware
 
-HARDWARE = ("cpu",)
-"""What is known well enough to predict for."""
 MOST_RANKS = 100_000
 
 
-def simulated_ranks(value: str) -> int:
-    """The ranks of a value of `--simulate`, HARDWARE[:RANKS]; ValueError, in one line, for another value."""
-    hardware, colon, ranks = value.partition(":")
-    if hardware not in HARDWARE:
-        raise ValueError(f"--simulate {value}: no hardware is known as {hardware!r}; known is {', '.join(HARDWARE)}")
+@dataclass(frozen=True)
+class Simulated:
+    """What to predict for."""
+
+    hardware: Hardware
+    ranks: int
+
+
+def simulated(value: str) -> Simulated:
+    """What a value of `--simulate`, HARDWARE[:RANKS], stands for; ValueError, in one line, for another value."""
+    name, colon, ranks = value.rpartition(":") if ":" in value else (value, "", "1")
+    try:
+        known = hardware(name)
+    except ValueError as error:
+        raise ValueError(f"--simulate {value}: {error}") from None
     if not colon:
-        return 1
+        return Simulated(known, 1)
     if not (ranks.isascii() and ranks.isdecimal() and len(ranks) < 10 and 1 <= int(ranks) <= MOST_RANKS):
         raise ValueError(f"--simulate {value}: the ranks are a number from 1 to {MOST_RANKS:,}, not {ranks!r}")
-    return int(ranks)
+    return Simulated(known, int(ranks))
 
 
 class SimulatedWorld:

@@ -1,0 +1,176 @@
+"""Memory that others have published, beside what is predicted for their programs: row by row, and as a page.
+
+    python -m perf.published     # writes docs/published-memory.md
+
+Nothing is fitted: a program is what its write-up tells, or follows from its figures, as the notes say.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from perf.published import UNITS
+from perf.published import programs as run
+from perf.published.programs import Program
+from shardmark.blocks import recording
+from shardmark.simulation.caching_allocator import Held, held_at_marks
+from shardmark.simulation.hardware import hardware
+from shardmark.simulation.predict import simulation
+
+ALLOCATED, PEAK, RESERVED = "allocated", "peak_allocated", "peak_reserved"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a published row is predicted: the program, where it runs, and which figure at which mark is meant."""
+
+    program: Program
+    on: str
+    ranks: int
+    mark: str
+    figure: str
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A published figure and the predicted one, in bytes; and what the device must have at most, by prediction."""
+
+    row: Row
+    on: str
+    published: float
+    predicted: float
+    at_most: float
+
+    @property
+    def error(self) -> float:
+        """Relative to what was published; below zero it is under-predicted."""
+        return self.predicted / self.published - 1
+
+
+Row = dict[str, str]
+Rule = Callable[[Row], Reading | None]
+
+
+def _attention_a100(row: Row) -> Reading | None:
+    """Softmax is PyTorch's: one matrix of scores is saved. Gradients add up: at the peak there are three of them."""
+    if not row["experiment"].startswith("attention"):
+        return None
+    mark, figure = ("done", PEAK) if row["metric"] == "peak memory" else (row["metric"], ALLOCATED)
+    return Reading(_attention(row["case"], run.fused_softmax), "a100-80gb", 1, mark, figure)
+
+
+def _attention_h100(row: Row) -> Reading | None:
+    """Softmax is by parts: the bytes tell that two matrices are saved, the sums, and the places of the maxima."""
+    if not row["experiment"].startswith("attention, batch 8"):
+        return None
+    program = _attention(row["case"], run.softmax_by_parts)
+    return Reading(program, "h100-80gb", 1, "memory before backward", ALLOCATED)
+
+
+def _attention(case: str, softmax: run.Softmax) -> Program:
+    width, length = (int(number) for number in re.findall(r"\d+", case))
+    return run.attention(width, length, softmax, first=(width, length) == (16, 256))
+
+
+def _transformer(row: Row) -> Reading | None:
+    """The course's model, its own AdamW, the first step: forward runs without moments."""
+    if row["experiment"] != "2.7B peak memory":
+        return None
+    until, length = row["case"].split(", seq ")
+    program = run.transformer("2.7b", int(length), run.softmax_by_parts, until)
+    return Reading(program, "h100-80gb", 1, "done", PEAK)
+
+
+def _transformer_a100(row: Row) -> Reading | None:
+    """As that, but the second training step: forward and backward have the moments beside them."""
+    if row["experiment"] != "2.7B peak memory, batch 4":
+        return None
+    until, length = row["case"].split(", seq ")
+    steps = 2 if until == "training step" else 1
+    program = run.transformer("2.7b", int(length), run.softmax_by_parts, until, steps=steps)
+    return Reading(program, "a100-80gb", 1, "done", PEAK)
+
+
+def _linears(row: Row) -> Reading:
+    """On a V100: only its 80 multiprocessors make the 80 MiB in which a bias's gradient is summed up."""
+    strategy, mark = row["case"].split(", ")
+    figure = {"memory allocated": ALLOCATED, "peak memory": PEAK, "memory reserved": RESERVED}[row["metric"]]
+    return Reading(run.nine_linears(getattr(run, strategy)), "v100-32gb", 8, mark, figure)
+
+
+def _ladder(row: Row) -> Reading | None:
+    """What is called memory after a stage is the peak so far. Eager, gathered parameters stay until backward."""
+    if row["case"] in ("eager fp32", "autocast bf16"):
+        mark = "after model" if row["metric"] == "memory after init" else "done"
+        return Reading(run.mlp_ladder(), "a100-80gb", 1, mark, PEAK)
+    marks = {"memory after init": "after model", "memory before step 0": "after data_parallel", "peak memory": "done"}
+    meta = row["case"] == "meta init"
+    mark = marks.get(row["metric"], row["metric"].removeprefix("memory "))
+    if row["case"] != "data_parallel" and not ("meta init" in row["case"] and mark != "done"):
+        return None
+    return Reading(run.mlp_ladder(sharded=True, meta=meta), "a100-80gb", 4, mark, PEAK)
+
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    "cs336_a100": (_attention_a100, _transformer_a100),
+    "cs336_stanford336": (_attention_h100, _transformer),
+    "odsc_fsdp": (_linears,),
+    "simple_pytorch": (_ladder,),
+}
+
+
+@cache
+def held(program: Program, on: str, ranks: int) -> dict[str, Held]:
+    """What the allocator would hold at each mark of the program."""
+    with simulation(ranks, on=hardware(on)), recording("cpu") as recorded:
+        program()
+    return held_at_marks(recorded.replay())
+
+
+def rows(file: str) -> Iterator[Row]:
+    """Published rows of that file that tell memory, of programs that are not compiled."""
+    with (Path(__file__).parent / f"{file}.csv").open(newline="", encoding="utf-8") as lines:
+        for row in csv.DictReader(lines):
+            eager = "compile" not in row["experiment"].replace("uncompiled", "") + row["case"]
+            if row["unit"] in ("MiB", "GiB", "GB") and float(row["value"]) > 0 and eager:
+                yield row
+
+
+def compared(file: str) -> list[Compared]:
+    """The file's rows whose programs are known, beside what is predicted."""
+    return [found for row in rows(file) if not _why_unknown(row) and (found := _compared(file, row)) is not None]
+
+
+def unknown() -> list[tuple[Row, str, Compared | None]]:
+    """The rows that are not held to a prediction, why, and what is predicted all the same."""
+    return [(row, why, _compared(file, row)) for file in RULES for row in rows(file) if (why := _why_unknown(row))]
+
+
+def _compared(file: str, row: Row) -> Compared | None:
+    reading = next((reading for rule in RULES[file] if (reading := rule(row)) is not None), None)
+    if reading is None:
+        return None
+    at = held(reading.program, reading.on, reading.ranks)[reading.mark]
+    published, predicted = float(row["value"]) * UNITS[row["unit"]], getattr(at, reading.figure)
+    return Compared(row, reading.on, published, predicted, at.peak_reserved)
+
+
+UNKNOWN = {
+    "2.7B peak memory, batch 4": "read off plots, in whole GB of which it is not said how many bytes they have",
+    "optimizer state sharding, xl, 2 ranks": "in whole GB; batch and context are not told",
+    "memory after init_weights": "its function that draws weights is not told; ours allocates nothing",
+    "memory reserved": "besides the order of releases it depends on when a GPU's streams let go of blocks",
+}
+"""Rows that are not held to a prediction, by experiment or metric, and why."""
+
+
+def _why_unknown(row: Row) -> str:
+    """Why the row is not held to a prediction; empty where it is."""
+    stages = row["metric"] == "memory reserved" and row["case"].endswith("after model creation")
+    about = {row["experiment"], row["metric"]}
+    return "" if stages else next((why for what, why in UNKNOWN.items() if what in about), "")

@@ -1,0 +1,145 @@
+"""CUDA's autocast on CPU tensors: which operators it casts, and to what, where the CPU's own has other lists.
+
+The lists are those of the installed PyTorch: its header `ATen/autocast_mode.h` comes with it. Products, which both
+devices cast to half precision, and their cache of cast weights are PyTorch's own.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial, reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map_only
+
+_KEY = "AutocastCPU"
+_KEYS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
+
+Kernel = Callable[..., Any]
+
+
+@contextmanager
+def autocast_of_cuda() -> Iterator[None]:
+    """Cast as on CUDA what the block runs on the CPU under `torch.autocast("cpu")`, or "cuda"."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the CPU's own casts are overridden: that is what we are here for
+            for name in _casts_on("AutocastCPU") - _casts_on("AutocastCUDA"):
+                library.impl(name, torch.library.fallthrough_kernel, _KEY)
+            for name, kernel in _kernels().items():
+                library.impl(name, kernel, _KEY)
+        with _cuda_is_cpu():
+            yield
+    finally:
+        library._destroy()
+
+
+@contextmanager
+def _cuda_is_cpu() -> Iterator[None]:
+    """`torch.autocast("cuda")` would find no CUDA, and do nothing."""
+    init = torch.autocast.__init__
+
+    def of_cpu(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        init(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    torch.autocast.__init__ = of_cpu  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = init  # type: ignore[method-assign]
+
+
+@cache
+def _casts_on(key: str) -> frozenset[str]:
+    """PyTorch's own operators that autocast has a kernel for."""
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    return frozenset(name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+@cache
+def _kernels() -> dict[str, Kernel]:
+    """A kernel for each operator that CUDA's autocast alone casts."""
+    kinds = {
+        "LOWER_PRECISION_FP": lambda operator: partial(_cast, operator, _lower_precision),
+        "FP32": lambda operator: partial(_cast, operator, lambda tensors: torch.float32),
+        "PROMOTE": lambda operator: partial(_cast, operator, _widest),
+        "FP32_SET_OPT_DTYPE": lambda operator: partial(_in_float32, operator, _position_of_dtype(operator)),
+    }
+    alone = _casts_on("AutocastCUDA") - _casts_on("AutocastCPU")
+    kernels: dict[str, Kernel] = {
+        f"aten::{name}": make(_operator(name))
+        for kind, make in kinds.items()
+        for name in _listed(kind)
+        if f"aten::{name}" in alone
+    }
+    norms = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+    for name, with_dtype in norms.items():
+        kernels[f"aten::{name}"] = partial(_norm, _operator(name), _operator(with_dtype))
+    return kernels
+
+
+@cache
+def _listed(kind: str) -> tuple[str, ...]:
+    """The operators of one of the header's lists, with their overloads."""
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    found = re.search(rf"#define AT_FORALL_{kind}\(_\)((?:.*\\\n)+.*)", header.read_text(encoding="utf-8"))
+    assert found is not None, f"{header} has no list {kind}"
+    entries = re.findall(r"_\(([^)]+)\)", found[1])
+    return tuple(".".join(part.strip() for part in entry.split(",")) for entry in entries)
+
+
+def _operator(name: str) -> OpOverload:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _is_cast(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype != torch.float64
+
+
+def _lower_precision(tensors: list[Tensor]) -> torch.dtype:
+    return torch.get_autocast_dtype("cpu")
+
+
+def _widest(tensors: list[Tensor]) -> torch.dtype:
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.get_autocast_dtype("cpu"))
+
+
+def _cast(operator: OpOverload, dtype_of: Callable[[list[Tensor]], torch.dtype], *args: Any, **kwargs: Any) -> Any:
+    """The operator, of arguments in that dtype."""
+    tensors: list[Tensor] = []
+    tree_map_only(Tensor, tensors.append, (args, kwargs))
+    dtype = dtype_of([tensor for tensor in tensors if _is_cast(tensor)])
+    with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+        args, kwargs = tree_map_only(Tensor, lambda t: t.to(dtype) if _is_cast(t) else t, (args, kwargs))
+        return operator(*args, **kwargs)
+
+
+def _position_of_dtype(operator: OpOverload) -> int:
+    return [argument.name for argument in operator._schema.arguments].index("dtype")
+
+
+def _in_float32(operator: OpOverload, position: int, *args: Any, **kwargs: Any) -> Any:
+    """The operator, which is to compute in float32 unless the program says in what."""
+    given = (len(args) > position and args[position] is not None) or kwargs.get("dtype") is not None
+    with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+        if given or not _is_cast(args[0]):
+            return operator(*args, **kwargs)
+        return operator(*args[:position], **{**kwargs, "dtype": torch.float32})
+
+
+def _norm(operator: OpOverload, with_dtype: OpOverload, tensor: Tensor, p: Any = 2, *args: Any, **kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+        if not _is_cast(tensor):
+            return operator(tensor, p, *args, **kwargs)
+        if args or kwargs:  # the dimensions, and whether they are kept
+            args = args if len(args) > 1 else (*args, kwargs.pop("keepdim", False))
+        return with_dtype(tensor, p, *args, **kwargs, dtype=torch.float32)

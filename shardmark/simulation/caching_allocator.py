@@ -1,0 +1,176 @@
+"""CUDA's caching allocator, as a model: which blocks it gives out, how large they are, and what it has from the device.
+
+    allocator = CachingAllocator()
+    block = allocator.allocate(1000)
+    allocator.allocated, allocator.reserved  # 1024, 2 MiB
+    allocator.free(block)
+
+It rounds sizes up to 512 bytes, takes segments of 2 MiB for what is at most 1 MiB, of 20 MiB for what is smaller than
+10 MiB, and of a multiple of 2 MiB for the rest, gives out the smallest free block that is large enough, splits off what
+is left over, and merges neighbours that are free. (PyTorch's documentation, "CUDA semantics: memory management"; the
+figures are those of its header c10/core/AllocatorConfig.h.) With expandable segments there is one segment for small
+blocks and one for large ones, which grow. Each stream has pools of its own. There is no limit: segments are never given
+back; and a block is free as soon as the program has released it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shardmark.replay import Allocated, Block, Event, Marked, Released
+
+MIB = 2**20
+ROUND = 512
+"""Sizes are multiples of it."""
+SMALL = MIB
+"""The largest block of the small pool; from a large one no less than more than this is split off."""
+SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
+LARGE = 10 * MIB
+"""A block of this size and more has a segment of its own size, in multiples of 2 MiB."""
+
+
+STREAM = "stream "
+"""Begins the mark that what follows is allocated on another stream, whose name follows; the first one's is empty."""
+
+
+@dataclass(eq=False)
+class _Piece:
+    """A part of a segment, free or given out; its neighbours there."""
+
+    nbytes: int
+    pool: _Pool
+    address: int
+    """Of free pieces of one size, the one that lies first is given out."""
+    before: _Piece | None = None
+    after: _Piece | None = None
+    free: bool = True
+
+    def __lt__(self, other: _Piece) -> bool:
+        return (self.nbytes, self.address) < (other.nbytes, other.address)
+
+
+@dataclass
+class _Pool:
+    """Free pieces by size; `last` is the end of its growing segment, where segments are expandable."""
+
+    small: bool
+    pieces: list[_Piece] = field(default_factory=list)
+    last: _Piece | None = None
+
+    def remove(self, piece: _Piece) -> None:
+        del self.pieces[bisect_left(self.pieces, piece)]
+
+
+class CachingAllocator:
+    """Bytes that its blocks have, and bytes that it has from the device; the most of both since `reset_peaks`."""
+
+    def __init__(self, expandable_segments: bool = False) -> None:
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self._expandable = expandable_segments
+        self._pools: dict[tuple[str, bool], _Pool] = {}
+        self._address = 0
+
+    def allocate(self, nbytes: int, stream: str = "") -> _Piece | None:
+        """A block of at least so many bytes on that stream; None for none."""
+        if nbytes == 0:
+            return None
+        size = -(-nbytes // ROUND) * ROUND
+        pool = self._pools.setdefault((stream, size <= SMALL), _Pool(size <= SMALL))
+        at = bisect_left(pool.pieces, size, key=lambda piece: piece.nbytes)
+        piece = pool.pieces.pop(at) if at < len(pool.pieces) else self._reserve(pool, size)
+        left = piece.nbytes - size
+        if left >= ROUND if pool.small or self._expandable else left > SMALL:
+            rest = _Piece(left, pool, piece.address + size, before=piece, after=piece.after)
+            piece.nbytes, piece.after = size, rest
+            if rest.after is not None:
+                rest.after.before = rest
+            if pool.last is piece:
+                pool.last = rest
+            insort(pool.pieces, rest)
+        piece.free = False
+        self.allocated += piece.nbytes
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return piece
+
+    def free(self, piece: _Piece | None) -> None:
+        """Take a block back."""
+        if piece is None:
+            return
+        self.allocated -= piece.nbytes
+        pool = piece.pool
+        for near in (piece.before, piece.after):
+            if near is not None and near.free:
+                pool.remove(near)
+                piece = self._merged(*((near, piece) if near is piece.before else (piece, near)))
+        piece.free = True
+        insort(pool.pieces, piece)
+
+    def reset_peaks(self) -> None:
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+
+    def _reserve(self, pool: _Pool, size: int) -> _Piece:
+        """Take a segment from the device, or of an expandable one the pages that are missing at its end."""
+        page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
+        if self._expandable:
+            last = pool.last if pool.last is not None and pool.last.free else None
+            grown = -(-(size - (last.nbytes if last else 0)) // page) * page
+            address = 0 if pool.last is None else pool.last.address + pool.last.nbytes
+            piece = _Piece(grown, pool, address, before=pool.last)
+            if pool.last is not None:
+                pool.last.after = piece
+            pool.last = piece
+            if last is not None:
+                pool.remove(last)
+                piece = self._merged(last, piece)
+        else:
+            grown = page if size < LARGE else -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
+            piece = _Piece(grown, pool, self._address)
+            self._address += grown
+        self.reserved += grown
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return piece
+
+    def _merged(self, first: _Piece, second: _Piece) -> _Piece:
+        first.nbytes, first.after = first.nbytes + second.nbytes, second.after
+        if second.after is not None:
+            second.after.before = first
+        if first.pool.last is second:
+            first.pool.last = first
+        return first
+
+
+@dataclass(frozen=True)
+class Held:
+    """In bytes: what the allocator's blocks have at a moment, the most since the peaks were reset, and the same of what
+    it has from the device.
+    """
+
+    allocated: int
+    peak_allocated: int
+    reserved: int
+    peak_reserved: int
+
+
+def held_at_marks(events: Iterable[Event], resets: tuple[str, ...] = (), expandable: bool = False) -> dict[str, Held]:
+    """What the allocator would hold at each mark of a recording; the peaks begin anew after the marks in `resets`."""
+    allocator = CachingAllocator(expandable)
+    pieces: dict[Block, _Piece | None] = {}
+    held: dict[str, Held] = {}
+    stream = ""
+    for event in events:
+        match event:
+            case Allocated(block):
+                pieces[block] = allocator.allocate(block.nbytes, stream)
+            case Released(block):
+                allocator.free(pieces.pop(block))
+            case Marked(name) if name.startswith(STREAM):
+                stream = name.removeprefix(STREAM)
+            case Marked(name):
+                held[name] = Held(
+                    allocator.allocated, allocator.peak_allocated, allocator.reserved, allocator.peak_reserved
+                )
+                if name in resets:
+                    allocator.reset_peaks()
+    return held

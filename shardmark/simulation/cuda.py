@@ -1,0 +1,168 @@
+"""CUDA's rules for tensors on the CPU: what PyTorch would do otherwise there, in what takes memory.
+
+- autocast has other lists (`shardmark.simulation.autocast`);
+- `scaled_dot_product_attention` has other kernels, which save and need other things, and RMSNorm one of its own;
+- optimizers update all parameters at once (`foreach`), where the caller does not say;
+- kernels and libraries take memory for themselves (`shardmark.simulation.scratch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.backends import cuda
+from torch.optim import optimizer as optimizers
+
+from shardmark import blocks, memory
+from shardmark.blocks import mark
+from shardmark.passes import MEDIAN
+from shardmark.registry import Unsupported
+from shardmark.replay import Event
+from shardmark.simulation.autocast import autocast_of_cuda
+from shardmark.simulation.caching_allocator import STREAM, held_at_marks
+from shardmark.simulation.hardware import Hardware
+from shardmark.simulation.scratch import Scratch
+
+aten = torch.ops.aten
+
+_FLASH_WIDTH = 256
+"""FlashAttention takes heads of up to so many values."""
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def rules_of_cuda(hardware: Hardware) -> Iterator[Scratch]:
+    """Follow CUDA's rules, on that hardware, in what the block runs on the CPU without kernels."""
+    scratch = Scratch(hardware)
+    operators = torch.library.Library("aten", "IMPL")
+    # With a kernel it is one operator to autograd, whose backward is one as well.
+    operators.impl("_fused_rms_norm", _never, "CPU")
+    for key in ("AutogradCPU", "FPGA"):
+        operators.impl("scaled_dot_product_attention", partial(_attention, hardware), key)
+    supported = optimizers._get_foreach_kernels_supported_devices()
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(autocast_of_cuda())
+            for owner, name, new in (
+                (optimizers, "_get_foreach_kernels_supported_devices", lambda: [*supported, "cpu"]),
+                (blocks, "have_libraries_give_back", scratch.give_back),
+                (torch.cpu, "stream", _Streams().enter),
+            ):
+                stack.enter_context(patch.object(owner, name, new))
+            stack.enter_context(patch.dict(memory.METERS, cpu=_Meter))
+            yield scratch
+    finally:
+        operators._destroy()
+
+
+class _Streams:
+    """Streams, which PyTorch's FSDP allocates on, do nothing on the CPU but have names: the recording tells them."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._current = [""]
+        self._known: list[object] = []  # so that no other has the same `id`
+
+    @contextmanager
+    def enter(self, stream: object) -> Iterator[None]:
+        """Allocate on that stream in the block."""
+        if id(stream) not in self._names:
+            self._known.append(stream)
+            self._names[id(stream)] = str(len(self._known)) if stream is not torch.cpu.current_stream() else ""
+        self._current.append(self._names[id(stream)])
+        mark(STREAM + self._current[-1])
+        try:
+            yield
+        finally:
+            self._current.pop()
+            mark(STREAM + self._current[-1])
+
+
+class _Meter(memory.Meter):
+    """What the caching allocator would make of it, too."""
+
+    def follow(self, events: list[Event]) -> None:
+        super().follow(events)
+        held = held_at_marks(events, resets=(memory.RESET,))
+        at_peak = held[memory.PEAK + MEDIAN]
+        self.allocated, self.reserved = at_peak.peak_allocated, at_peak.peak_reserved
+        for name, stage in self.stages.items():
+            self.stages[name] = replace(stage, reserved=held[memory.STAGE + name].reserved)
+
+
+def _never(*args: Any) -> None:
+    raise AssertionError("a simulation runs no kernel")
+
+
+def _attention(
+    hardware: Hardware,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` with the first backend that is enabled and takes these arguments.
+
+    cuDNN's, which recent PyTorch prefers on Hopper, saves what FlashAttention saves, and counts as that.
+    """
+    flash, efficient = _backends(hardware, query, key, value, attn_mask, enable_gqa)
+    if flash:
+        width = query.size(-1)
+        q, k, v = (_padded(each, 8) for each in (query, key, value))
+        scale = width**-0.5 if scale is None else scale
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0][..., :width]
+    if efficient:
+        saves = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+        mask = None if attn_mask is None else _as_bias(attn_mask, query)
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, saves, dropout_p, is_causal, scale=scale
+        )[0]
+    if not cuda.math_sdp_enabled():
+        raise Unsupported(f"no attention kernel that is allowed takes {query.dtype} of that shape on {hardware.name}")
+    return aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+def _backends(
+    hardware: Hardware, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool
+) -> tuple[bool, bool]:
+    """Whether FlashAttention, and whether the memory-efficient kernel, takes these (PyTorch's sdp_utils.cpp)."""
+    given = (query, key, value)
+    if any(each.dim() != 4 or each.stride(-1) != 1 or 0 in each.shape for each in given):
+        return False, False
+    capability = hardware.capability or (9, 0)  # AMD's kernels take what these do
+    half, width = query.dtype in _HALVES, query.size(-1)
+    same = all(each.size(-1) == width for each in given) and width <= _FLASH_WIDTH
+    flash = cuda.flash_sdp_enabled() and half and capability >= (8, 0) and mask is None and same
+    products_in_half = capability >= (8, 0) or half
+    alignment = 16 // query.element_size() if products_in_half else 4 if capability >= (8, 0) else 1
+    aligned = width % alignment == 0 and value.size(-1) % alignment == 0
+    known = query.dtype == torch.float32 or query.dtype == torch.float16 or (half and capability >= (8, 0))
+    efficient = cuda.mem_efficient_sdp_enabled() and known and aligned and not grouped
+    return flash, efficient
+
+
+def _padded(tensor: Tensor, multiple: int) -> Tensor:
+    """With zeros at the end of its last dimension, to a multiple of that."""
+    missing = -tensor.size(-1) % multiple
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
+    """A mask as numbers to add to the scores, in the query's dtype, for each of them."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+    return mask.expand(*query.shape[:2], *mask.shape[-2:])
