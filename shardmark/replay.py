@@ -22,6 +22,9 @@ MARK = "shardmark_mark:"
 END = "end"
 """The mark after which libraries give back what they keep."""
 
+STREAM = "stream "
+"""Begins the mark that what follows is allocated on another stream, whose name follows; the first one's is empty."""
+
 WAITED = "waited "
 """Begins the mark that a functional collective's result has been waited for; the result's address follows."""
 

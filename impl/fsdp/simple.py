@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_pg_default_device
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -130,7 +131,7 @@ class SimpleFullyShardedDataParallel(PlainStateDict):
         assert group is not None
         device = next((parameter.device.type for parameter in module.parameters()), "meta")
         if device == "meta":
-            device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+            device = _get_pg_default_device(group).type
         mesh = DeviceMesh.from_group(group, device)
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
         self.module = data_parallel(module, mesh, "fully_shard", policy, reshard_after_forward=reshard_after_forward)

@@ -19,7 +19,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shardmark.replay import Allocated, Block, Event, Marked, Released
+from shardmark.replay import STREAM, Allocated, Block, Event, Marked, Released
 
 MIB = 2**20
 ROUND = 512
@@ -29,10 +29,6 @@ SMALL = MIB
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
 LARGE = 10 * MIB
 """A block of this size and more has a segment of its own size, in multiples of 2 MiB."""
-
-
-STREAM = "stream "
-"""Begins the mark that what follows is allocated on another stream, whose name follows; the first one's is empty."""
 
 
 @dataclass(eq=False)

@@ -24,9 +24,9 @@ from shardmark import blocks, memory
 from shardmark.blocks import mark
 from shardmark.passes import MEDIAN
 from shardmark.registry import Unsupported
-from shardmark.replay import Event
+from shardmark.replay import STREAM, Event
 from shardmark.simulation.autocast import autocast_of_cuda
-from shardmark.simulation.caching_allocator import STREAM, held_at_marks
+from shardmark.simulation.caching_allocator import held_at_marks
 from shardmark.simulation.hardware import Hardware
 from shardmark.simulation.scratch import Scratch
 
@@ -91,8 +91,8 @@ class _Meter(memory.Meter):
     def follow(self, events: list[Event]) -> None:
         super().follow(events)
         held = held_at_marks(events, resets=(memory.RESET,))
-        at_peak = held[memory.PEAK + MEDIAN]
-        self.allocated, self.reserved = at_peak.peak_allocated, at_peak.peak_reserved
+        if at_peak := held.get(memory.PEAK + MEDIAN):
+            self.allocated, self.reserved = at_peak.peak_allocated, at_peak.peak_reserved
         for name, stage in self.stages.items():
             self.stages[name] = replace(stage, reserved=held[memory.STAGE + name].reserved)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -88,13 +89,13 @@ def _done(tensors: list[Tensor]) -> Any:
     return _create_work_from_future(future)
 
 
-def _without_ranks(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """PyTorch's own function that makes a group, of its fake backend, which goes by the name of Gloo."""
+def _without_ranks(name: str, size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+    """PyTorch's own function that makes a group, of its fake backend, which goes by that name."""
     group, store = _new_group(size, rank, ranks, "fake", *args, **kwargs)
     if isinstance(group, dist.ProcessGroup):  # this rank is in it
         _, own_store = c10d._world.pg_map[group]
-        c10d._world.pg_map[group] = dist.Backend.GLOO, own_store
-        c10d._world.pg_backend_config[group] = "cpu:gloo"
+        c10d._world.pg_map[group] = dist.Backend(name), own_store
+        c10d._world.pg_backend_config[group] = f"cpu:{name}"
     return group, store
 
 
@@ -127,13 +128,13 @@ class _Pieces(Sequence[Tensor]):
 
 
 @contextmanager
-def one_rank_of(size: int, rank: int = 0) -> Iterator[None]:
+def one_rank_of(size: int, rank: int = 0, backend: str = "gloo") -> Iterator[None]:
     """Be that rank of a process group of so many, in the block; every rank is taken to do the same."""
     with ExitStack() as patches:
         for module in (dist, c10d):
             patches.enter_context(patch.object(module, "all_gather_object", _gathered))
             patches.enter_context(patch.object(module, "broadcast_object_list", _received))
-        patches.enter_context(patch.object(c10d, "_new_process_group_helper", _without_ranks))
+        patches.enter_context(patch.object(c10d, "_new_process_group_helper", partial(_without_ranks, backend)))
         patches.enter_context(patch.object(_fsdp_param, "_chunk_with_empty", _Pieces))
         dist.init_process_group("gloo", store=FakeStore(), rank=rank, world_size=size)
         try:

@@ -99,7 +99,7 @@ class _Kernels:
             if references == self._alone:
                 return args[0].add_(args[1])
         tensors = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
-        if keys.has(DispatchKey.Meta) or all(map(_has_value, tensors)):
+        if keys.has(DispatchKey.Meta) or (kind is not Kind.ALLOCATE and all(map(_has_value, tensors))):
             with torch._C._ExcludeDispatchKeyGuard(_KEYS):
                 return operator(*args, **kwargs)
         if kind is Kind.READ:

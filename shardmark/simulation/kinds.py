@@ -22,6 +22,8 @@ class Kind(Enum):
     """It writes into its arguments."""
     COMPUTE = auto()
     """It gives new tensors."""
+    ALLOCATE = auto()
+    """The same of an operator that has no kernel here, whose results have no values therefore."""
     SEND = auto()
     """A collective of c10d."""
 
@@ -36,7 +38,7 @@ _NAMED = {
     # It has no kernel for this key, and would be made of another operator; see `shardmark.simulation.kernels`.
     aten.add.Tensor: Kind.COMPUTE,
     # Made of others on the CPU; it comes here where CUDA's rules are followed.
-    aten._fused_rms_norm.default: Kind.COMPUTE,
+    aten._fused_rms_norm.default: Kind.ALLOCATE,
 }
 
 
@@ -47,7 +49,9 @@ def kind_of(operator: OpOverload) -> Kind:
     name = operator.name()
     if name.startswith("c10d::"):
         return Kind.SEND
-    if not name.startswith("aten::") or not (_has_kernel(name, "CPU") or _is_cudas(name)):
+    if name.startswith("aten::") and _is_cudas(name):
+        return Kind.ALLOCATE
+    if not name.startswith("aten::") or not _has_kernel(name, "CPU"):
         return Kind.RUN
     if name.removeprefix("aten::").startswith(_ALLOCATE) or torch.Tag.inplace_view in operator.tags:
         return Kind.RUN
@@ -64,4 +68,5 @@ def _has_kernel(name: str, key: str) -> bool:
 
 def _is_cudas(name: str) -> bool:
     """Whether it is an operator of which this build knows the results alone: its kernels are other devices'."""
-    return _has_kernel(name, "Meta") and not _has_kernel(name, "CompositeImplicitAutograd")
+    elsewhere = _has_kernel(name, "Meta") and not _has_kernel(name, "CPU")
+    return elsewhere and not _has_kernel(name, "CompositeImplicitAutograd")

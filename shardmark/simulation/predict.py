@@ -38,8 +38,9 @@ def predicted_at_peak(plan: Plan, on: Hardware = CPU) -> list[Held]:
 @contextmanager
 def simulation(ranks: int = 1, rank: int = 0, on: Hardware = CPU) -> Iterator[None]:
     """In the block no kernels run: this process is that rank of so many on that hardware. All tensors are on "cpu"."""
-    with one_rank_of(ranks, rank), ExitStack() as rules:
-        if on.device == "cuda":
+    of_cuda = on.device == "cuda"
+    with one_rank_of(ranks, rank, "nccl" if of_cuda else "gloo"), ExitStack() as rules:
+        if of_cuda:
             rules.enter_context(no_kernels(nccl, rules.enter_context(rules_of_cuda(on))))
         else:
             rules.enter_context(no_kernels(gloo))
