@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-HALF = 2
-"""Bytes of an element of bfloat16."""
+from impl.accounting.two_linears import HALF
 
 
 @dataclass(frozen=True)

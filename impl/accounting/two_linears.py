@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from impl.accounting.ledger import Bytes
+from impl.accounting.programs.parameters import FLOAT
 from impl.collectives.accounting import all_reduce_bytes_sent
 
-FLOAT, HALF = 4, 2
-"""Bytes of an element of float32, and of bfloat16."""
+HALF = 2
+"""Bytes of an element of bfloat16."""
 
 
 @dataclass(frozen=True)

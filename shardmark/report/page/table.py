@@ -38,13 +38,13 @@ def table(entries: Sequence[Entry], question: Mapping[str, Any]) -> Table:
     own = [name for entry in entries for name in entry.get("cells", {})]
     others = [column_named(name) for name in dict.fromkeys([*KNOWN, *own])]
     names = {each.name for each in named}
-    shown, rows = [], []
+    shown, columns = [], []
     for each in [*named, *(other for other in others if other.name not in names)]:
         cells = [each.cell(entry, entry["extra_info"]) for entry in entries]
         if each in named[:2] or set(cells) - {None, each.trivial}:
             shown.append(Heading(each.name, each.left, each.name not in names))
-            rows.append(["" if cell is None else str(cell) for cell in cells])
-    return Table(shown, [list(row) for row in zip(*rows, strict=True)])
+            columns.append(["" if cell is None else str(cell) for cell in cells])
+    return Table(shown, [list(row) for row in zip(*columns, strict=True)])
 
 
 def as_link(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
