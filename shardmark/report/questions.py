@@ -77,7 +77,7 @@ class Question:
         return None if why is None or why.startswith(NO_CASES) else f"not measured: {first_line(why)}"
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
-        """The observers' lines under its table."""
+        """The lines under its table: how it is derived, and what the observers have."""
         yield from self.kept_lines
         yield from self.derivation
         for observer in self.observers.values():
