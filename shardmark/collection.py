@@ -75,12 +75,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Count what this run is to judge, as its verdicts share one error; note which tests are a question's."""
+    """Count what this run is to judge, as its verdicts share one error; note which tests are a question's: those that
+    measure, and of a derived answer all."""
     own = session.config.stash[SESSION]
     own.count_judgements(session.items)
     for item in session.items:
-        if (question := item.get_closest_marker("question")) and "measure" in getattr(item, "fixturenames", ()):
-            own.questions[question.args[0]].tests.add(item.nodeid)
+        if marker := item.get_closest_marker("question"):
+            question = own.questions[marker.args[0]]
+            if isinstance(question.answer, str) or "measure" in getattr(item, "fixturenames", ()):
+                question.tests.add(item.nodeid)
 
 
 def _use_device_clock(item: pytest.Item, clock: DeviceClock) -> None:

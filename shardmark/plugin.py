@@ -73,9 +73,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "`option`, while one that --impl names is skipped with that reason; those named in `only`, and with the "
         "reference among them whatever --impl names)",
         "cases(grid): run over the grid's cases at --scale",
-        "question(text, columns=None, short=None, answer=None, plots=()): the question that the rows of these tests "
-        "answer; they share a table, of those columns, a line of the end of the run, which has the question in short "
-        "and what `answer` reads from its entries, and in the page those plots",
+        "question(text, columns=None, short=None, answer=None, derivation=None, plots=()): the question that the rows "
+        "of these tests answer; they share a table, of those columns, a line of the end of the run, which has the "
+        "question in short and what `answer` reads from its entries, and in the page those plots; an answer may be a "
+        "text instead, which holds if its tests pass, and whose derivation is lines",
     ):
         config.addinivalue_line("markers", marker)
     keep_compiled_code_apart()

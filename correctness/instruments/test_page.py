@@ -135,6 +135,14 @@ def test_a_plot_of_another_version_is_one_line(tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "a.html").exists()
 
 
+def test_a_derived_answer_has_a_section_with_its_derivation() -> None:
+    derived = run()
+    saved = {"text": "How much is twice three?", "short": None, "columns": [], "plots": []}
+    derived["questions"].append({**saved, "answer": "six", "lines": ["2 x 3", "= 6"]})
+    text = page([("a.json", derived)])
+    assert '<p class="answer">six</p>' in text and "2 x 3\n= 6</pre>" in text and "How it is derived" in text
+
+
 def test_two_runs_are_compared_with_intervals() -> None:
     old = output([raced("slower", 1.0), raced("faster", 1.0), raced("same", 1.0), raced("larger", 1.0)])
     new = output([raced("slower", 1.3), raced("faster", 0.7), raced("same", 1.0), raced("larger", 1.0, 2**21)])

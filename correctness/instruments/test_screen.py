@@ -12,6 +12,7 @@ from correctness.support.entries import entry
 from correctness.support.project import row_of, run_project
 from shardmark.report.answers import LEGEND
 from shardmark.report.columns import Entry
+from shardmark.report.markdown import markdown
 from shardmark.report.outcomes import Outcomes
 from shardmark.report.questions import Questions
 from shardmark.report.screen import screen_lines
@@ -168,7 +169,7 @@ def test_asked_for_pytest_lists_what_failed_as_well(project: pytest.Pytester) ->
     ("said", "message"),
     [
         ('short="a"', "question 'How long?' has two short forms, where its tests share one: a and b"),
-        ('anwser="a"', "question 'How long?' takes columns, short, answer, plots, not anwser"),
+        ('anwser="a"', "question 'How long?' takes columns, short, answer, derivation, plots, not anwser"),
     ],
     ids=["two_short_forms", "unknown"],
 )
@@ -180,3 +181,29 @@ def test_what_a_question_cannot_say_is_one_line_and_status_4(project: pytest.Pyt
     result = project.runpytest_inprocess("--device=cpu")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert [line for line in result.errlines if line] == [f"ERROR: {message}"]
+
+
+DERIVED = """
+import pytest
+
+@pytest.mark.question("How much is twice three?", short="twice", answer="six", derivation=("2 x 3", "= 6"))
+def test_by_adding():
+    assert 3 + 3 == SIX
+"""
+
+
+def test_a_derived_answer_stands_with_its_derivation_wherever_answers_do(project: pytest.Pytester) -> None:
+    Path("test_derived.py").write_text(f"SIX = 6\n{DERIVED}")
+    result, output = run_project(project, "--scale=smoke", "-k", "greedy or adding", "-v")
+    result.stdout.fnmatch_lines(["*How much is twice three[?]*", "2 x 3", "= 6", "*answers*", "twice *six"])
+    text = markdown([("out.json", output)])
+    assert "| twice | six |" in text and "\n2 x 3\n= 6\n" in text
+
+
+@pytest.mark.parametrize(("six", "choice", "said"), [(7, "adding", "no answer: 1 failed"), (6, "greedy", None)])
+def test_it_stands_only_where_its_tests_pass(project: pytest.Pytester, six: int, choice: str, said: str | None) -> None:
+    Path("test_derived.py").write_text(f"SIX = {six}\n{DERIVED}")
+    result, _ = run_project(project, "--scale=smoke", "-k", f"greedy or {choice}", "-v")
+    twice = [line for line in result.stdout.lines if line.startswith("twice ")]
+    assert [line.split(maxsplit=1)[1] for line in twice] == ([] if said is None else [said])
+    assert ("= 6" in result.stdout.lines) == (said is not None)

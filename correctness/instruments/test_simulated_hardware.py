@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from correctness.support.paths import ROOT
 from shardmark.hardware import published_peak
 from shardmark.simulation.hardware import TABLE, hardware, known_hardware
 
@@ -126,6 +129,14 @@ def test_a_wrong_file_is_one_line(text: str, reason: str, mine: Callable[[str], 
     with pytest.raises(ValueError, match=r"mine\.toml") as error:
         hardware(mine(text))
     assert reason in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_document_names_what_is_known_and_its_example_is_a_file(mine: Callable[[str], str]) -> None:
+    text = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
+    assert [name for name in known_hardware() if f"`{name}`" not in text] == []
+    (example,) = re.findall(r"```toml\n(.*?)```", text, flags=re.S)
+    own, known = hardware(mine(example)), hardware("h100-80gb")
+    assert replace(own, name=known.name, flops=known.flops) == known
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Wor
 
 from __future__ import annotations
 
+from math import log2
 from typing import TYPE_CHECKING
 
 from impl.accounting.ledger import Bytes
@@ -64,6 +65,33 @@ def part_elements(elements: int, index: int, parts: int) -> int:
 def bus_bandwidth(collective: str, nbytes: int, seconds: float, ranks: int) -> float:
     """Bytes a second across each link, as NCCL's tests define it; `nbytes` of the larger tensor of one rank."""
     return nbytes / seconds * (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
+
+
+def ring_all_reduce_seconds(nbytes: float, ranks: int, bandwidth: float, latency: float) -> float:
+    """Around a ring: 2(n-1) steps, in each of which a rank sends an n-th; `bandwidth` is that of one direction."""
+    return 2 * (ranks - 1) * (latency + nbytes / ranks / bandwidth)
+
+
+def tree_all_reduce_seconds(nbytes: float, ranks: int, bandwidth: float, latency: float) -> float:
+    """Up and down two binary trees with half of the bytes each, of which a rank that is a leaf in one is none in the
+    other, in pieces: it sends every byte twice, and waits for 2 log2(n) steps.
+
+    Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009.
+    """
+    return 2 * (log2(ranks) * latency + nbytes / bandwidth)
+
+
+def ring_meets_tree_bytes(ranks: int, bandwidth: float, latency: float) -> float:
+    """Bytes from which on a ring is faster than the trees: its n-th fewer bytes make up for its steps."""
+    return ranks * bandwidth * latency * (ranks - 1 - log2(ranks))
+
+
+def half_bandwidth_bytes(steps: float, sent: float, bandwidth: float, latency: float) -> float:
+    """Bytes of which sending takes as long as the latency of `steps`; `sent` are those that each rank sends of a byte.
+
+    Above, an all-reduce is bound by bandwidth; below, by latency: the corner of its roofline.
+    """
+    return steps * latency * bandwidth / sent
 
 
 def reduce_scatter_buffers(nbytes: int, ranks: int, device: str, itemsize: int = 4) -> int:

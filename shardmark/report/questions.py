@@ -33,7 +33,7 @@ MOST_COLUMNS = 7
 OTHERS = "other measurements"
 """What the rows of tests that name no question are called."""
 
-STATED = {"columns": "lists of columns", "short": "short forms", "answer": "answers"}
+STATED = {"columns": "lists of columns", "short": "short forms", "answer": "answers", "derivation": "derivations"}
 """What all tests of a question that say it say alike, and what it is called when they do not."""
 
 
@@ -48,7 +48,10 @@ class Question:
     columns: tuple[Column, ...] = tuple(COLUMNS[name] for name in DEFAULT)
     short: str | None = None
     """The question in a few words, for a line that the answer shares."""
-    answer: Answer = fastest_and_smallest
+    answer: Answer | str = fastest_and_smallest
+    """Read from its rows; a text where it is derived, which holds if its tests pass."""
+    derivation: tuple[str, ...] = ()
+    """Lines that say how such a text is derived."""
     observers: dict[type[Observer], Observer] = field(default_factory=dict)
     plots: tuple[Plot, ...] = ()
     stated: set[str] = field(default_factory=set)
@@ -64,16 +67,19 @@ class Question:
         """The answer in one line; None where there is nothing to ask, as of a grid without cases at this scale."""
         if self.kept_answer is not None:
             return self.kept_answer
-        if entries:
+        if entries and not isinstance(self.answer, str):
             return answered(entries, self.answer, outcomes.failed)
         if failed := self.tests & outcomes.failed.keys():
             return f"{NO_ANSWER}: {len(failed)} failed"
+        if isinstance(self.answer, str) and self.tests & outcomes.passed:
+            return self.answer
         why = outcomes.why_skipped(self.tests)
         return None if why is None or why.startswith(NO_CASES) else f"not measured: {first_line(why)}"
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
-        """The observers' lines under its table."""
+        """The lines under its table: how it is derived, and what the observers have."""
         yield from self.kept_lines
+        yield from self.derivation
         for observer in self.observers.values():
             yield from observer.lines(entries)
 
@@ -140,11 +146,18 @@ class Questions:
             if (answer := self[text].answered(group, outcomes)) is not None:
                 yield text, group, answer
 
+    def derivations(self, entries: Sequence[Entry]) -> Iterator[tuple[str | None, list[str]]]:
+        """Each question that has lines and no entries: how its answer is derived."""
+        measured = {entry["group"] for entry in entries}
+        for text, each in self._questions.items():
+            if text not in measured and (each.tests or each.kept_lines) and (lines := [*each.lines([])]):
+                yield text, lines
+
     def __getitem__(self, text: str | None) -> Question:
         return self._questions.setdefault(text, Question())
 
     def state(self, marker: pytest.Mark) -> None:
-        """Take a test's `question(text, columns=..., short=..., answer=..., plots=...)`.
+        """Take a test's `question(text, columns=..., short=..., answer=..., derivation=..., plots=...)`.
 
         Raises pytest.UsageError, in one line.
         """
@@ -188,7 +201,7 @@ class Questions:
 
 def _named(value: Any) -> str:
     if isinstance(value, tuple):
-        return ", ".join(column.name for column in value)
+        return ", ".join(str(getattr(each, "name", each)) for each in value)
     return value if isinstance(value, str) else getattr(value, "__name__", repr(value))
 
 

@@ -22,11 +22,14 @@ KEYS = ("case", "implementation", "ranks", "verdict")
 
 
 def render(entries: list[Entry], questions: Questions, every_column: bool = False) -> Iterator[tuple[str, list[str]]]:
-    """(title, lines) of each question's table; a case's implementations stand together, empty cells are a dash."""
+    """(title, lines) of each question's table, and of each derivation; a case's implementations stand together, empty
+    cells are a dash."""
     for text, group in groupby(together(entries, question), key=question):
         rows, asked = together(list(group), case), questions[text]
         table = _whole(rows, asked.all_columns()) if every_column else _narrow(rows, asked.columns)
         yield _title(text, rows), [*table, *asked.lines(rows)]
+    for text, lines in questions.derivations(entries):
+        yield text or OTHERS, lines
 
 
 def _title(text: str | None, rows: list[Entry]) -> str:

@@ -17,9 +17,9 @@ from shardmark.report.outcomes import first_line
 from shardmark.report.page.figure import Figure
 from shardmark.report.page.ratios import ratios
 from shardmark.report.page.section import Section, section
-from shardmark.report.page.table import as_link
+from shardmark.report.page.table import Table, as_link
 from shardmark.report.page.vega import draw
-from shardmark.report.questions import OTHERS
+from shardmark.report.questions import OTHERS, Questions
 from shardmark.report.runfile import entries_of, of_this_version
 from shardmark.report.summary import Summary
 from shardmark.report.tables import case, question, together
@@ -82,13 +82,15 @@ def _clean(value: Any) -> Any:
 
 
 def _sections(run: Entry) -> list[Section]:
-    """One for each question, in the order in which the run came to them."""
+    """One for each question, in the order in which the run came to them; then how others' answers are derived."""
     questions = {each["text"]: each for each in run.get("questions", [])}
     device_bytes = run["machine_info"].get("device_bytes")
-    return [
+    measured = [
         section(text or OTHERS, together(list(entries), case), questions.get(text, {}), device_bytes)
         for text, entries in groupby(together(entries_of(run), question), key=question)
     ]
+    derived = Questions.of(questions.values()).derivations(entries_of(run))
+    return measured + [Section(text or OTHERS, [], [], Table([], []), lines) for text, lines in derived]
 
 
 def _machine(run: Entry) -> list[tuple[str, str]]:

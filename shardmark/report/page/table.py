@@ -34,17 +34,16 @@ class Table:
 
 def table(entries: Sequence[Entry], question: Mapping[str, Any]) -> Table:
     """The rows of a question, whose columns are named by its test, or those that every question's table has."""
-    named = with_ranks([column_named(name) for name in question.get("columns", DEFAULT)], entries)
+    asked = with_ranks([column_named(name) for name in question.get("columns", DEFAULT)], entries)
+    named = [column.name for column in asked]
     own = [name for entry in entries for name in entry.get("cells", {})]
-    others = [column_named(name) for name in dict.fromkeys([*KNOWN, *own])]
-    names = {each.name for each in named}
-    shown, rows = [], []
-    for each in [*named, *(other for other in others if other.name not in names)]:
-        cells = [each.cell(entry, entry["extra_info"]) for entry in entries]
-        if each in named[:2] or set(cells) - {None, each.trivial}:
-            shown.append(Heading(each.name, each.left, each.name not in names))
-            rows.append(["" if cell is None else str(cell) for cell in cells])
-    return Table(shown, [list(row) for row in zip(*rows, strict=True)])
+    shown, columns = [], []
+    for column in map(column_named, dict.fromkeys([*named, *KNOWN, *own])):
+        cells = [column.cell(entry, entry["extra_info"]) for entry in entries]
+        if column.name in named[:2] or set(cells) - {None, column.trivial}:
+            shown.append(Heading(column.name, column.left, column.name not in named))
+            columns.append(["" if cell is None else str(cell) for cell in cells])
+    return Table(shown, [list(row) for row in zip(*columns, strict=True)])
 
 
 def as_link(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:

@@ -1,0 +1,73 @@
+"""A large model in short: blocks of two linears, without attention, embeddings, biases and activation functions.
+
+Master weights, accumulated gradients and Adam's two states are float32; activations, the weights that products take and
+all that is communicated are bfloat16. Tokens are those whose activations one device keeps, if not said otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from impl.accounting.ledger import Bytes
+from impl.accounting.programs.parameters import FLOAT
+from impl.collectives.accounting import all_reduce_bytes_sent
+
+HALF = 2
+"""Bytes of an element of bfloat16."""
+
+
+@dataclass(frozen=True)
+class TwoLinears:
+    """So many blocks, each from `dim` to `ffn_dim` and back."""
+
+    blocks: int
+    dim: int
+    ffn_dim: int
+
+    @property
+    def parameters(self) -> int:
+        return self.blocks * 2 * self.dim * self.ffn_dim
+
+    @property
+    def state(self) -> Bytes:
+        """What training keeps for all parameters."""
+        return Bytes(
+            {
+                "master weights": FLOAT * self.parameters,
+                "accumulated gradients": FLOAT * self.parameters,
+                "Adam's first moments": FLOAT * self.parameters,
+                "Adam's second moments": FLOAT * self.parameters,
+            }
+        )
+
+    @property
+    def saved_per_token(self) -> int:
+        """Bytes that forward saves for backward: the input of each linear, whose weight's gradient needs it."""
+        return HALF * self.blocks * (self.dim + self.ffn_dim)
+
+    def sharded(self, tokens: int, devices: int) -> float:
+        """Bytes of a device: state and half of the activations, every second linear's, are sharded over `devices`."""
+        half = self.saved_per_token * tokens / 2
+        return (self.state + half) / devices + half
+
+    def least_devices(self, tokens: int, nbytes: int) -> int | None:
+        """The fewest devices on which `sharded` is below `nbytes`; None where the half that is not sharded is not."""
+        twice_left = 2 * nbytes - self.saved_per_token * tokens
+        twice_sharded = 2 * self.state + self.saved_per_token * tokens
+        return twice_sharded // twice_left + 1 if twice_left > 0 else None
+
+    def tensor_parallel_saved_per_token(self, devices: int, sequence_parallel: bool = False) -> int:
+        """The same as `saved_per_token` on one of `devices`, each of which has its part of the `ffn_dim`.
+
+        The first linear's whole input is on each of them, or with sequence parallel its part of the tokens.
+        """
+        dim = self.dim // devices if sequence_parallel else self.dim
+        return HALF * self.blocks * (dim + self.ffn_dim // devices)
+
+    def tensor_parallel_sent(self, tokens: int, devices: int) -> int:
+        """Bytes that a device sends in a step, with sequence parallel or without.
+
+        In each block forward sums the output over the devices, and backward the gradient of the input: an all-reduce,
+        or with sequence parallel a reduce-scatter and an all-gather, which are as much.
+        """
+        return 2 * self.blocks * all_reduce_bytes_sent(HALF * tokens * self.dim, devices)
