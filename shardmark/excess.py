@@ -68,7 +68,13 @@ def held_at_peak(events: Sequence[Event]) -> list[Held]:
 
 
 def excess_lines(formula: int, found: Sequence[Held]) -> Iterator[str]:
-    """Both lists, in MiB; the formula's alone where nothing was found. A formula without named terms is one line."""
+    """Both lists, in MiB; the formula's alone where nothing was found. A formula without named terms is one line.
+
+    Of a prediction, which has the same operators, modules and lines, what holds more than predicted.
+    """
+    if held := getattr(formula, "held", None):
+        yield from layout(list(_more(held(), found)), left=("what holds more than predicted", "where"))
+        return
     entries: Mapping[str, int] = getattr(formula, "entries", {"one number, without named terms": formula})
     name = "what the formula has at the peak"
     shown = [*list(entries.items())[:SHOWN], *_rest(list(entries.values())[SHOWN:])]
@@ -89,6 +95,22 @@ def excess_lines(formula: int, found: Sequence[Held]) -> Iterator[str]:
         blocks = sum(each.blocks for each in found[SHOWN:])
         rows.append({"what was found there": entry, "blocks": f"{blocks}", "MiB": mib(nbytes), "where": None})
     yield from layout(rows, left=("what was found there", "where"))
+
+
+def _more(predicted: Sequence[Held], found: Sequence[Held]) -> Iterator[dict[str, Any]]:
+    before = {(each.operator, each.module, each.line): each for each in predicted}
+    for each in found:
+        expected = before.get((each.operator, each.module, each.line))
+        nbytes, blocks = (0, 0) if expected is None else (expected.nbytes, expected.blocks)
+        if each.nbytes > nbytes:
+            yield {
+                "what holds more than predicted": each.operator or "by no operator",
+                "blocks": f"{each.blocks}",
+                "MiB": mib(each.nbytes),
+                "predicted blocks": f"{blocks}",
+                "predicted MiB": mib(nbytes),
+                "where": ", ".join(filter(None, [each.module, each.line])),
+            }
 
 
 def _rest(sizes: Sequence[int]) -> list[tuple[str, int]]:
