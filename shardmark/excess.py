@@ -72,7 +72,7 @@ def excess_lines(formula: int, found: Sequence[Held]) -> Iterator[str]:
 
     Of a prediction, which has the same operators, modules and lines, what holds more than predicted.
     """
-    if held := getattr(formula, "held", None):
+    if found and (held := getattr(formula, "held", None)):
         yield from layout(list(_more(held(), found)), left=("what holds more than predicted", "where"))
         return
     entries: Mapping[str, int] = getattr(formula, "entries", {"one number, without named terms": formula})

@@ -77,7 +77,7 @@ def _followed(label: str, spec: str, kernels: bool) -> OwnModel:
     from shardmark.simulation.kernels import no_kernels
 
     source, _, attribute = spec.rpartition(":")
-    name = f"{source.rpartition('/')[2].removesuffix('.py')}.{attribute}"
+    name = f"{source.removesuffix('.py').replace('/', '.').rpartition('.')[2]}.{attribute}"
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_in_one_line(label))
