@@ -72,8 +72,8 @@ def excess_lines(formula: int, found: Sequence[Held]) -> Iterator[str]:
 
     Of a prediction, which has the same operators, modules and lines, what holds more than predicted.
     """
-    if found and (held := getattr(formula, "held", None)):
-        yield from layout(list(_more(held(), found)), left=("what holds more than predicted", "where"))
+    if found and (predicted := getattr(formula, "held", None)):
+        yield from _lines_beyond(predicted(), found)
         return
     entries: Mapping[str, int] = getattr(formula, "entries", {"one number, without named terms": formula})
     name = "what the formula has at the peak"
@@ -97,20 +97,24 @@ def excess_lines(formula: int, found: Sequence[Held]) -> Iterator[str]:
     yield from layout(rows, left=("what was found there", "where"))
 
 
-def _more(predicted: Sequence[Held], found: Sequence[Held]) -> Iterator[dict[str, Any]]:
-    before = {(each.operator, each.module, each.line): each for each in predicted}
-    for each in found:
-        expected = before.get((each.operator, each.module, each.line))
-        nbytes, blocks = (0, 0) if expected is None else (expected.nbytes, expected.blocks)
-        if each.nbytes > nbytes:
-            yield {
-                "what holds more than predicted": each.operator or "by no operator",
-                "blocks": f"{each.blocks}",
-                "MiB": mib(each.nbytes),
-                "predicted blocks": f"{blocks}",
-                "predicted MiB": mib(nbytes),
-                "where": ", ".join(filter(None, [each.module, each.line])),
-            }
+def _lines_beyond(predicted: Sequence[Held], found: Sequence[Held]) -> Iterator[str]:
+    """The origins of more bytes than predicted, first those of most bytes more."""
+    by_origin = {(each.operator, each.module, each.line): each for each in predicted}
+    pairs = [(each, by_origin.get((each.operator, each.module, each.line), Held(0, 0, "", "", ""))) for each in found]
+    more = sorted(pairs, key=lambda pair: pair[1].nbytes - pair[0].nbytes)[:SHOWN]
+    rows = [
+        {
+            "what holds more than predicted": each.operator or "by no operator",
+            "blocks": f"{each.blocks}",
+            "MiB": mib(each.nbytes),
+            "predicted blocks": f"{expected.blocks}",
+            "predicted MiB": mib(expected.nbytes),
+            "where": ", ".join(filter(None, [each.module, each.line])),
+        }
+        for each, expected in more
+        if each.nbytes > expected.nbytes
+    ]
+    yield from layout(rows, left=("what holds more than predicted", "where"))
 
 
 def _rest(sizes: Sequence[int]) -> list[tuple[str, int]]:

@@ -42,7 +42,12 @@ class LanguageModelStep:
         self.model = self.made.module.to(self.options["precision"].parameter)
         # Fused, so that the optimizer itself needs no temporaries.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.training_step = implementation.adapted(self.model, self.optimizer, **self.options)
+        try:
+            self.training_step = implementation.adapted(self.model, self.optimizer, **self.options)
+        except ValueError as error:  # as where it checkpoints `model.blocks`, and there are none
+            if not isinstance(case, OwnModelCase):
+                raise
+            raise Unsupported(str(error)) from None
         self.loss: torch.Tensor | None = None
 
     def prepare(self) -> None:
