@@ -45,7 +45,7 @@ class Made:
 def make(spec: str, device: str) -> Made:
     """Call the user's function, and have what it makes on that device."""
     label = f"--model {spec}"
-    target, _ = find(label, spec)
+    target, _ = _found(label, spec)
     if not callable(target):
         raise RegistryError(f"{label}: it is of type {type(target).__name__}, and not a function that makes a model")
     with torch.device(device):
@@ -58,11 +58,12 @@ def make(spec: str, device: str) -> Made:
 def check(spec: str, simulated: bool) -> OwnModel:
     """What cases have to know of the model, once a forward and a backward pass of it have been followed.
 
-    Kernels are left out there, so it costs no more for a large model; those that depend on values run, unless they are
-    to be simulated. Raises RegistryError, in one line, for what is no such function, and for what it raises.
+    Kernels are left out there, so it costs no more for a large model; those of a program that depends on values run,
+    unless it is to be simulated. Raises RegistryError, in one line, for what is no such function, and for what it
+    raises.
     """
     label = f"--model {spec}"
-    _, absolute = find(label, spec)
+    _, absolute = _found(label, spec)
     try:
         return _followed(label, absolute, kernels=False)
     except Unsupported as refused:
@@ -71,13 +72,18 @@ def check(spec: str, simulated: bool) -> OwnModel:
         return _followed(label, absolute, kernels=True)
 
 
+def _found(label: str, spec: str) -> tuple[Any, str]:
+    source, _, attribute = spec.rpartition(":")
+    if not (source and attribute):
+        raise RegistryError(f"{label}: it is given as file.py:attribute or module:attribute")
+    return find(label, source, attribute)
+
+
 def _followed(label: str, spec: str, kernels: bool) -> OwnModel:
     # Imported here because all of PyTorch's FSDP comes with it, which takes a second.
     from shardmark.simulation.group import gloo, one_rank_of
     from shardmark.simulation.kernels import no_kernels
 
-    source, _, attribute = spec.rpartition(":")
-    name = f"{source.removesuffix('.py').replace('/', '.').rpartition('.')[2]}.{attribute}"
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_in_one_line(label))
@@ -89,9 +95,15 @@ def _followed(label: str, spec: str, kernels: bool) -> OwnModel:
             loss = made.loss(made.module, *made.batch)
             _check_loss(label, made, loss)
             loss.backward()
-        parameters = list(made.module.parameters())
-        dtype = str(parameters[0].dtype).removeprefix("torch.")
-        return OwnModel(spec, name, dtype, sum(p.numel() for p in parameters), counter.get_total_flops())
+    parameters = list(made.module.parameters())
+    source, _, attribute = spec.rpartition(":")
+    return OwnModel(
+        spec,
+        name=f"{source.removesuffix('.py').replace('/', '.').rpartition('.')[2]}.{attribute}",
+        dtype=str(parameters[0].dtype).removeprefix("torch."),
+        parameters=sum(p.numel() for p in parameters),
+        flops=counter.get_total_flops(),
+    )
 
 
 def _checked(label: str, returned: Any) -> Made:

@@ -203,23 +203,21 @@ def resolve(family_name: str, spec: str) -> Implementation:
     owner = family(family_name)
     if spec in owner.implementations:
         return owner.implementations[spec]
-    if (parts := _parts(spec)) is None:
+    source, _, attribute = spec.rpartition(":")
+    if not (source and attribute):
         raise RegistryError(
             f"{family_name} has no implementation {spec!r}; registered are {', '.join(owner.implementations)}; "
             "your own is given as module:attribute or file.py:attribute"
         )
-    target, absolute = find(f"{family_name}={spec}", spec)
-    return Implementation(family_name, parts[1], target, owner.memory, time=owner.time, spec=absolute)
+    target, absolute = find(f"{family_name}={spec}", source, attribute)
+    return Implementation(family_name, attribute, target, owner.memory, time=owner.time, spec=absolute)
 
 
-def find(label: str, spec: str) -> tuple[Any, str]:
-    """What `module:attribute` or `file.py:attribute` names, and what finds it again in another process.
+def find(label: str, source: str, attribute: str) -> tuple[Any, str]:
+    """An attribute of a module or a .py file, and the `source:attribute` that finds it again in another process.
 
     Raises RegistryError, in one line that begins with the label, where it cannot be imported or has no such attribute.
     """
-    if (parts := _parts(spec)) is None:
-        raise RegistryError(f"{label}: it is given as module:attribute or file.py:attribute")
-    source, attribute = parts
     if source.endswith(".py"):
         source = moved(str(Path(source).absolute()))
     module = _import(label, source)
@@ -227,12 +225,6 @@ def find(label: str, spec: str) -> tuple[Any, str]:
         return getattr(module, attribute), f"{source}:{attribute}"
     except AttributeError:
         raise RegistryError(f"{label}: {source} has no {attribute!r}") from None
-
-
-def _parts(spec: str) -> tuple[str, str] | None:
-    """Its file or module, and its attribute; None where it names no such thing."""
-    source, _, attribute = spec.rpartition(":")
-    return (source, attribute) if source and attribute else None
 
 
 def check_contract(implementation: Implementation, device: str) -> None:
