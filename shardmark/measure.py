@@ -22,6 +22,7 @@ from shardmark.plan import Identity, Plan, Rounds, Workload
 from shardmark.recorder import Rates, Recorder
 from shardmark.registry import Implementation, Race
 from shardmark.rows import Row, memory_entry, new_row
+from shardmark.simulation.hardware import CPU
 from shardmark.world import RankError, World
 
 T = TypeVar("T")
@@ -166,8 +167,9 @@ class Measure(Recorder):
             return memory_budget(plan.implementation, plan.case, self._session.formulas_device, slack)
         from shardmark.simulation.budget import predicted_budget  # as above
 
+        simulated = self._session.simulated
         try:
-            return predicted_budget(plan, predicted)
+            return predicted_budget(plan, CPU if simulated is None else simulated.hardware, predicted)
         except registry.Unsupported as error:
             self._item.warn(pytest.PytestWarning(f"{plan.implementation} has no memory budget: {error}"))
             return None

@@ -81,15 +81,13 @@ def _found(label: str, spec: str) -> tuple[Any, str]:
 
 def _followed(label: str, spec: str, kernels: bool) -> OwnModel:
     # Imported here because all of PyTorch's FSDP comes with it, which takes a second.
-    from shardmark.simulation.group import gloo, one_rank_of
-    from shardmark.simulation.kernels import no_kernels
+    from shardmark.simulation.group import one_rank_of
+    from shardmark.simulation.predict import simulation
 
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_in_one_line(label))
-        stack.enter_context(one_rank_of(1))
-        if not kernels:
-            stack.enter_context(no_kernels(gloo))
+        stack.enter_context(one_rank_of(1) if kernels else simulation())
         made = make(spec, "cpu")
         with FlopCounterMode(display=False) as counter:
             loss = made.loss(made.module, *made.batch)

@@ -17,6 +17,7 @@ from shardmark.memory import Memory
 from shardmark.passes import MEDIAN, NEAR, SECOND, WARMUPS
 from shardmark.plan import Plan
 from shardmark.registry import Unsupported
+from shardmark.simulation.hardware import Hardware
 from shardmark.simulation.predict import predict, predicted_at_peak
 
 
@@ -34,26 +35,26 @@ class Predicted(int):
         return int, (int(self),)  # to ranks and rows go the bytes alone
 
 
-def predicted_budget(plan: Plan, of_ranks: Sequence[Memory] = ()) -> MemoryBudget:
+def predicted_budget(plan: Plan, on: Hardware, of_ranks: Sequence[Memory] = ()) -> MemoryBudget:
     """Of the rank that needs most, or of those ranks whose predictions there are already.
 
     Raises Unsupported where there is no prediction: of a program whose operators depend on values, say.
     """
     if plan.device != "cpu":
-        raise Unsupported("a simulation follows the CPU's allocator alone")
+        raise Unsupported("a real run on CUDA is not predicted yet")
     if torchrun.launched():
         raise Unsupported("torchrun's first rank has a process group, and a simulation needs one of its own")
     bare = Plan(plan.workload, plan.implementation, None, plan.case, plan.device, plan.world_size)
-    peaks = [memory.peaks for memory in of_ranks or _predictions(bare)]
+    peaks = [memory.peaks for memory in of_ranks or _predictions(bare, on)]
     rank = max(range(len(peaks)), key=lambda rank: _steady(peaks[rank]))
     warmups = WARMUPS - 1 if peaks[rank][SECOND] <= peaks[rank][MEDIAN] else WARMUPS
-    held = partial(predicted_at_peak, bare, rank, warmups)
+    held = partial(predicted_at_peak, bare, on, rank, warmups)
     return MemoryBudget(Predicted(_steady(peaks[rank]), held), NEAR, source="prediction")
 
 
 @cache  # the peer's is asked for beside each
-def _predictions(plan: Plan) -> list[Memory]:
-    return [predict(plan, rank).memory for rank in range(plan.world_size)]
+def _predictions(plan: Plan, on: Hardware) -> list[Memory]:
+    return [predict(plan, rank, on).memory for rank in range(plan.world_size)]
 
 
 def _steady(peaks: dict[str, int]) -> int:
