@@ -8,6 +8,7 @@ import pytest
 
 from impl.data_parallel.accounting import work
 from impl.data_parallel.cases import ReductionCase
+from impl.model.own import OwnModelCase
 from impl.training_step.cases import TrainingStepCase
 from perf.answers import best_bucket, what_is_hidden
 from perf.observers.overhead_model import OverheadModel
@@ -27,6 +28,7 @@ CASES = Grid(
     laptop=[TrainingStepCase("mini", batch=2, context=32)],
     paper=[TrainingStepCase(model, batch=4, context=512) for model in ("medium", "xl")],
     full=[TrainingStepCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
+    own=OwnModelCase.of,
 )
 
 _SIZES = {"smoke": (1, 25), "laptop": (1, 10, 100), "paper": (1, 10, 100, 1000)}  # MB

@@ -8,6 +8,7 @@ import pytest
 
 from impl.fsdp.accounting import work
 from impl.fsdp.cases import FSDPCase
+from impl.model.own import OwnModelCase
 from perf.workloads.fsdp import FSDPStep
 from shardmark.grid import Grid
 from shardmark.measure import Measure
@@ -20,6 +21,7 @@ CASES = Grid(
     laptop=[FSDPCase("mini", batch=2, context=32)],
     paper=[FSDPCase(model, batch=4, context=512) for model in ("medium", "xl")],
     full=[FSDPCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
+    own=OwnModelCase.of,
 )
 
 LOW_PRECISION = Grid(

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from impl.model.own import OwnModelCase
 from impl.sharded_optimizer.accounting import work, zero_redundancy_work
 from impl.sharded_optimizer.cases import ShardedStepCase
 from perf.workloads.sharded_optimizer import ShardedStep
@@ -25,6 +26,7 @@ CASES = Grid(
     laptop=[ShardedStepCase("mini", batch=2, context=32)],
     paper=[ShardedStepCase(model, batch=4, context=512) for model in ("medium", "xl")],
     full=[ShardedStepCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
+    own=OwnModelCase.of,
 )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from impl.model.own import OwnModelCase
 from impl.training_step.accounting import work
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
 from perf.answers import warmed_up
@@ -45,6 +46,7 @@ STEP_TIMES = Grid(
         for dtype in DTYPES
         for mode in STEP_MODES
     ],
+    own=OwnModelCase.of,
 )
 
 STEP_COMPILED = Grid(
@@ -83,7 +85,7 @@ def _measure(
         implementation,
         case,
         work=work(case),
-        rates=lambda seconds: {"tokens_per_second": case.tokens / seconds},
+        rates=lambda seconds: {} if isinstance(case, OwnModelCase) else {"tokens_per_second": case.tokens / seconds},
         rounds=STEADY,
         observe=observe,
     )

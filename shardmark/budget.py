@@ -69,11 +69,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """At most `formula` bytes times `slack` of tensors at the peak; operators may take `expected_workspace` beside."""
+    """At most `formula` bytes times `slack` of tensors at the peak; operators may take `expected_workspace` beside.
+
+    `source` is a "formula", or a "prediction" for that rank which needs most.
+    """
 
     formula: int
     slack: float = MEMORY_SLACK
     expected_workspace: int = 0
+    source: str = "formula"
 
     @property
     def needed(self) -> int:
@@ -174,9 +178,10 @@ def verdicts(
         sizes = _told_apart(most, memory_budget.bytes, memory_budget.formula)
         yield (
             memory_budget.verdict(most),
-            f"{sizes[0]} of tensors at the peak, over the budget of {sizes[1]} (formula {sizes[2]} x "
+            f"{sizes[0]} of tensors at the peak, over the budget of {sizes[1]} ({memory_budget.source} {sizes[2]} x "
             f"{memory_budget.slack})",
         )
+    if memory_budget is not None and most is not None and memory_budget.source == "formula":
         least = min(tensors)
         yield (
             PASS if most <= least * RANKS_ALIKE else FAIL,

@@ -43,7 +43,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             ],
         )
     if "case" in metafunc.fixturenames and grid is not None:
-        metafunc.parametrize("case", grid.args[0].at(session.scale), ids=str)
+        metafunc.parametrize("case", session.cases(grid.args[0]), ids=str)
     own = " ".join(str(marker.args[0]) for marker in metafunc.definition.iter_markers("parametrize"))
     if "world" in metafunc.fixturenames and "world" not in re.findall(r"\w+", own):
         contract = family is not None and "measure" not in metafunc.fixturenames
@@ -52,7 +52,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--impl`, keep the tests that run over an implementation of those families; give benchmarks our clock.
+    """With `--impl`, keep the tests that run over an implementation of those families; with `--model`, those that run
+    over its case. Give benchmarks our clock.
 
     Raises pytest.UsageError, in one line, for a question's columns that there are not.
     """
@@ -61,8 +62,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     dropped: list[pytest.Item] = []
     for item in items:
         implementation = implementation_of(item)
-        chosen = implementation is not None and implementation.family in session.selected
-        (kept if chosen or not session.selected else dropped).append(item)
+        chosen = not session.selected or (implementation is not None and implementation.family in session.selected)
+        grid = item.get_closest_marker("cases")
+        (kept if chosen and session.asks(grid and grid.args[0]) else dropped).append(item)
         if "measure" in getattr(item, "fixturenames", ()):
             _use_device_clock(item, session.clock)
             if session.simulated:  # there is nothing to time

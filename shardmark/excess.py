@@ -68,7 +68,13 @@ def held_at_peak(events: Sequence[Event]) -> list[Held]:
 
 
 def excess_lines(formula: int, found: Sequence[Held]) -> Iterator[str]:
-    """Both lists, in MiB; the formula's alone where nothing was found. A formula without named terms is one line."""
+    """Both lists, in MiB; the formula's alone where nothing was found. A formula without named terms is one line.
+
+    Of a prediction, which has the same operators, modules and lines, what holds more than predicted.
+    """
+    if found and (predicted := getattr(formula, "held", None)):
+        yield from _lines_beyond(predicted(), found)
+        return
     entries: Mapping[str, int] = getattr(formula, "entries", {"one number, without named terms": formula})
     name = "what the formula has at the peak"
     shown = [*list(entries.items())[:SHOWN], *_rest(list(entries.values())[SHOWN:])]
@@ -89,6 +95,26 @@ def excess_lines(formula: int, found: Sequence[Held]) -> Iterator[str]:
         blocks = sum(each.blocks for each in found[SHOWN:])
         rows.append({"what was found there": entry, "blocks": f"{blocks}", "MiB": mib(nbytes), "where": None})
     yield from layout(rows, left=("what was found there", "where"))
+
+
+def _lines_beyond(predicted: Sequence[Held], found: Sequence[Held]) -> Iterator[str]:
+    """The origins of more bytes than predicted, first those of most bytes more."""
+    by_origin = {(each.operator, each.module, each.line): each for each in predicted}
+    pairs = [(each, by_origin.get((each.operator, each.module, each.line), Held(0, 0, "", "", ""))) for each in found]
+    more = sorted(pairs, key=lambda pair: pair[1].nbytes - pair[0].nbytes)[:SHOWN]
+    rows = [
+        {
+            "what holds more than predicted": each.operator or "by no operator",
+            "blocks": f"{each.blocks}",
+            "MiB": mib(each.nbytes),
+            "predicted blocks": f"{expected.blocks}",
+            "predicted MiB": mib(expected.nbytes),
+            "where": ", ".join(filter(None, [each.module, each.line])),
+        }
+        for each, expected in more
+        if each.nbytes > expected.nbytes
+    ]
+    yield from layout(rows, left=("what holds more than predicted", "where"))
 
 
 def _rest(sizes: Sequence[int]) -> list[tuple[str, int]]:

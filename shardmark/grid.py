@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,25 @@ class Work:
 
 
 @dataclass(frozen=True)
+class OwnModel:
+    """A user's own model, of `--model`, as far as a case has to know it."""
+
+    spec: str
+    """What makes it again in another process: FILE:ATTR, with an absolute path."""
+    name: str
+    dtype: str
+    """Of its parameters."""
+    parameters: int = 0
+    flops: int = 0
+    """Of a forward and a backward pass over one rank's batch; 0 where they cannot be counted."""
+
+
+@dataclass(frozen=True)
 class Grid:
     """The cases of one question, scale by scale; at full scale, at least `full_rounds` of each.
 
-    `paper` has the telling ones of what people publish, and `full` all of them, where these are more.
+    `paper` has the telling ones of what people publish, and `full` all of them, where these are more. `own` makes a
+    case of a user's own model, where the question takes one.
     """
 
     smoke: Sequence[Any]
@@ -38,6 +53,7 @@ class Grid:
     paper: Sequence[Any]
     full: Sequence[Any] | None = None
     full_rounds: int = 0
+    own: Callable[[OwnModel], Any] | None = None
 
     def at(self, scale: str) -> Sequence[Any]:
         """The cases at "smoke", "laptop", "paper" or "full"."""

@@ -15,13 +15,14 @@ from shardmark.budget import MEMORY_SLACK, MIB, Limits, MemoryBudget
 from shardmark.evidence import SHOWN_CONFIDENCE, fewest_rounds
 from shardmark.excess import Held
 from shardmark.grid import Work
-from shardmark.memory import available_bytes, is_out_of_memory
+from shardmark.memory import Memory, available_bytes, is_out_of_memory
 from shardmark.observers import Observer, Profile
 from shardmark.passes import blocks_at_peak, measure
 from shardmark.plan import Identity, Plan, Rounds, Workload
 from shardmark.recorder import Rates, Recorder
 from shardmark.registry import Implementation, Race
 from shardmark.rows import Row, memory_entry, new_row
+from shardmark.simulation.hardware import CPU
 from shardmark.world import RankError, World
 
 T = TypeVar("T")
@@ -69,12 +70,11 @@ class Measure(Recorder):
         if trace is not None and not any(isinstance(observer, Profile) for observer in observe):
             observe = [*observe, Profile()]
         race = time or implementation.time
-        if race is not None and not race.applies(case, session.device):
+        if race is not None and (session.model is not None or not race.applies(case, session.device)):
             race = Race(race.peer)
         least = fewest_rounds(SHOWN_CONFIDENCE) if race is not None and race.goal is not None else 1
         if race is not None and session.gate is not None:
             least = fewest_rounds(session.confidence)
-        memory = memory_budget(implementation, case, session.formulas_device, slack)
         plan = Plan(
             workload,
             implementation,
@@ -83,7 +83,6 @@ class Measure(Recorder):
             session.device,
             world_size,
             self._rounds(rounds, max([least, *(observer.min_rounds for observer in observe)])),
-            memory=memory,
             tensors_before=None if session.gate is None else session.gate.tensors(self._benchmark.fullname),
             limits=self._limits(race),
             observers=tuple(type(observer) for observer in observe),
@@ -92,10 +91,12 @@ class Measure(Recorder):
         )
 
         if session.simulated:
-            return self._predict(plan, work, memory, observe)
-        identity = plan.identity
-        goal = None if time is None else time.goal
-        plan = self._with_room_for_peer(plan, memory, self._admit(identity, memory), goal)
+            return self._predict(plan, work, slack, observe)
+        memory, identity = self._budget(plan, slack), plan.identity
+        plan = replace(plan, memory=memory)
+        if memory is not None:
+            goal = None if time is None else time.goal
+            plan = self._with_room_for_peer(plan, memory, self._admit(identity, memory), goal)
         ranks = self._unless_out_of_memory(
             identity, memory, lambda: session.worlds.get(world_size).run(measure, plan, deadline=CASE_DEADLINE)
         )
@@ -131,7 +132,7 @@ class Measure(Recorder):
         self._admit(identity, memory)
         return self._unless_out_of_memory(identity, memory, run)
 
-    def _predict(self, plan: Plan, work: Work, memory: MemoryBudget, observe: Sequence[Observer]) -> Row:
+    def _predict(self, plan: Plan, work: Work, slack: float, observe: Sequence[Observer]) -> Row:
         """Judge and save what the case would take on the first rank, and return the row: it has no times."""
         __tracebackhide__ = True
         # Imported here because all of PyTorch's FSDP comes with it, which takes a second.
@@ -143,6 +144,7 @@ class Measure(Recorder):
         observe = [observer for observer in observe if observer.of_memory]
         plan = replace(plan, observers=tuple(type(observer) for observer in observe))
         ranks = [predict(plan, on=on)]
+        memory = self._budget(plan, slack, [rank.memory for rank in ranks])
         row = new_row(replace(plan.identity, device=on.device, backend=ranks[0].backend), session.scale, None)
         row |= {
             "simulated": True,
@@ -158,6 +160,19 @@ class Measure(Recorder):
         verdicts = list(budget.verdicts(tensors, peaks, [], None, None, memory, absolute, session.confidence))
         self._conclude(row, None, verdicts, observe, memory, lambda: predicted_at_peak(plan, on))
         return row
+
+    def _budget(self, plan: Plan, slack: float, predicted: Sequence[Memory] = ()) -> MemoryBudget | None:
+        """By the implementation's own formula, or for a user's own model by a prediction, if there can be one."""
+        if self._session.model is None:
+            return memory_budget(plan.implementation, plan.case, self._session.formulas_device, slack)
+        from shardmark.simulation.budget import predicted_budget  # as above
+
+        simulated = self._session.simulated
+        try:
+            return predicted_budget(plan, CPU if simulated is None else simulated.hardware, predicted)
+        except registry.Unsupported as error:
+            self._item.warn(pytest.PytestWarning(f"{plan.implementation} has no memory budget: {error}"))
+            return None
 
     def _limits(self, race: Race | None) -> Limits | None:
         """What the rounds are to decide; None where pytest-benchmark is disabled."""
@@ -217,11 +232,11 @@ class Measure(Recorder):
 
     def _with_room_for_peer(self, plan: Plan, memory: MemoryBudget, available: int, goal: float | None) -> Plan:
         """The plan, without its peer where there is no room for both; with a goal, it is not started then."""
-        if plan.peer is None:
+        other = None if plan.peer is None else self._budget(replace(plan, implementation=plan.peer), slack=1)
+        if other is None:
             return plan
-        tensors = memory.formula + plan.peer.peak(plan.case, plan.device)
-        workspace = max(memory.expected_workspace, plan.peer.workspace(plan.case, plan.device))  # they take turns
-        both = (tensors + workspace) * _copies(plan.identity)
+        workspace = max(memory.expected_workspace, other.expected_workspace)  # they take turns
+        both = (memory.formula + other.formula + workspace) * _copies(plan.identity)
         if both <= available:
             return plan
         if goal is not None:
@@ -233,7 +248,7 @@ class Measure(Recorder):
         )
         return replace(plan, peer=None)
 
-    def _unless_out_of_memory(self, identity: Identity, memory: MemoryBudget, run: Callable[[], list[T]]) -> list[T]:
+    def _unless_out_of_memory(self, identity: Identity, memory: MemoryBudget | None, run: Callable[[], T]) -> T:
         __tracebackhide__ = True
         try:
             return run()

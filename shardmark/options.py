@@ -54,6 +54,13 @@ def add_options(parser: pytest.Parser) -> None:
         "file.py:attribute; repeatable",
     )
     group.addoption(
+        "--model",
+        default=None,
+        metavar="FILE:ATTR",
+        help="run on your own model alone: a function that returns (model, batch, loss), as file.py:attribute or "
+        "module:attribute",
+    )
+    group.addoption(
         "--implementations",
         action="store_true",
         help="print every family's implementations and whether each runs here, and stop",

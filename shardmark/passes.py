@@ -225,14 +225,14 @@ def warmed_up(plan: Plan, count: int = WARMUPS) -> Any:
     return workload
 
 
-def blocks_at_peak(plan: Plan) -> list[Held]:
-    """The tensors live at the peak of a steady-state step on this rank, largest first. Every rank runs it together.
+def blocks_at_peak(plan: Plan, warmups: int = WARMUPS) -> list[Held]:
+    """The tensors live at the peak of the step after so many, on this rank, largest first. Every rank runs it together.
 
     A pass of its own for when a budget has failed, as following Python's frames takes long.
     """
     release(plan.device)
     with workers_free_first(plan.device), recording(plan.device, lines=True) as recorded:
-        workload = warmed_up(plan)
+        workload = warmed_up(plan, warmups)
         workload.prepare()
         modules = modules_of(workload).named_modules()
         recorded.modules = {id(module): name or type(module).__name__ for name, module in modules}

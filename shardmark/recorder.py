@@ -23,6 +23,7 @@ from shardmark.registry import Race
 from shardmark.report import undecided
 from shardmark.rows import (
     Row,
+    budget_entry,
     counters_entry,
     limit_entry,
     main_figures,
@@ -72,7 +73,7 @@ class Recorder:
         row = new_row(replace(identity, backend=ranks[0].backend), session.scale, session.link_rate)
         seconds = step_seconds(ranks)
         self._replay(seconds)
-        if memory is not None:
+        if memory is not None or session.model is not None:
             row["memory"] = memory_entry(ranks, memory)
         if work is not None:
             row["work"] = asdict(work) | rates(fmean(seconds))
@@ -151,11 +152,11 @@ class Recorder:
         # Past the last round there is only what pytest-benchmark's own profiler asks for, and that takes no time.
         self._benchmark.pedantic(lambda: clock.advance(next(remaining, 0.0)), setup=clock.reset, rounds=len(seconds))
 
-    def _unmeasured(self, identity: Identity, memory: MemoryBudget, verdict: str, why: str, **found: int) -> None:
+    def _unmeasured(self, of: Identity, memory: MemoryBudget | None, verdict: str, why: str, **found: int) -> None:
         """Save a row without times."""
         self._benchmark.skipped = True  # or pytest-benchmark warns of a fixture that was not used
-        row = new_row(identity, self._session.scale, self._session.link_rate)
-        row["memory"] = {**asdict(memory), "budget": memory.bytes, **found}
+        row = new_row(of, self._session.scale, self._session.link_rate)
+        row["memory"] = budget_entry(memory) | found
         row |= {"verdict": verdict, "why": why}
         self._save(row, None)
 

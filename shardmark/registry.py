@@ -203,20 +203,28 @@ def resolve(family_name: str, spec: str) -> Implementation:
     owner = family(family_name)
     if spec in owner.implementations:
         return owner.implementations[spec]
-    source, colon, attribute = spec.rpartition(":")
-    if not (colon and source and attribute):
+    source, _, attribute = spec.rpartition(":")
+    if not (source and attribute):
         raise RegistryError(
             f"{family_name} has no implementation {spec!r}; registered are {', '.join(owner.implementations)}; "
             "your own is given as module:attribute or file.py:attribute"
         )
+    target, absolute = find(f"{family_name}={spec}", source, attribute)
+    return Implementation(family_name, attribute, target, owner.memory, time=owner.time, spec=absolute)
+
+
+def find(label: str, source: str, attribute: str) -> tuple[Any, str]:
+    """An attribute of a module or a .py file, and the `source:attribute` that finds it again in another process.
+
+    Raises RegistryError, in one line that begins with the label, where it cannot be imported or has no such attribute.
+    """
     if source.endswith(".py"):
         source = moved(str(Path(source).absolute()))
-    module = _import(family_name, spec, source)
+    module = _import(label, source)
     try:
-        target = getattr(module, attribute)
+        return getattr(module, attribute), f"{source}:{attribute}"
     except AttributeError:
-        raise RegistryError(f"{family_name}={spec}: {source} has no {attribute!r}") from None
-    return Implementation(family_name, attribute, target, owner.memory, time=owner.time, spec=f"{source}:{attribute}")
+        raise RegistryError(f"{label}: {source} has no {attribute!r}") from None
 
 
 def check_contract(implementation: Implementation, device: str) -> None:
@@ -251,7 +259,7 @@ def listing(device: str) -> str:
     return "\n".join(lines)
 
 
-def _import(family_name: str, spec: str, source: str) -> Any:
+def _import(label: str, source: str) -> Any:
     """Import a module by name or by absolute file path."""
     try:
         if not source.endswith(".py"):
@@ -276,9 +284,7 @@ def _import(family_name: str, spec: str, source: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's module may fail to import in any way
-        raise RegistryError(
-            f"{family_name}={spec}: cannot import {source}: {type(error).__name__}: {_first_line(error)}"
-        ) from error
+        raise RegistryError(f"{label}: cannot import {source}: {type(error).__name__}: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -101,8 +101,8 @@ def largest_memory(ranks: list[Measured]) -> Memory:
     return max((rank.memory for rank in ranks), key=lambda memory: (memory.tensors, memory.peak))
 
 
-def memory_entry(ranks: list[Measured], budget: MemoryBudget) -> Row:
-    """Bytes by phase and at the peak, on the rank that held most, beside the budget of its tensors."""
+def memory_entry(ranks: list[Measured], budget: MemoryBudget | None) -> Row:
+    """Bytes by phase and at the peak, on the rank that held most, beside the budget of its tensors if there is one."""
     most = largest_memory(ranks)
     of_cuda = {"allocated": most.allocated, "reserved": most.reserved} if most.reserved else {}
     return {
@@ -113,10 +113,14 @@ def memory_entry(ranks: list[Measured], budget: MemoryBudget) -> Row:
         "workspace_operator": most.workspace.operator or None,
         "peak_by_rank": [rank.memory.peak for rank in ranks],
         "tensors_by_rank": [rank.memory.tensors for rank in ranks],
-        **asdict(budget),
-        "budget": budget.bytes,
+        **budget_entry(budget),
         **of_cuda,
     }
+
+
+def budget_entry(budget: MemoryBudget | None) -> Row:
+    """The part of the row's "memory" that is known before anything is measured."""
+    return {} if budget is None else asdict(budget) | {"budget": budget.bytes}
 
 
 def time_entry(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from shardmark.checkout import check_out
 from shardmark.clock import DeviceClock
 from shardmark.deadline import TRIED, Deadlines
 from shardmark.gate import Gate
-from shardmark.grid import SCALES
+from shardmark.grid import SCALES, Grid
 from shardmark.growing import Entry
 from shardmark.hardware import Roofline, measure_roofline
 from shardmark.link import Link, LinkError
+from shardmark.ownmodel import check
 from shardmark.ref import Ref
 from shardmark.registry import Implementation
 from shardmark.report.layout import printable
@@ -56,6 +57,8 @@ class Session:
         self.refused: dict[str, str] = {}
         """The `--impl` targets that do not meet their contract, and in one line why, where others do."""
         self.selected = options.selected(option("impl"), self.device, self.refused)
+        self.model = None if option("model") is None else check(option("model"), bool(self.simulated))
+        """The user's own model, of `--model`, which this run is about."""
         self.deadlines = Deadlines(options.deadline(option("deadline")) or (TRIED if self.selected else DEADLINE))
         self.budgets: list[AbsoluteBudget] = (
             [] if option("budgets") is None else read_budgets(options.path("budgets", option))
@@ -105,6 +108,18 @@ class Session:
         """The family's implementations that this run is about: those of `--impl`, else all registered."""
         registered = registry.family(family).implementations
         return self.selected[family] if family in self.selected else list(registered.values())
+
+    def cases(self, grid: Grid) -> Sequence[Any]:
+        """The grid's cases that this run is about: that of `--model`, else those at `--scale`."""
+        if self.model is None:
+            return grid.at(self.scale)
+        return [] if grid.own is None else [grid.own(self.model)]
+
+    def asks(self, grid: Grid | None) -> bool:
+        """Whether this run is about tests over that grid, or over none."""
+        if self.model is None:
+            return grid is None or grid.own is None or any(grid.at(scale) for scale in SCALES)
+        return grid is not None and grid.own is not None
 
     def roofline(self, dtype: str) -> Roofline:
         """This machine's rates for that dtype, measured once a session."""

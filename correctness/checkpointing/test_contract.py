@@ -20,7 +20,10 @@ from correctness.support.checkpointing import (
     loss_of,
     transformer,
 )
+from correctness.support.own_model import OWN, assert_as_in_one_process, own_model, train
 from impl.checkpointing.contract import claims_to_save
+from impl.model.own import OwnModelCase
+from perf.workloads.training_step import checkpointed
 from shardmark.registry import Implementation
 
 pytestmark = pytest.mark.family("checkpointing")
@@ -299,3 +302,10 @@ def test_a_second_policy_is_a_value_error(implementation: Implementation) -> Non
     except Exception as error:
         pytest.fail(f"a second policy must raise ValueError; it raised {type(error).__name__}: {error}")
     pytest.fail("a second policy must raise ValueError; it raised nothing")
+
+
+@pytest.mark.cases(OWN)
+def test_a_users_own_model_trains_as_without(implementation: Implementation, case: OwnModelCase, device: str) -> None:
+    """To the bit."""
+    model = checkpointed(implementation, own_model(case, device, 0))
+    assert_as_in_one_process([train(model, case, device, model.named_parameters)], case, device, close=0)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from correctness.support.averaging import wrap
+from correctness.support.own_model import OWN, Trained, assert_as_in_one_process, own_model, train
 from correctness.support.whole_batch import (
     MODULES,
     ONE_MODULE,
@@ -21,6 +22,7 @@ from correctness.support.whole_batch import (
     share,
     single_process,
 )
+from impl.model.own import OwnModelCase
 from shardmark.registry import Implementation
 from shardmark.world import World
 
@@ -79,3 +81,16 @@ def test_parameters_equal_a_single_process_on_the_whole_batch(
 @pytest.mark.parametrize("name", ONE_MODULE)
 def test_many_buckets_give_the_same(implementation: Implementation, world: World, name: str, device: str) -> None:
     _assert_equals_a_single_process(implementation, world, name, device, False, {"bucket_mb": 0.001})
+
+
+def train_own_model_on_rank(implementation: Implementation, case: OwnModelCase, device: str) -> Trained:
+    model = implementation.adapted(own_model(case, device, dist.get_rank()).module)
+    return train(model, case, device, model.module.named_parameters, model.finish_gradient_synchronization)
+
+
+@pytest.mark.cases(OWN)
+def test_a_users_own_model_trains_as_in_one_process(
+    implementation: Implementation, world: World, case: OwnModelCase, device: str
+) -> None:
+    ranks = world.run(train_own_model_on_rank, implementation, case, device)
+    assert_as_in_one_process(ranks, case, device)

@@ -28,6 +28,7 @@ from correctness.support.fully_sharded import (
     whole_backward,
     wrap,
 )
+from correctness.support.own_model import OWN, Trained, assert_as_in_one_process, own_model, train
 from correctness.support.whole_batch import (
     DIM,
     MODULES,
@@ -39,7 +40,8 @@ from correctness.support.whole_batch import (
     module,
     single_process,
 )
-from impl.fsdp import by_type, whole
+from impl.fsdp import by_type, whole, with_blocks
+from impl.model.own import OwnModelCase
 from shardmark.registry import Implementation
 from shardmark.world import World
 
@@ -275,3 +277,17 @@ def test_twenty_steps_equal_a_single_process_on_the_whole_batch(
     expected = single_process(name, world.size, device)
     ranks = world.run(train_on_rank, implementation, name, device)
     assert_none([as_expected(f"after {STEPS} steps,", found, expected) for found in ranks])
+
+
+def train_own_model_on_rank(implementation: Implementation, case: OwnModelCase, device: str) -> Trained:
+    own = own_model(case, device, dist.get_rank())
+    model = wrap(implementation, own.module, wrap=with_blocks(own.blocks))
+    return train(model, case, device, lambda: full(model), model.finish_gradient_synchronization)
+
+
+@pytest.mark.cases(OWN)
+def test_a_users_own_model_trains_as_in_one_process(
+    implementation: Implementation, world: World, case: OwnModelCase, device: str
+) -> None:
+    ranks = world.run(train_own_model_on_rank, implementation, case, device)
+    assert_as_in_one_process(ranks, case, device)

@@ -34,6 +34,7 @@ CHOICES = {
         "--deadline is seconds, more than 0 and *, not *",
     ),
     "--impl": ([*WORDS, "=", "attention", "attention=", "=x"], "--impl takes FAMILY=TARGET, not *"),
+    "--model": ([*WORDS, "none.py:make", "os:none", "os:sep", ":make"], "--model *"),
     "--benchmark-min-rounds": (["9" * 30], "--benchmark-min-rounds is a number from 0 to 1e+06, not *"),
     "--benchmark-max-time": (["-1", "nan", "inf"], "--benchmark-max-time is a number from 0 to 1e+06, not *"),
     "--benchmark-warmup-iterations": (["-1", "9" * 30], "--benchmark-warmup-iterations is a number from 0 to *, not *"),

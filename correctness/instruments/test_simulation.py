@@ -19,6 +19,7 @@ from impl.attention.cases import AttentionCase
 from impl.data_parallel.cases import ReductionCase
 from impl.fsdp.cases import FSDPCase
 from impl.loss.cases import LossCase
+from impl.model.own import OwnModelCase
 from impl.optim.cases import OptimizerCase
 from impl.sharded_optimizer.cases import ShardedStepCase
 from impl.training_step.cases import TrainingStepCase
@@ -38,13 +39,14 @@ from shardmark.simulation.predict import predict
 
 pytest_plugins = ["pytester", "correctness.support.project"]
 
+OWN = OwnModelCase("correctness.support.own_models:make", "make", "float32", 0, 0)
 CASES: dict[str, tuple[type[Any], list[Any], tuple[int, ...]]] = {
     "training_step": (
         LanguageModelStep,
-        [TrainingStepCase("tiny", 2, 32, dtype=dtype) for dtype in ("float32", "bfloat16", "float16")],
+        [*(TrainingStepCase("tiny", 2, 32, dtype=dtype) for dtype in ("float32", "bfloat16", "float16")), OWN],
         (1,),
     ),
-    "checkpointing": (CheckpointedStep, [TrainingStepCase("tiny", 2, 64)], (1,)),
+    "checkpointing": (CheckpointedStep, [TrainingStepCase("tiny", 2, 64), OWN], (1,)),
     "attention": (AttentionPass, [AttentionCase(1, 256, 32), AttentionCase(1, 256, 32, mode="backward")], (1,)),
     "loss": (LossStep, [LossCase(256, 64, 1000)], (1,)),
     "optimizer": (
@@ -52,9 +54,9 @@ CASES: dict[str, tuple[type[Any], list[Any], tuple[int, ...]]] = {
         [OptimizerCase("tiny"), OptimizerCase("tiny", dtype="bfloat16", master_weights=True)],
         (1,),
     ),
-    "data_parallel": (DataParallelStep, [TrainingStepCase("tiny", 2, 32), ReductionCase("tiny", 2, 32)], (2, 3)),
-    "sharded_optimizer": (ShardedStep, [ShardedStepCase("tiny", 2, 32)], (2, 3)),
-    "fsdp": (FSDPStep, [FSDPCase("tiny", 2, 32), FSDPCase("tiny", 2, 32, dtype="bfloat16")], (2, 3)),
+    "data_parallel": (DataParallelStep, [TrainingStepCase("tiny", 2, 32), ReductionCase("tiny", 2, 32), OWN], (2, 3)),
+    "sharded_optimizer": (ShardedStep, [ShardedStepCase("tiny", 2, 32), OWN], (2, 3)),
+    "fsdp": (FSDPStep, [FSDPCase("tiny", 2, 32), FSDPCase("tiny", 2, 32, dtype="bfloat16"), OWN], (2, 3)),
 }
 SOME = {
     ("checkpointing", "selective"),

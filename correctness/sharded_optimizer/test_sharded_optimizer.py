@@ -10,6 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from correctness.support.optimizer_outcomes import assert_value
+from correctness.support.own_model import (
+    LEARNING_RATE,
+    OWN,
+    Trained,
+    assert_as_in_one_process,
+    own_model,
+    train,
+)
 from correctness.support.whole_batch import (
     MODULES,
     ONE_MODULE,
@@ -23,6 +31,7 @@ from correctness.support.whole_batch import (
 )
 from correctness.support.wire import delayed
 from impl.data_parallel import BucketedDataParallel
+from impl.model.own import OwnModelCase
 from shardmark.plugin import WorldsBySize
 from shardmark.registry import Implementation
 from shardmark.world import World
@@ -197,3 +206,23 @@ def test_state_saved_on_two_ranks_loads_on_any_number(
     for ranks in (1, 2, 3):
         found = worlds(ranks).run(load_and_train, implementation, device, first)
         assert_equal_states(found, expected)
+
+
+def train_own_model_on_rank(implementation: Implementation, case: OwnModelCase, device: str) -> Trained:
+    """Gradients are averaged by the optimizer, where it can, or by a wrapper."""
+    model: Any = own_model(case, device, dist.get_rank()).module
+    averages = implementation.accepts("average_gradients")
+    options = {"average_gradients": True, "module": model} if averages else {}
+    wrapped = model if averages else BucketedDataParallel(model)
+    optimizer = implementation.adapted(model.parameters(), torch.optim.Adam, lr=LEARNING_RATE, **options)
+    synchronizes: Any = optimizer if averages else wrapped
+    finish = synchronizes.finish_gradient_synchronization
+    return train(wrapped, case, device, model.state_dict, finish, optimizer)  # which waits for the last update
+
+
+@pytest.mark.cases(OWN)
+def test_a_users_own_model_trains_as_in_one_process(
+    implementation: Implementation, world: World, case: OwnModelCase, device: str
+) -> None:
+    ranks = world.run(train_own_model_on_rank, implementation, case, device)
+    assert_as_in_one_process(ranks, case, device)

@@ -10,15 +10,19 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from correctness.support.mlp import plain
+from correctness.support.own_model import OWN, Trained, adam, assert_as_in_one_process, on_cpu, own_model
+from correctness.support.own_model import STEPS as OWN_STEPS
 from correctness.support.training import STEPS, Results, assert_as_accurate_as_eager, trained
 from impl.model import SIZES, Transformer
 from impl.model.mlp import MLPLanguageModel, MLPSize
+from impl.model.own import OwnModelCase
 from impl.precision import PRECISIONS, Precision
 from impl.training_step import CheckpointedStep, CompileModel, CompileStep, EagerStep
 from impl.training_step.compiled import OPTIONS, CompileAllOptions, CompileEpilogueFusion, CompileNoOptions
 from shardmark.registry import FAMILIES, Implementation, Unsupported, check_contract
 
 SIZE = MLPSize(dim=16, layers=2, vocab=64)
+WIDE = Precision(torch.float64, torch.float64, torch.float64)
 
 
 def _setting(device: str) -> tuple[nn.Module, Tensor, Tensor]:
@@ -42,8 +46,7 @@ def test_losses_gradients_and_parameters_are_those_of_eager(
 ) -> None:
     model, tokens, targets = _setting(device)
     eager = FAMILIES["training_step"].implementations["eager"]
-    wide = Precision(torch.float64, torch.float64, torch.float64)
-    exact = _trained(eager, copy.deepcopy(model).double(), tokens, targets, wide)
+    exact = _trained(eager, copy.deepcopy(model).double(), tokens, targets, WIDE)
     expected = _trained(eager, model, tokens, targets, PRECISIONS[dtype])
     found = _trained(implementation, model, tokens, targets, PRECISIONS[dtype])
     assert_as_accurate_as_eager(found, expected, exact, PRECISIONS[dtype].compute)
@@ -77,8 +80,7 @@ def test_compiles_in_the_first_step_alone(implementation: Implementation, device
 def test_the_loss_is_the_mean_cross_entropy_in_float64(device: str) -> None:
     model, tokens, targets = _setting(device)
     model = model.double()
-    precision = Precision(torch.float64, torch.float64, torch.float64)
-    loss = EagerStep(model, torch.optim.SGD(model.parameters()), precision=precision).forward(tokens, targets)
+    loss = EagerStep(model, torch.optim.SGD(model.parameters()), precision=WIDE).forward(tokens, targets)
     logits = plain(dict(model.named_parameters()), tokens)
     chosen = logits.gather(-1, targets[..., None])[..., 0] - logits.exp().sum(-1).log()
     # The loss itself is float32: a few of its roundings, of the largest of the terms.
@@ -118,3 +120,23 @@ def test_options_say_all_of_what_they_turn_on_and_off() -> None:
     assert all(CompileAllOptions.options.values())
     assert CompileModel.options is None
     assert set(OPTIONS) <= set(torch._inductor.list_options())  # or the compiler would not know them
+
+
+@pytest.mark.family("training_step", option="loss", only=("eager", *GRAPHS))
+@pytest.mark.cases(OWN)
+def test_a_users_own_model_trains_as_in_one_process(
+    implementation: Implementation, case: OwnModelCase, device: str
+) -> None:
+    own = own_model(case, device, 0)
+    optimizer = adam(own.module)
+    step = implementation.adapted(
+        own.module, optimizer, precision=WIDE, loss=lambda model, batch, targets: own.loss(model, *batch)
+    )
+    losses = []
+    for i in range(OWN_STEPS):
+        optimizer.zero_grad()
+        batch = own_model(case, device, 0, i).batch
+        torch.manual_seed(1000 * i)
+        losses.append(step(batch, None).item())
+    found = Trained(losses, on_cpu(own.module.named_parameters()))
+    assert_as_in_one_process([found], case, device, float(torch.finfo(torch.float32).eps))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from impl.accounting.ledger import Bytes
 from impl.accounting.programs.transformer import TransformerStep
 from impl.accounting.strategies import COUNTS, STATE, Strategy
+from impl.model.own import OwnModelCase
 from impl.model.sizes import SIZES
 from shardmark.grid import Work
 
@@ -69,13 +70,15 @@ _MADE_BY = {
 }
 
 
-def training_work(case: TrainingStepCase) -> Work:
+def training_work(case: TrainingStepCase | OwnModelCase) -> Work:
     """FLOPs and least bytes of one training step on one rank.
 
     6 FLOPs a token for each parameter of a matrix that multiplies (all but the embedding and the norms), and causal
     attention's seven products; bytes: weights read twice, gradients written, and AdamW's 28 a parameter. Of the seven
     products, the one that the kernel computes again is not the model's own.
     """
+    if isinstance(case, OwnModelCase):
+        return case.work
     size = SIZES[case.model]
     matrices = size.parameters - size.vocab * size.d_model - (2 * size.layers + 1) * size.d_model
     product = case.tokens * case.context * size.d_model * size.layers  # 2 FLOPs each, for half of the pairs

@@ -12,15 +12,16 @@ from impl.accounting.strategies import Strategy
 from impl.accounting.strategies.data_parallel import Bucketed, DistributedDataParallel, Flat
 from impl.collectives.accounting import all_reduce_bytes_sent
 from impl.data_parallel.cases import ReductionCase
+from impl.model.own import OwnModelCase
 from impl.model.sizes import SIZES
 from impl.training_step.cases import TrainingStepCase
 from shardmark.grid import Work
 
 
-def work(case: TrainingStepCase, ranks: int) -> Work:
+def work(case: TrainingStepCase | OwnModelCase, ranks: int) -> Work:
     """All ranks' FLOPs and bytes moved, and what each must send to average its gradients."""
     one = training_work(case)
-    gradients = 4 * SIZES[case.model].parameters
+    gradients = 4 * (case if isinstance(case, OwnModelCase) else SIZES[case.model]).parameters
     if isinstance(case, ReductionCase):
         gradients = gradients * case.reduce_bytes // 4
     return replace(

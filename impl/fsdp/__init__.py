@@ -22,7 +22,7 @@ from impl.fsdp.sharded import FullyShardedDataParallel
 from impl.fsdp.simple import SimpleFullyShardedDataParallel
 from impl.fsdp.library import TorchFSDP1, TorchFSDP2
 from impl.fsdp.accelerated import AcceleratedFSDP2
-from impl.fsdp.wrapping import by_size, by_type, norms_and_biases, whole
+from impl.fsdp.wrapping import by_size, by_type, norms_and_biases, whole, with_blocks
 # isort: on
 
 __all__ = [
@@ -36,4 +36,5 @@ __all__ = [
     "by_type",
     "norms_and_biases",
     "whole",
+    "with_blocks",
 ]

@@ -20,6 +20,7 @@ from impl.accounting.programs.parameters import (
 )
 from impl.accounting.programs.transformer import TransformerStep
 from impl.accounting.strategies.sharded import FullySharded, NormsReplicated
+from impl.model.own import OwnModelCase
 from impl.model.sizes import SIZES
 from shardmark.grid import Work
 
@@ -48,7 +49,7 @@ def norms_replicated_peak(case: FSDPCase, device: str = "cpu") -> Bytes:
     return TransformerStep(case, NormsReplicated(case.ranks), device=device).run().peak
 
 
-def work(case: FSDPCase, kept: bool = False, norms_replicated: bool = False) -> Work:
+def work(case: FSDPCase | OwnModelCase, kept: bool = False, norms_replicated: bool = False) -> Work:
     """All ranks' FLOPs and bytes moved, and what each must send.
 
     Parameters are all-gathered for forward and, unless they are `kept`, for backward: all but the embedding's, whose
@@ -57,11 +58,14 @@ def work(case: FSDPCase, kept: bool = False, norms_replicated: bool = False) -> 
     once.
     """
     one = training_work(case)
-    parameters = transformer_units(SIZES[case.model])
-    if norms_replicated:
-        parameters = with_norms_in_root(parameters)
-    units = [padded(values([unit]), case.ranks) for unit in parameters]
-    again = 0 if kept else sum(units[EMBEDDING + 1 :])
+    if isinstance(case, OwnModelCase):  # of which every unit counts as read in backward
+        units, again = [case.parameters], 0 if kept else case.parameters
+    else:
+        parameters = transformer_units(SIZES[case.model])
+        if norms_replicated:
+            parameters = with_norms_in_root(parameters)
+        units = [padded(values([unit]), case.ranks) for unit in parameters]
+        again = 0 if kept else sum(units[EMBEDDING + 1 :])
     sent = BYTES[case.dtype] * (2 * sum(units) + again)
     return replace(
         one,

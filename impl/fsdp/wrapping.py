@@ -8,6 +8,7 @@ root module is always a unit, too: it holds the parameters that are in no other.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from weakref import WeakSet
 
 from torch import nn
@@ -25,13 +26,16 @@ def by_type(*types: type[nn.Module]) -> Policy:
     if not types or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in types):
         raise ValueError(f"by_type takes nn.Module classes, got {types}")
 
-    def policy(module: nn.Module) -> list[nn.Module]:
-        chosen: list[nn.Module] = []
-        for child in module.children():
-            chosen += [child] if isinstance(child, types) else policy(child)
-        return chosen
+    return partial(_outermost, lambda part: isinstance(part, types))
 
-    return policy
+
+def with_blocks(blocks: Collection[nn.Module]) -> Policy:
+    """Those modules, and the outermost linears and embeddings outside of them."""
+    return partial(_outermost, lambda part: part in blocks or isinstance(part, nn.Linear | nn.Embedding))
+
+
+def _outermost(chosen: Callable[[nn.Module], bool], module: nn.Module) -> list[nn.Module]:
+    return [part for child in module.children() for part in ([child] if chosen(child) else _outermost(chosen, child))]
 
 
 LINEARS_AND_EMBEDDINGS = by_type(nn.Linear, nn.Embedding)

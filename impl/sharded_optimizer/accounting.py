@@ -15,6 +15,7 @@ from impl.accounting.strategies import COUNTS, STATE
 from impl.accounting.strategies.sharded import ShardedOptimizer
 from impl.data_parallel import accounting as data_parallel
 from impl.data_parallel.accounting import bucketed_peak, ddp_peak
+from impl.model.own import OwnModelCase
 from impl.model.sizes import SIZES
 from impl.sharded_optimizer.shards import default_bucket_mb
 from shardmark.grid import MB, Work
@@ -62,12 +63,12 @@ class _Bucket:
     """Elements that each rank owns."""
 
 
-def work(case: ShardedStepCase) -> Work:
+def work(case: ShardedStepCase | OwnModelCase) -> Work:
     """All ranks' FLOPs and bytes moved, and what each must send: to reduce-scatter gradients, and gather parameters."""
     return data_parallel.work(case, case.ranks)  # as much as an all-reduce, which is the one and the other
 
 
-def zero_redundancy_work(case: ShardedStepCase) -> Work:
+def zero_redundancy_work(case: ShardedStepCase | OwnModelCase) -> Work:
     """The same for an all-reduce of the gradients, after which the parameters are still to be exchanged."""
     one = data_parallel.work(case, case.ranks)
     return replace(one, bytes_communicated=one.bytes_communicated * 3 // 2)

@@ -12,6 +12,7 @@ from impl.accounting.programs.transformer import TransformerStep
 from impl.accounting.strategies import Strategy, peak_of_part
 from impl.checkpointing import accounting as checkpointing
 from impl.model.mlp import MLP_SIZES
+from impl.model.own import OwnModelCase
 from impl.model.sizes import SIZES
 from shardmark.grid import Work
 
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from impl.training_step.cases import TrainingStepCase
 
 
-def work(case: TrainingStepCase) -> Work:
+def work(case: TrainingStepCase | OwnModelCase) -> Work:
     """FLOPs and least bytes of the part of a step that the case names: forward reads the weights, backward reads them
     again and writes their gradients, and AdamW moves 28 bytes a parameter."""
+    if isinstance(case, OwnModelCase):
+        return case.work
     if case.model in MLP_SIZES:
         return mlp.work(case)
     size = SIZES[case.model]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.optim import Optimizer
 
 from impl.checkpointing import full
-from impl.precision import FLOAT32, Precision
 from impl.training_step.accounting import checkpointed_peak
 from impl.training_step.eager import EagerStep
 from shardmark.registry import Race, register
@@ -15,8 +16,8 @@ from shardmark.registry import Race, register
 class CheckpointedStep(EagerStep):
     """Contract and errors: `impl.training_step.TrainingStep`. The model has `blocks`, see `impl.checkpointing`."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, *, precision: Precision = FLOAT32) -> None:
-        super().__init__(full(model), optimizer, precision=precision)
+    def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
+        super().__init__(full(model), optimizer, **options)
 
 
 register("training_step", "checkpointed", CheckpointedStep, memory=checkpointed_peak, time=Race("eager"))

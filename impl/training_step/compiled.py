@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from impl.attention.compiled import MANY
-from impl.precision import FLOAT32, Precision
 from impl.training_step.accounting import eager_peak
 from impl.training_step.eager import EagerStep
 from shardmark.machine import requires_compiler
@@ -49,8 +48,8 @@ class CompileModel(EagerStep):
     options: ClassVar[dict[str, Any] | None] = None
     """Inductor's options; None for PyTorch's defaults."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, *, precision: Precision = FLOAT32) -> None:
-        super().__init__(model, optimizer, precision=precision)
+    def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
+        super().__init__(model, optimizer, **options)
         model.compile(dynamic=False, options=self.options)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -67,8 +66,8 @@ class CompileForwardBackward(EagerStep):
     `torch._dynamo.config.compiled_autograd` each step would make a new compiler.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, *, precision: Precision = FLOAT32) -> None:
-        super().__init__(model, optimizer, precision=precision)
+    def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
+        super().__init__(model, optimizer, **options)
         self._forward = torch.compile(super().forward, fullgraph=True, dynamic=False)
         self._compile_backward = torch.compile(fullgraph=True, dynamic=False)
 
@@ -95,9 +94,9 @@ class CompileStep(EagerStep):
     Unsupported for float16, where the host decides whether to skip a step.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, *, precision: Precision = FLOAT32) -> None:
-        super().__init__(model, optimizer, precision=precision)
-        if precision.compute == torch.float16:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
+        super().__init__(model, optimizer, **options)
+        if self.precision.compute == torch.float16:
             raise Unsupported("compile_step takes no float16: the host decides whether a step is skipped")
         self._compiled = torch.compile(self._step, dynamic=False)
 

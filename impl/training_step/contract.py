@@ -39,6 +39,9 @@ class TrainingStep(Protocol):
     RuntimeWarning, and the loss scale is reduced, also below 1, until gradients fit. A skipped step leaves
     parameters and the optimizer's state as they were.
 
+    Where an implementation takes it, `loss(model, tokens, targets)` is a scalar to train on in place of that mean, and
+    the tokens and targets of a call are whatever it takes.
+
     ValueError for a model, an optimizer and a precision that do not go together, and, eager on CPU, for tokens and
     targets that the vocabulary does not have; compiled code and CUDA raise assertions of their own.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +16,35 @@ from impl.precision import FLOAT32, Precision
 from impl.training_step.accounting import eager_peak
 from shardmark.registry import register
 
+Loss = Callable[[Any, Any, Any], Tensor]
+
+
+def next_token_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross entropy in float32; ValueError, on CPU, for targets that the vocabulary does not have."""
+    logits = model(tokens).flatten(0, 1).float()  # (tokens, vocab); half-precision logits are freed here
+    try:
+        return cross_entropy(logits, targets.flatten())
+    except IndexError:
+        raise ValueError(
+            f"targets go from 0 to {logits.shape[-1] - 1}, or are -100 to be ignored, got another"
+        ) from None
+
 
 class EagerStep:
     """Contract and errors: `impl.training_step.TrainingStep`."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, *, precision: Precision = FLOAT32) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        precision: Precision = FLOAT32,
+        loss: Loss = next_token_loss,
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.precision = precision
+        self.loss = loss
         parameter = next(model.parameters())
         if parameter.dtype != precision.parameter:
             raise ValueError(f"the model's parameters are {parameter.dtype}, and the precision's {precision.parameter}")
@@ -43,13 +65,7 @@ class EagerStep:
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with self.precision.autocast(self.device):
-            logits = self.model(tokens).flatten(0, 1).float()  # (tokens, vocab); half-precision logits are freed here
-            try:
-                return cross_entropy(logits, targets.flatten())
-            except IndexError:
-                raise ValueError(
-                    f"targets go from 0 to {logits.shape[-1] - 1}, or are -100 to be ignored, got another"
-                ) from None
+            return self.loss(self.model, tokens, targets)
 
     def backward(self, loss: Tensor) -> None:
         if self.scaler.is_enabled() and not self._scaled:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from impl.collectives.cases import CollectiveCase
 from impl.data_parallel.cases import ReductionCase
 from impl.training_step.cases import TrainingStepCase
-from perf.workloads.ranks import RankStep, language_model
+from perf.workloads.ranks import RankStep
 from shardmark.plan import Mark
 from shardmark.registry import Implementation
 
@@ -42,7 +42,7 @@ class DataParallelStep(RankStep):
         reduce_dtype = getattr(torch, case.reduce_dtype) if isinstance(case, ReductionCase) else None
         asked = {"bucket_mb": case.bucket_mb, "reduce_dtype": reduce_dtype}
         options = {k: v for k, v in asked.items() if v is not None and implementation.accepts(k)}  # the peer may not
-        model = implementation.adapted(language_model(case), **options)
+        model = implementation.adapted(self.made.module, **options)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(self, mark: Mark) -> None:

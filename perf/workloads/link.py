@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from impl.training_step.cases import TrainingStepCase
-from perf.workloads.ranks import RankStep, language_model
+from perf.workloads.models import language_model
+from perf.workloads.ranks import RankStep
 from shardmark.grid import MB
 from shardmark.plan import Mark
 from shardmark.registry import Implementation
@@ -21,7 +22,7 @@ class Compute(RankStep):
     """Each rank's training step without communication; the optimizer is that of `DataParallelStep`."""
 
     def build(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
-        model = language_model(case)
+        model = self.made.module
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def synchronize(self) -> None:

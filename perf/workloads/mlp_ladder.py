@@ -15,8 +15,10 @@ from impl.checkpointing import full
 from impl.fsdp.cases import RankRung
 from impl.fsdp.simple import data_parallel, init_weights
 from impl.training_step.cases import TrainingStepCase
-from perf.workloads.ranks import RankStep, language_model
+from perf.workloads.models import language_model, next_token_loss, random_tokens
+from perf.workloads.ranks import RankStep
 from shardmark.grid import Grid
+from shardmark.ownmodel import Made
 from shardmark.plan import Mark
 from shardmark.registry import Implementation
 
@@ -55,9 +57,13 @@ def shard_model(case: RankRung, mesh: DeviceMesh, report: Callable[[str], None] 
 class RankLadderStep(RankStep):
     """One AdamW step of the MLP language model with sharded parameters, by an implementation of training_step."""
 
+    def make(self, case: RankRung) -> Made:
+        model = shard_model(case, init_device_mesh(torch.get_default_device().type, (case.ranks,)))
+        return Made(model, random_tokens(case), next_token_loss, model.blocks)
+
     def build(self, implementation: Implementation, case: Any) -> tuple[Any, Optimizer]:
         # AdamW is fused, so that the optimizer itself needs no temporaries.
-        model = shard_model(case, init_device_mesh(torch.get_default_device().type, (case.ranks,)))
+        model = self.made.module
         if case.checkpointed:
             full(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -66,4 +72,4 @@ class RankLadderStep(RankStep):
 
     def step(self, mark: Mark) -> None:
         # All communication is in forward and backward, so there is nothing to synchronize.
-        self.training_step(self.tokens, self.targets, mark)
+        self.training_step(*self.made.batch, mark)

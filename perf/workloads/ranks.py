@@ -1,4 +1,4 @@
-"""One training step of the language model on every rank of a world, which all questions about ranks measure."""
+"""One training step of a model on every rank of a world, which all questions about ranks measure."""
 
 from __future__ import annotations
 
@@ -8,32 +8,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
-from impl.model import SIZES, Transformer
-from impl.model.mlp import MLP_SIZES, MLPLanguageModel
 from impl.training_step.cases import TrainingStepCase
+from perf.workloads.models import made
 from shardmark.clock import Laps
 from shardmark.memory import Memory
+from shardmark.ownmodel import Made
 from shardmark.plan import IMPLEMENTATION, Mark, Measured
 from shardmark.registry import Implementation
 
 
 class RankStep(ABC):
-    """One AdamW step on this rank's own batch. Subclasses build the model and the optimizer."""
+    """One AdamW step on this rank's own batch. Subclasses wrap the model and build the optimizer."""
 
     def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
         self.backend = dist.get_backend()
         with torch.device(device):
+            self.made = self.make(case)
             self.model, self.optimizer = self.build(implementation, case)
-            vocab = (MLP_SIZES if case.model in MLP_SIZES else SIZES)[case.model].vocab
-            self.tokens, self.targets = (torch.randint(vocab, (case.batch, case.context)) for _ in range(2))
         self.loss: Tensor | None = None
+
+    def make(self, case: Any) -> Made:
+        """What the step trains. The default device is set already."""
+        return made(case)
 
     @abstractmethod
     def build(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
-        """The model and the optimizer, wrapped or sharded by the implementation. The default device is set already."""
+        """`self.made`'s module and the optimizer, wrapped or sharded by the implementation."""
 
     def synchronize(self) -> None:
         """Finish the communication of gradients that backward started."""
@@ -52,19 +54,10 @@ class RankStep(ABC):
         mark("optimizer")
 
     def forward_and_backward(self, mark: Mark) -> None:
-        logits = self.model(self.tokens)  # (batch, context, vocab)
-        self.loss = cross_entropy(logits.flatten(0, 1), self.targets.flatten())
-        del logits  # autograd saves what backward needs
+        self.loss = self.made.loss(self.model, *self.made.batch)
         mark("forward")
         self.loss.backward()
         mark("backward")
-
-
-def language_model(case: TrainingStepCase) -> Transformer | MLPLanguageModel:
-    """A new model of the case's size, on the default device."""
-    if case.model in MLP_SIZES:
-        return MLPLanguageModel(MLP_SIZES[case.model])
-    return Transformer(SIZES[case.model], context_length=case.context)
 
 
 def measured_once(memory: Memory, laps: list[Laps]) -> Measured:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from impl.training_step.cases import TrainingStepCase
-from perf.workloads.ranks import RankStep, language_model
+from perf.workloads.ranks import RankStep
 from shardmark.plan import Mark
 from shardmark.registry import Implementation, family
 
@@ -27,7 +27,7 @@ class ShardedStep(RankStep):
     def build(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
         """The optimizer and the model; the model is wrapped where the optimizer does not average gradients itself."""
         self.averages = implementation.accepts("average_gradients")
-        model: Any = language_model(case)
+        model: Any = self.made.module
         options: dict[str, Any] = {"average_gradients": True, "module": model} if self.averages else {}
         if case.bucket_mb is not None and implementation.accepts("bucket_mb"):
             options["bucket_mb"] = case.bucket_mb

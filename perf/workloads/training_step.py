@@ -1,17 +1,21 @@
-"""One training step of a language model on one device, and the variants that questions about it measure."""
+"""One training step of a model on one device, and the variants that questions about it measure."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from functools import partial
+from typing import Any
 
-from impl.model import SIZES, Transformer
-from impl.model.mlp import MLP_SIZES, MLPLanguageModel
-from impl.precision import PRECISIONS
+import torch
+from torch import Tensor, nn
+
+from impl.model.own import OwnModelCase
+from impl.precision import PRECISIONS, Precision
 from impl.training_step.cases import TrainingStepCase
+from perf.workloads.models import made
 from shardmark import registry
+from shardmark.ownmodel import Loss, Made
 from shardmark.plan import Mark
-from shardmark.registry import Implementation
+from shardmark.registry import Implementation, Unsupported
 
 CONTEXTS = (128, 256, 512, 1024)
 MODELS = ("small", "medium", "large", "xl", "2.7b")
@@ -19,19 +23,31 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class LanguageModelStep:
-    """One AdamW step of a language model on random tokens, or the part of it that the case names."""
+    """One AdamW step of a language model on random tokens, or the part of it that the case names; or of a user's own
+    model, with its batch and its loss.
+    """
 
     def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
         self.backend = implementation.name
         self.case = case
-        precision = PRECISIONS[case.dtype]
         with torch.device(device):
-            self.model = _language_model(case).to(precision.parameter)
-            shape = case.batch, case.context
-            self.tokens, self.targets = (torch.randint(self.model.size.vocab, shape) for _ in range(2))
+            self.made = made(case)
+        self.options: dict[str, Any] = {"precision": _precision(case)}
+        self.batch = self.made.batch
+        if isinstance(case, OwnModelCase):
+            if not implementation.accepts("loss"):
+                raise Unsupported("its signature has no option 'loss'")
+            self.options["loss"] = partial(_of_batch, self.made.loss)
+            self.batch = self.made.batch, None
+        self.model = self.made.module.to(self.options["precision"].parameter)
         # Fused, so that the optimizer itself needs no temporaries.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.training_step = implementation.adapted(self.model, self.optimizer, precision=precision)
+        try:
+            self.training_step = implementation.adapted(self.model, self.optimizer, **self.options)
+        except ValueError as error:  # as where it checkpoints `model.blocks`, and there are none
+            if not isinstance(case, OwnModelCase):
+                raise
+            raise Unsupported(str(error)) from None
         self.loss: torch.Tensor | None = None
 
     def prepare(self) -> None:
@@ -41,9 +57,9 @@ class LanguageModelStep:
 
     def step(self, mark: Mark) -> None:
         if self.case.mode == "step":
-            self.training_step(self.tokens, self.targets, mark)
+            self.training_step(*self.batch, mark)
             return
-        self.loss = self.training_step.forward(self.tokens, self.targets)
+        self.loss = self.training_step.forward(*self.batch)
         mark("forward")
         if self.case.mode == "forward_backward":
             self.training_step.backward(self.loss)
@@ -60,11 +76,19 @@ class LanguageModelStep:
         }
 
 
-def _language_model(case: TrainingStepCase) -> Transformer | MLPLanguageModel:
-    if case.model in MLP_SIZES:
-        return MLPLanguageModel(MLP_SIZES[case.model])
-    attention = registry.resolve("attention", case.attention).adapted
-    return Transformer(SIZES[case.model], context_length=case.context, attention=attention)
+def _precision(case: TrainingStepCase) -> Precision:
+    """A user's own model computes in the dtype of its parameters."""
+    if not isinstance(case, OwnModelCase):
+        return PRECISIONS[case.dtype]
+    dtype = getattr(torch, case.dtype)
+    try:
+        return Precision(dtype, dtype, dtype)
+    except ValueError as error:
+        raise Unsupported(str(error)) from None
+
+
+def _of_batch(loss: Loss, model: nn.Module, batch: tuple[Any, ...], targets: None) -> Tensor:
+    return loss(model, *batch)
 
 
 class CheckpointedStep(LanguageModelStep):
@@ -72,5 +96,15 @@ class CheckpointedStep(LanguageModelStep):
 
     def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
         super().__init__(registry.resolve("training_step", "eager"), case, device)
-        implementation.adapted(self.model)
+        checkpointed(implementation, self.made)
         self.backend = implementation.name
+
+
+def checkpointed(implementation: Implementation, made: Made) -> nn.Module:
+    """The module, under the policy; Unsupported where it has no blocks. A policy finds a user's own as `blocks`."""
+    if not len(made.blocks):
+        kind = type(made.module).__name__
+        raise Unsupported(f"{kind} has no blocks: no ModuleList or Sequential with several of one class")
+    named = getattr(made.module, "blocks", None) is made.blocks
+    implementation.adapted(made.module if named else nn.ModuleDict({"blocks": made.blocks}))
+    return made.module

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from shardmark.excess import Held
 from shardmark.memory import release
-from shardmark.passes import blocks_at_peak, meter_pass
+from shardmark.passes import WARMUPS, blocks_at_peak, meter_pass
 from shardmark.plan import Measured, Plan
 from shardmark.simulation.cuda import rules_of_cuda
 from shardmark.simulation.group import gloo, nccl, one_rank_of
@@ -29,10 +29,10 @@ def predict(plan: Plan, rank: int = 0, on: Hardware = CPU) -> Measured:
     return measured
 
 
-def predicted_at_peak(plan: Plan, on: Hardware = CPU) -> list[Held]:
-    """The tensors that would be live at the peak of a steady-state step on the first rank, largest first."""
-    with simulation(plan.world_size, 0, on):
-        return blocks_at_peak(plan)
+def predicted_at_peak(plan: Plan, on: Hardware = CPU, rank: int = 0, warmups: int = WARMUPS) -> list[Held]:
+    """The tensors that would be live on that rank at the peak of the step after so many, largest first."""
+    with simulation(plan.world_size, rank, on):
+        return blocks_at_peak(plan, warmups)
 
 
 @contextmanager

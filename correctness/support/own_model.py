@@ -1,0 +1,150 @@
+"""A user's own model, of `--model`: trained on ranks, and in one process that has every rank's batch; in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from impl.model.own import OwnModelCase
+from shardmark.grid import Grid
+from shardmark.ownmodel import Made, make
+
+OWN = Grid(smoke=[], laptop=[], paper=[], own=OwnModelCase.of)
+"""No cases but that of `--model`."""
+STEPS = 3
+LEARNING_RATE = 1e-3
+CLOSE = 1e-9
+"""How far values may be off, or as a share of the largest: rounding is less, and a wrong gradient moves Adam's
+parameters by about the learning rate."""
+
+Parameters = dict[str, Tensor]
+
+
+@dataclass
+class Trained:
+    """What STEPS steps gave on one rank: its own losses, and the parameters, on the CPU."""
+
+    losses: list[float]
+    parameters: Parameters
+
+
+def own_model(case: OwnModelCase, device: str, rank: int, step: int = 0) -> Made:
+    """What the user's function makes for that rank and step, in float64; the same wherever it is asked for."""
+    torch.manual_seed(1000 * step + rank)
+    own = make(case.model, device)
+    own.module.double()
+    own.batch = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, own.batch)
+    return own
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """A wrong gradient stays visible in its state."""
+    return torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+
+
+def own_loss(model: Any, case: OwnModelCase, device: str, rank: int, step: int) -> Tensor:
+    """Of that rank's batch for the step; with the same random numbers wherever it is asked for."""
+    own = own_model(case, device, rank, step)
+    torch.manual_seed(1000 * step + rank)
+    return own.loss(model, *own.batch)
+
+
+def train(
+    model: Any,
+    case: OwnModelCase,
+    device: str,
+    parameters: Callable[[], Any],
+    synchronize: Callable[[], object] = lambda: None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Trained:
+    """STEPS steps of the optimizer, by default Adam's, on this rank's batches; `parameters` names them at the end."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    optimizer = optimizer or adam(model)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = own_loss(model, case, device, rank, step)
+        loss.backward()
+        synchronize()
+        optimizer.step()
+        losses.append(loss.item())
+    return Trained(losses, on_cpu(parameters()))
+
+
+def on_cpu(parameters: Any) -> Parameters:
+    return {name: parameter.detach().cpu() for name, parameter in dict(parameters).items()}
+
+
+@cache
+def in_one_process(case: OwnModelCase, ranks: int, device: str) -> tuple[list[list[float]], Parameters]:
+    """The losses by step and rank, and the parameters at the end, from the first rank's weights."""
+    own = own_model(case, device, 0)
+    _check_what_it_draws(own, own_model(case, device, 0), own_model(case, device, 1))
+    try:
+        return _in_one_process(own.module, case, ranks, device)
+    except RuntimeError as error:
+        pytest.skip(f"{case.name} does not run in float64: {str(error).partition(chr(10))[0]}")
+
+
+def _in_one_process(
+    model: nn.Module, case: OwnModelCase, ranks: int, device: str
+) -> tuple[list[list[float]], Parameters]:
+    optimizer = adam(model)
+    losses: list[list[float]] = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses.append([])
+        for rank in range(ranks):
+            loss = own_loss(model, case, device, rank, step)
+            (loss / ranks).backward()
+            losses[-1].append(loss.item())
+        optimizer.step()
+    return losses, on_cpu(model.named_parameters())
+
+
+def _check_what_it_draws(own: Made, again: Made, other: Made) -> None:
+    """What every comparison rests on."""
+    first, second = own.module.state_dict(), again.module.state_dict()
+    if not all(torch.equal(first[name], second[name]) for name in first) or not _same(own.batch, again.batch):
+        pytest.fail("it makes another model or batch each time: have PyTorch's generator draw them", pytrace=False)
+    if _same(own.batch, other.batch):
+        pytest.fail(
+            "its batch is the same on every rank, so that nothing tells whether gradients are averaged: have "
+            "PyTorch's generator draw it",
+            pytrace=False,
+        )
+
+
+def _same(batch: Any, other: Any) -> bool:
+    tensors: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for found, each in zip(tensors, (batch, other), strict=True):
+        tree_map_only(Tensor, found.append, each)
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*tensors, strict=True))
+
+
+def assert_as_in_one_process(found: list[Trained], case: OwnModelCase, device: str, close: float = CLOSE) -> None:
+    """Each rank's losses are those of its batches, and its parameters those of the mean loss."""
+    losses, parameters = in_one_process(case, len(found), device)
+    for step, of_ranks in enumerate(losses):
+        for rank, expected in enumerate(of_ranks):
+            loss = found[rank].losses[step]
+            assert abs(loss - expected) <= close * max(1.0, abs(expected)), (
+                f"in step {step} the loss on rank {rank} is {loss:.9g}, and of the same batch in one process "
+                f"{expected:.9g}"
+            )
+    for rank, trained in enumerate(found):
+        for name, expected_value in parameters.items():
+            assert name in trained.parameters, f"{name!r} is not among the parameters on rank {rank}"
+            value = trained.parameters[name]
+            error, largest = (x.abs().max().item() if x.numel() else 0.0 for x in (value - expected_value, value))
+            assert error <= close * max(1.0, largest), (
+                f"after {STEPS} steps {name!r} on rank {rank} differs from that in one process by up to {error:.3g}"
+            )

@@ -1,0 +1,168 @@
+"""Models as users have them, for `--model`: right ones, and some with what is wrong planted."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, relu
+
+WIDTH = 16
+ROWS = 32
+
+
+class Block(nn.Module):
+    """(rows, WIDTH) -> the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """(rows, WIDTH) -> (rows, WIDTH)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.drop, self.output = nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.drop(x))
+
+
+class Tied(nn.Module):
+    """Tokens (rows, context) -> logits, by PyTorch's own encoder, with one weight at both ends and a frozen norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(50, WIDTH), nn.LayerNorm(WIDTH).requires_grad_(False)
+        layer = nn.TransformerEncoderLayer(WIDTH, nhead=2, dim_feedforward=32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, num_layers=3)
+        self.output = nn.Linear(WIDTH, 50, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.output(self.norm(self.encoder(self.embedding(tokens))))
+
+
+class Keeping(Net):
+    """Keeps an activation of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.append(x.repeat(1, 8))
+        return super().forward(x)
+
+
+class ByRank(Net):
+    """Computes something else on each rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + (dist.get_rank() if dist.is_initialized() else 0))
+
+
+class Masking(Net):
+    """Goes on with some rows, which depends on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + super().forward(x[x.mean(-1) > 0]).mean()
+
+
+def rows(count: int = ROWS) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, WIDTH), torch.randint(WIDTH, (count,))
+
+
+def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(model(x), y)
+
+
+def make() -> tuple[Any, ...]:
+    return Net(), rows(), loss
+
+
+def tied() -> tuple[Any, ...]:
+    tokens = torch.randint(50, (4, 12))
+    return Tied(), (tokens,), lambda model, tokens: cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def keeping() -> tuple[Any, ...]:
+    return Keeping(), rows(), loss
+
+
+def by_rank() -> tuple[Any, ...]:
+    return ByRank(), rows(), loss
+
+
+def masking() -> tuple[Any, ...]:
+    return Masking(), rows(2000), loss
+
+
+def with_one_batch() -> tuple[Any, ...]:
+    return Net(), (torch.ones(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.int64)), loss
+
+
+def drawn_by_python() -> tuple[Any, ...]:
+    return Net(), (torch.full((ROWS, WIDTH), random.random()), torch.zeros(ROWS, dtype=torch.int64)), loss
+
+
+number = 5
+
+
+def nothing() -> None:
+    return
+
+
+def two() -> tuple[Any, ...]:
+    return Net(), rows()
+
+
+def no_module() -> tuple[Any, ...]:
+    return loss, rows(), loss
+
+
+def no_tuple() -> tuple[Any, ...]:
+    return Net(), torch.ones(1), loss
+
+
+def no_loss() -> tuple[Any, ...]:
+    return Net(), rows(), 5
+
+
+def no_blocks() -> tuple[Any, ...]:
+    return Net(), rows(), loss, [Block()]
+
+
+def without_parameters() -> tuple[Any, ...]:
+    return nn.ReLU(), rows(), loss
+
+
+def vector() -> tuple[Any, ...]:
+    return Net(), rows(), lambda model, x, y: model(x).sum(-1)
+
+
+def python_number() -> tuple[Any, ...]:
+    return Net(), rows(), lambda model, x, y: 1.0
+
+
+def constant() -> tuple[Any, ...]:
+    return Net(), rows(), lambda model, x, y: x.sum()
+
+
+def misshapen() -> tuple[Any, ...]:
+    return Net(), (torch.ones(3, 5), torch.zeros(3)), loss
+
+
+def raising() -> tuple[Any, ...]:
+    raise LookupError("two\nlines")

@@ -1,0 +1,62 @@
+"""The memory budget of a case that no closed form knows: what the simulation predicts for a steady-state step of it.
+
+A model that keeps more with every step does so in a simulation, too. So the budget, which the third step is held to, is
+the second step's peak, by when the optimizer's state and torch DDP's buckets are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, Self
+
+from shardmark import torchrun
+from shardmark.budget import MemoryBudget
+from shardmark.excess import Held
+from shardmark.memory import Memory
+from shardmark.passes import MEDIAN, NEAR, SECOND, WARMUPS
+from shardmark.plan import Plan
+from shardmark.registry import Unsupported
+from shardmark.simulation.hardware import Hardware
+from shardmark.simulation.predict import predict, predicted_at_peak
+
+
+class Predicted(int):
+    """So many bytes at the peak; `held()` finds the tensors that would be live there, largest first."""
+
+    held: Callable[[], list[Held]]
+
+    def __new__(cls, nbytes: int, held: Callable[[], list[Held]]) -> Self:
+        predicted = super().__new__(cls, nbytes)
+        predicted.held = held
+        return predicted
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (int(self),)  # to ranks and rows go the bytes alone
+
+
+def predicted_budget(plan: Plan, on: Hardware, of_ranks: Sequence[Memory] = ()) -> MemoryBudget:
+    """Of the rank that needs most, or of those ranks whose predictions there are already.
+
+    Raises Unsupported where there is no prediction: of a program whose operators depend on values, say.
+    """
+    if plan.device != "cpu":
+        raise Unsupported("a real run on CUDA is not predicted yet")
+    if torchrun.launched():
+        raise Unsupported("torchrun's first rank has a process group, and a simulation needs one of its own")
+    bare = Plan(plan.workload, plan.implementation, None, plan.case, plan.device, plan.world_size)
+    peaks = [memory.peaks for memory in of_ranks or _predictions(bare, on)]
+    rank = max(range(len(peaks)), key=lambda rank: _steady(peaks[rank]))
+    warmups = WARMUPS - 1 if peaks[rank][SECOND] <= peaks[rank][MEDIAN] else WARMUPS
+    held = partial(predicted_at_peak, bare, on, rank, warmups)
+    return MemoryBudget(Predicted(_steady(peaks[rank]), held), NEAR, source="prediction")
+
+
+@cache  # the peer's is asked for beside each
+def _predictions(plan: Plan, on: Hardware) -> list[Memory]:
+    return [predict(plan, rank, on).memory for rank in range(plan.world_size)]
+
+
+def _steady(peaks: dict[str, int]) -> int:
+    """The smaller one: torch DDP's second step has its old buckets beside the new ones."""
+    return min(peaks[SECOND], peaks[MEDIAN])
