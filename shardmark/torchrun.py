@@ -8,11 +8,14 @@ The store listens on every interface, so they are sealed. (A store takes bytes; 
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import pickle
 import select
 import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from shardmark.failures import Left, RankError, failures_of, rank_error
+from shardmark.heartbeat import CLOSED, LOST, Heartbeat, end_without_store
 from shardmark.rank import Answer, WorldError, WorldLostError, join_group, perform, pickled_call, ranks_met
 from shardmark.seal import Seal, forget_key, launch_key
 from shardmark.world import DEADLINE, GRACE, PROBE
@@ -33,6 +37,7 @@ _STOP = b""
 _POLL = 0.005
 """Seconds between looks at the store: short beside a test, rare beside a step."""
 _DEAD = "has ended; torchrun's own output says how"
+_LOST = f"has not been heard of for {LOST:.0f} s: has its host stopped, or is the network down?"
 
 
 def launched() -> bool:
@@ -50,11 +55,16 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def _join(device: str) -> tuple[dist.Store, Seal]:
-    """Join the process group; the store that carries calls and answers, and what they are sealed with."""
+def _one_machine() -> bool:
+    return os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+
+
+def _join(device: str) -> tuple[dist.Store, Seal, Heartbeat | None]:
+    """Join the process group; the store that carries calls and answers, what they are sealed with, and on several
+    machines what shows that they are there."""
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    seal = Seal(launch_key(first=rank() == 0, one_machine=local_size == world_size()))
-    if local_size == world_size():  # on one machine, as the ranks of `World`
+    seal = Seal(launch_key(first=rank() == 0, one_machine=_one_machine()))
+    if _one_machine():  # as the ranks of `World`
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     store, rank_, size = next(dist.rendezvous("env://"))
@@ -62,18 +72,25 @@ def _join(device: str) -> tuple[dist.Store, Seal]:
     dist.barrier()
     if rank_ == 0:
         forget_key()  # by now every rank has it
-    return dist.PrefixStore("shardmark/calls", store), seal
+    others = range(1, size) if rank_ == 0 else ()
+    heartbeat = None if _one_machine() else Heartbeat(store, rank_, others)
+    return dist.PrefixStore("shardmark/calls", store), seal, heartbeat
 
 
 def serve(device: str) -> None:
     """Do what rank 0 asks until it says stop; torchrun's SIGTERM ends a rank that is stuck."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    store, seal = _join(device)
+    store, seal, heartbeat = _join(device)
     call = 0
     while True:
-        store.wait([f"{call}"], _FOREVER)
+        try:
+            store.wait([f"{call}"], _FOREVER)
+        except dist.DistNetworkError:
+            end_without_store(CLOSED)
         message = seal.open(store.get(f"{call}"), f"{call}")
         if message == _STOP:
+            if heartbeat is not None:
+                heartbeat.close()
             return
         deadline, work = pickle.loads(message)
         faulthandler.dump_traceback_later(deadline)  # a hung rank shows its stack where torchrun shows its errors
@@ -97,12 +114,16 @@ class TorchrunWorld:
         self.deadline = DEADLINE
         self.lost_by = ""
         """What ended it, in one line."""
-        self._store, self._seal = _join(device)
+        self._store, self._seal, self._heartbeat = _join(device)
         self._call = 0
         self._ending = ending
         self._ends: dict[int, int] = {}
         """A descriptor for each other rank on this machine that can be read once the rank has ended."""
-        if int(os.environ["LOCAL_WORLD_SIZE"]) == self.size:
+        self._hosts: dict[int, str] = {}
+        """Where each rank is, on several machines."""
+        if self._heartbeat is not None:
+            self._hosts = {rank_: answer.value for rank_, answer in self._ask(socket.gethostname, (), DEADLINE).items()}
+        else:
             processes = self._ask(os.getpid, (), DEADLINE)
             with suppress(AttributeError, OSError):  # no Linux of 2019 or later
                 self._ends = {rank_: os.pidfd_open(processes[rank_].value) for rank_ in range(1, self.size)}
@@ -130,26 +151,29 @@ class TorchrunWorld:
         self._send(call, pickle.dumps((deadline, work)))
         # Our own share runs in a thread: if another rank fails, we may be stuck in a collective with it.
         own: list[bytes] = []
-        own_share = threading.Thread(target=self._perform_own, args=(work, own), daemon=True)
-        own_share.start()
+        self._own_share = threading.Thread(target=self._perform_own, args=(work, own), daemon=True)
+        self._own_share.start()
         answers: dict[int, Answer] = {}
         end = time.monotonic() + deadline
         try:
-            while len(answers) < self.size and time.monotonic() < end and not self._dead(answers):
-                own_share.join(_POLL)
+            while len(answers) < self.size and not self._gone(answers):
+                if time.monotonic() >= end and not self._doubtful(answers):
+                    break
+                self._own_share.join(_POLL)
                 for other in range(self.size):
                     if other not in answers and (answer := self._answer(call, other, own)) is not None:
                         answers[other] = pickle.loads(answer)
                         if answers[other].failure:  # the others are likely to be waiting for it in a collective
                             end = min(end, time.monotonic() + GRACE)
         except KeyboardInterrupt:
-            if not self._dead(answers):  # else it is torchrun's
+            if not self._gone(answers):  # else it is torchrun's
                 raise
         self.alive = len(answers) == self.size
         failures = failures_of(answers)
-        if dead := self._dead(answers):
-            self._ending(f"rank {dead[0]} of {self.size} {_DEAD}")
-            failures = dict.fromkeys(dead, (_DEAD, None)) | failures
+        if gone := self._gone(answers):
+            first, how = next(iter(gone.items()))
+            self._ending(f"rank {first} of {self.size} {how}")
+            failures = {rank_: (how, None) for rank_, how in gone.items()} | failures
         if failures or not self.alive:
             if self.alive and (any(each.broken for each in answers.values()) or not self._in_step(answers)):
                 self.alive = False
@@ -172,16 +196,27 @@ class TorchrunWorld:
     def close(self) -> None:
         """End the other ranks: those that still serve stop, and torchrun ends those that hang."""
         self._send(self._call, _STOP)
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         if self.alive:
             dist.destroy_process_group()
         self.alive = False
+        if self._own_share.is_alive():  # in a collective that does not end: Python's own way to end would abort there
+            atexit.register(_exit_at_once)
         while self._ends:
             os.close(self._ends.popitem()[1])
 
-    def _dead(self, answers: dict[int, Answer]) -> list[int]:
-        """Ranks that have ended without an answer."""
+    def _gone(self, answers: dict[int, Answer]) -> dict[int, str]:
+        """Ranks that cannot answer any more, and how that is known."""
         ended = select.select(self._ends.values(), [], [], 0)[0]
-        return [rank_ for rank_, end in self._ends.items() if end in ended and rank_ not in answers]
+        gone = {rank_: _DEAD for rank_, end in self._ends.items() if end in ended}
+        if self._heartbeat is not None:
+            gone |= {rank_: f"on {self._hosts.get(rank_, 'its host')} {_LOST}" for rank_ in self._heartbeat.lost()}
+        return {rank_: how for rank_, how in gone.items() if rank_ not in answers}
+
+    def _doubtful(self, answers: dict[int, Answer]) -> bool:
+        """Whether one that has not answered may be gone."""
+        return self._heartbeat is not None and not answers.keys() >= set(self._heartbeat.doubtful())
 
     def _perform_own(self, work: bytes, own: list[bytes]) -> None:
         if self.device == "cuda":
@@ -201,6 +236,13 @@ class TorchrunWorld:
 
     def _send(self, call: int, message: bytes) -> None:
         self._store.set(f"{call}", self._seal.seal(message, f"{call}"))  # type: ignore[arg-type]
+
+
+def _exit_at_once() -> None:
+    """After a call that has failed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 class LocalWorld:
