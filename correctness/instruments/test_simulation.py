@@ -158,7 +158,7 @@ HERE = f"{Path(__file__).relative_to(Path.cwd()) if Path(__file__).is_relative_t
         (lambda x: x.sum().item(), "aten::_local_scalar_dense"),
         (lambda x: bool(x.max() > 0), "aten::_local_scalar_dense"),
         (lambda x: x.nonzero(), "aten::nonzero"),
-        (lambda x: x[x > 0], "aten::nonzero"),
+        (lambda x: x[x > 0], "aten::index.Tensor"),
         (lambda x: x.tolist(), "Tensor.tolist"),
         (lambda x: x.numpy(), "Tensor.numpy"),
     ],

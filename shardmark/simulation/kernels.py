@@ -31,11 +31,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd.graph import _engine_run_backward
+from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
 from shardmark.registry import Unsupported
 from shardmark.replay import user_line
-from shardmark.simulation.kinds import Kind, kind_of
+from shardmark.simulation.kinds import Kind, kind_of, made_of_others
 
 SMALL = 2**14
 """Tensors of up to so many elements have values, where these follow from the program's own."""
@@ -50,10 +51,12 @@ _KEYS = torch._C.DispatchKeySet(_KEY)
 
 aten = torch.ops.aten
 
-
 _FINITE = aten._amp_foreach_non_finite_check_and_unscale_.default
 """Looks for infinite gradients, and writes what it found: none, in a simulation."""
 
+
+_PASSED_BY = (aten.as_strided.default, aten.view.default, aten.empty.memory_format, aten.empty_strided.default)
+"""They compute nothing, and need not come here one by one: FSDP cuts a tensor into as many views as there are ranks."""
 
 Collective = Callable[[OpOverload, tuple[Any, ...]], Any]
 """What a collective of c10d gives for those arguments: it allocates what a backend would."""
@@ -75,6 +78,7 @@ class _Kernels:
     def learn(self) -> None:
         """Find out how many references a gradient has that autograd alone has, from the first sum of two."""
         x = torch.ones((), requires_grad=True) * 1
+        _forget_value(x)  # gradients that have a value are autograd's alone, until we look at them
         (x.sin() + x.cos()).backward()
 
     def __call__(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +94,7 @@ class _Kernels:
                 return args[0].add_(args[1])
         tensors = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
         if keys.has(DispatchKey.Meta) or all(map(_has_value, tensors)):
-            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            with _off(operator):
                 return operator(*args, **kwargs)
         if kind is Kind.READ:
             raise _depends_on_values(operator)
@@ -131,13 +135,20 @@ class _Kernels:
         key = operator, _described(args), tuple((name, _described(value)) for name, value in kwargs.items())
         if key not in self._layouts:
             try:
-                with self._one_at_a_time, torch._C._ExcludeDispatchKeyGuard(_KEYS), self._fake:
+                with self._one_at_a_time, _off(operator), self._fake:
                     fake_args, fake_kwargs = tree_map_only(Tensor, _empty_like, (tuple(args), kwargs))
                     results = operator(*fake_args, **fake_kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException):
                 raise _depends_on_values(operator) from None
             self._layouts[key] = tree_map_only(Tensor, _Layout, results)
         return self._layouts[key]
+
+
+@contextmanager
+def _off(operator: OpOverload) -> Iterator[None]:
+    """In the block the operator runs as always. In a range, by which the meter knows what it takes and gives back."""
+    with torch._C._ExcludeDispatchKeyGuard(_KEYS), record_function(operator._schema.name):
+        yield
 
 
 class _Layout:
@@ -247,10 +258,10 @@ def no_kernels(collective: Collective) -> Iterator[None]:
     kernels = _Kernels(collective)
     everything, named = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     everything.fallback(kernels, "FPGA", with_keyset=True)
-    for operator in (aten.copy_.default, aten.add.Tensor):
+    for operator in made_of_others():
         named.impl(operator, _named(kernels, operator), "FPGA", with_keyset=True)
-    # PyTorch's FSDP cuts a tensor into as many views as there are ranks: they need not come here one by one.
-    named.impl(aten.as_strided.default, torch.library.fallthrough_kernel, "FPGA")
+    for operator in _PASSED_BY:
+        named.impl(operator, torch.library.fallthrough_kernel, "FPGA")
     patches = [patch.object(Tensor, name, _read(getattr(Tensor, name))) for name in ("tolist", "numpy")]
     patches.append(patch.object(threading.Thread, "run", _in_threads(threading.Thread.run)))
     patches.append(patch.object(FakeTensorMode, "__torch_dispatch__", _fake_alone(FakeTensorMode.__torch_dispatch__)))

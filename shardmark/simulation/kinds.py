@@ -26,26 +26,24 @@ class Kind(Enum):
     """A collective of c10d."""
 
 
-_ALLOCATE = ("empty", "set_", "resize_", "_unsafe_view", "_reshape_alias", "_fused_sdp_choice")
-"""What the names of CPU kernels begin with that lay out memory, and compute nothing."""
+_ALLOCATE = ("empty", "set_", "resize_", "_unsafe_view", "unsafe_split", "lift", "_reshape_alias", "_fused_sdp_choice")
+"""What the names of kernels begin with that lay out memory, and compute nothing."""
 
-_NAMED = {
-    aten._local_scalar_dense.default: Kind.READ,
-    # A kernel for all devices, which copies.
-    aten.copy_.default: Kind.WRITE,
-    # It has no kernel for this key, and would be made of another operator; see `shardmark.simulation.kernels`.
-    aten.add.Tensor: Kind.COMPUTE,
-}
+_FOR_ALL_DEVICES = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+"""Keys of kernels that make an operator of others, on devices that have no kernel of their own for it."""
 
 
 @cache
 def kind_of(operator: OpOverload) -> Kind:
-    if operator in _NAMED:
-        return _NAMED[operator]
+    if operator is aten._local_scalar_dense.default:
+        return Kind.READ
     name = operator.name()
     if name.startswith("c10d::"):
         return Kind.SEND
-    if not name.startswith("aten::") or not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
+    keys = ("CPU", *_FOR_ALL_DEVICES)
+    if not name.startswith("aten::") or not any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys
+    ):
         return Kind.RUN
     if name.removeprefix("aten::").startswith(_ALLOCATE) or torch.Tag.inplace_view in operator.tags:
         return Kind.RUN
@@ -54,3 +52,25 @@ def kind_of(operator: OpOverload) -> Kind:
         return Kind.WRITE
     views = schema.returns and all(result.alias_info is not None for result in schema.returns)
     return Kind.RUN if views or not any("Tensor" in str(result.type) for result in schema.returns) else Kind.COMPUTE
+
+
+@cache
+def made_of_others() -> tuple[OpOverload, ...]:
+    """The operators that PyTorch would make of others here, and that have tensors to compute with or write to.
+
+    To the meter each is one operator all the same: what it takes and gives back is its workspace. Those with a device
+    are left out, as they make tensors of the program's own numbers, or move them; and those that are given their result.
+    """
+    found = []
+    for key in _FOR_ALL_DEVICES:
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
+            namespace, _, rest = name.partition("::")
+            packet, _, overload = rest.partition(".")
+            operator = getattr(getattr(aten, packet, None), overload or "default", None) if namespace == "aten" else None
+            if operator is None or kind_of(operator) not in (Kind.COMPUTE, Kind.WRITE):
+                continue
+            arguments = operator._schema.arguments
+            excluded = any(each.name == "device" or each.is_out for each in arguments)
+            if not excluded and any("Tensor" in str(each.type) for each in arguments):
+                found.append(operator)
+    return tuple(dict.fromkeys(found))

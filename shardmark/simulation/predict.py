@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from shardmark.blocks import without_operators
 from shardmark.excess import Held
 from shardmark.memory import release
 from shardmark.passes import blocks_at_peak, meter_pass
@@ -19,7 +20,8 @@ def predict(plan: Plan, rank: int = 0) -> Measured:
     Unsupported, in one line, for a program whose operators depend on values.
     """
     with _simulation(plan, rank):
-        workload, memory, _ = meter_pass(plan)
+        with without_operators():
+            workload, memory, _ = meter_pass(plan)
         measured = Measured(workload.backend, memory)
         del workload
         for observer in plan.observers:
