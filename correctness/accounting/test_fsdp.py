@@ -16,7 +16,9 @@ from impl.model.sizes import SIZES
 from impl.training_step.accounting import eager_peak
 from impl.training_step.cases import TrainingStepCase
 from perf.workloads.fsdp import FSDPStep
+from shardmark.plan import Plan
 from shardmark.registry import family
+from shardmark.simulation.predict import predict
 
 TINY = FSDPCase("tiny", batch=2, context=32)
 """The largest moment is in backward, at the output projection or the last block."""
@@ -106,6 +108,15 @@ def test_peak_falls_with_the_ranks_and_stays_above_what_every_rank_must_hold() -
     assert peaks == sorted(peaks, reverse=True)
     two_tables = 2 * 4 * SIZES["small"].vocab * SIZES["small"].d_model
     assert two_tables < peaks[-1] < 0.5 * peaks[0]
+
+
+@pytest.mark.parametrize("ranks", [100, 1024])
+def test_simple_fsdp_pads_the_shards_of_all_ranks_that_have_fewer_rows(ranks: int) -> None:
+    """Some of 100 ranks have fewer rows of a block's parameters, of 1,024 most have none."""
+    case = replace(TINY, ranks=ranks)
+    plan = Plan(FSDPStep, family("fsdp").implementations["simple"], None, case, "cpu", ranks)
+    mesh = 4 * ranks  # its number of each rank, in the first model of a process
+    assert 0 <= predict(plan).memory.tensors - transformer_peak(case) <= mesh
 
 
 def test_bytes_sent_are_those_of_gathering_twice_and_reducing_once() -> None:
