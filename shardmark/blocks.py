@@ -79,7 +79,8 @@ class Recording:
 @contextmanager
 def without_operators() -> Iterator[None]:
     """Recordings of the block have no operators, but for those that have a range: most of their time is these."""
-    enabled = partial(profiler._enable_profiler, scopes={RecordScope.USER_SCOPE})
+    scopes = {RecordScope.USER_SCOPE}
+    enabled = partial(profiler._enable_profiler, scopes=scopes)  # type: ignore[call-arg]  (annotated without it)
     with patch.object(profiler, "_enable_profiler", enabled):
         yield
 

@@ -49,7 +49,11 @@ CASES: dict[str, tuple[type[Any], list[Any], tuple[int, ...]]] = {
     "loss": (LossStep, [LossCase(256, 64, 1000)], (1,)),
     "optimizer": (
         OptimizerStep,
-        [OptimizerCase("tiny"), OptimizerCase("tiny", dtype="bfloat16", master_weights=True)],
+        [
+            OptimizerCase("tiny"),
+            OptimizerCase("tiny", dtype="bfloat16", master_weights=True),
+            OptimizerCase("tiny", clipping="in_step"),
+        ],
         (1,),
     ),
     "data_parallel": (DataParallelStep, [TrainingStepCase("tiny", 2, 32), ReductionCase("tiny", 2, 32)], (2, 3)),
@@ -147,6 +151,13 @@ def test_numbers_of_the_program_have_values() -> None:
         sizes = torch.full((3,), 7)
         sizes.mul_(2)
         assert int(sizes[1]) == 14
+
+
+def test_numbers_that_were_not_computed_are_taken_for_finite() -> None:
+    with no_kernels(gloo):
+        norm = (torch.randn(300, 300) @ torch.randn(300, 300)).norm()
+        assert norm.isfinite() and not norm.isnan() and not norm.isinf()
+        assert (torch.ones(2) / 0).isinf().all()
 
 
 HERE = f"{Path(__file__).relative_to(Path.cwd()) if Path(__file__).is_relative_to(Path.cwd()) else Path(__file__)}"

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardmark.registry import Unsupported
 from shardmark.replay import user_line
-from shardmark.simulation.kinds import Kind, kind_of, made_of_others
+from shardmark.simulation.kinds import Kind, kind_of, made_of_others, of_finite_numbers
 
 SMALL = 2**14
 """Tensors of up to so many elements have values, where these follow from the program's own."""
@@ -100,12 +100,17 @@ class _Kernels:
             raise _depends_on_values(operator)
         if kind is Kind.WRITE:
             return self._write(operator, args, kwargs)
-        results = self._layout(operator, args, kwargs)
-        return tree_map_only(_Layout, _Layout.allocate, results)
+        results = tree_map_only(_Layout, _Layout.allocate, self._layout(operator, args, kwargs))
+        finite = of_finite_numbers(operator, args)
+        if finite is not None and _is_small(results):
+            del results.untyped_storage().no_value
+            results.fill_(finite)
+        return results
 
     def _send(self, keys: Any, operator: OpOverload, args: tuple[Any, ...]) -> Any:
         if all(map(_has_value, _tensors(args))):
-            operator.redispatch(keys.remove(_KEY), *args)
+            with torch._C._ExcludeDispatchKeyGuard(_KEYS):  # it copies for each rank
+                operator.redispatch(keys.remove(_KEY), *args)
         else:
             for tensor in _tensors(args[:1]):  # what a collective writes comes first
                 _forget_value(tensor)

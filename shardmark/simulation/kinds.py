@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from enum import Enum, auto
 from functools import cache
+from itertools import chain
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -58,19 +62,29 @@ def kind_of(operator: OpOverload) -> Kind:
 def made_of_others() -> tuple[OpOverload, ...]:
     """The operators that PyTorch would make of others here, and that have tensors to compute with or write to.
 
-    To the meter each is one operator all the same: what it takes and gives back is its workspace. Those with a device
-    are left out, as they make tensors of the program's own numbers, or move them; and those that are given their result.
+    To the meter each is one operator all the same: what it takes and gives back is its workspace. Left out are those
+    with a device, which make tensors of the program's own numbers, or move them, and those that are given their result.
     """
+    names = chain.from_iterable(map(torch._C._dispatch_get_registrations_for_dispatch_key, _FOR_ALL_DEVICES))
     found = []
-    for key in _FOR_ALL_DEVICES:
-        for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
-            namespace, _, rest = name.partition("::")
-            packet, _, overload = rest.partition(".")
-            operator = getattr(getattr(aten, packet, None), overload or "default", None) if namespace == "aten" else None
-            if operator is None or kind_of(operator) not in (Kind.COMPUTE, Kind.WRITE):
-                continue
-            arguments = operator._schema.arguments
-            excluded = any(each.name == "device" or each.is_out for each in arguments)
-            if not excluded and any("Tensor" in str(each.type) for each in arguments):
-                found.append(operator)
-    return tuple(dict.fromkeys(found))
+    for name in dict.fromkeys(names):
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        operator = getattr(getattr(aten, packet, None), overload or "default", None)
+        if operator is None or kind_of(operator) not in (Kind.COMPUTE, Kind.WRITE):
+            continue
+        arguments = operator._schema.arguments
+        excluded = any(each.name == "device" or each.is_out for each in arguments)
+        if not excluded and any("Tensor" in str(each.type) for each in arguments):
+            found.append(operator)
+    return tuple(found)
+
+
+def of_finite_numbers(operator: OpOverload, args: Sequence[Any]) -> bool | None:
+    """What a comparison gives that asks whether numbers are finite: a simulation takes those for finite that it does
+    not have, as training would stop with others. None for other operators.
+    """
+    if operator in (aten.eq.Tensor, aten.ne.Tensor):
+        return operator is aten.eq.Tensor if args[0] is args[1] else None  # a NaN is not itself
+    if operator in (aten.eq.Scalar, aten.ne.Scalar):
+        return operator is aten.ne.Scalar if args[1] == math.inf else None
+    return False if operator in (aten.isnan.default, aten.isinf.default) else None
