@@ -80,7 +80,7 @@ class Recording:
 def without_operators() -> Iterator[None]:
     """Recordings of the block have no operators, but for those that have a range: most of their time is these."""
     scopes = {RecordScope.USER_SCOPE}
-    enabled = partial(profiler._enable_profiler, scopes=scopes)  # type: ignore[call-arg]  (annotated without it)
+    enabled = partial(profiler._enable_profiler, scopes=scopes)  # type: ignore[call-arg]  # as annotated
     with patch.object(profiler, "_enable_profiler", enabled):
         yield
 

@@ -69,11 +69,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """At most `formula` bytes times `slack` of tensors at the peak; operators may take `expected_workspace` beside."""
+    """At most `formula` bytes times `slack` of tensors at the peak; operators may take `expected_workspace` beside.
+
+    `predicted` where no closed form is known, and `formula` is what a simulation has at the peak.
+    """
 
     formula: int
     slack: float = MEMORY_SLACK
     expected_workspace: int = 0
+    predicted: bool = False
 
     @property
     def needed(self) -> int:
@@ -174,8 +178,8 @@ def verdicts(
         sizes = _told_apart(most, memory_budget.bytes, memory_budget.formula)
         yield (
             memory_budget.verdict(most),
-            f"{sizes[0]} of tensors at the peak, over the budget of {sizes[1]} (formula {sizes[2]} x "
-            f"{memory_budget.slack})",
+            f"{sizes[0]} of tensors at the peak, over the budget of {sizes[1]} "
+            f"({'prediction' if memory_budget.predicted else 'formula'} {sizes[2]} x {memory_budget.slack})",
         )
         least = min(tensors)
         yield (

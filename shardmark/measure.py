@@ -26,6 +26,7 @@ from shardmark.registry import Implementation, Race
 from shardmark.report import undecided
 from shardmark.rows import (
     Row,
+    budget_entry,
     counters_entry,
     limit_entry,
     main_figures,
@@ -54,12 +55,13 @@ class Measure:
         measure(TrainingStep, implementation, case, work=work(case, world.size), world_size=world.size)
 
     `workload` is a module-level class (`shardmark.plan.Workload`); `work` is what one step does on all ranks; `rates`
-    turns the mean step time into further figures of the row's work. The memory budget is the implementation's own
-    formula times `slack`. `time` is the race; without it, the one that the implementation is registered with. A case
-    whose `time` has a goal is not started without room for the peer too. `rounds`
-    are by default those of pytest-benchmark's options; more are added while a verdict is undecided. `observe` is what
-    else is to be seen (`shardmark.observers`). The row is saved whatever the verdict. Over budget, the test fails;
-    where the rounds leave a time budget undecided, so is the test; where the case would not fit, it is skipped.
+    turns the mean step time into further figures of the row's work. The memory budget is `slack` times the
+    implementation's own formula; of one that has none, times what a simulation predicts. `time` is the race; without
+    it, the one that the implementation is registered with. A case whose `time` has a goal is not started without room
+    for the peer too. `rounds` are by default those of pytest-benchmark's options; more are added while a verdict is
+    undecided. `observe` is what else is to be seen (`shardmark.observers`). The row is saved whatever the verdict. Over
+    budget, the test fails; where the rounds leave a time budget undecided, so is the test; where the case would not
+    fit, it is skipped.
 
     A test that measures by its own means saves its row with `record`.
     """
@@ -97,7 +99,6 @@ class Measure:
         least = fewest_rounds(SHOWN_CONFIDENCE) if race is not None and race.goal is not None else 1
         if race is not None and session.gate is not None:
             least = fewest_rounds(session.confidence)
-        memory = memory_budget(implementation, case, session.device, slack)
         plan = Plan(
             workload,
             implementation,
@@ -106,7 +107,6 @@ class Measure:
             session.device,
             world_size,
             self._rounds(rounds, max([least, *(observer.min_rounds for observer in observe)])),
-            memory=memory,
             tensors_before=None if session.gate is None else session.gate.tensors(self._benchmark.fullname),
             limits=self._limits(race),
             observers=tuple(type(observer) for observer in observe),
@@ -115,10 +115,13 @@ class Measure:
         )
 
         if session.simulated:
+            known = implementation.memory is not None  # a prediction is no budget for itself
+            memory = memory_budget(implementation, case, session.device, slack) if known else None
             return self._predict(plan, work, memory, observe)
+        memory = self._budget(plan, slack)
         identity = plan.identity
         goal = None if time is None else time.goal
-        plan = self._with_room_for_peer(plan, memory, self._admit(identity, memory), goal)
+        plan = self._with_room_for_peer(replace(plan, memory=memory), self._admit(identity, memory), goal)
         ranks = self._unless_out_of_memory(
             identity, memory, lambda: session.worlds.get(world_size).run(measure, plan, deadline=CASE_DEADLINE)
         )
@@ -146,7 +149,7 @@ class Measure:
             beside_ref=beside_ref,
         )
 
-    def attempt(self, identity: Identity, memory: MemoryBudget, run: Callable[[], list[T]]) -> list[T]:
+    def attempt(self, identity: Identity, memory: MemoryBudget | None, run: Callable[[], list[T]]) -> list[T]:
         """What `run` returns, if the case fits and memory does not run out; else its row says so, and the test ends."""
         __tracebackhide__ = True
         if self._session.simulated:
@@ -177,7 +180,7 @@ class Measure:
         row = new_row(replace(identity, backend=ranks[0].backend), session.scale, session.link_rate)
         seconds = step_seconds(ranks)
         self._replay(seconds)
-        if memory is not None:
+        if memory is not None or ranks[0].memory.phases:  # metered, though it has no budget
             row["memory"] = memory_entry(ranks, memory)
         if work is not None:
             row["work"] = asdict(work) | rates(fmean(seconds))
@@ -204,7 +207,7 @@ class Measure:
         self._conclude(row, stats, verdicts, observe, memory, at_peak)
         return row
 
-    def _predict(self, plan: Plan, work: Work, memory: MemoryBudget, observe: Sequence[Observer]) -> Row:
+    def _predict(self, plan: Plan, work: Work, memory: MemoryBudget | None, observe: Sequence[Observer]) -> Row:
         """Judge and save what the case would take on the first rank, and return the row: it has no times."""
         __tracebackhide__ = True
         # Imported here because all of PyTorch's FSDP comes with it, which takes a second.
@@ -313,30 +316,40 @@ class Measure:
             disable_gc=option("disable_gc"),
         )
 
-    def _admit(self, identity: Identity, memory: MemoryBudget) -> int:
+    def _budget(self, plan: Plan, slack: float = 1.0) -> MemoryBudget | None:
+        """By the implementation's own formula, else by a prediction; None where neither is to be had."""
+        if plan.implementation.memory is not None:
+            return memory_budget(plan.implementation, plan.case, plan.device, slack)
+        tensors = self._session.predictions.tensors(plan)
+        workspace = plan.implementation.workspace(plan.case, plan.device)
+        return None if tensors is None else MemoryBudget(tensors, slack, workspace, predicted=True)
+
+    def _admit(self, identity: Identity, memory: MemoryBudget | None) -> int:
         """Bytes available for the case; one that would not fit is skipped, with a row that says what it needs."""
-        needed = memory.needed * _copies(identity)
+        needed = 0 if memory is None else memory.needed * _copies(identity)
         available = min(self._session.worlds.get(identity.world_size).run(available_bytes, identity.device))
         if needed > available:
             self._not_started(identity, memory, needed, available)
         return available
 
-    def _not_started(self, identity: Identity, memory: MemoryBudget, needed: int, available: int) -> NoReturn:
+    def _not_started(self, identity: Identity, memory: MemoryBudget | None, needed: int, available: int) -> NoReturn:
         why = f"needs {needed / MIB:,.0f} MiB of {available / MIB:,.0f} MiB available"
         self._unmeasured(identity, memory, budget.NOT_STARTED, why, needed=needed, available=available)
         pytest.skip(f"{budget.NOT_STARTED}: {why}")
 
-    def _with_room_for_peer(self, plan: Plan, memory: MemoryBudget, available: int, goal: float | None) -> Plan:
+    def _with_room_for_peer(self, plan: Plan, available: int, goal: float | None) -> Plan:
         """The plan, without its peer where there is no room for both; with a goal, it is not started then."""
         if plan.peer is None:
             return plan
-        tensors = memory.formula + plan.peer.peak(plan.case, plan.device)
-        workspace = max(memory.expected_workspace, plan.peer.workspace(plan.case, plan.device))  # they take turns
-        both = (tensors + workspace) * _copies(plan.identity)
+        own, theirs = plan.memory, self._budget(replace(plan, implementation=plan.peer))
+        if own is None or theirs is None:
+            return plan
+        workspace = max(own.expected_workspace, theirs.expected_workspace)  # they take turns
+        both = (own.formula + theirs.formula + workspace) * _copies(plan.identity)
         if both <= available:
             return plan
         if goal is not None:
-            self._not_started(plan.identity, memory, both, available)
+            self._not_started(plan.identity, own, both, available)
         self._item.warn(
             pytest.PytestWarning(
                 f"measured without its peer {plan.peer}: both need {both / MIB:,.0f} MiB of {available / MIB:,.0f} MiB"
@@ -344,7 +357,9 @@ class Measure:
         )
         return replace(plan, peer=None)
 
-    def _unless_out_of_memory(self, identity: Identity, memory: MemoryBudget, run: Callable[[], list[T]]) -> list[T]:
+    def _unless_out_of_memory(
+        self, identity: Identity, memory: MemoryBudget | None, run: Callable[[], list[T]]
+    ) -> list[T]:
         __tracebackhide__ = True
         try:
             return run()
@@ -362,11 +377,13 @@ class Measure:
         # Past the last round there is only what pytest-benchmark's own profiler asks for, and that takes no time.
         self._benchmark.pedantic(lambda: clock.advance(next(remaining, 0.0)), setup=clock.reset, rounds=len(seconds))
 
-    def _unmeasured(self, identity: Identity, memory: MemoryBudget, verdict: str, why: str, **found: int) -> None:
+    def _unmeasured(
+        self, identity: Identity, memory: MemoryBudget | None, verdict: str, why: str, **found: int
+    ) -> None:
         """Save a row without times."""
         self._benchmark.skipped = True  # or pytest-benchmark warns of a fixture that was not used
         row = new_row(identity, self._session.scale, self._session.link_rate)
-        row["memory"] = {**asdict(memory), "budget": memory.bytes, **found}
+        row["memory"] = {**({} if memory is None else budget_entry(memory)), **found}
         row |= {"verdict": verdict, "why": why}
         self._save(row, None)
 

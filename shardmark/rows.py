@@ -98,8 +98,8 @@ def largest_memory(ranks: list[Measured]) -> Memory:
     return max((rank.memory for rank in ranks), key=lambda memory: (memory.tensors, memory.peak))
 
 
-def memory_entry(ranks: list[Measured], budget: MemoryBudget) -> Row:
-    """Bytes by phase and at the peak, on the rank that held most, beside the budget of its tensors."""
+def memory_entry(ranks: list[Measured], budget: MemoryBudget | None) -> Row:
+    """Bytes by phase and at the peak, on the rank that held most, beside the budget of its tensors, if there is one."""
     most = largest_memory(ranks)
     return {
         "phases": most.phases,
@@ -109,9 +109,13 @@ def memory_entry(ranks: list[Measured], budget: MemoryBudget) -> Row:
         "workspace_operator": most.workspace.operator or None,
         "peak_by_rank": [rank.memory.peak for rank in ranks],
         "tensors_by_rank": [rank.memory.tensors for rank in ranks],
-        **asdict(budget),
-        "budget": budget.bytes,
+        **({} if budget is None else budget_entry(budget)),
     }
+
+
+def budget_entry(budget: MemoryBudget) -> Row:
+    """The budget in the row's "memory"."""
+    return {**asdict(budget), "budget": budget.bytes}
 
 
 def time_entry(

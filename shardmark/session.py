@@ -20,6 +20,7 @@ from shardmark.grid import SCALES
 from shardmark.growing import Entry
 from shardmark.hardware import Roofline, measure_roofline
 from shardmark.link import Link, LinkError
+from shardmark.predicted import Predictions
 from shardmark.ref import Ref
 from shardmark.registry import Implementation
 from shardmark.report.layout import printable
@@ -90,6 +91,7 @@ class Session:
             self._close_files()
             raise
         self._rooflines: dict[str, Roofline] = {}
+        self.predictions = Predictions()
 
     @property
     def link_rate(self) -> str | None:

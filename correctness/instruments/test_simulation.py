@@ -211,3 +211,16 @@ def test_simulated_rows_have_memory_and_no_times(project: pytest.Pytester) -> No
     plain, greedy = row_of(output, "plain"), row_of(output, "greedy")
     assert plain["simulated"] and plain["verdict"] == "pass" and greedy["verdict"] == "fail"
     assert plain["memory"]["tensors"] == 4000 and not plain["time"].get("parts")
+
+
+def test_what_has_no_formula_is_held_to_its_prediction(project: pytest.Pytester) -> None:
+    file = project.path / "test_sleeps.py"
+    file.write_text(file.read_text().replace('"greedy", 1.0, memory=lambda case: formula(case) // 2', '"greedy", 1.0'))
+    chosen = ("--scale=smoke", "-k", "nap and greedy")
+    result, output = run_project(project, *chosen)
+    result.assert_outcomes(passed=1)
+    memory = row_of(output, "greedy")["memory"]
+    assert memory["predicted"] and memory["formula"] == memory["tensors"] == 4000
+    _, output = run_project(project, "--simulate=cpu", *chosen)
+    row = row_of(output, "greedy")
+    assert row["memory"]["tensors"] == 4000 and "budget" not in row["memory"] and row["verdict"] is None

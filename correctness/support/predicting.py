@@ -7,7 +7,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import cross_entropy, dropout, gelu, scaled_dot_product_attention
+from torch.nn.functional import (
+    binary_cross_entropy,
+    cross_entropy,
+    dropout,
+    gelu,
+    huber_loss,
+    l1_loss,
+    mse_loss,
+    scaled_dot_product_attention,
+    smooth_l1_loss,
+)
 
 from shardmark.blocks import recording
 from shardmark.handles import workers_free_first
@@ -92,6 +102,13 @@ def operators(size: int) -> None:
     loss.backward()
 
 
+def losses(size: int) -> None:
+    """The mean of some keeps the storage of all elements' losses."""
+    for loss in (mse_loss, smooth_l1_loss, huber_loss, l1_loss, binary_cross_entropy):
+        x, y = torch.rand(size, size, requires_grad=True), torch.rand(size, size)
+        loss(x * 1, y).backward()
+
+
 def attention_of_parts(size: int) -> None:
     q, k, v = (torch.randn(2, 2, size, 32, requires_grad=True) for _ in range(3))
     with sdpa_kernel(SDPBackend.MATH):
@@ -122,4 +139,14 @@ def loss_scaling(size: int) -> None:
         optimizer.zero_grad()
 
 
-PROGRAMS = [residual, shared, retained, functions_of_python, operators, attention_of_parts, optimizers, loss_scaling]
+PROGRAMS = [
+    residual,
+    shared,
+    retained,
+    functions_of_python,
+    operators,
+    losses,
+    attention_of_parts,
+    optimizers,
+    loss_scaling,
+]

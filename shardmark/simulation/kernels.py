@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -36,7 +37,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardmark.registry import Unsupported
 from shardmark.replay import user_line
-from shardmark.simulation.kinds import Kind, kind_of, made_of_others, of_finite_numbers
+from shardmark.simulation.kinds import LEFT_AMONG_ELEMENTS, Kind, kind_of, made_of_others, of_finite_numbers
 
 SMALL = 2**14
 """Tensors of up to so many elements have values, where these follow from the program's own."""
@@ -126,7 +127,7 @@ class _Kernels:
             results = self._layout(operator, args, kwargs)
             layouts = results if isinstance(results, tuple) else (results,)
             for (_, out), layout in zip(given, layouts, strict=False):
-                if out.shape != layout.shape:
+                if isinstance(layout, _Layout) and out.shape != layout.shape:
                     out.resize_(layout.shape)
         written = [tensor for _, tensor in given]
         if operator is not _FINITE:
@@ -145,7 +146,8 @@ class _Kernels:
                     results = operator(*fake_args, **fake_kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException):
                 raise _depends_on_values(operator) from None
-            self._layouts[key] = tree_map_only(Tensor, _Layout, results)
+            room = max(map(Tensor.numel, _tensors(args))) if operator in LEFT_AMONG_ELEMENTS else 0
+            self._layouts[key] = tree_map_only(Tensor, partial(_Layout, room=room), results)
         return self._layouts[key]
 
 
@@ -159,11 +161,16 @@ def _off(operator: OpOverload) -> Iterator[None]:
 class _Layout:
     """How a result lies in memory."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, room: int = 0) -> None:
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self.room = room
+        """Elements of its storage, where these are more than its own."""
 
     def allocate(self) -> Tensor:
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+        if self.room > self.shape.numel():
+            tensor = torch.empty(self.room, dtype=self.dtype, device="cpu").as_strided(self.shape, self.stride)
+        else:
+            tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
         _forget_value(tensor)
         return tensor
 

@@ -37,6 +37,15 @@ _FOR_ALL_DEVICES = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFu
 """Keys of kernels that make an operator of others, on devices that have no kernel of their own for it."""
 
 
+LEFT_AMONG_ELEMENTS = (
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.soft_margin_loss.default,
+)
+"""Losses whose mean or sum keeps the storage of the elements' own."""
+
+
 @cache
 def kind_of(operator: OpOverload) -> Kind:
     if operator is aten._local_scalar_dense.default:
@@ -63,7 +72,7 @@ def made_of_others() -> tuple[OpOverload, ...]:
     """The operators that PyTorch would make of others here, and that have tensors to compute with or write to.
 
     To the meter each is one operator all the same: what it takes and gives back is its workspace. Left out are those
-    with a device, which make tensors of the program's own numbers, or move them, and those that are given their result.
+    with a device, which make tensors of the program's own numbers, or move them.
     """
     names = chain.from_iterable(map(torch._C._dispatch_get_registrations_for_dispatch_key, _FOR_ALL_DEVICES))
     found = []
@@ -73,8 +82,8 @@ def made_of_others() -> tuple[OpOverload, ...]:
         if operator is None or kind_of(operator) not in (Kind.COMPUTE, Kind.WRITE):
             continue
         arguments = operator._schema.arguments
-        excluded = any(each.name == "device" or each.is_out for each in arguments)
-        if not excluded and any("Tensor" in str(each.type) for each in arguments):
+        has_device = any(each.name == "device" for each in arguments)
+        if not has_device and any("Tensor" in str(each.type) for each in arguments if not each.is_out):
             found.append(operator)
     return tuple(found)
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from impl.accounting.ledger import Bytes
-from impl.accounting.library.unnamed import Unnamed, by_rows
 from impl.accounting.programs.mlp import StepBytes
 from impl.accounting.programs.parameters import BYTES, FLOAT, Parameter
 from impl.accounting.programs.transformer import TransformerStep
 from impl.accounting.strategies import GRADIENTS, Strategy
+from impl.accounting.unnamed import Unnamed, by_rows
 from impl.model.mlp import MLP_SIZES
 from impl.training_step import accounting as training_step
 from shardmark.grid import Work
