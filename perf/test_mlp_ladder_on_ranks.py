@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from impl.accounting.library.simple_fsdp import peak, peak_of_stages, stages, work
+from impl.accounting.simple_fsdp import peak, peak_of_stages, stages, work
 from impl.fsdp.cases import RankRung
 from impl.training_step.cases import TrainingStepCase
 from perf.answers import fastest_and_smallest_rung, held_while_made

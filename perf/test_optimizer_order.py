@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 
-from impl.accounting.library.optimizer_order import VARIANTS, stage_bytes
+from impl.accounting.optimizer_order import VARIANTS, stage_bytes
 from impl.fsdp.optimizer_order import rewire
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel
 from impl.training_step.cases import TrainingStepCase

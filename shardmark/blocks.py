@@ -20,8 +20,12 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from unittest.mock import patch
 
 import torch
+from torch._C._profiler import RecordScope
+from torch.autograd import profiler
 from torch.autograd.profiler import profile, record_function
 
 from shardmark.replay import END, MARK, WAITED, Event, replayed
@@ -70,6 +74,15 @@ class Recording:
         requested = {address: deque(sizes) for address, sizes in self.requested.items()}
         with no_gc():  # or it walks all of what is made here, again and again
             return replayed(roots, self.device, requested, self.modules)
+
+
+@contextmanager
+def without_operators() -> Iterator[None]:
+    """Recordings of the block have no operators, but for those that have a range: most of their time is these."""
+    scopes = {RecordScope.USER_SCOPE}
+    enabled = partial(profiler._enable_profiler, scopes=scopes)  # type: ignore[call-arg]  # as annotated
+    with patch.object(profiler, "_enable_profiler", enabled):
+        yield
 
 
 @contextmanager

@@ -17,12 +17,11 @@ from shardmark.excess import Held
 from shardmark.grid import Work
 from shardmark.memory import Memory, available_bytes, is_out_of_memory
 from shardmark.observers import Observer, Profile
-from shardmark.passes import blocks_at_peak, measure
+from shardmark.passes import NEAR, blocks_at_peak, measure
 from shardmark.plan import Identity, Plan, Rounds, Workload
 from shardmark.recorder import Rates, Recorder
 from shardmark.registry import Implementation, Race
 from shardmark.rows import Row, memory_entry, new_row
-from shardmark.simulation.hardware import CPU
 from shardmark.world import RankError, World
 
 T = TypeVar("T")
@@ -37,12 +36,13 @@ class Measure(Recorder):
         measure(TrainingStep, implementation, case, work=work(case, world.size), world_size=world.size)
 
     `workload` is a module-level class (`shardmark.plan.Workload`); `work` is what one step does on all ranks; `rates`
-    turns the mean step time into further figures of the row's work. The memory budget is the implementation's own
-    formula times `slack`. `time` is the race; without it, the one that the implementation is registered with. A case
-    whose `time` has a goal is not started without room for the peer too. `rounds`
-    are by default those of pytest-benchmark's options; more are added while a verdict is undecided. `observe` is what
-    else is to be seen (`shardmark.observers`). The row is saved whatever the verdict. Over budget, the test fails;
-    where the rounds leave a time budget undecided, so is the test; where the case would not fit, it is skipped.
+    turns the mean step time into further figures of the row's work. The memory budget is `slack` times the
+    implementation's own formula; of one that has none, times what a simulation predicts. `time` is the race; without
+    it, the one that the implementation is registered with. A case whose `time` has a goal is not started without room
+    for the peer too. `rounds` are by default those of pytest-benchmark's options; more are added while a verdict is
+    undecided. `observe` is what else is to be seen (`shardmark.observers`). The row is saved whatever the verdict. Over
+    budget, the test fails; where the rounds leave a time budget undecided, so is the test; where the case would not
+    fit, it is skipped.
 
     A test that measures by its own means saves its row with `record`.
     """
@@ -94,9 +94,8 @@ class Measure(Recorder):
             return self._predict(plan, work, slack, observe)
         memory, identity = self._budget(plan, slack), plan.identity
         plan = replace(plan, memory=memory)
-        if memory is not None:
-            goal = None if time is None else time.goal
-            plan = self._with_room_for_peer(plan, memory, self._admit(identity, memory), goal)
+        goal = None if time is None else time.goal
+        plan = self._with_room_for_peer(plan, self._admit(identity, memory), goal)
         ranks = self._unless_out_of_memory(
             identity, memory, lambda: session.worlds.get(world_size).run(measure, plan, deadline=CASE_DEADLINE)
         )
@@ -124,7 +123,7 @@ class Measure(Recorder):
             beside_ref=beside_ref,
         )
 
-    def attempt(self, identity: Identity, memory: MemoryBudget, run: Callable[[], list[T]]) -> list[T]:
+    def attempt(self, identity: Identity, memory: MemoryBudget | None, run: Callable[[], list[T]]) -> list[T]:
         """What `run` returns, if the case fits and memory does not run out; else its row says so, and the test ends."""
         __tracebackhide__ = True
         if self._session.simulated:
@@ -162,14 +161,18 @@ class Measure(Recorder):
         return row
 
     def _budget(self, plan: Plan, slack: float, predicted: Sequence[Memory] = ()) -> MemoryBudget | None:
-        """By the implementation's own formula, or for a user's own model by a prediction, if there can be one."""
-        if self._session.model is None:
-            return memory_budget(plan.implementation, plan.case, self._session.formulas_device, slack)
+        """By the implementation's own formula, or where none knows the case by a prediction, if there can be one."""
+        session = self._session
+        if session.model is None and plan.implementation.memory is not None:
+            return memory_budget(plan.implementation, plan.case, session.hardware.device, slack)
+        if session.model is None and session.simulated:
+            return None  # a prediction is no budget for itself; of a model it is, for the steps to come
         from shardmark.simulation.budget import predicted_budget  # as above
 
-        simulated = self._session.simulated
         try:
-            return predicted_budget(plan, CPU if simulated is None else simulated.hardware, predicted)
+            if session.model is None:
+                return predicted_budget(plan, session.hardware, slack, every_rank=False)
+            return predicted_budget(plan, session.hardware, NEAR, predicted)
         except registry.Unsupported as error:
             self._item.warn(pytest.PytestWarning(f"{plan.implementation} has no memory budget: {error}"))
             return None
@@ -217,30 +220,31 @@ class Measure(Recorder):
             disable_gc=option("disable_gc"),
         )
 
-    def _admit(self, identity: Identity, memory: MemoryBudget) -> int:
+    def _admit(self, identity: Identity, memory: MemoryBudget | None) -> int:
         """Bytes available for the case; one that would not fit is skipped, with a row that says what it needs."""
-        needed = memory.needed * _copies(identity)
+        needed = 0 if memory is None else memory.needed * _copies(identity)
         available = min(self._session.worlds.get(identity.world_size).run(available_bytes, identity.device))
         if needed > available:
             self._not_started(identity, memory, needed, available)
         return available
 
-    def _not_started(self, identity: Identity, memory: MemoryBudget, needed: int, available: int) -> NoReturn:
+    def _not_started(self, identity: Identity, memory: MemoryBudget | None, needed: int, available: int) -> NoReturn:
         why = f"needs {needed / MIB:,.0f} MiB of {available / MIB:,.0f} MiB available"
         self._unmeasured(identity, memory, budget.NOT_STARTED, why, needed=needed, available=available)
         pytest.skip(f"{budget.NOT_STARTED}: {why}")
 
-    def _with_room_for_peer(self, plan: Plan, memory: MemoryBudget, available: int, goal: float | None) -> Plan:
+    def _with_room_for_peer(self, plan: Plan, available: int, goal: float | None) -> Plan:
         """The plan, without its peer where there is no room for both; with a goal, it is not started then."""
+        own = plan.memory
         other = None if plan.peer is None else self._budget(replace(plan, implementation=plan.peer), slack=1)
-        if other is None:
+        if own is None or other is None:
             return plan
-        workspace = max(memory.expected_workspace, other.expected_workspace)  # they take turns
-        both = (memory.formula + other.formula + workspace) * _copies(plan.identity)
+        workspace = max(own.expected_workspace, other.expected_workspace)  # they take turns
+        both = (own.formula + other.formula + workspace) * _copies(plan.identity)
         if both <= available:
             return plan
         if goal is not None:
-            self._not_started(plan.identity, memory, both, available)
+            self._not_started(plan.identity, own, both, available)
         self._item.warn(
             pytest.PytestWarning(
                 f"measured without its peer {plan.peer}: both need {both / MIB:,.0f} MiB of {available / MIB:,.0f} MiB"

@@ -52,7 +52,6 @@ class Ref:
         self, test_id: str, plan: Plan, row: Row, world: World, confidence: float, deadline: float
     ) -> list[tuple[str, str]]:
         """The verdicts on a row beside that version's, and what to say of them; the ratio goes to the row's "ref"."""
-        assert plan.memory is not None
         row["ref"] = {"name": self.name, "commit": self.checkout.commit}
         try:
             there = self._measured(plan, deadline)

@@ -65,7 +65,8 @@ class Implementation:
 
     `target` is what the user calls (a function, a class, an object with methods), `time` the peer it is raced against.
     `memory` is the closed form of its peak in bytes for a case: an int; if it has `entries` (bytes by name), a failed
-    budget lists them. A formula that differs by device has a parameter `device`. `workspace` is, for a case and a
+    budget lists them. A formula that differs by device has a parameter `device`. Without a
+    formula, as a library's own technique is, it is held to what a simulation predicts. `workspace` is, for a case and a
     device, what operators take beside that and give back: a case needs room for it. Beyond what it `requires` to run,
     its times and bytes mean something only where `requires_to_measure` is met. Requirements are asked in turn, so the
     cheap ones stand first. The target is None where it cannot be imported; a requirement then gives the reason.

@@ -194,7 +194,7 @@ def _in_order(
             name = event.name
             if name.startswith(MARK):
                 events.append((event, within))
-            elif fields.scope == RecordScope.USER_SCOPE:
+            elif _is_range(event):
                 module = name
             elif fields.scope == RecordScope.FUNCTION and fields.sequence_number >= 0:
                 if module:
@@ -269,6 +269,11 @@ def _with_kernels() -> frozenset[str]:
     return frozenset(name for name, _, overload in named if "out" not in overload.split("_"))
 
 
+def _is_range(event: Any) -> bool:
+    """Whether it is a range that Python opened, other than around the kernel of an operator, whose name it has."""
+    return event.typed[1].scope == RecordScope.USER_SCOPE and event.name not in _with_kernels()
+
+
 def _owner(event: Any, modules: dict[int, str]) -> tuple[str, str, int | None]:
     """Of an allocation: the innermost range around it, in backward that of the operator whose gradient is computed; the
     outermost operator within the range; and in backward the autograd sequence number of that operator."""
@@ -277,7 +282,7 @@ def _owner(event: Any, modules: dict[int, str]) -> tuple[str, str, int | None]:
     while parent is not None:
         what, fields = parent.typed
         if what == _EventType.TorchOp:
-            if fields.scope == RecordScope.USER_SCOPE:
+            if _is_range(parent):
                 return parent.name, operator, None
             operator = parent.name
             if fields.scope == RecordScope.BACKWARD_FUNCTION:

@@ -29,6 +29,7 @@ from shardmark.report.output import Report
 from shardmark.report.questions import Questions
 from shardmark.rowfile import RowFile
 from shardmark.signals import Ending
+from shardmark.simulation.hardware import Hardware, of_this_machine
 from shardmark.simulation.worlds import SimulatedWorlds
 from shardmark.trace import TraceFolder
 from shardmark.world import DEADLINE, Worlds
@@ -100,9 +101,9 @@ class Session:
         return None if self.link is None else self.link.rate
 
     @property
-    def formulas_device(self) -> str:
-        """Whose memory formulas speak of: the simulated hardware's, whose tensors are on the CPU."""
-        return self.simulated.hardware.device if self.simulated else self.device
+    def hardware(self) -> Hardware:
+        """Whose rules formulas and predictions follow: the simulated one's, else this machine's."""
+        return self.simulated.hardware if self.simulated else of_this_machine(self.device)
 
     def implementations(self, family: str) -> list[Implementation]:
         """The family's implementations that this run is about: those of `--impl`, else all registered."""

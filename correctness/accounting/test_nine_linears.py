@@ -1,4 +1,4 @@
-"""The closed forms of nine linears against the meter, in the stages of making a step and at its peak."""
+"""Closed forms and predictions of nine linears against the meter, in the stages of making a step and at its peak."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from correctness.support.metering import UNSEEN, assert_metered, metered
 from impl.accounting.ledger import explain
 from impl.accounting.nine_linears import STRATEGIES, peak, stages, work
 from impl.fsdp.cases import WRAPS, NineLinearsCase
-from perf.workloads.nine_linears import SHARDED, NineLinearsStep
-from shardmark.registry import Implementation, resolve
+from perf.workloads.nine_linears import NineLinearsStep
+from shardmark.plan import Plan
+from shardmark.registry import Implementation, family, resolve
+from shardmark.simulation.predict import predict
 from shardmark.world import RankError
 
 FEW, MANY = (NineLinearsCase(48, batch, linears=6) for batch in (24, 192))
 """Where gradients decide on the peak, and where activations do."""
 OWN = ("sharded", "sharded_plain", "sharded_kept")
+PREDICTED = [name for name, each in family("fsdp").implementations.items() if each.memory is None]
 
 
 def implementation_of(name: str) -> Implementation:
@@ -31,46 +34,54 @@ def held(name: str, case: NineLinearsCase) -> dict[str, int]:
     return {"peak": memory.tensors} | {stage: at.live for stage, at in memory.stages.items()}
 
 
-def assert_formula(worlds: Any, name: str, case: NineLinearsCase) -> None:
-    """On every rank; or where rows are uneven, but for scalars, on the first, which has the most."""
+def expected_of(name: str, case: NineLinearsCase) -> dict[str, int]:
+    """By formula, or of what has none by prediction."""
     if reason := implementation_of(name).unavailable_reason("cpu", to_measure=True):
         pytest.skip(f"{name}: {reason}")
-    expected = stages(case, name) | {"peak": peak(case, name)}
+    if name in STRATEGIES:
+        return stages(case, name) | {"peak": peak(case, name)}
+    memory = predict(Plan(NineLinearsStep, implementation_of(name), None, case, "cpu", case.ranks)).memory
+    return {"peak": memory.tensors} | {stage: at.live for stage, at in memory.stages.items()}
+
+
+def assert_expected(worlds: Any, name: str, case: NineLinearsCase) -> None:
+    """On every rank; or where rows are uneven, but for scalars, on the first, which has the most."""
+    expected = expected_of(name, case)
     uneven = case.width % case.ranks > 0
     alike, below = (1, UNSEEN) if uneven else (case.ranks, 0.0)
     assert_metered(worlds(case.ranks), [expected] * alike, held, name, case, below=below)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_bytes_are_the_formulas(name: str, worlds: Any) -> None:
-    assert_formula(worlds, name, FEW)
+@pytest.mark.parametrize("name", [*STRATEGIES, *PREDICTED])
+def test_bytes_are_the_formulas_or_predicted(name: str, worlds: Any) -> None:
+    assert_expected(worlds, name, FEW)
 
 
-@pytest.mark.parametrize("name", ["ddp", *SHARDED])
+@pytest.mark.parametrize("name", ["ddp", *OWN, *PREDICTED])
 def test_where_activations_decide(name: str, worlds: Any) -> None:
-    assert_formula(worlds, name, MANY)
+    assert_expected(worlds, name, MANY)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("name", [*OWN, "fsdp1", "fsdp2"])
 def test_with_every_wrap_on_every_number_of_ranks(name: str, wrap: str, ranks: int, worlds: Any) -> None:
-    assert_formula(worlds, name, replace(FEW, wrap=wrap, ranks=ranks))
+    assert_expected(worlds, name, replace(FEW, wrap=wrap, ranks=ranks))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_simple_fsdp_on_other_numbers_of_ranks(ranks: int, worlds: Any) -> None:
-    assert_formula(worlds, "simple", replace(FEW, ranks=ranks))
+    assert_expected(worlds, "simple", replace(FEW, ranks=ranks))
 
 
-@pytest.mark.parametrize("name", [*SHARDED, "simple"])
+@pytest.mark.parametrize("name", [*OWN, *PREDICTED, "simple"])
 def test_where_rows_do_not_divide_by_the_ranks(name: str, worlds: Any) -> None:
-    assert_formula(worlds, name, replace(FEW, width=49, ranks=3))
+    assert_expected(worlds, name, replace(FEW, width=49, ranks=3))
 
 
 def test_fsdp2_counts_no_padding_of_gradients_where_all_linears_are_one_unit(worlds: Any) -> None:
     """Padded gradients exist within one operator alone, which the meter counts as its workspace."""
-    assert_formula(worlds, "fsdp2", replace(FEW, width=49, wrap="whole", ranks=3))
+    assert_expected(worlds, "fsdp2", replace(FEW, width=49, wrap="whole", ranks=3))
 
 
 @pytest.mark.parametrize("name", ["ddp", *OWN])
@@ -83,11 +94,11 @@ def test_the_peak_is_explained_by_named_entries(name: str) -> None:
     assert entries["data"] == 2 * entries["output"] == 2 * 4 * FEW.batch * FEW.width
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", [*STRATEGIES, *PREDICTED])
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_a_step_leaves_parameters_and_gradients_alone(wrap: str, name: str) -> None:
     case = replace(FEW, wrap=wrap)
-    after = stages(case, name)
+    after = expected_of(name, case)
     parameters = case.linears * 4 * (case.width**2 + case.width)
     made = after["wrapping"] - after["data"]
     of_each = {"ddp": parameters}.get(name, parameters // case.ranks)
@@ -102,12 +113,12 @@ def offloaded(name: str) -> None:
 
 def test_offloading_from_a_cpu_costs_nothing_or_is_refused(worlds: Any) -> None:
     for name in ("sharded", "fsdp2"):
-        assert_formula(worlds, name, replace(FEW, offload=True))
+        assert_expected(worlds, name, replace(FEW, offload=True))
     with pytest.raises(RankError, match="Unsupported: FSDP1 offloads to the CPU only from an accelerator"):
         worlds(2).run(offloaded, "fsdp1")
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", OWN)
 def test_offloading_from_a_gpu_takes_shards_and_their_gradients_off_it(name: str) -> None:
     """But for a unit's, on their way."""
     case = replace(FEW, offload=True)

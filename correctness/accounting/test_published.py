@@ -1,6 +1,6 @@
-"""Figures that others published, in `perf/published`, beside the closed forms at the published sizes.
+"""Figures that others published, in `perf/published`, beside closed forms and predictions at the published sizes.
 
-On CUDA PyTorch counts two things that no closed form has: cuBLAS's workspace for each thread that multiplies, and
+On CUDA PyTorch counts two things that neither has: cuBLAS's workspace for each thread that multiplies, and
 scratch space where a reduction takes several blocks.
 """
 
@@ -11,11 +11,15 @@ import csv
 import pytest
 
 from correctness.support.paths import ROOT
-from impl.accounting.library import simple_fsdp as simple
+from impl.accounting import simple_fsdp as simple
 from impl.accounting.nine_linears import peak, stages
 from impl.accounting.programs import mlp
 from impl.fsdp.cases import NineLinearsCase, RankRung
 from impl.training_step.cases import TrainingStepCase
+from perf.workloads.nine_linears import NineLinearsStep
+from shardmark.plan import Plan
+from shardmark.registry import resolve
+from shardmark.simulation.predict import predict
 
 FOLDER = ROOT / "perf" / "published"
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -46,7 +50,8 @@ def odsc() -> dict[Row, float]:
     on a GPU of 80 multiprocessors: which one it was is not published.
     """
     case = NineLinearsCase(16_384, batch=8_192, linears=8, ranks=8)
-    ddp, fsdp = (stages(case, name) for name in ("ddp", "fsdp1"))
+    ddp = stages(case, "ddp")
+    fsdp = predict(Plan(NineLinearsStep, resolve("fsdp", "fsdp1"), None, case, "cpu", case.ranks)).memory
     expected: dict[Row, float] = {}
     for name in ("ddp", "fsdp"):
         made = f"{name}, after model creation"
@@ -55,8 +60,8 @@ def odsc() -> dict[Row, float]:
         expected[made, "memory reserved"] = ddp["model"] - biases + 2 * MIB
     expected["ddp, after warmup", "memory allocated"] = ddp["warm-up"] + WORKSPACES
     expected["ddp, after warmup", "peak memory"] = peak(case, "ddp") + WORKSPACES + 80 * MIB
-    expected["fsdp, after warmup", "memory allocated"] = fsdp["warm-up"] + WORKSPACES
-    expected["fsdp, after warmup", "peak memory"] = peak(case, "fsdp1") + WORKSPACES
+    expected["fsdp, after warmup", "memory allocated"] = fsdp.stages["warm-up"].live + WORKSPACES
+    expected["fsdp, after warmup", "peak memory"] = fsdp.tensors + WORKSPACES
     return expected
 
 

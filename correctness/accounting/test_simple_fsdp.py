@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from correctness.support.metering import assert_metered, device_of_rank
 from correctness.support.simple_fsdp import TINY, mesh_for, ranks_for
 from correctness.support.training import whole
-from impl.accounting.library.simple_fsdp import peak_of_stages, stages, step_bytes
+from impl.accounting.simple_fsdp import peak_of_stages, stages, step_bytes
 from impl.checkpointing import full
 from impl.fsdp.cases import RankRung
 from impl.fsdp.simple import PLACEMENTS, data_parallel, init_weights

@@ -39,6 +39,13 @@ def test_a_memory_budget_is_the_formula_times_its_slack() -> None:
     assert budget.verdict(1050) == PASS and budget.verdict(1051) == FAIL
 
 
+@pytest.mark.parametrize("source", ["formula", "prediction"])
+def test_a_failed_memory_budget_says_where_it_is_from(source: str) -> None:
+    budget = MemoryBudget(formula=1000, slack=1.0, source=source)
+    verdict, why = next(verdicts([1001], [1001], [], None, None, budget, [], 0.95))
+    assert verdict == FAIL and why.endswith(f"over the budget of 1,000 bytes ({source} 1,000 bytes x 1.0)")
+
+
 def test_one_failure_fails_the_row() -> None:
     assert combined([PASS, UNDECIDED, FAIL]) == FAIL
     assert combined([PASS, UNDECIDED]) == UNDECIDED

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import layer_norm, linear, rms_norm, scaled_dot_product_attention
 
-from correctness.instruments.test_simulation import CASES, COMPILED
+from correctness.support.predicting import CASES, COMPILED
 from perf.published.memory import RULES, compared
 from perf.published.page import PAGE, page
 from shardmark.blocks import recording
@@ -147,7 +147,7 @@ def test_optimizers_update_all_parameters_at_once() -> None:
         return sum(event.block.nbytes for event in recorded.replay() if isinstance(event, Allocated))
 
     parameters = 8 * 512 * 512 * 4
-    assert peak() == peak(foreach=True) > peak(fused=True) + parameters
+    assert peak() == peak(foreach=True) > peak(fused=True) + 0.99 * parameters
 
 
 def test_the_gradient_of_a_bias_is_summed_up_in_parts() -> None:

@@ -13,23 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from correctness.support.predicting import PROGRAMS, allocations, metered
+from correctness.support.predicting import CASES, COMPILED, PROGRAMS, allocations, metered
 from correctness.support.project import row_of, run_project
-from impl.attention.cases import AttentionCase
-from impl.data_parallel.cases import ReductionCase
 from impl.fsdp.cases import FSDPCase
-from impl.loss.cases import LossCase
-from impl.model.own import OwnModelCase
-from impl.optim.cases import OptimizerCase
-from impl.sharded_optimizer.cases import ShardedStepCase
-from impl.training_step.cases import TrainingStepCase
-from perf.workloads.attention import AttentionPass
-from perf.workloads.data_parallel import DataParallelStep
 from perf.workloads.fsdp import FSDPStep
-from perf.workloads.loss import LossStep
-from perf.workloads.optim import OptimizerStep
-from perf.workloads.sharded_optimizer import ShardedStep
-from perf.workloads.training_step import CheckpointedStep, LanguageModelStep
 from shardmark.plan import Plan
 from shardmark.plugin import WorldsBySize
 from shardmark.registry import Unsupported, family
@@ -39,25 +26,6 @@ from shardmark.simulation.predict import predict
 
 pytest_plugins = ["pytester", "correctness.support.project"]
 
-OWN = OwnModelCase("correctness.support.own_models:make", "make", "float32", 0, 0)
-CASES: dict[str, tuple[type[Any], list[Any], tuple[int, ...]]] = {
-    "training_step": (
-        LanguageModelStep,
-        [*(TrainingStepCase("tiny", 2, 32, dtype=dtype) for dtype in ("float32", "bfloat16", "float16")), OWN],
-        (1,),
-    ),
-    "checkpointing": (CheckpointedStep, [TrainingStepCase("tiny", 2, 64), OWN], (1,)),
-    "attention": (AttentionPass, [AttentionCase(1, 256, 32), AttentionCase(1, 256, 32, mode="backward")], (1,)),
-    "loss": (LossStep, [LossCase(256, 64, 1000)], (1,)),
-    "optimizer": (
-        OptimizerStep,
-        [OptimizerCase("tiny"), OptimizerCase("tiny", dtype="bfloat16", master_weights=True)],
-        (1,),
-    ),
-    "data_parallel": (DataParallelStep, [TrainingStepCase("tiny", 2, 32), ReductionCase("tiny", 2, 32), OWN], (2, 3)),
-    "sharded_optimizer": (ShardedStep, [ShardedStepCase("tiny", 2, 32), OWN], (2, 3)),
-    "fsdp": (FSDPStep, [FSDPCase("tiny", 2, 32), FSDPCase("tiny", 2, 32, dtype="bfloat16"), OWN], (2, 3)),
-}
 SOME = {
     ("checkpointing", "selective"),
     ("loss", "fused_pytorch"),
@@ -68,8 +36,6 @@ SOME = {
     ("fsdp", "fsdp2"),
 }
 """Tried every time, in their first case and on two ranks; all others are the sweep's."""
-COMPILED = ("compile", "flex", "triton")
-"""Parts of the names of what is not eager."""
 
 
 def _plans() -> list[Any]:
@@ -151,6 +117,13 @@ def test_numbers_of_the_program_have_values() -> None:
         assert int(sizes[1]) == 14
 
 
+def test_numbers_that_were_not_computed_are_taken_for_finite() -> None:
+    with no_kernels(gloo):
+        norm = (torch.randn(300, 300) @ torch.randn(300, 300)).norm()
+        assert norm.isfinite() and not norm.isnan() and not norm.isinf()
+        assert (torch.ones(2) / 0).isinf().all()
+
+
 HERE = f"{Path(__file__).relative_to(Path.cwd()) if Path(__file__).is_relative_to(Path.cwd()) else Path(__file__)}"
 
 
@@ -160,7 +133,7 @@ HERE = f"{Path(__file__).relative_to(Path.cwd()) if Path(__file__).is_relative_t
         (lambda x: x.sum().item(), "aten::_local_scalar_dense"),
         (lambda x: bool(x.max() > 0), "aten::_local_scalar_dense"),
         (lambda x: x.nonzero(), "aten::nonzero"),
-        (lambda x: x[x > 0], "aten::nonzero"),
+        (lambda x: x[x > 0], "aten::index.Tensor"),
         (lambda x: x.tolist(), "Tensor.tolist"),
         (lambda x: x.numpy(), "Tensor.numpy"),
     ],
@@ -202,3 +175,16 @@ def test_simulated_rows_have_memory_and_no_times(project: pytest.Pytester) -> No
     plain, greedy = row_of(output, "plain"), row_of(output, "greedy")
     assert plain["simulated"] and plain["verdict"] == "pass" and greedy["verdict"] == "fail"
     assert plain["memory"]["tensors"] == 4000 and not plain["time"].get("parts")
+
+
+def test_what_has_no_formula_is_held_to_its_prediction(project: pytest.Pytester) -> None:
+    file = project.path / "test_sleeps.py"
+    file.write_text(file.read_text().replace('"greedy", 1.0, memory=lambda case: formula(case) // 2', '"greedy", 1.0'))
+    chosen = ("--scale=smoke", "-k", "nap and greedy")
+    result, output = run_project(project, *chosen)
+    result.assert_outcomes(passed=1)
+    memory = row_of(output, "greedy")["memory"]
+    assert memory["source"] == "prediction" and memory["formula"] == memory["tensors"] == 4000
+    _, output = run_project(project, "--simulate=cpu", *chosen)
+    row = row_of(output, "greedy")
+    assert row["memory"]["tensors"] == 4000 and "budget" not in row["memory"] and row["verdict"] is None

@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import cross_entropy, dropout, gelu, scaled_dot_product_attention
+from torch.nn.functional import (
+    binary_cross_entropy,
+    cross_entropy,
+    dropout,
+    gelu,
+    huber_loss,
+    l1_loss,
+    mse_loss,
+    scaled_dot_product_attention,
+    smooth_l1_loss,
+)
 
+from impl.attention.cases import AttentionCase
+from impl.data_parallel.cases import ReductionCase
+from impl.fsdp.cases import FSDPCase
+from impl.loss.cases import LossCase
+from impl.model.own import OwnModelCase
+from impl.optim.cases import OptimizerCase
+from impl.sharded_optimizer.cases import ShardedStepCase
+from impl.training_step.cases import TrainingStepCase
+from perf.workloads.attention import AttentionPass
+from perf.workloads.data_parallel import DataParallelStep
+from perf.workloads.fsdp import FSDPStep
+from perf.workloads.loss import LossStep
+from perf.workloads.optim import OptimizerStep
+from perf.workloads.sharded_optimizer import ShardedStep
+from perf.workloads.training_step import CheckpointedStep, LanguageModelStep
 from shardmark.blocks import recording
 from shardmark.handles import workers_free_first
 from shardmark.memory import Memory
@@ -92,6 +118,13 @@ def operators(size: int) -> None:
     loss.backward()
 
 
+def losses(size: int) -> None:
+    """The mean of some keeps the storage of all elements' losses."""
+    for loss in (mse_loss, smooth_l1_loss, huber_loss, l1_loss, binary_cross_entropy):
+        x, y = torch.rand(size, size, requires_grad=True), torch.rand(size, size)
+        loss(x * 1, y).backward()
+
+
 def attention_of_parts(size: int) -> None:
     q, k, v = (torch.randn(2, 2, size, 32, requires_grad=True) for _ in range(3))
     with sdpa_kernel(SDPBackend.MATH):
@@ -122,4 +155,45 @@ def loss_scaling(size: int) -> None:
         optimizer.zero_grad()
 
 
-PROGRAMS = [residual, shared, retained, functions_of_python, operators, attention_of_parts, optimizers, loss_scaling]
+PROGRAMS = [
+    residual,
+    shared,
+    retained,
+    functions_of_python,
+    operators,
+    losses,
+    attention_of_parts,
+    optimizers,
+    loss_scaling,
+]
+
+
+OWN = OwnModelCase("correctness.support.own_models:make", "make", "float32", 0, 0)
+"""A user's own model."""
+
+CASES: dict[str, tuple[type[Any], list[Any], tuple[int, ...]]] = {
+    "training_step": (
+        LanguageModelStep,
+        [*(TrainingStepCase("tiny", 2, 32, dtype=dtype) for dtype in ("float32", "bfloat16", "float16")), OWN],
+        (1,),
+    ),
+    "checkpointing": (CheckpointedStep, [TrainingStepCase("tiny", 2, 64), OWN], (1,)),
+    "attention": (AttentionPass, [AttentionCase(1, 256, 32), AttentionCase(1, 256, 32, mode="backward")], (1,)),
+    "loss": (LossStep, [LossCase(256, 64, 1000)], (1,)),
+    "optimizer": (
+        OptimizerStep,
+        [
+            OptimizerCase("tiny"),
+            OptimizerCase("tiny", dtype="bfloat16", master_weights=True),
+            OptimizerCase("tiny", clipping="in_step"),
+        ],
+        (1,),
+    ),
+    "data_parallel": (DataParallelStep, [TrainingStepCase("tiny", 2, 32), ReductionCase("tiny", 2, 32), OWN], (2, 3)),
+    "sharded_optimizer": (ShardedStep, [ShardedStepCase("tiny", 2, 32), OWN], (2, 3)),
+    "fsdp": (FSDPStep, [FSDPCase("tiny", 2, 32), FSDPCase("tiny", 2, 32, dtype="bfloat16"), OWN], (2, 3)),
+}
+"""Of each family a workload, cases and numbers of ranks."""
+
+COMPILED = ("compile", "flex", "triton")
+"""Parts of the names of what is not eager."""

@@ -1,4 +1,4 @@
-"""The step of an MLP of square linears by each implementation: bytes on one rank, and what it computes and sends.
+"""The step of an MLP of square linears by our implementations and DDP: bytes on one rank, what it computes and sends.
 
 Exact to the byte on CPU and Gloo, on a rank that has the most rows.
 """
@@ -10,10 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from impl.accounting.ledger import Bytes
-from impl.accounting.library.fsdp import Fsdp1, Fsdp2
-from impl.accounting.library.simple_fsdp import Simple
 from impl.accounting.programs.linears import LinearsStep
 from impl.accounting.programs.parameters import FLOAT
+from impl.accounting.simple_fsdp import Simple
 from impl.accounting.strategies import Strategy
 from impl.accounting.strategies.data_parallel import DistributedDataParallel
 from impl.accounting.strategies.sharded import FullySharded
@@ -27,13 +26,6 @@ SHARDED: dict[str, Callable[..., Strategy]] = {
     "sharded_plain": partial(FullySharded, prefetch=0),
     "sharded": FullySharded,
     "sharded_kept": partial(FullySharded, reshard_after_forward=False),
-    "fsdp1": Fsdp1,
-    "fsdp1_post": partial(Fsdp1, backward_prefetch="post"),
-    "fsdp1_no_prefetch": partial(Fsdp1, backward_prefetch=None),
-    "fsdp1_forward_prefetch": partial(Fsdp1, forward_prefetch=True),
-    "fsdp2": Fsdp2,
-    "fsdp2_kept": partial(Fsdp2, kept=True),
-    "accelerate": Fsdp2,  # there is no norm, which it would make a unit
 }
 """By the names of implementations; called with the ranks and `offload`."""
 

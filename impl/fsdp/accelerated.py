@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.torch_version import TorchVersion
 
-from impl.accounting.library.fsdp import accelerate_peak
 from impl.fsdp.library import TorchFSDP2
 from shardmark.registry import register
 
@@ -79,4 +78,4 @@ def requires_accelerate(device: str) -> str | None:
     return None if TorchVersion(found) >= OLDEST else f"needs accelerate {OLDEST} or later, and {found} is installed"
 
 
-register("fsdp", "accelerate", AcceleratedFSDP2, memory=accelerate_peak, requires=(requires_accelerate,))
+register("fsdp", "accelerate", AcceleratedFSDP2, requires=(requires_accelerate,))

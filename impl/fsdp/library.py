@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from impl.accounting.library.fsdp import fsdp1_peak, fsdp2_peak
 from impl.distributed import PlainStateDict, broadcast_state, check_same_module
 from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
 from impl.fsdp.splitting import shared_between
@@ -155,15 +153,9 @@ def synchronized_units(module: nn.Module, wrap: Policy, process_group: dist.Proc
     return units
 
 
-def _register(name: str, wrapper: type[nn.Module], peak: Callable[..., int], **options: Any) -> None:
-    """Register the wrapper with those options, and its formula with the same options."""
-    target = partial(wrapper, **options) if options else wrapper
-    register("fsdp", name, target, memory=partial(peak, **options))
-
-
-_register("fsdp1", TorchFSDP1, fsdp1_peak)
-_register("fsdp1_post", TorchFSDP1, fsdp1_peak, backward_prefetch="post")
-_register("fsdp1_no_prefetch", TorchFSDP1, fsdp1_peak, backward_prefetch=None)
-_register("fsdp1_forward_prefetch", TorchFSDP1, fsdp1_peak, forward_prefetch=True)
-_register("fsdp2", TorchFSDP2, fsdp2_peak)
-_register("fsdp2_kept", TorchFSDP2, fsdp2_peak, reshard_after_forward=False)
+register("fsdp", "fsdp1", TorchFSDP1)
+register("fsdp", "fsdp1_post", partial(TorchFSDP1, backward_prefetch="post"))
+register("fsdp", "fsdp1_no_prefetch", partial(TorchFSDP1, backward_prefetch=None))
+register("fsdp", "fsdp1_forward_prefetch", partial(TorchFSDP1, forward_prefetch=True))
+register("fsdp", "fsdp2", TorchFSDP2)
+register("fsdp", "fsdp2_kept", partial(TorchFSDP2, reshard_after_forward=False))

@@ -13,7 +13,7 @@ from typing import Any, Self
 from shardmark import torchrun
 from shardmark.budget import MemoryBudget
 from shardmark.excess import Held
-from shardmark.memory import Memory
+from shardmark.memory import Memory, is_out_of_memory
 from shardmark.passes import MEDIAN, NEAR, SECOND, WARMUPS
 from shardmark.plan import Plan
 from shardmark.registry import Unsupported
@@ -35,26 +35,34 @@ class Predicted(int):
         return int, (int(self),)  # to ranks and rows go the bytes alone
 
 
-def predicted_budget(plan: Plan, on: Hardware, of_ranks: Sequence[Memory] = ()) -> MemoryBudget:
-    """Of the rank that needs most, or of those ranks whose predictions there are already.
+def predicted_budget(
+    plan: Plan, on: Hardware, slack: float = NEAR, of_ranks: Sequence[Memory] = (), *, every_rank: bool = True
+) -> MemoryBudget:
+    """Of the rank that needs most, or of those ranks whose predictions there are already; not of `every_rank` but the
+    first, where that one has the most.
 
     Raises Unsupported where there is no prediction: of a program whose operators depend on values, say.
     """
-    if plan.device != "cpu":
-        raise Unsupported("a real run on CUDA is not predicted yet")
     if torchrun.launched():
         raise Unsupported("torchrun's first rank has a process group, and a simulation needs one of its own")
-    bare = Plan(plan.workload, plan.implementation, None, plan.case, plan.device, plan.world_size)
-    peaks = [memory.peaks for memory in of_ranks or _predictions(bare, on)]
+    bare = Plan(plan.workload, plan.implementation, None, plan.case, "cpu", plan.world_size)
+    peaks = [memory.peaks for memory in of_ranks or _predictions(bare, on, plan.world_size if every_rank else 1)]
     rank = max(range(len(peaks)), key=lambda rank: _steady(peaks[rank]))
     warmups = WARMUPS - 1 if peaks[rank][SECOND] <= peaks[rank][MEDIAN] else WARMUPS
     held = partial(predicted_at_peak, bare, on, rank, warmups)
-    return MemoryBudget(Predicted(_steady(peaks[rank]), held), NEAR, source="prediction")
+    workspace = plan.implementation.workspace(plan.case, on.device)
+    return MemoryBudget(Predicted(_steady(peaks[rank]), held), slack, workspace, source="prediction")
 
 
 @cache  # the peer's is asked for beside each
-def _predictions(plan: Plan, on: Hardware) -> list[Memory]:
-    return [predict(plan, rank, on).memory for rank in range(plan.world_size)]
+def _predictions(plan: Plan, on: Hardware, ranks: int) -> list[Memory]:
+    """Of the first ranks. Unsupported also where one tensor is larger than this machine's memory."""
+    try:
+        return [predict(plan, rank, on).memory for rank in range(ranks)]
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise Unsupported("one of its tensors is larger than this machine's memory") from None
+        raise
 
 
 def _steady(peaks: dict[str, int]) -> int:

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import PythonCallbackWork, _create_work_from_future  # type: ignore[attr-defined]
 from torch._ops import OpOverload
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardmark.registry import Unsupported
+from shardmark.simulation.shortcuts import shortcuts
 
 _new_group = c10d._new_process_group_helper
 
@@ -112,21 +112,6 @@ def _received(objects: list[Any], *args: Any, **kwargs: Any) -> None:
         )
 
 
-class _Pieces(Sequence[Tensor]):
-    """The pieces of a tensor along a dimension, each made when it is asked for: of 100,000 a rank reads two."""
-
-    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
-        self._tensor, self._count, self._dim = tensor, count, dim
-        self._size = -(-tensor.size(dim) // count)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        start, end = index * self._size, min((index + 1) * self._size, self._tensor.size(self._dim))
-        return self._tensor.narrow(self._dim, start, end - start) if start < end else self._tensor.new_empty(0)
-
-
 @contextmanager
 def one_rank_of(size: int, rank: int = 0, backend: str = "gloo") -> Iterator[None]:
     """Be that rank of a process group of so many, in the block; every rank is taken to do the same."""
@@ -135,7 +120,7 @@ def one_rank_of(size: int, rank: int = 0, backend: str = "gloo") -> Iterator[Non
             patches.enter_context(patch.object(module, "all_gather_object", _gathered))
             patches.enter_context(patch.object(module, "broadcast_object_list", _received))
         patches.enter_context(patch.object(c10d, "_new_process_group_helper", partial(_without_ranks, backend)))
-        patches.enter_context(patch.object(_fsdp_param, "_chunk_with_empty", _Pieces))
+        patches.enter_context(shortcuts())
         dist.init_process_group("gloo", store=FakeStore(), rank=rank, world_size=size)
         try:
             yield

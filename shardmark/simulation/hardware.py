@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 TABLE = Path(__file__).with_name("hardware.toml")
 WHOLE = {
     "memory_bytes": "bytes",
@@ -149,3 +151,13 @@ def _capability(table: dict[str, Any]) -> tuple[int, int] | None:
 
 CPU = hardware("cpu")
 """This machine's own memory, whose allocator rounds nothing."""
+
+
+def of_this_machine(device: str) -> Hardware:
+    """What has the rules of this machine's device: on CUDA a known one of its capability, or the table's newest."""
+    if device == "cpu":
+        return CPU
+    capability = torch.cuda.get_device_capability()
+    known = [each for each in known_hardware().values() if each.device == "cuda"]
+    same = [each for each in known if each.capability == capability]
+    return same[0] if same else max(known, key=lambda each: each.capability or (0, 0))

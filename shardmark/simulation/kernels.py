@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -31,11 +32,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd.graph import _engine_run_backward
+from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
 from shardmark.registry import Unsupported
 from shardmark.replay import user_line
-from shardmark.simulation.kinds import Kind, kind_of
+from shardmark.simulation.kinds import LEFT_AMONG_ELEMENTS, Kind, kind_of, made_of_others, of_finite_numbers
 
 SMALL = 2**14
 """Tensors of up to so many elements have values, where these follow from the program's own."""
@@ -50,7 +52,6 @@ _KEYS = torch._C.DispatchKeySet(_KEY)
 
 aten = torch.ops.aten
 
-
 _FINITE = aten._amp_foreach_non_finite_check_and_unscale_.default
 """Looks for infinite gradients, and writes what it found: none, in a simulation."""
 
@@ -62,6 +63,9 @@ class Scratch(Protocol):
         """What this one has until it returns."""
         ...
 
+
+_PASSED_BY = (aten.as_strided.default, aten.view.default, aten.empty.memory_format, aten.empty_strided.default)
+"""They compute nothing, and need not come here one by one: FSDP cuts a tensor into as many views as there are ranks."""
 
 Collective = Callable[[OpOverload, tuple[Any, ...]], Any]
 """What a collective of c10d gives for those arguments: it allocates what a backend would."""
@@ -84,6 +88,7 @@ class _Kernels:
     def learn(self) -> None:
         """Find out how many references a gradient has that autograd alone has, from the first sum of two."""
         x = torch.ones((), requires_grad=True) * 1
+        _forget_value(x)  # gradients that have a value are autograd's alone, until we look at them
         (x.sin() + x.cos()).backward()
 
     def __call__(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -100,18 +105,23 @@ class _Kernels:
                 return args[0].add_(args[1])
         tensors = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
         if keys.has(DispatchKey.Meta) or (kind is not Kind.ALLOCATE and all(map(_has_value, tensors))):
-            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            with _off(operator):
                 return operator(*args, **kwargs)
         if kind is Kind.READ:
             raise _depends_on_values(operator)
         if kind is Kind.WRITE:
             return self._write(operator, args, kwargs)
-        results = self._layout(operator, args, kwargs)
-        return tree_map_only(_Layout, _Layout.allocate, results)
+        results = tree_map_only(_Layout, _Layout.allocate, self._layout(operator, args, kwargs))
+        finite = of_finite_numbers(operator, args)
+        if finite is not None and _is_small(results):
+            del results.untyped_storage().no_value
+            results.fill_(finite)
+        return results
 
     def _send(self, keys: Any, operator: OpOverload, args: tuple[Any, ...]) -> Any:
         if all(map(_has_value, _tensors(args))):
-            operator.redispatch(keys.remove(_KEY), *args)
+            with torch._C._ExcludeDispatchKeyGuard(_KEYS):  # it copies for each rank
+                operator.redispatch(keys.remove(_KEY), *args)
         else:
             for tensor in _tensors(args[:1]):  # what a collective writes comes first
                 _forget_value(tensor)
@@ -127,7 +137,7 @@ class _Kernels:
             results = self._layout(operator, args, kwargs)
             layouts = results if isinstance(results, tuple) else (results,)
             for (_, out), layout in zip(given, layouts, strict=False):
-                if out.shape != layout.shape:
+                if isinstance(layout, _Layout) and out.shape != layout.shape:
                     out.resize_(layout.shape)
         written = [tensor for _, tensor in given]
         if operator is not _FINITE:
@@ -141,23 +151,36 @@ class _Kernels:
         key = operator, _described(args), tuple((name, _described(value)) for name, value in kwargs.items())
         if key not in self._layouts:
             try:
-                with self._one_at_a_time, torch._C._ExcludeDispatchKeyGuard(_KEYS), self._fake:
+                with self._one_at_a_time, _off(operator), self._fake:
                     fake_args, fake_kwargs = tree_map_only(Tensor, _empty_like, (tuple(args), kwargs))
                     results = operator(*fake_args, **fake_kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException):
                 raise _depends_on_values(operator) from None
-            self._layouts[key] = tree_map_only(Tensor, _Layout, results)
+            room = max(map(Tensor.numel, _tensors(args))) if operator in LEFT_AMONG_ELEMENTS else 0
+            self._layouts[key] = tree_map_only(Tensor, partial(_Layout, room=room), results)
         return self._layouts[key]
+
+
+@contextmanager
+def _off(operator: OpOverload) -> Iterator[None]:
+    """In the block the operator runs as always. In a range, by which the meter knows what it takes and gives back."""
+    with torch._C._ExcludeDispatchKeyGuard(_KEYS), record_function(operator._schema.name):
+        yield
 
 
 class _Layout:
     """How a result lies in memory."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, room: int = 0) -> None:
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self.room = room
+        """Elements of its storage, where these are more than its own."""
 
     def allocate(self) -> Tensor:
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+        if self.room > self.shape.numel():
+            tensor = torch.empty(self.room, dtype=self.dtype, device="cpu").as_strided(self.shape, self.stride)
+        else:
+            tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
         _forget_value(tensor)
         return tensor
 
@@ -257,10 +280,10 @@ def no_kernels(collective: Collective, scratch: Scratch | None = None) -> Iterat
     kernels = _Kernels(collective, scratch)
     everything, named = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     everything.fallback(kernels, "FPGA", with_keyset=True)
-    for operator in (aten.copy_.default, aten.add.Tensor):
+    for operator in made_of_others():
         named.impl(operator, _named(kernels, operator), "FPGA", with_keyset=True)
-    # PyTorch's FSDP cuts a tensor into as many views as there are ranks: they need not come here one by one.
-    named.impl(aten.as_strided.default, torch.library.fallthrough_kernel, "FPGA")
+    for operator in _PASSED_BY:
+        named.impl(operator, torch.library.fallthrough_kernel, "FPGA")
     patches = [patch.object(Tensor, name, _read(getattr(Tensor, name))) for name in ("tolist", "numpy")]
     patches.append(patch.object(threading.Thread, "run", _in_threads(threading.Thread.run)))
     patches.append(patch.object(FakeTensorMode, "__torch_dispatch__", _fake_alone(FakeTensorMode.__torch_dispatch__)))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from enum import Enum, auto
 from functools import cache
+from itertools import chain
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -28,18 +32,26 @@ class Kind(Enum):
     """A collective of c10d."""
 
 
-_ALLOCATE = ("empty", "set_", "resize_", "_unsafe_view", "_reshape_alias", "_fused_sdp_choice")
-"""What the names of CPU kernels begin with that lay out memory, and compute nothing."""
+_ALLOCATE = ("empty", "set_", "resize_", "_unsafe_view", "unsafe_split", "lift", "_reshape_alias", "_fused_sdp_choice")
+"""What the names of kernels begin with that lay out memory, and compute nothing."""
 
 _NAMED = {
     aten._local_scalar_dense.default: Kind.READ,
-    # A kernel for all devices, which copies.
-    aten.copy_.default: Kind.WRITE,
-    # It has no kernel for this key, and would be made of another operator; see `shardmark.simulation.kernels`.
-    aten.add.Tensor: Kind.COMPUTE,
     # Made of others on the CPU; it comes here where CUDA's rules are followed.
     aten._fused_rms_norm.default: Kind.ALLOCATE,
 }
+
+_FOR_ALL_DEVICES = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+"""Keys of kernels that make an operator of others, on devices that have no kernel of their own for it."""
+
+
+LEFT_AMONG_ELEMENTS = (
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.soft_margin_loss.default,
+)
+"""Losses whose mean or sum keeps the storage of the elements' own."""
 
 
 @cache
@@ -49,9 +61,10 @@ def kind_of(operator: OpOverload) -> Kind:
     name = operator.name()
     if name.startswith("c10d::"):
         return Kind.SEND
-    if name.startswith("aten::") and _is_cudas(name):
+    if name.startswith("aten::") and _is_of_other_devices(name):
         return Kind.ALLOCATE
-    if not name.startswith("aten::") or not _has_kernel(name, "CPU"):
+    keys = ("CPU", *_FOR_ALL_DEVICES)
+    if not name.startswith("aten::") or not any(_has_kernel(name, key) for key in keys):
         return Kind.RUN
     if name.removeprefix("aten::").startswith(_ALLOCATE) or torch.Tag.inplace_view in operator.tags:
         return Kind.RUN
@@ -62,11 +75,44 @@ def kind_of(operator: OpOverload) -> Kind:
     return Kind.RUN if views or not any("Tensor" in str(result.type) for result in schema.returns) else Kind.COMPUTE
 
 
+@cache
+def made_of_others() -> tuple[OpOverload, ...]:
+    """The operators that PyTorch would make of others here, and that have tensors to compute with or write to.
+
+    To the meter each is one operator all the same: what it takes and gives back is its workspace. Left out are those
+    with a device, which make tensors of the program's own numbers, or move them.
+    """
+    names = chain.from_iterable(map(torch._C._dispatch_get_registrations_for_dispatch_key, _FOR_ALL_DEVICES))
+    found = []
+    for name in dict.fromkeys(names):
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        operator = getattr(getattr(aten, packet, None), overload or "default", None)
+        if operator is None or kind_of(operator) not in (Kind.COMPUTE, Kind.WRITE):
+            continue
+        arguments = operator._schema.arguments
+        has_device = any(each.name == "device" for each in arguments)
+        if not has_device and any("Tensor" in str(each.type) for each in arguments if not each.is_out):
+            found.append(operator)
+    return tuple(found)
+
+
+def of_finite_numbers(operator: OpOverload, args: Sequence[Any]) -> bool | None:
+    """What a comparison gives that asks whether numbers are finite: a simulation takes those for finite that it does
+    not have, as training would stop with others. None for other operators.
+    """
+    if operator in (aten.eq.Tensor, aten.ne.Tensor):
+        return operator is aten.eq.Tensor if args[0] is args[1] else None  # a NaN is not itself
+    if operator in (aten.eq.Scalar, aten.ne.Scalar):
+        return operator is aten.ne.Scalar if args[1] == math.inf else None
+    return False if operator in (aten.isnan.default, aten.isinf.default) else None
+
+
 def _has_kernel(name: str, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
-def _is_cudas(name: str) -> bool:
-    """Whether it is an operator of which this build knows the results alone: its kernels are other devices'."""
-    elsewhere = _has_kernel(name, "Meta") and not _has_kernel(name, "CPU")
-    return elsewhere and not _has_kernel(name, "CompositeImplicitAutograd")
+def _is_of_other_devices(name: str) -> bool:
+    """Whether this build knows the operator's results alone, and has no kernel for it."""
+    return _has_kernel(name, "Meta") and not any(
+        _has_kernel(name, key) for key in ("CPU", "CompositeImplicitAutograd", *_FOR_ALL_DEVICES)
+    )

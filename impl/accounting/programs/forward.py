@@ -24,8 +24,8 @@ FINAL_NORM = "norm"
 
 
 class TransformerForward:
-    """`autocast` where parameters and the residual stream are float32 whatever the case's dtype; `norm_alone` where the
-    final norm is a unit of its own; `device` for the kernel of attention that SDPA chooses there."""
+    """`autocast` where parameters and the residual stream are float32 whatever the case's dtype; `device` for the
+    kernel of attention that SDPA chooses there."""
 
     has_moments = True
 
@@ -36,7 +36,6 @@ class TransformerForward:
         *,
         size: TransformerSize | None = None,
         autocast: bool = False,
-        norm_alone: bool = False,
         device: str = "cpu",
     ) -> None:
         size, self.ledger = size or SIZES[case.model], Ledger()
@@ -52,9 +51,8 @@ class TransformerForward:
         rows = case.context + (-case.context % 32 if efficient else 0)
         self.log_sum_exp_bytes = FLOAT * case.batch * rows * size.heads
         self.rope_bytes = 0 if self.c == FLOAT else self.c * case.context * size.head_dim  # cosines and sines, cast
-        self.units = transformer_units(size, norm_alone)
+        self.units = transformer_units(size)
         self.output = EMBEDDING + 1 + size.layers
-        self.final_norm = self.output + 1 if norm_alone else ROOT
         self.blocks = range(EMBEDDING + 1, self.output)
         # Not the embedding's table, whose gradient is made of the indices alone.
         self.backward_order = [self.output, ROOT, *reversed(self.blocks)]
@@ -77,12 +75,8 @@ class TransformerForward:
             self.enter(block)
             self.forward_block()
             self.leave(block)
-        if self.final_norm != ROOT:
-            self.enter(self.final_norm)
-        self.unit = self.final_norm
+        self.unit = ROOT
         self.norm(FINAL_NORM)
-        if self.final_norm != ROOT:
-            self.leave(self.final_norm)
         self.enter(self.output)
         product = "half-precision logits" if self.copies else "logits"
         self.linear("output", product, self.c * self.case.tokens * self.size.vocab)

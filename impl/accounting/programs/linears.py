@@ -22,7 +22,7 @@ ACTIVATIONS, OUTPUT_GRADIENT = "activations", "gradient of a linear's output"
 class LinearsStep:
     """A step that is not the first. Units are numbered from 1 on; where the root module is the only one, it is 0."""
 
-    c, final_norm, has_moments = FLOAT, ROOT, False
+    c, has_moments = FLOAT, False
 
     def __init__(self, case: NineLinearsCase, strategy: Strategy, device: str = "cpu") -> None:
         self.case, self.strategy, self.device, self.ledger = case, strategy, device, Ledger()

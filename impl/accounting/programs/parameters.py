@@ -30,8 +30,8 @@ ROOT, EMBEDDING = 0, 1
 Units = list[list[Parameter]]
 
 
-def transformer_units(size: TransformerSize, norm_alone: bool = False) -> Units:
-    """With `norm_alone` the final norm is a unit of its own, the last in number, and the root has no parameters."""
+def transformer_units(size: TransformerSize) -> Units:
+    """The root's own is the final norm."""
     d, f, table = size.d_model, size.d_ff, (size.vocab, size.d_model)
     of_block: dict[str, tuple[int, ...]] = {
         "attention_norm": (d,),
@@ -42,14 +42,11 @@ def transformer_units(size: TransformerSize, norm_alone: bool = False) -> Units:
         "feed_forward.w3": (f, d),
     }
     first, output = EMBEDDING + 1, EMBEDDING + 1 + size.layers
-    final_norm = output + 1 if norm_alone else ROOT
-    norm = [Parameter("norm", (d,), final_norm)]
     return [
-        [] if norm_alone else norm,
+        [Parameter("norm", (d,), ROOT)],
         [Parameter("embedding", table, EMBEDDING)],
         *([Parameter(name, shape, unit) for name, shape in of_block.items()] for unit in range(first, output)),
         [Parameter("output", table, output)],
-        *([norm] if norm_alone else []),
     ]
 
 

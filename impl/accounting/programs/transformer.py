@@ -43,12 +43,8 @@ class TransformerStep(TransformerForward):
         self.unit = self.output
         self.linear_backward("output", "gradient of the logits", "norm: output", "gradient of RMSNorm's output")
         strategy.leave_backward(self.output)
-        self.unit = self.final_norm
-        if self.final_norm != ROOT:
-            strategy.enter_backward(self.final_norm)
+        self.unit = ROOT
         self.norm_backward(FINAL_NORM, residual=False)
-        if self.final_norm != ROOT:
-            strategy.leave_backward(self.final_norm)
         strategy.enter_backward(self.output - 1)
         for block in reversed(self.blocks):
             self.unit = block

@@ -26,7 +26,6 @@ class Step(Protocol):
     """Bytes of a value that the model computes with."""
     output: int
     """The unit that makes the model's output."""
-    final_norm: int
     backward_order: list[int]
     """The units whose parameters backward reads."""
     has_moments: bool

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from impl.accounting.ledger import Bytes
-from impl.accounting.library.unnamed import Unnamed, by_rows
 from impl.accounting.programs.mlp import StepBytes
 from impl.accounting.programs.parameters import BYTES, FLOAT, Parameter
 from impl.accounting.programs.transformer import TransformerStep
 from impl.accounting.strategies import GRADIENTS, Strategy
+from impl.accounting.unnamed import Unnamed, by_rows
 from impl.model.mlp import MLP_SIZES
 from impl.training_step import accounting as training_step
 from shardmark.grid import Work
@@ -157,7 +157,8 @@ class Shards:
             self.ledger.give(*(self.c * by_rows(parameter, self.ranks) for parameter in parameters))
 
     def reduce(self, parameter: tuple[int, ...]) -> None:
-        """A gradient, which goes; its shard stays. Where rows are uneven, all of it is padded first."""
+        """A gradient, which goes; its shard stays. Where rows are uneven, the shards of ranks that have fewer, or none,
+        are padded first, and all are copied."""
         take, give, c, q = self.ledger.take, self.ledger.give, self.c, self.q
         gradient, whole = math.prod(parameter), q * by_rows(parameter, self.ranks)
         shard = whole // self.ranks
@@ -166,7 +167,9 @@ class Shards:
         if self.ranks == 1:  # as it is
             give(c * gradient if cast else 0)
             return
-        uneven = whole + shard if parameter[0] % self.ranks else 0
+        rows = by_rows(parameter[:1], self.ranks) // self.ranks
+        short = self.ranks - parameter[0] // rows
+        uneven = whole + short * shard if short else 0
         take(uneven)
         take(shard)
         take(whole)

@@ -1,4 +1,4 @@
-"""What the forms that follow PyTorch's own sharding take and give: numbers without names, in one entry of a ledger."""
+"""What the forms of SimpleFSDP take and give: numbers without names, in one entry of a ledger."""
 
 from __future__ import annotations
 

@@ -1,0 +1,51 @@
+"""What PyTorch does for every rank, or for every pair of parameters, done once: of many, one is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import _sharding_prop
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+@contextmanager
+def shortcuts() -> Iterator[None]:
+    """In the block PyTorch's FSDP and DTensor take them."""
+    name = "_propagate_use_strided_shard_flag"
+    propagated = _where_strided(getattr(_sharding_prop, name))
+    with patch.object(_fsdp_param, "_chunk_with_empty", _Pieces), patch.object(_sharding_prop, name, propagated):
+        yield
+
+
+class _Pieces(Sequence[Tensor]):
+    """The pieces of a tensor along a dimension, each made when it is asked for: of 100,000 a rank reads two."""
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        self._tensor, self._count, self._dim = tensor, count, dim
+        self._size = -(-tensor.size(dim) // count)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        start, end = index * self._size, min((index + 1) * self._size, self._tensor.size(self._dim))
+        return self._tensor.narrow(self._dim, start, end - start) if start < end else self._tensor.new_empty(0)
+
+
+def _where_strided(propagate: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """DTensor's correction of strided shards, which looks at all arguments of an operator again for each result."""
+    looked_at: list[Any] = [None, False]
+
+    def propagated(strategy: Any, schema: Any) -> None:
+        if schema is not looked_at[0]:
+            placements = (placement for spec in schema.args_spec for placement in spec.placements)
+            looked_at[:] = schema, any(isinstance(placement, _StridedShard) for placement in placements)
+        if looked_at[1]:
+            propagate(strategy, schema)
+
+    return propagated
