@@ -9,6 +9,7 @@ from typing import Any
 import hypothesis  # noqa: F401  (or its plugin imports it at the end of each run, as `pytester` forgets it again)
 import pytest
 import pytest_benchmark.plugin
+import torch._dynamo  # noqa: F401  (what runs may import first, and cannot import twice)
 
 from correctness.support.paths import ROOT
 from shardmark import registry
