@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -37,8 +38,12 @@ def predicted_at_peak(plan: Plan) -> list[Held]:
 
 @contextmanager
 def _simulation(plan: Plan, rank: int) -> Iterator[None]:
-    with one_rank_of(plan.world_size, rank), no_kernels(gloo):
-        try:
-            yield
-        finally:
-            release(plan.device)
+    gc.freeze()  # what there is already need not be searched for garbage each time
+    try:
+        with one_rank_of(plan.world_size, rank), no_kernels(gloo):
+            try:
+                yield
+            finally:
+                release(plan.device)
+    finally:
+        gc.unfreeze()
