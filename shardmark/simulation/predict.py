@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 
@@ -42,12 +43,16 @@ def predicted_at_peak(plan: Plan, on: Hardware = CPU, rank: int = 0, warmups: in
 def simulation(ranks: int = 1, rank: int = 0, on: Hardware = CPU) -> Iterator[None]:
     """In the block no kernels run: this process is that rank of so many on that hardware. All tensors are on "cpu"."""
     of_cuda = on.device == "cuda"
-    with one_rank_of(ranks, rank, "nccl" if of_cuda else "gloo"), ExitStack() as rules:
-        if of_cuda:
-            rules.enter_context(no_kernels(nccl, rules.enter_context(rules_of_cuda(on))))
-        else:
-            rules.enter_context(no_kernels(gloo))
-        try:
-            yield
-        finally:
-            release("cpu")
+    gc.freeze()  # what there is already need not be searched for garbage each time
+    try:
+        with one_rank_of(ranks, rank, "nccl" if of_cuda else "gloo"), ExitStack() as rules:
+            if of_cuda:
+                rules.enter_context(no_kernels(nccl, rules.enter_context(rules_of_cuda(on))))
+            else:
+                rules.enter_context(no_kernels(gloo))
+            try:
+                yield
+            finally:
+                release("cpu")
+    finally:
+        gc.unfreeze()
