@@ -172,7 +172,7 @@ class Measure(Recorder):
         try:
             if session.model is None:
                 return predicted_budget(plan, session.hardware, slack, every_rank=False)
-            return predicted_budget(plan, session.hardware, NEAR, predicted)
+            return predicted_budget(plan, session.hardware, NEAR if session.device == "cpu" else slack, predicted)
         except registry.Unsupported as error:
             self._item.warn(pytest.PytestWarning(f"{plan.implementation} has no memory budget: {error}"))
             return None
