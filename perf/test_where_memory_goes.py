@@ -48,6 +48,6 @@ def test_where_memory_goes(
 ) -> None:
     expected = activations(SIZES[case.model], case.batch, case.context, case.dtype)
     row = measure(LanguageModelStep, implementation, case, work=work(case), slack=1.02, observe=[Timeline(expected)])
-    if device == "cpu":
+    if row["device"] == "cpu":
         for kept in row["memory"]["activations"]:
             assert kept["bytes"] == pytest.approx(kept["formula"], rel=0.02), f"{kept['module']} {kept['operator']}"

@@ -15,7 +15,7 @@ from shardmark.blocks import recording
 from shardmark.memory import meter
 from shardmark.plan import Plan
 from shardmark.registry import Unsupported, family
-from shardmark.replay import Allocated
+from shardmark.replay import STREAM, Allocated, Marked
 from shardmark.simulation import autocast
 from shardmark.simulation.caching_allocator import MIB, CachingAllocator
 from shardmark.simulation.hardware import Hardware, hardware
@@ -206,3 +206,14 @@ def test_formulas_for_cuda_are_what_is_predicted(plan: Plan) -> None:
     found = predict(plan, on=H100).memory.tensors
     formula = plan.implementation.peak(plan.case, "cuda")
     assert found <= 1.02 * formula
+
+
+def test_fsdp_reserves_for_each_stream() -> None:
+    """What it gathers it allocates on a stream of its own, whose blocks others cannot have."""
+    workload, cases, (size, *_) = CASES["fsdp"]
+    plan = Plan(workload, family("fsdp").implementations["fsdp1"], None, cases[0], "cpu", size)
+    with simulation(size, on=H100), recording("cpu") as recorded:
+        made = plan.workload(plan.implementation, plan.case, "cpu")
+        made.step(lambda part: None)
+    streams = {event.name for event in recorded.replay() if isinstance(event, Marked) and event.name.startswith(STREAM)}
+    assert len(streams) >= 2 and STREAM in streams

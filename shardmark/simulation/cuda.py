@@ -66,23 +66,26 @@ class _Streams:
     """Streams, which PyTorch's FSDP allocates on, do nothing on the CPU but have names: the recording tells them."""
 
     def __init__(self) -> None:
-        self._names: dict[int, str] = {}
-        self._current = [""]
-        self._known: list[object] = []  # so that no other has the same `id`
+        self._streams: list[object] = [torch.cpu.current_stream()]
+        self._entered = [""]
 
     @contextmanager
     def enter(self, stream: object) -> Iterator[None]:
-        """Allocate on that stream in the block."""
-        if id(stream) not in self._names:
-            self._known.append(stream)
-            self._names[id(stream)] = str(len(self._known)) if stream is not torch.cpu.current_stream() else ""
-        self._current.append(self._names[id(stream)])
-        mark(STREAM + self._current[-1])
+        """Allocate on that stream in the block; on None on the one that it is."""
+        self._entered.append(self._entered[-1] if stream is None else self._name(stream))
+        mark(STREAM + self._entered[-1])
         try:
             yield
         finally:
-            self._current.pop()
-            mark(STREAM + self._current[-1])
+            self._entered.pop()
+            mark(STREAM + self._entered[-1])
+
+    def _name(self, stream: object) -> str:
+        """Its number; that of the first one is empty."""
+        number = next((i for i, known in enumerate(self._streams) if known is stream), len(self._streams))
+        if number == len(self._streams):
+            self._streams.append(stream)
+        return str(number or "")
 
 
 class _Meter(memory.Meter):

@@ -92,7 +92,12 @@ class _Kernels:
         (x.sin() + x.cos()).backward()
 
     def __call__(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        scratch = self._scratch and self._scratch.take(operator, args)  # noqa: F841  (held until we return)
+        results = self._results(keys, operator, *args, **kwargs)
+        if self._scratch is not None:
+            self._scratch.take(operator, args)  # and give it back: results are there before a kernel begins
+        return results
+
+    def _results(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
         kind = kind_of(operator)
         if kind is Kind.SEND:
             return self._send(keys, operator, args)
