@@ -74,6 +74,18 @@ def test_the_peak_is_that_since_it_was_reset() -> None:
     assert (allocator.peak_allocated, allocator.peak_reserved) == (MIB, 18 * MIB)
 
 
+def test_where_the_device_has_no_more_free_segments_go_back() -> None:
+    allocator = CachingAllocator(limit=40 * MIB)
+    allocator.free(allocator.allocate(30 * MIB))
+    kept = allocator.allocate(32 * MIB)
+    assert allocator.reserved == 32 * MIB  # without a limit it is 62
+    allocator.allocate(20 * MIB)  # more than there is, as what is live cannot go
+    assert allocator.reserved == 52 * MIB
+    allocator.free(kept)
+    allocator.reset_peaks()
+    assert allocator.reserved == allocator.peak_reserved == 20 * MIB
+
+
 def test_every_operator_that_cudas_autocast_casts_is_known() -> None:
     """By the lists of the installed PyTorch; that it knows one more would be seen here."""
     kinds = ("LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "PROMOTE")

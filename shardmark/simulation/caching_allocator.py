@@ -9,12 +9,14 @@ It rounds sizes up to 512 bytes, takes segments of 2 MiB for what is at most 1 M
 10 MiB, and of a multiple of 2 MiB for the rest, gives out the smallest free block that is large enough, splits off what
 is left over, and merges neighbours that are free. (PyTorch's documentation, "CUDA semantics: memory management"; the
 figures are those of its header c10/core/AllocatorConfig.h.) With expandable segments there is one segment for small
-blocks and one for large ones, which grow. Each stream has pools of its own. There is no limit: segments are never given
-back; and a block is free as soon as the program has released it.
+blocks and one for large ones, which grow. Each stream has pools of its own. Segments are given back only where the
+device has no more than `limit` bytes: then those that are wholly free. A block is free as soon as the program has
+released it.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -62,9 +64,10 @@ class _Pool:
 class CachingAllocator:
     """Bytes that its blocks have, and bytes that it has from the device; the most of both since `reset_peaks`."""
 
-    def __init__(self, expandable_segments: bool = False) -> None:
+    def __init__(self, expandable_segments: bool = False, limit: float = math.inf) -> None:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self._expandable = expandable_segments
+        self._limit = limit
         self._pools: dict[tuple[str, bool], _Pool] = {}
         self._address = 0
 
@@ -104,6 +107,9 @@ class CachingAllocator:
         insort(pool.pieces, piece)
 
     def reset_peaks(self) -> None:
+        """What was taken beyond the limit, and is free, does not count any more."""
+        if self.reserved > self._limit:
+            self._give_back()
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def _reserve(self, pool: _Pool, size: int) -> _Piece:
@@ -124,9 +130,20 @@ class CachingAllocator:
             grown = page if size < LARGE else -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
             piece = _Piece(grown, pool, self._address)
             self._address += grown
+        if self.reserved + grown > self._limit:
+            self._give_back()
         self.reserved += grown
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return piece
+
+    def _give_back(self) -> None:
+        """Segments that are wholly free, to the device; an expandable one stays."""
+        if self._expandable:
+            return
+        for pool in self._pools.values():
+            whole = [piece for piece in pool.pieces if piece.before is None and piece.after is None]
+            pool.pieces = [piece for piece in pool.pieces if piece.before is not None or piece.after is not None]
+            self.reserved -= sum(piece.nbytes for piece in whole)
 
     def _merged(self, first: _Piece, second: _Piece) -> _Piece:
         first.nbytes, first.after = first.nbytes + second.nbytes, second.after
@@ -149,9 +166,11 @@ class Held:
     peak_reserved: int
 
 
-def held_at_marks(events: Iterable[Event], resets: tuple[str, ...] = (), expandable: bool = False) -> dict[str, Held]:
+def held_at_marks(
+    events: Iterable[Event], resets: tuple[str, ...] = (), *, expandable: bool = False, limit: float = math.inf
+) -> dict[str, Held]:
     """What the allocator would hold at each mark of a recording; the peaks begin anew after the marks in `resets`."""
-    allocator = CachingAllocator(expandable)
+    allocator = CachingAllocator(expandable, limit)
     pieces: dict[Block, _Piece | None] = {}
     held: dict[str, Held] = {}
     stream = ""

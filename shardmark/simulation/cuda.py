@@ -34,6 +34,8 @@ aten = torch.ops.aten
 
 _FLASH_WIDTH = 256
 """FlashAttention takes heads of up to so many values."""
+CONTEXT = 512 * 2**20
+"""Bytes that CUDA's context and libraries have of a device, about half a gigabyte on those since Volta."""
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -56,7 +58,7 @@ def rules_of_cuda(hardware: Hardware) -> Iterator[Scratch]:
                 (torch.cpu, "stream", _Streams().enter),
             ):
                 stack.enter_context(patch.object(owner, name, new))
-            stack.enter_context(patch.dict(memory.METERS, cpu=_Meter))
+            stack.enter_context(patch.dict(memory.METERS, cpu=partial(_Meter, hardware.memory_bytes - CONTEXT)))
             yield scratch
     finally:
         operators._destroy()
@@ -89,11 +91,15 @@ class _Streams:
 
 
 class _Meter(memory.Meter):
-    """What the caching allocator would make of it, too."""
+    """What the caching allocator of a device of so many bytes would make of it, too."""
+
+    def __init__(self, limit: int, device: str) -> None:
+        super().__init__(device)
+        self._limit = limit
 
     def follow(self, events: list[Event]) -> None:
         super().follow(events)
-        held = held_at_marks(events, resets=(memory.RESET,))
+        held = held_at_marks(events, resets=(memory.RESET,), limit=self._limit)
         if at_peak := held.get(memory.PEAK + MEDIAN):
             self.allocated, self.reserved = at_peak.peak_allocated, at_peak.peak_reserved
         for name, stage in self.stages.items():

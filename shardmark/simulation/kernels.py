@@ -59,8 +59,8 @@ _FINITE = aten._amp_foreach_non_finite_check_and_unscale_.default
 class Scratch(Protocol):
     """What operators take for themselves."""
 
-    def take(self, operator: OpOverload, args: tuple[Any, ...]) -> list[Tensor]:
-        """What this one has until it returns."""
+    def take(self, operator: OpOverload, args: tuple[Any, ...]) -> None:
+        """Take what this one has until it returns, and give it back."""
         ...
 
 
@@ -94,7 +94,7 @@ class _Kernels:
     def __call__(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
         results = self._results(keys, operator, *args, **kwargs)
         if self._scratch is not None:
-            self._scratch.take(operator, args)  # and give it back: results are there before a kernel begins
+            self._scratch.take(operator, args)  # results are there before a kernel begins
         return results
 
     def _results(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd.profiler import record_function
 
 from shardmark.simulation.hardware import Hardware
 
@@ -26,15 +27,21 @@ class Scratch:
         self._hardware = hardware
         self._of_thread: dict[bool, Tensor] = {}
 
-    def take(self, operator: OpOverload, args: tuple[Any, ...]) -> list[Tensor]:
-        """What the operator has until it returns.
+    def take(self, operator: OpOverload, args: tuple[Any, ...]) -> None:
+        """Take what the operator has until it returns, and give it back.
 
         cuBLAS's workspace it takes for good: forward's thread has one, and the engine's, which runs backward.
         """
+        name = operator._schema.name
         in_backward = torch._C._current_graph_task_id() != -1
-        if operator._schema.name in _PRODUCTS and in_backward not in self._of_thread:
-            self._of_thread[in_backward] = _bytes(self._hardware.blas_workspace_bytes)
-        return [_bytes(nbytes) for nbytes in _within(operator, args, self._hardware) if nbytes]
+        of_blas = name in _PRODUCTS and in_backward not in self._of_thread
+        within = [nbytes for nbytes in _within(operator, args, self._hardware) if nbytes]
+        if of_blas or within:
+            with record_function(name):  # a recording may have no other word of operators
+                if of_blas:
+                    self._of_thread[in_backward] = _bytes(self._hardware.blas_workspace_bytes)
+                held = [_bytes(nbytes) for nbytes in within]
+                held.clear()
 
     def give_back(self, device: str) -> None:
         """What cuBLAS keeps."""
