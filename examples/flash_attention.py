@@ -23,7 +23,7 @@ class FlashAttention(torch.autograd.Function):
             for columns in tiles(k, before=rows.stop if is_causal else None):
                 scores = scores_of(q, k, rows, columns, is_causal)  # (..., rows, columns)
                 before, biggest = biggest, torch.maximum(biggest, scores.amax(-1, keepdim=True))
-                weights = (scores - biggest).exp_()
+                weights = scores.sub_(biggest).exp_()
                 rescale = (before - biggest).exp()  # what was summed so far was relative to the maximum before
                 total = total * rescale + weights.sum(-1, keepdim=True)
                 summed = summed * rescale + weights @ tile(v, columns, q)
@@ -42,8 +42,8 @@ class FlashAttention(torch.autograd.Function):
             q_tile, grad_tile = (x[..., rows, :].to(lse.dtype) for x in (q, grad_out))
             delta = (grad_tile * out[..., rows, :]).sum(-1, keepdim=True)
             for columns in tiles(k, before=rows.stop if ctx.is_causal else None):
-                weights = (scores_of(q, k, rows, columns, ctx.is_causal) - lse[..., rows, None]).exp_()
-                grad_scores = weights * (grad_tile @ tile(v, columns, q).mT - delta) * q.shape[-1] ** -0.5
+                weights = scores_of(q, k, rows, columns, ctx.is_causal).sub_(lse[..., rows, None]).exp_()
+                grad_scores = (grad_tile @ tile(v, columns, q).mT).sub_(delta).mul_(weights).mul_(q.shape[-1] ** -0.5)
                 grad_q[..., rows, :] += grad_scores @ tile(k, columns, q)
                 grad_k[..., columns, :] += per_key_head(grad_scores.mT @ q_tile, k)
                 grad_v[..., columns, :] += per_key_head(weights.mT @ grad_tile, v)
@@ -85,7 +85,8 @@ def per_key_head(grad, k):
 
 
 def scores_of(q, k, rows, columns, is_causal):
-    scores = q[..., rows, :].to(precise(q)) @ tile(k, columns, q).mT * q.shape[-1] ** -0.5
+    scores = q[..., rows, :].to(precise(q)) @ tile(k, columns, q).mT
+    scores.mul_(q.shape[-1] ** -0.5)
     if is_causal and columns.stop > rows.start + 1:  # some of these keys come after some of these queries
         query = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
         scores.masked_fill_(torch.arange(columns.start, columns.stop, device=q.device) > query, float("-inf"))

@@ -107,7 +107,11 @@ def test_the_row_that_is_explained_is_as_the_schema_says() -> None:
     assert list(complaints(json.loads(example))) == []
 
 
-@pytest.mark.parametrize("document", [ROOT / "README.md", *sorted(DOCUMENTS.glob("*.md"))], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document",
+    [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted(DOCUMENTS.glob("*.md"))],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_links_lead_somewhere(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)$", text, flags=re.M)

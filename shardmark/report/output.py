@@ -28,9 +28,7 @@ class Report:
         if path.suffix not in (".html", ".md"):
             raise ReportError(f"{option} {path}: a report is a page, .html, or Markdown, .md")
         if path.suffix == ".html" and (missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]):
-            raise ReportError(
-                f"{option} {path}: pip install '.[page]' in Shardmark's folder, as {' and '.join(missing)} draw it"
-            )
+            raise ReportError(f"{option} {path}: pip install 'shardmark[page]', as {' and '.join(missing)} draw it")
         self.path = path
         self.written = False
         self.outcome = f"{option}: no report, as nothing was measured"
