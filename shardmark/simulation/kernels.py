@@ -92,12 +92,14 @@ class _Kernels:
         (x.sin() + x.cos()).backward()
 
     def __call__(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        results = self._results(keys, operator, *args, **kwargs)
-        if self._scratch is not None:
-            self._scratch.take(operator, args)  # and give it back: results are there before a kernel begins
-        return results
+        if self._scratch is None:
+            return self._call(keys, operator, args, kwargs)
+        with record_function(operator._schema.name):  # by which the meter knows whose scratch space it is
+            results = self._call(keys, operator, args, kwargs)
+            self._scratch.take(operator, args)  # beside its results, and given back at once
+            return results
 
-    def _results(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, keys: Any, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = kind_of(operator)
         if kind is Kind.SEND:
             return self._send(keys, operator, args)

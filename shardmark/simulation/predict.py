@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 from shardmark.blocks import without_operators
 from shardmark.excess import Held
@@ -23,8 +23,7 @@ def predict(plan: Plan, rank: int = 0, on: Hardware = CPU) -> Measured:
     Unsupported, in one line, for a program whose operators depend on values.
     """
     with simulation(plan.world_size, rank, on):
-        # Of CUDA's workspaces the operators tell that they are none of the program's tensors.
-        with nullcontext() if on.device == "cuda" else without_operators():
+        with without_operators():
             workload, memory, _ = meter_pass(plan)
         measured = Measured(workload.backend, memory)
         del workload
