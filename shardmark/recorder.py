@@ -73,7 +73,7 @@ class Recorder:
         row = new_row(replace(identity, backend=ranks[0].backend), session.scale, session.link_rate)
         seconds = step_seconds(ranks)
         self._replay(seconds)
-        if memory is not None or session.model is not None:
+        if memory is not None or ranks[0].memory.phases:  # metered, though it has no budget
             row["memory"] = memory_entry(ranks, memory)
         if work is not None:
             row["work"] = asdict(work) | rates(fmean(seconds))
