@@ -13,8 +13,8 @@ aten::bmm                  3   12.00  in mine.py:31
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardmark.replay import Allocated, Block, Event, Marked, Released
@@ -99,22 +99,39 @@ def excess_lines(formula: int, found: Sequence[Held]) -> Iterator[str]:
 
 def _lines_beyond(predicted: Sequence[Held], found: Sequence[Held]) -> Iterator[str]:
     """The origins of more bytes than predicted, first those of most bytes more."""
-    by_origin = {(each.operator, each.module, each.line): each for each in predicted}
-    pairs = [(each, by_origin.get((each.operator, each.module, each.line), Held(0, 0, "", "", ""))) for each in found]
+    both = {_origin(each) for each in predicted} & {_origin(each) for each in found}
+    expected, there = _by_origin(predicted, both), _by_origin(found, both)
+    pairs = [(each, expected.get(origin, Held(0, 0, "", "", ""))) for origin, each in there.items()]
     more = sorted(pairs, key=lambda pair: pair[1].nbytes - pair[0].nbytes)[:SHOWN]
     rows = [
         {
             "what holds more than predicted": each.operator or "by no operator",
             "blocks": f"{each.blocks}",
             "MiB": mib(each.nbytes),
-            "predicted blocks": f"{expected.blocks}",
-            "predicted MiB": mib(expected.nbytes),
+            "predicted blocks": f"{before.blocks}",
+            "predicted MiB": mib(before.nbytes),
             "where": ", ".join(filter(None, [each.module, each.line])),
         }
-        for each, expected in more
-        if each.nbytes > expected.nbytes
+        for each, before in more
+        if each.nbytes > before.nbytes
     ]
     yield from layout(rows, left=("what holds more than predicted", "where"))
+
+
+def _origin(held: Held) -> tuple[str, str, str]:
+    return held.operator, held.module, held.line
+
+
+def _by_origin(held: Sequence[Held], both: Collection[tuple[str, str, str]]) -> dict[tuple[str, str, str], Held]:
+    """An operator that Python's syntax calls may have its own line on one side, and on the other that of its function:
+    origins that one side alone has are one for each operator and module, with the largest one's line.
+    """
+    merged: dict[tuple[str, str, str], Held] = {}
+    for each in held:
+        origin = _origin(each) if _origin(each) in both else (each.operator, each.module, "")
+        largest = merged.get(origin, replace(each, nbytes=0, blocks=0))
+        merged[origin] = replace(largest, nbytes=largest.nbytes + each.nbytes, blocks=largest.blocks + each.blocks)
+    return merged
 
 
 def _rest(sizes: Sequence[int]) -> list[tuple[str, int]]:

@@ -217,6 +217,13 @@ def test_what_holds_no_more_than_predicted_is_not_shown() -> None:
     assert type(pickle.loads(pickle.dumps(budget))) is int
 
 
+def test_an_operator_has_its_own_line_or_that_of_its_function() -> None:
+    predicted = [Held(8, 2, "aten::mul", "block", "mine.py:9"), Held(8, 1, "", "", "mine.py:7")]
+    found = [Held(12, 3, "aten::mul", "block", "mine.py:7"), Held(8, 1, "", "", "mine.py:7")]
+    (line,) = list(excess_lines(Predicted(16, lambda: predicted), found))[2:]
+    assert line.split() == ["aten::mul", "3", "0.00", "2", "0.00", "block,", "mine.py:7"]
+
+
 def trained_on_rank(case: OwnModelCase, device: str) -> Trained:
     model = NaiveDataParallel(own_model(case, device, dist.get_rank()).module)
     return train(model, case, device, model.module.named_parameters, model.finish_gradient_synchronization)
