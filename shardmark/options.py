@@ -98,7 +98,7 @@ def add_options(parser: pytest.Parser) -> None:
         "--simulate",
         default=None,
         metavar="HARDWARE[:RANKS]",
-        help="predict each case's memory in place of running it, on that hardware and so many ranks: cpu:1024",
+        help="predict each case's memory in place of running it, on that hardware and so many ranks: h100-80gb:8",
     )
     group.addoption(
         "--trace-dir",  # --trace is pytest's own: it breaks into the debugger
