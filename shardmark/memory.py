@@ -72,7 +72,7 @@ class Memory:
     stages: dict[str, Stage] = field(default_factory=dict)
     """Of making the workload and warming it up, as it reports them."""
     allocated: int = 0
-    """The most that the caching allocator's blocks had at once, which are a little larger than what was asked for."""
+    """The most that the caching allocator's blocks had at once in the steady-state step, rounded up."""
     reserved: int = 0
     """The most that the caching allocator had from the device. Both are CUDA's alone."""
 

@@ -119,11 +119,16 @@ def _checked(label: str, returned: Any) -> Made:
             raise RegistryError(f"{label}: the {what} that it returns is {wanted}, not {type(value).__name__}")
     if not any(p.requires_grad for p in module.parameters()):
         raise RegistryError(f"{label}: its {type(module).__name__} has no parameter to train")
+    if any(p.is_meta for p in module.parameters()):
+        raise RegistryError(f"{label}: its parameters are on meta, without values: make them on the default device")
     return Made(module, tuple(batch), loss, _as_list(label, module, *blocks) if blocks else find_blocks(module))
 
 
 def _as_list(label: str, module: nn.Module, blocks: Any) -> nn.ModuleList:
-    if not isinstance(blocks, Iterable) or not set(blocks) <= set(module.modules()):
+    blocks = list(blocks) if isinstance(blocks, Iterable) and not isinstance(blocks, nn.ModuleList) else blocks
+    if not isinstance(blocks, Iterable) or not {id(block) for block in blocks} <= {
+        id(each) for each in module.modules()
+    }:
         raise RegistryError(f"{label}: the fourth value that it returns is the model's blocks, a list of its modules")
     return blocks if isinstance(blocks, nn.ModuleList) else nn.ModuleList(blocks)
 

@@ -12,7 +12,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import random
 import select
 import signal
 import socket
@@ -26,7 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -34,7 +32,7 @@ from shardmark.channel import receive, send
 from shardmark.checkout import Checkout
 from shardmark.link import Host
 from shardmark.machine import keep_compiled_code_apart
-from shardmark.rankstate import Messages, RankState
+from shardmark.rankstate import Messages, RankState, seed_rank
 
 
 class WorldError(ValueError):
@@ -106,7 +104,7 @@ def perform(work: bytes | bytearray, keep: bool = False) -> bytes:
     try:
         try:
             function, args, seed = pickle.loads(work)
-            _seed(seed + (dist.get_rank() if dist.is_initialized() else 0))  # each rank draws its own
+            seed_rank(seed + (dist.get_rank() if dist.is_initialized() else 0))  # each rank draws its own
             result = function(*args)
             if torch.cuda.is_initialized():  # what is still to be done may fail or hang, and is this call's
                 torch.cuda.synchronize()
@@ -127,12 +125,6 @@ def perform(work: bytes | bytearray, keep: bool = False) -> bytes:
         except BaseException:
             left = {"broken": "what cannot be told"}
         return pickle.dumps(Answer(failure=failure, **left))
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 def _report(error: BaseException) -> str:

@@ -217,3 +217,10 @@ def _counted(method: Callable[..., Any], counter: Counter[int]) -> Callable[...,
         return method(group, tensors, *rank_and_tag)
 
     return counted
+
+
+def seed_rank(seed: int) -> None:
+    """PyTorch's generator, Python's and NumPy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

@@ -69,7 +69,7 @@ def test_what_a_library_takes_within_its_operator_is_workspace_and_no_tensor() -
 def test_what_a_library_keeps_until_it_is_asked_for_is_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """As cuBLAS does: taken within an operator, and given back when the recording ends."""
     kept: list[torch.Tensor] = []
-    monkeypatch.setattr(blocks, "_have_libraries_give_back", lambda device: kept.clear())
+    monkeypatch.setattr(blocks, "have_libraries_give_back", lambda device: kept.clear())
     matrix = torch.randn(100, 100)
     with meter("cpu") as memory:
         tensor = torch.empty(N)

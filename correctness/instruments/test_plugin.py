@@ -60,7 +60,7 @@ def test_a_row_says_what_the_design_lists(project: pytest.Pytester) -> None:
     assert time["interval"][0] <= time["ratio"] <= time["interval"][1] < 0.9
     assert time["machine"].keys() <= {"waited", "bursts", "warm-up", "drift", "level"}
     rest = ("family", "implementation", "device", "backend", "world_size", "dtype", "scale", "simulated", "hardware")
-    assert [row[name] for name in rest] == ["sleep", "plain", "cpu", "none", 1, "float32", "smoke", False]
+    assert [row[name] for name in rest] == ["sleep", "plain", "cpu", "none", 1, "float32", "smoke", False, None]
     assert len(entry["stats"]["data"]) >= 7 and min(entry["stats"]["data"]) >= 0.005
     assert {"torch", "triton", "gpus", "driver"} <= set(output["machine_info"])
 

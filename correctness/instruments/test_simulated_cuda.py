@@ -1,9 +1,10 @@
-"""CUDA's rules on a machine without CUDA: casts, kernels, scratch space, the caching allocator, by known figures."""
+"""CUDA's rules on a machine without CUDA: casts, kernels, workspaces, the caching allocator, by known figures."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import layer_norm, linear, rms_norm, scaled_dot_product_attention
@@ -20,7 +21,7 @@ from shardmark.simulation import autocast
 from shardmark.simulation.caching_allocator import MIB, CachingAllocator
 from shardmark.simulation.hardware import Hardware, hardware
 from shardmark.simulation.predict import predict, simulation
-from shardmark.simulation.scratch import sum_of_columns
+from shardmark.simulation.workspaces import sum_of_columns
 
 H100, A100, V100 = hardware("h100-80gb"), hardware("a100-80gb"), hardware("v100-32gb")
 
@@ -229,3 +230,35 @@ def test_fsdp_reserves_for_each_stream() -> None:
         made.step(lambda part: None)
     streams = {event.name for event in recorded.replay() if isinstance(event, Marked) and event.name.startswith(STREAM)}
     assert len(streams) >= 2 and STREAM in streams
+
+
+def test_programs_of_every_size_are_followed() -> None:
+    """Nothing to sum, a single number, other lengths of keys than of queries, several dtypes under autocast."""
+    with simulation(on=H100):
+        assert torch.empty(0, 4).sum(0).shape == (4,) and torch.empty(8, 0).sum(0).shape == (0,)
+        assert torch.tensor(1.0).sum(0).shape == torch.tensor(1.0).mean(-1).shape == ()
+        linear_of_none = nn.Linear(4, 4)
+        linear_of_none(torch.empty(0, 4)).sum().backward()
+        q, k = torch.randn(1, 2, 5, 64, dtype=torch.bfloat16), torch.randn(1, 2, 7, 64, dtype=torch.bfloat16)
+        assert scaled_dot_product_attention(q, k, k, is_causal=True).shape == q.shape
+        with pytest.raises(RuntimeError, match="have one dtype"):
+            scaled_dot_product_attention(q.float(), k, k)
+        with torch.autocast("cuda"):
+            assert linear(torch.randn(4, 4), torch.randn(4, 4)).dtype == torch.float16
+            assert torch.is_autocast_enabled("cuda")
+
+
+def test_a_prediction_draws_the_same_again_and_leaves_the_generator_as_it_was() -> None:
+    def drawn(rank: int) -> int:
+        with simulation(2, rank):
+            return int(torch.randint(10**6, ()))
+
+    before = torch.get_rng_state()
+    assert drawn(0) == drawn(0) != drawn(1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_goes_wrong_in_a_collective_is_said() -> None:
+    """NCCL's version, which PyTorch would add to it, is not there."""
+    with pytest.raises(RuntimeError, match="shape"), simulation(2, on=H100):
+        dist.all_gather_into_tensor(torch.empty(3), torch.empty(2))

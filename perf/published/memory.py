@@ -2,7 +2,7 @@
 
     python -m perf.published     # writes docs/published-memory.md
 
-Nothing is fitted: a program is what its write-up tells, or follows from its figures, as the notes say.
+Nothing is fitted: a program is what its write-up has, or follows from its figures, as the notes say.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from perf.published import UNITS
 from perf.published import programs as run
 from perf.published.programs import Program
 from shardmark.blocks import recording
-from shardmark.simulation.caching_allocator import Held, held_at_marks
+from shardmark.simulation.caching_allocator import AtMark, held_at_marks
 from shardmark.simulation.hardware import hardware
 from shardmark.simulation.predict import simulation
 
@@ -65,7 +65,7 @@ def _attention_a100(row: Row) -> Reading | None:
 
 
 def _attention_h100(row: Row) -> Reading | None:
-    """Softmax is by parts: the bytes tell that two matrices are saved, the sums, and the places of the maxima."""
+    """Softmax is by parts: by the bytes two matrices are saved, the sums, and the places of the maxima."""
     if not row["experiment"].startswith("attention, batch 8"):
         return None
     program = _attention(row["case"], run.softmax_by_parts)
@@ -125,7 +125,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
 
 
 @cache
-def held(program: Program, on: str, ranks: int) -> dict[str, Held]:
+def held(program: Program, on: str, ranks: int) -> dict[str, AtMark]:
     """What the allocator would hold at each mark of the program."""
     with simulation(ranks, on=hardware(on)), recording("cpu") as recorded:
         program()
@@ -133,7 +133,7 @@ def held(program: Program, on: str, ranks: int) -> dict[str, Held]:
 
 
 def rows(file: str) -> Iterator[Row]:
-    """Published rows of that file that tell memory, of programs that are not compiled."""
+    """Published rows of that file of memory, of programs that are not compiled."""
     with (Path(__file__).parent / f"{file}.csv").open(newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
             eager = "compile" not in row["experiment"].replace("uncompiled", "") + row["case"]
@@ -148,7 +148,8 @@ def compared(file: str) -> list[Compared]:
 
 def unknown() -> list[tuple[Row, str, Compared | None]]:
     """The rows that are not held to a prediction, why, and what is predicted all the same."""
-    return [(row, why, _compared(file, row)) for file in RULES for row in rows(file) if (why := _why_unknown(row))]
+    found = [(row, _why_unknown(row), _compared(file, row)) for file in RULES for row in rows(file)]
+    return [(row, why or "that of a compiled rung", at) for row, why, at in found if why or at is None]
 
 
 def _compared(file: str, row: Row) -> Compared | None:
@@ -162,9 +163,9 @@ def _compared(file: str, row: Row) -> Compared | None:
 
 UNKNOWN = {
     "2.7B peak memory, batch 4": "read off plots, in whole GB of which it is not said how many bytes they have",
-    "optimizer state sharding, xl, 2 ranks": "in whole GB; batch and context are not told",
-    "memory after init_weights": "its function that draws weights is not told; ours allocates nothing",
-    "memory reserved": "besides the order of releases it depends on when a GPU's streams let go of blocks",
+    "optimizer state sharding, xl, 2 ranks": "in whole GB; batch and context are not known",
+    "memory after init_weights": "its function that draws weights is not known; ours allocates nothing",
+    "memory reserved": "besides the order of releases it depends on when a GPU's streams free blocks",
 }
 """Rows that are not held to a prediction, by experiment or metric, and why."""
 

@@ -13,10 +13,10 @@ PAGE = Path("docs/published-memory.md")
 
 HEAD = """# Predicted memory beside published figures
 
-Written by `python -m perf.published`. Each program was rebuilt as its write-up tells (`perf/published/programs.py`) and
-simulated by the rules of its GPU, without one. "allocated" and "peak" are what the caching allocator's blocks hold, as
-`torch.cuda.memory_allocated` says; "at most" is what the allocator takes from the device for it, with its segments and
-what lies free in them: the card must have that much, and the CUDA context's half a gigabyte beside it.
+Written by `python -m perf.published`. Each program was rebuilt as its write-up has it (`perf/published/programs.py`)
+and simulated by the rules of its GPU, without one. "allocated" and "peak" are what the caching allocator's blocks hold,
+as `torch.cuda.memory_allocated` says; "at most" is what the allocator takes from the device for it, with its segments
+and what lies free in them: the card must have that much, and the CUDA context's half a gigabyte beside it.
 
 {summary}
 """
@@ -31,9 +31,11 @@ def page() -> str:
     """All rows, by source; then those that no prediction is held to, and why."""
     by_file = {file: compared(file) for file in RULES}
     errors = [100 * each.error for rows in by_file.values() for each in rows]
+    again = sum("uncompiled" in each.row["experiment"] for rows in by_file.values() for each in rows)
     summary = (
-        f"{len(errors)} figures of {len(by_file)} sources: mean error {fmean(map(abs, errors)):.3f}%, largest "
-        f"{max(errors, key=abs):+.3f}%, most under-predicted {min(errors):+.3f}%."
+        f"{len(errors)} figures of {len(by_file)} sources ({again} from a second run of the same programs): mean "
+        f"error {fmean(map(abs, errors)):.3f}%, largest {max(errors, key=abs):+.3f}%, most under-predicted "
+        f"{min(errors):+.3f}%."
     )
     parts = [HEAD.format(summary=summary)]
     for rows in by_file.values():

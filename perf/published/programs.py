@@ -1,4 +1,4 @@
-"""Programs whose memory others have published, as their write-ups tell.
+"""Programs whose memory others have published, as their write-ups have it.
 
 Each runs to its end and marks the moments at which its author asked the allocator. What belongs to the suite (the MLP
 ladder, nine linears) is taken from there. One and the same program is one object.

@@ -39,7 +39,9 @@ class LanguageModelStep:
                 raise Unsupported("its signature has no option 'loss'")
             self.options["loss"] = partial(_of_batch, self.made.loss)
             self.batch = self.made.batch, None
-        self.model = self.made.module.to(self.options["precision"].parameter)
+        self.model = self.made.module
+        if not isinstance(case, OwnModelCase):  # a user's own keeps its dtypes, which may be several
+            self.model.to(self.options["precision"].parameter)
         # Fused, so that the optimizer itself needs no temporaries.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         try:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -47,14 +48,20 @@ def _cuda_is_cpu() -> Iterator[None]:
     """`torch.autocast("cuda")` would find no CUDA, and do nothing."""
     init = torch.autocast.__init__
 
-    def of_cpu(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
-        init(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+    def of_cpu(
+        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")  # its default is float16
+        init(self, device_type, dtype, *args, **kwargs)
 
-    torch.autocast.__init__ = of_cpu  # type: ignore[method-assign]
-    try:
+    enabled = torch.is_autocast_enabled
+
+    def is_enabled(device_type: str = "cpu") -> bool:
+        return enabled("cpu" if device_type == "cuda" else device_type)
+
+    with patch.object(torch.autocast, "__init__", of_cpu), patch.object(torch, "is_autocast_enabled", is_enabled):
         yield
-    finally:
-        torch.autocast.__init__ = init  # type: ignore[method-assign]
 
 
 @cache

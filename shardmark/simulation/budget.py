@@ -13,7 +13,7 @@ from typing import Any, Self
 from shardmark import torchrun
 from shardmark.budget import MemoryBudget
 from shardmark.excess import Held
-from shardmark.memory import Memory, is_out_of_memory
+from shardmark.memory import Memory
 from shardmark.passes import MEDIAN, NEAR, SECOND, WARMUPS
 from shardmark.plan import Plan
 from shardmark.registry import Unsupported
@@ -56,13 +56,7 @@ def predicted_budget(
 
 @cache  # the peer's is asked for beside each
 def _predictions(plan: Plan, on: Hardware, ranks: int) -> list[Memory]:
-    """Of the first ranks. Unsupported also where one tensor is larger than this machine's memory."""
-    try:
-        return [predict(plan, rank, on).memory for rank in range(ranks)]
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise Unsupported("one of its tensors is larger than this machine's memory") from None
-        raise
+    return [predict(plan, rank, on).memory for rank in range(ranks)]
 
 
 def _steady(peaks: dict[str, int]) -> int:

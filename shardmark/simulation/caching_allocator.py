@@ -27,7 +27,7 @@ MIB = 2**20
 ROUND = 512
 """Sizes are multiples of it."""
 SMALL = MIB
-"""The largest block of the small pool; from a large one no less than more than this is split off."""
+"""The largest block of the small pool; a large block is split only if more than this is left over."""
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
 LARGE = 10 * MIB
 """A block of this size and more has a segment of its own size, in multiples of 2 MiB."""
@@ -107,7 +107,7 @@ class CachingAllocator:
         insort(pool.pieces, piece)
 
     def reset_peaks(self) -> None:
-        """What was taken beyond the limit, and is free, does not count any more."""
+        """First give back free segments, if more than the limit is reserved."""
         if self.reserved > self._limit:
             self._give_back()
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
@@ -155,7 +155,7 @@ class CachingAllocator:
 
 
 @dataclass(frozen=True)
-class Held:
+class AtMark:
     """In bytes: what the allocator's blocks have at a moment, the most since the peaks were reset, and the same of what
     it has from the device.
     """
@@ -168,11 +168,11 @@ class Held:
 
 def held_at_marks(
     events: Iterable[Event], resets: tuple[str, ...] = (), *, expandable: bool = False, limit: float = math.inf
-) -> dict[str, Held]:
+) -> dict[str, AtMark]:
     """What the allocator would hold at each mark of a recording; the peaks begin anew after the marks in `resets`."""
     allocator = CachingAllocator(expandable, limit)
     pieces: dict[Block, _Piece | None] = {}
-    held: dict[str, Held] = {}
+    held: dict[str, AtMark] = {}
     stream = ""
     for event in events:
         match event:
@@ -183,7 +183,7 @@ def held_at_marks(
             case Marked(name) if name.startswith(STREAM):
                 stream = name.removeprefix(STREAM)
             case Marked(name):
-                held[name] = Held(
+                held[name] = AtMark(
                     allocator.allocated, allocator.peak_allocated, allocator.reserved, allocator.peak_reserved
                 )
                 if name in resets:

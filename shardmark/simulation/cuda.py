@@ -3,7 +3,7 @@
 - autocast has other lists (`shardmark.simulation.autocast`);
 - `scaled_dot_product_attention` has other kernels, which save and need other things, and RMSNorm one of its own;
 - optimizers update all parameters at once (`foreach`), where the caller does not say;
-- kernels and libraries take memory for themselves (`shardmark.simulation.scratch`).
+- kernels and libraries take memory for themselves (`shardmark.simulation.workspaces`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardmark.replay import STREAM, Event
 from shardmark.simulation.autocast import autocast_of_cuda
 from shardmark.simulation.caching_allocator import held_at_marks
 from shardmark.simulation.hardware import Hardware
-from shardmark.simulation.scratch import Scratch
+from shardmark.simulation.workspaces import Workspaces
 
 aten = torch.ops.aten
 
@@ -40,9 +40,9 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
-def rules_of_cuda(hardware: Hardware) -> Iterator[Scratch]:
+def rules_of_cuda(hardware: Hardware) -> Iterator[Workspaces]:
     """Follow CUDA's rules, on that hardware, in what the block runs on the CPU without kernels."""
-    scratch = Scratch(hardware)
+    workspaces = Workspaces(hardware)
     operators = torch.library.Library("aten", "IMPL")
     # With a kernel it is one operator to autograd, whose backward is one as well.
     operators.impl("_fused_rms_norm", _never, "CPU")
@@ -54,18 +54,18 @@ def rules_of_cuda(hardware: Hardware) -> Iterator[Scratch]:
             stack.enter_context(autocast_of_cuda())
             for owner, name, new in (
                 (optimizers, "_get_foreach_kernels_supported_devices", lambda: [*supported, "cpu"]),
-                (blocks, "have_libraries_give_back", scratch.give_back),
+                (blocks, "have_libraries_give_back", workspaces.give_back),
                 (torch.cpu, "stream", _Streams().enter),
             ):
                 stack.enter_context(patch.object(owner, name, new))
             stack.enter_context(patch.dict(memory.METERS, cpu=partial(_Meter, hardware.memory_bytes - CONTEXT)))
-            yield scratch
+            yield workspaces
     finally:
         operators._destroy()
 
 
 class _Streams:
-    """Streams, which PyTorch's FSDP allocates on, do nothing on the CPU but have names: the recording tells them."""
+    """Streams, which PyTorch's FSDP allocates on, do nothing on the CPU but have names: the recording has them."""
 
     def __init__(self) -> None:
         self._streams: list[object] = [torch.cpu.current_stream()]
@@ -107,6 +107,7 @@ class _Meter(memory.Meter):
 
 
 def _never(*args: Any) -> None:
+    """Registered because autograd takes what has a kernel for one operator; none is run."""
     raise AssertionError("a simulation runs no kernel")
 
 
@@ -126,7 +127,9 @@ def _attention(
 
     cuDNN's, which recent PyTorch prefers on Hopper, saves what FlashAttention saves, and counts as that.
     """
-    flash, efficient = _backends(hardware, query, key, value, attn_mask, enable_gqa)
+    if not query.dtype == key.dtype == value.dtype:
+        raise RuntimeError(f"query, key and value have one dtype, not {query.dtype}, {key.dtype} and {value.dtype}")
+    flash, efficient = _backends(hardware, query, key, value, attn_mask, enable_gqa, is_causal)
     if flash:
         width = query.size(-1)
         q, k, v = (_padded(each, 8) for each in (query, key, value))
@@ -146,16 +149,21 @@ def _attention(
 
 
 def _backends(
-    hardware: Hardware, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool
+    hardware: Hardware, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool, causal: bool
 ) -> tuple[bool, bool]:
     """Whether FlashAttention, and whether the memory-efficient kernel, takes these (PyTorch's sdp_utils.cpp)."""
     given = (query, key, value)
+    heads = {each.size(1) for each in given if each.dim() == 4}
+    if len({each.size(0) for each in given}) > 1 or (len(heads) > 1 and not grouped) or key.size(-2) != value.size(-2):
+        return False, False  # which the parts take, or refuse
     if any(each.dim() != 4 or each.stride(-1) != 1 or 0 in each.shape for each in given):
         return False, False
     capability = hardware.capability or (9, 0)  # AMD's kernels take what these do
     half, width = query.dtype in _HALVES, query.size(-1)
     same = all(each.size(-1) == width for each in given) and width <= _FLASH_WIDTH
-    flash = cuda.flash_sdp_enabled() and half and capability >= (8, 0) and mask is None and same
+    allowed = cuda.flash_sdp_enabled() or (cuda.cudnn_sdp_enabled() and capability >= (9, 0))
+    flash = allowed and half and capability >= (8, 0) and mask is None and same
+    flash = flash and not (causal and query.size(-2) != key.size(-2))
     products_in_half = capability >= (8, 0) or half
     alignment = 16 // query.element_size() if products_in_half else 4 if capability >= (8, 0) else 1
     aligned = width % alignment == 0 and value.size(-1) % alignment == 0

@@ -158,6 +158,7 @@ def of_this_machine(device: str) -> Hardware:
     if device == "cpu":
         return CPU
     capability = torch.cuda.get_device_capability()
-    known = [each for each in known_hardware().values() if each.device == "cuda"]
+    rocm = torch.version.hip is not None
+    known = [each for each in known_hardware().values() if each.device == "cuda" and (each.capability is None) == rocm]
     same = [each for each in known if each.capability == capability]
     return same[0] if same else max(known, key=lambda each: each.capability or (0, 0))

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -56,16 +56,11 @@ _FINITE = aten._amp_foreach_non_finite_check_and_unscale_.default
 """Looks for infinite gradients, and writes what it found: none, in a simulation."""
 
 
-class Scratch(Protocol):
-    """What operators take for themselves."""
-
-    def take(self, operator: OpOverload, args: tuple[Any, ...]) -> None:
-        """Take what this one has until it returns, and give it back."""
-        ...
-
-
 _PASSED_BY = (aten.as_strided.default, aten.view.default, aten.empty.memory_format, aten.empty_strided.default)
 """They compute nothing, and need not come here one by one: FSDP cuts a tensor into as many views as there are ranks."""
+
+Take = Callable[[OpOverload, tuple[Any, ...]], None]
+"""Takes what an operator has for itself until it returns, and gives it back."""
 
 Collective = Callable[[OpOverload, tuple[Any, ...]], Any]
 """What a collective of c10d gives for those arguments: it allocates what a backend would."""
@@ -74,27 +69,28 @@ Collective = Callable[[OpOverload, tuple[Any, ...]], Any]
 class _Kernels:
     """What runs in place of kernels, for one simulation."""
 
-    def __init__(self, collective: Collective, scratch: Scratch | None) -> None:
+    def __init__(self, collective: Collective, take: Take | None) -> None:
         self._collective = collective
-        self._scratch = scratch
+        self._take = take
         self._fake = FakeTensorMode()
         self._layouts: dict[Any, Any] = {}
         self._one_at_a_time = threading.Lock()  # fake tensors are for one thread
         self._alone: tuple[int, ...] | None = None
-        """References to a gradient that only autograd has, and that it therefore adds another one to where it lies.
-        Here Python has it too while we look at it, and of a small one the storage: so autograd takes a new tensor.
+        """Use counts of a gradient that only autograd holds: to such a one it adds in place. Here Python holds it too
+        while we look at it, and of a small one the storage, so that autograd takes a new tensor.
         """
 
     def learn(self) -> None:
         """Find out how many references a gradient has that autograd alone has, from the first sum of two."""
-        x = torch.ones((), requires_grad=True) * 1
-        _forget_value(x)  # gradients that have a value are autograd's alone, until we look at them
-        (x.sin() + x.cos()).backward()
+        with torch.enable_grad():
+            x = torch.ones((), requires_grad=True) * 1
+            _forget_value(x)  # gradients that have a value are autograd's alone, until we look at them
+            (x.sin() + x.cos()).backward()
 
     def __call__(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
         results = self._results(keys, operator, *args, **kwargs)
-        if self._scratch is not None:
-            self._scratch.take(operator, args)  # results are there before a kernel begins
+        if self._take is not None:
+            self._take(operator, args)  # results are there before a kernel begins
         return results
 
     def _results(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -278,11 +274,11 @@ def _fake_alone(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def no_kernels(collective: Collective, scratch: Scratch | None = None) -> Iterator[None]:
+def no_kernels(collective: Collective, take: Take | None = None) -> Iterator[None]:
     """Leave out the kernels of what the block runs on the CPU, in this thread and those that it starts; its collectives
-    are `collective`'s, and what its operators take for themselves is `scratch`'s.
+    are `collective`'s, and for its operators `take` is called.
     """
-    kernels = _Kernels(collective, scratch)
+    kernels = _Kernels(collective, take)
     everything, named = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     everything.fallback(kernels, "FPGA", with_keyset=True)
     for operator in made_of_others():

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import numpy as np
+import torch
+
 from shardmark.blocks import without_operators
 from shardmark.excess import Held
-from shardmark.memory import release
+from shardmark.memory import is_out_of_memory, release
 from shardmark.passes import WARMUPS, blocks_at_peak, meter_pass
 from shardmark.plan import Measured, Plan
+from shardmark.rankstate import seed_rank
+from shardmark.registry import Unsupported
 from shardmark.simulation.cuda import rules_of_cuda
 from shardmark.simulation.group import gloo, nccl, one_rank_of
 from shardmark.simulation.hardware import CPU, Hardware
@@ -40,18 +46,51 @@ def predicted_at_peak(plan: Plan, on: Hardware = CPU, rank: int = 0, warmups: in
 
 @contextmanager
 def simulation(ranks: int = 1, rank: int = 0, on: Hardware = CPU) -> Iterator[None]:
-    """In the block no kernels run: this process is that rank of so many on that hardware. All tensors are on "cpu"."""
+    """In the block no kernels run: this process is that rank of so many on that hardware. All tensors are on "cpu".
+
+    Unsupported, in one line, where one of them is larger than this machine's memory.
+    """
     of_cuda = on.device == "cuda"
-    gc.freeze()  # what there is already need not be searched for garbage each time
+    with ExitStack() as stack:
+        stack.enter_context(_garbage_is_new())
+        stack.enter_context(_drawing(rank))
+        stack.enter_context(one_rank_of(ranks, rank, "nccl" if of_cuda else "gloo"))
+        if of_cuda:
+            stack.enter_context(no_kernels(nccl, stack.enter_context(rules_of_cuda(on)).take))
+        else:
+            stack.enter_context(no_kernels(gloo))
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise Unsupported("one of its tensors is larger than this machine's memory") from None
+        finally:
+            release("cpu")
+
+
+@contextmanager
+def _garbage_is_new() -> Iterator[None]:
+    """What there is already need not be searched for garbage each time."""
+    frozen = gc.get_freeze_count() > 0
+    if frozen:  # a program's own, which would be thawed with ours
+        yield
+        return
+    gc.freeze()
     try:
-        with one_rank_of(ranks, rank, "nccl" if of_cuda else "gloo"), ExitStack() as rules:
-            if of_cuda:
-                rules.enter_context(no_kernels(nccl, rules.enter_context(rules_of_cuda(on))))
-            else:
-                rules.enter_context(no_kernels(gloo))
-            try:
-                yield
-            finally:
-                release("cpu")
+        yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def _drawing(rank: int) -> Iterator[None]:
+    """What the block draws it draws again each time, and each rank its own, as ranks do."""
+    own, numpys = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        seed_rank(torch.initial_seed() + rank)
+        try:
+            yield
+        finally:
+            random.setstate(own)
+            np.random.set_state(numpys)

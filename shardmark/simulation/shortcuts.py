@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -16,9 +16,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 @contextmanager
 def shortcuts() -> Iterator[None]:
     """In the block PyTorch's FSDP and DTensor take them."""
-    name = "_propagate_use_strided_shard_flag"
-    propagated = _where_strided(getattr(_sharding_prop, name))
-    with patch.object(_fsdp_param, "_chunk_with_empty", _Pieces), patch.object(_sharding_prop, name, propagated):
+    shorter: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (_fsdp_param, "_chunk_with_empty", lambda own: _Pieces),
+        (_sharding_prop, "_propagate_use_strided_shard_flag", _where_strided),
+    ]
+    with ExitStack() as stack:
+        for owner, name, of in shorter:
+            if hasattr(owner, name):  # they save time alone, and not every PyTorch has what they shorten
+                stack.enter_context(patch.object(owner, name, of(getattr(owner, name))))
         yield
 
 
@@ -33,6 +38,7 @@ class _Pieces(Sequence[Tensor]):
         return self._count
 
     def __getitem__(self, index: Any) -> Any:
+        index = range(self._count)[index]  # IndexError past the last one: a loop ends there
         start, end = index * self._size, min((index + 1) * self._size, self._tensor.size(self._dim))
         return self._tensor.narrow(self._dim, start, end - start) if start < end else self._tensor.new_empty(0)
 

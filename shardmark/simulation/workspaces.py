@@ -20,7 +20,7 @@ _PRODUCTS = {f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "addm
 """What cuBLAS computes."""
 
 
-class Scratch:
+class Workspaces:
     """On that hardware."""
 
     def __init__(self, hardware: Hardware) -> None:
@@ -34,7 +34,7 @@ class Scratch:
         """
         name = operator._schema.name
         in_backward = torch._C._current_graph_task_id() != -1
-        of_blas = name in _PRODUCTS and in_backward not in self._of_thread
+        of_blas = name.rstrip("_") in _PRODUCTS and in_backward not in self._of_thread
         within = [nbytes for nbytes in _within(operator, args, self._hardware) if nbytes]
         if of_blas or within:
             with record_function(name):  # a recording may have no other word of operators
@@ -64,7 +64,9 @@ def _within(operator: OpOverload, args: tuple[Any, ...], hardware: Hardware) -> 
         case "_scaled_dot_product_flash_attention_backward":
             batch, heads, length, width = args[1].shape
             rows = -(-length // 128) * 128
-            return [4 * batch * heads * rows, 4 * batch * heads * rows * (-(-width // 32) * 32)]
+            # Of grouped queries the gradients of k and v are made for each head of q, and then summed up.
+            keys = batch * heads * args[2].size(2) * width * args[2].element_size() if args[2].size(1) != heads else 0
+            return [4 * batch * heads * rows, 4 * batch * heads * rows * (-(-width // 32) * 32), keys, keys]
         case "sum" | "mean" if len(args) > 1 and args[1]:
             return [sum_of_columns(args[0], args[1], hardware)]
     return []
@@ -80,6 +82,8 @@ def sum_of_columns(x: Tensor, dims: list[int], hardware: Hardware) -> int:
     """Bytes of the partial sums where a matrix is summed over its rows, as for the gradient of a bias, and more blocks
     than one work on each output (PyTorch's Reduce.cuh); of other sums nothing, where they are a few bytes.
     """
+    if x.dim() == 0 or x.numel() == 0:
+        return 0
     summed = {dim % x.dim() for dim in dims}
     if not x.is_contiguous() or summed != set(range(len(summed))) or len(summed) == x.dim():
         return 0
