@@ -173,6 +173,7 @@ def test_simulated_rows_have_memory_and_no_times(project: pytest.Pytester) -> No
     result.assert_outcomes(passed=1, failed=1)
     assert output["benchmarks"] == [] and not result.parseoutcomes().get("warnings")
     plain, greedy = row_of(output, "plain"), row_of(output, "greedy")
+    result.stdout.fnmatch_lines(["* rows at smoke scale on 1 rank, predicted for cpu: *"])
     assert plain["simulated"] and plain["verdict"] == "pass" and greedy["verdict"] == "fail"
     assert plain["memory"]["tensors"] == 4000 and not plain["time"].get("parts")
 

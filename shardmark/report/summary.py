@@ -65,6 +65,8 @@ class Summary:
         links = {row["link"] for row in rows} - {None}
         text = f"{len(rows)} row{'s' * (len(rows) != 1)} at {scales} scale on {_in_words(ranks)}"
         text += f", hosts joined at {', '.join(sorted(links))}" if links else ""
+        hardware = {row.get("hardware") for row in rows} - {None}
+        text += f", predicted for {' and '.join(sorted(hardware))}" if hardware else ""
         return f"{text}: {counted}" if (counted := self.outcomes.counted()) else text
 
     def busy(self) -> str | None:
