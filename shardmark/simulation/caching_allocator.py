@@ -9,8 +9,8 @@ It rounds sizes up to 512 bytes, takes segments of 2 MiB for what is at most 1 M
 10 MiB, and of a multiple of 2 MiB for the rest, gives out the smallest free block that is large enough, splits off what
 is left over, and merges neighbours that are free. (PyTorch's documentation, "CUDA semantics: memory management"; the
 figures are those of its header c10/core/AllocatorConfig.h.) With expandable segments there is one segment for small
-blocks and one for large ones, which grow. Each stream has pools of its own. There is no limit: segments are never given
-back; and a block is free as soon as the program has released it.
+blocks and one for large ones, which grow. Each stream has pools of its own. There is no limit: segments are given
+back by `empty_cache` alone; and a block is free as soon as the program has released it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shardmark.replay import STREAM, Allocated, Block, Event, Marked, Released
+from shardmark.replay import EMPTY_CACHE, STREAM, Allocated, Block, Event, Marked, Released
 
 MIB = 2**20
 ROUND = 512
@@ -103,6 +103,14 @@ class CachingAllocator:
         piece.free = True
         insort(pool.pieces, piece)
 
+    def empty_cache(self) -> None:
+        """Give back to the device what no block is in, as `torch.cuda.empty_cache` does: segments, not pages of one."""
+        for pool in self._pools.values():
+            for piece in [piece for piece in pool.pieces if piece.before is piece.after is None]:
+                pool.remove(piece)
+                self.reserved -= piece.nbytes
+                pool.last = None
+
     def reset_peaks(self) -> None:
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
@@ -163,6 +171,8 @@ def held_at_marks(events: Iterable[Event], resets: tuple[str, ...] = (), expanda
                 allocator.free(pieces.pop(block))
             case Marked(name) if name.startswith(STREAM):
                 stream = name.removeprefix(STREAM)
+            case Marked(name) if name == EMPTY_CACHE:
+                allocator.empty_cache()
             case Marked(name):
                 held[name] = Held(
                     allocator.allocated, allocator.peak_allocated, allocator.reserved, allocator.peak_reserved

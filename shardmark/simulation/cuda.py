@@ -24,7 +24,7 @@ from shardmark import blocks, memory
 from shardmark.blocks import mark
 from shardmark.passes import MEDIAN
 from shardmark.registry import Unsupported
-from shardmark.replay import STREAM, Event
+from shardmark.replay import EMPTY_CACHE, STREAM, Event
 from shardmark.simulation.autocast import autocast_of_cuda
 from shardmark.simulation.caching_allocator import held_at_marks
 from shardmark.simulation.hardware import Hardware
@@ -54,6 +54,7 @@ def rules_of_cuda(hardware: Hardware) -> Iterator[Scratch]:
                 (optimizers, "_get_foreach_kernels_supported_devices", lambda: [*supported, "cpu"]),
                 (blocks, "have_libraries_give_back", scratch.give_back),
                 (torch.cpu, "stream", _Streams().enter),
+                (torch.cuda, "empty_cache", partial(mark, EMPTY_CACHE)),
             ):
                 stack.enter_context(patch.object(owner, name, new))
             stack.enter_context(patch.dict(memory.METERS, cpu=_Meter))

@@ -63,6 +63,11 @@ class Hardware:
     """CUDA's compute capability; left out where there is none, as on AMD."""
 
     @property
+    def rules(self) -> tuple[object, ...]:
+        """What a prediction of memory depends on: devices that agree in it need the same bytes."""
+        return self.device, self.capability, self.blas_workspace_bytes, self.sm_count
+
+    @property
     def threads_per_sm(self) -> int:
         """That an SM holds at once (CUDA C++ Programming Guide, technical specifications by compute capability)."""
         return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get(self.capability or (0, 0), 2048)
