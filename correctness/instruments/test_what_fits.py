@@ -93,6 +93,8 @@ def test_rows_and_checkpointing_change_the_prediction() -> None:
 def test_a_strategy_that_does_not_take_the_model_is_a_line_with_its_reason() -> None:
     found = predicted(FSDP2, replace(CASE, model=f"{SPEC}:masking"), H100)
     assert isinstance(found, Refused) and "depends on values" in found.reason
+    vector = predicted(FSDP2, replace(CASE, model=f"{SPEC}:vector"), H100)
+    assert isinstance(vector, Refused) and vector.reason.startswith("RuntimeError: grad can be implicitly created")
     outcome = Outcome(FSDP2, 4, H100, found)
     assert outcome.fits is None and "not known: aten::" in "\n".join(lines(CASE, 32, [outcome]))
     assert Outcome(FSDP2, 4, H100, Refused("one tensor", room(H100) + 1)).fits is False
