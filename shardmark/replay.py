@@ -25,6 +25,9 @@ END = "end"
 STREAM = "stream "
 """Begins the mark that what follows is allocated on another stream, whose name follows; the first one's is empty."""
 
+EMPTY_CACHE = "empty cache"
+"""The mark where the program called `torch.cuda.empty_cache`."""
+
 WAITED = "waited "
 """Begins the mark that a functional collective's result has been waited for; the result's address follows."""
 

@@ -22,6 +22,10 @@ class OwnModelCase:
     ranks: int = 1
     mode: str = "step"
     bucket_mb: int | None = None
+    batch: int | None = None
+    """Rows of each tensor of the batch, where it is to be another than the user's."""
+    checkpointed: bool = False
+    """Whether each block's activations are recomputed, under whatever else the strategy does."""
 
     @classmethod
     def of(cls, own: OwnModel) -> OwnModelCase:

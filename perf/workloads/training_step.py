@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from impl.model.own import OwnModelCase
 from impl.precision import PRECISIONS, Precision
 from impl.training_step.cases import TrainingStepCase
-from perf.workloads.models import made
+from perf.workloads.models import checkpointed, made
 from shardmark import registry
-from shardmark.ownmodel import Loss, Made
+from shardmark.ownmodel import Loss
 from shardmark.plan import Mark
 from shardmark.registry import Implementation, Unsupported
 
@@ -100,13 +100,3 @@ class CheckpointedStep(LanguageModelStep):
         super().__init__(registry.resolve("training_step", "eager"), case, device)
         checkpointed(implementation, self.made)
         self.backend = implementation.name
-
-
-def checkpointed(implementation: Implementation, made: Made) -> nn.Module:
-    """The module, under the policy; Unsupported where it has no blocks. A policy finds a user's own as `blocks`."""
-    if not len(made.blocks):
-        kind = type(made.module).__name__
-        raise Unsupported(f"{kind} has no blocks: no ModuleList or Sequential with several of one class")
-    named = getattr(made.module, "blocks", None) is made.blocks
-    implementation.adapted(made.module if named else nn.ModuleDict({"blocks": made.blocks}))
-    return made.module

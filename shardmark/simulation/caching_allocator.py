@@ -9,8 +9,8 @@ It rounds sizes up to 512 bytes, takes segments of 2 MiB for what is at most 1 M
 10 MiB, and of a multiple of 2 MiB for the rest, gives out the smallest free block that is large enough, splits off what
 is left over, and merges neighbours that are free. (PyTorch's documentation, "CUDA semantics: memory management"; the
 figures are those of its header c10/core/AllocatorConfig.h.) With expandable segments there is one segment for small
-blocks and one for large ones, which grow. Each stream has pools of its own. Segments are given back only where the
-device has no more than `limit` bytes: then those that are wholly free. A block is free as soon as the program has
+blocks and one for large ones, which grow. Each stream has pools of its own. Segments that are wholly free are given
+back by `empty_cache`, and where the device has no more than `limit` bytes. A block is free as soon as the program has
 released it.
 """
 
@@ -21,7 +21,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shardmark.replay import STREAM, Allocated, Block, Event, Marked, Released
+from shardmark.replay import EMPTY_CACHE, STREAM, Allocated, Block, Event, Marked, Released
 
 MIB = 2**20
 ROUND = 512
@@ -106,10 +106,18 @@ class CachingAllocator:
         piece.free = True
         insort(pool.pieces, piece)
 
+    def empty_cache(self) -> None:
+        """Give back to the device what no block is in, as `torch.cuda.empty_cache` does: segments, not pages of one."""
+        for pool in self._pools.values():
+            for piece in [piece for piece in pool.pieces if piece.before is piece.after is None]:
+                pool.remove(piece)
+                self.reserved -= piece.nbytes
+                pool.last = None
+
     def reset_peaks(self) -> None:
         """First give back free segments, if more than the limit is reserved."""
         if self.reserved > self._limit:
-            self._give_back()
+            self.empty_cache()
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def _reserve(self, pool: _Pool, size: int) -> _Piece:
@@ -131,19 +139,10 @@ class CachingAllocator:
             piece = _Piece(grown, pool, self._address)
             self._address += grown
         if self.reserved + grown > self._limit:
-            self._give_back()
+            self.empty_cache()
         self.reserved += grown
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return piece
-
-    def _give_back(self) -> None:
-        """Segments that are wholly free, to the device; an expandable one stays."""
-        if self._expandable:
-            return
-        for pool in self._pools.values():
-            whole = [piece for piece in pool.pieces if piece.before is None and piece.after is None]
-            pool.pieces = [piece for piece in pool.pieces if piece.before is not None or piece.after is not None]
-            self.reserved -= sum(piece.nbytes for piece in whole)
 
     def _merged(self, first: _Piece, second: _Piece) -> _Piece:
         first.nbytes, first.after = first.nbytes + second.nbytes, second.after
@@ -182,6 +181,8 @@ def held_at_marks(
                 allocator.free(pieces.pop(block))
             case Marked(name) if name.startswith(STREAM):
                 stream = name.removeprefix(STREAM)
+            case Marked(name) if name == EMPTY_CACHE:
+                allocator.empty_cache()
             case Marked(name):
                 held[name] = AtMark(
                     allocator.allocated, allocator.peak_allocated, allocator.reserved, allocator.peak_reserved

@@ -24,18 +24,16 @@ from shardmark import blocks, memory
 from shardmark.blocks import mark
 from shardmark.passes import MEDIAN
 from shardmark.registry import Unsupported
-from shardmark.replay import STREAM, Event
+from shardmark.replay import EMPTY_CACHE, STREAM, Event
 from shardmark.simulation.autocast import autocast_of_cuda
 from shardmark.simulation.caching_allocator import held_at_marks
-from shardmark.simulation.hardware import Hardware
+from shardmark.simulation.hardware import CONTEXT, Hardware
 from shardmark.simulation.workspaces import Workspaces
 
 aten = torch.ops.aten
 
 _FLASH_WIDTH = 256
 """FlashAttention takes heads of up to so many values."""
-CONTEXT = 512 * 2**20
-"""Bytes that CUDA's context and libraries have of a device, about half a gigabyte on those since Volta."""
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -56,6 +54,7 @@ def rules_of_cuda(hardware: Hardware) -> Iterator[Workspaces]:
                 (optimizers, "_get_foreach_kernels_supported_devices", lambda: [*supported, "cpu"]),
                 (blocks, "have_libraries_give_back", workspaces.give_back),
                 (torch.cpu, "stream", _Streams().enter),
+                (torch.cuda, "empty_cache", partial(mark, EMPTY_CACHE)),
             ):
                 stack.enter_context(patch.object(owner, name, new))
             stack.enter_context(patch.dict(memory.METERS, cpu=partial(_Meter, hardware.memory_bytes - CONTEXT)))

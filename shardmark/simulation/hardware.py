@@ -30,6 +30,9 @@ RATES = {
     "network_latency": "seconds",
 }
 DTYPES = ("float8", "float16", "bfloat16", "tf32", "float32")
+CONTEXT = 2**29
+"""Bytes that a process has on a GPU beside what PyTorch allocates: driver and kernels, which CUDA loads as they are
+used. A little more than the 300 MB and some that a first tensor takes (pytorch/pytorch#107667)."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,11 @@ class Hardware:
     """Seconds of one step of a ring between nodes."""
     capability: tuple[int, int] | None = None
     """CUDA's compute capability; left out where there is none, as on AMD."""
+
+    @property
+    def rules(self) -> tuple[object, ...]:
+        """What a prediction of memory depends on: devices that agree in it need the same bytes."""
+        return self.device, self.capability, self.blas_workspace_bytes, self.sm_count
 
     @property
     def threads_per_sm(self) -> int:

@@ -64,7 +64,7 @@ def simulation(ranks: int = 1, rank: int = 0, on: Hardware = CPU) -> Iterator[No
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise Unsupported("one of its tensors is larger than this machine's memory") from None
+            raise Unsupported("one of its tensors is larger than this machine's memory") from error
         finally:
             release("cpu")
 

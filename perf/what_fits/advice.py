@@ -1,0 +1,157 @@
+"""Whether a strategy fits, what makes it fit if not, and with which batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from perf.what_fits.prediction import ON_ONE_DEVICE, Prediction, Refused, Strategy
+from perf.what_fits.processes import Predictions
+from shardmark.registry import resolve
+from shardmark.simulation.hardware import CONTEXT, Hardware
+
+MOST_ROWS = 2**20
+SHARDED = (("sharded_optimizer", "sharded"), ("fsdp", "fsdp2"))
+"""What a strategy may be changed to, the cheaper one first."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One strategy on so many of one kind of device."""
+
+    strategy: Strategy
+    ranks: int
+    hardware: Hardware
+    found: Prediction | Refused
+    change: str | None = None
+    """The cheapest that makes it fit, where it does not."""
+    rows: int | str | None = None
+    """Of the largest batch that fits, where that was asked for, or why there is none."""
+
+    @property
+    def free(self) -> int | None:
+        """Bytes left on the device, less than none where some are missing; None where it is not known."""
+        if isinstance(self.found, Prediction):
+            return room(self.hardware) - self.found.reserved
+        missing = room(self.hardware) - self.found.nbytes
+        return missing if missing < 0 else None
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.free is None else self.free >= 0
+
+
+def room(on: Hardware) -> int:
+    """Bytes of the device for PyTorch's allocator."""
+    return int(on.memory_bytes) - (CONTEXT if on.device == "cuda" else 0)
+
+
+def outcomes(
+    predictions: Predictions,
+    strategies: Sequence[Strategy],
+    ranks: Sequence[int],
+    devices: Sequence[Hardware],
+    largest: bool,
+) -> list[Outcome]:
+    """One for each device, strategy and number of ranks, in this order; with the `largest` batches where they fit."""
+    sizes = sorted(ranks)
+    wanted = [
+        (strategy, size, on)
+        for on in devices
+        for strategy in strategies
+        for size in ([1] if strategy.family in ON_ONE_DEVICE else sizes)
+    ]
+    for each in wanted:
+        predictions.ask(*each)
+
+    def outcome(strategy: Strategy, size: int, on: Hardware) -> Outcome:
+        found = Outcome(strategy, size, on, predictions.ask(strategy, size, on)())
+        change = rows = None
+        if found.fits is False:
+            change = next(_changes(predictions, found, sizes), None)
+        if (largest and found.fits) or (found.fits is False and change is None and _could_fit(found)):
+            rows = _largest_batch(predictions, found)
+        return Outcome(strategy, size, on, found.found, change, rows)
+
+    with ThreadPoolExecutor(len(wanted)) as threads:  # they wait for the processes
+        return list(threads.map(outcome, *zip(*wanted, strict=True)))
+
+
+def _could_fit(found: Outcome) -> bool:
+    """Whether less activations could make it fit."""
+    return isinstance(found.found, Prediction) and found.found.before_step <= room(found.hardware)
+
+
+def _changes(predictions: Predictions, found: Outcome, sizes: Sequence[int]) -> Iterator[str]:
+    """What makes it fit, the cheapest first: checkpointing, sharded optimizer state, all sharded."""
+    mine = found.strategy
+    if not mine.checkpointed and mine.family != "checkpointing" and _could_fit(found):
+        more = Strategy(mine.implementation, checkpointed=True)
+        if Outcome(more, found.ranks, found.hardware, predictions.ask(more, found.ranks, found.hardware)()).fits:
+            yield "checkpointing"
+    families = [family for family, _ in SHARDED]
+    after = families.index(mine.family) + 1 if mine.family in families else 0
+    for family, name in SHARDED[after:]:
+        for size in sizes if mine.family in ON_ONE_DEVICE else [found.ranks]:
+            for checkpointed in (False, True):
+                other = Strategy(resolve(family, name), checkpointed)
+                there = Outcome(other, size, found.hardware, predictions.ask(other, size, found.hardware)())
+                if there.fits:
+                    yield f"{other}" + f" on {size} ranks" * (size != found.ranks)
+                if not _could_fit(there):
+                    break
+
+
+def _largest_batch(predictions: Predictions, found: Outcome) -> int | str:
+    """Rows of the largest batch with which it fits; or why none was found."""
+    if isinstance(predictions.rows, str):
+        return predictions.rows
+
+    def needed(rows: int) -> int:
+        there = Outcome(
+            found.strategy,
+            found.ranks,
+            found.hardware,
+            predictions.ask(found.strategy, found.ranks, found.hardware, rows)(),
+        )
+        if there.free is None:
+            assert isinstance(there.found, Refused)
+            raise _NoBatchError(there.found.reason)
+        return -there.free
+
+    try:
+        return largest(needed, predictions.rows)
+    except _NoBatchError as error:
+        return str(error)
+
+
+class _NoBatchError(Exception):
+    """The model does not take another batch."""
+
+
+def largest(excess: Callable[[int], int], start: int) -> int:
+    """The largest number from 1 to MOST_ROWS whose excess is at most 0, or 0; `start` is where the search begins.
+
+    The excess grows almost evenly: so the search looks where a line through two numbers says, in turns with the middle.
+    """
+    known = {start: excess(start)}
+    low, high = (start, None) if known[start] <= 0 else (0, start)
+    by_line = True
+    while high is None or high - low > 1:
+        if high is None:
+            probe = min(2 * low, MOST_ROWS)
+        elif low and by_line:
+            probe = low + int((high - low) * -known[low] / max(1, known[high] - known[low]))
+        else:
+            probe = (low + high) // 2
+        probe = probe if high is None else min(max(probe, low + 1), high - 1)
+        by_line = not by_line
+        known[probe] = excess(probe)
+        if known[probe] > 0:
+            high = probe
+        elif probe == MOST_ROWS:
+            return probe
+        else:
+            low = probe
+    return low

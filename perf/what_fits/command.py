@@ -1,0 +1,100 @@
+"""python -m shardmark.predict mine.py:make --hardware a100-40gb,h100-80gb --ranks 8,64,512"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+from perf.what_fits.advice import outcomes
+from perf.what_fits.prediction import WORKLOADS, Strategy
+from perf.what_fits.processes import Predictions
+from perf.what_fits.table import lines, saved
+from shardmark.registry import resolve
+from shardmark.simulation.hardware import Hardware, hardware
+from shardmark.simulation.worlds import MOST_RANKS
+
+COMMAND = "python -m shardmark.predict"
+USAGE = 4
+"""The exit status of what a user got wrong, as pytest's."""
+STRATEGIES = (
+    ("training_step", "eager", False),
+    ("training_step", "eager", True),
+    ("data_parallel", "bucketed", False),
+    ("sharded_optimizer", "sharded", False),
+    ("fsdp", "fsdp2", False),
+    ("fsdp", "fsdp2", True),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the tables; or say in one line what is wrong, with exit status 4."""
+    given = _parser().parse_args(arguments)
+    predictions = None
+    try:
+        devices, ranks, strategies = _devices(given.hardware), _ranks(given.ranks), _strategies(given.impl)
+        if given.json is not None:
+            given.json.touch()  # what cannot be written is said before minutes of work
+        predictions = Predictions(given.model)
+        found = outcomes(predictions, strategies, ranks, devices, given.batch)
+        if given.json is not None:
+            given.json.write_text(json.dumps(saved(predictions.case, predictions.rows, found), indent=1) + "\n")
+    except (ValueError, OSError, BrokenProcessPool) as error:
+        print(f"{COMMAND}: {str(error).removeprefix('--model ')}", file=sys.stderr)
+        return USAGE
+    finally:
+        if predictions is not None:
+            predictions.close()
+    print("\n".join(lines(predictions.case, predictions.rows, found)))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(COMMAND, description="What of your own model fits on which hardware.")
+    parser.add_argument("model", metavar="FILE:ATTR", help="a function that returns (model, batch, loss)")
+    parser.add_argument("--hardware", required=True, metavar="NAME,NAME", help="known devices, or TOML files of yours")
+    parser.add_argument("--ranks", default="8", metavar="N,N", help="numbers of ranks: 8,64,512")
+    parser.add_argument(
+        "--impl",
+        action="append",
+        default=[],
+        metavar="FAMILY=TARGET",
+        help="one more strategy: a registered name, module:attribute or file.py:attribute; repeatable",
+    )
+    parser.add_argument("--batch", action="store_true", help="find the largest batch that fits, of each strategy")
+    parser.add_argument("--json", type=Path, metavar="OUT.json", help="write all of it, in bytes")
+    return parser
+
+
+def _devices(value: str) -> list[Hardware]:
+    devices = [hardware(name) for name in dict.fromkeys(value.split(","))]
+    for each in devices:
+        if not (each.memory_bytes > 0 and math.isfinite(each.memory_bytes)):
+            raise ValueError(f"--hardware {each.name}: how much memory it has is not known; describe it in a TOML file")
+    return devices
+
+
+def _ranks(value: str) -> list[int]:
+    ranks = []
+    for part in value.split(","):
+        if not (part.isascii() and part.isdecimal() and len(part) < 10 and 1 <= int(part) <= MOST_RANKS):
+            raise ValueError(f"--ranks takes numbers from 1 to {MOST_RANKS:,} such as 8,64, not {value!r}")
+        ranks.append(int(part))
+    return list(dict.fromkeys(ranks))
+
+
+def _strategies(own: Sequence[str]) -> list[Strategy]:
+    """Those that are always shown, and the user's."""
+    strategies = [Strategy(resolve(family, name), checkpointed) for family, name, checkpointed in STRATEGIES]
+    for option in own:
+        family, equals, spec = option.partition("=")
+        if not (family and equals and spec):
+            raise ValueError(f"--impl takes FAMILY=TARGET, not {option!r}")
+        if family not in WORKLOADS:
+            raise ValueError(f"--impl {option}: {', '.join(WORKLOADS)} train a model of your own, not {family}")
+        strategies.append(Strategy(resolve(family, spec)))
+    return list(dict.fromkeys(strategies))

@@ -1,0 +1,129 @@
+"""The memory of a user's own model under one strategy, on the first of so many ranks."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import dataclass, replace
+
+import torch
+
+from impl.model.own import OwnModelCase
+from perf.workloads.data_parallel import DataParallelStep
+from perf.workloads.fsdp import FSDPStep
+from perf.workloads.models import rows_of
+from perf.workloads.sharded_optimizer import ShardedStep
+from perf.workloads.training_step import CheckpointedStep, LanguageModelStep
+from shardmark import memory
+from shardmark.observers import Observer
+from shardmark.ownmodel import check, make
+from shardmark.plan import Plan
+from shardmark.registry import Implementation, RegistryError, Unsupported
+from shardmark.simulation.hardware import Hardware
+from shardmark.simulation.predict import predict, simulation
+
+WORKLOADS = {
+    "training_step": LanguageModelStep,
+    "checkpointing": CheckpointedStep,
+    "data_parallel": DataParallelStep,
+    "sharded_optimizer": ShardedStep,
+    "fsdp": FSDPStep,
+}
+"""What trains a user's own model, by family."""
+ON_ONE_DEVICE = ("training_step", "checkpointing")
+
+_TOO_LARGE = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
+"""What PyTorch says of a tensor for which this machine has not even addresses."""
+
+
+MOST = 2**62
+"""Bytes of the device that is predicted for: what is reserved there is an upper bound, and alike on all of its kind."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """An implementation, and perhaps each block's activations recomputed."""
+
+    implementation: Implementation
+    checkpointed: bool = False
+
+    @property
+    def family(self) -> str:
+        return self.implementation.family
+
+    def __str__(self) -> str:
+        return f"{self.family}={self.implementation}{' + checkpointing' * self.checkpointed}"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """In bytes, on the first rank, which has the most where ranks differ."""
+
+    tensors: int
+    """The most at once in a step."""
+    reserved: int
+    """The most that steps take from the device, with what the caching allocator has free between its blocks."""
+    before_step: int
+    """What is there already when a steady-state step begins: no batch and no checkpointing makes it less."""
+    made: int
+    """The most that is taken from the device until the model is made and sharded."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why there is no prediction; where that is one tensor, its bytes."""
+
+    reason: str
+    nbytes: int = 0
+
+
+class _Made(Observer):
+    """What making the model took is given back before the first step: PyTorch does so itself when memory runs out."""
+
+    of_memory = True
+
+    @classmethod
+    def before_first_step(cls, memory: memory.Meter) -> None:
+        memory.stage("made")
+        torch.cuda.empty_cache()
+
+
+def predicted(strategy: Strategy, case: OwnModelCase, on: Hardware) -> Prediction | Refused:
+    """What the case takes under that strategy, on that hardware."""
+    case = replace(case, checkpointed=strategy.checkpointed)
+    workload = WORKLOADS[strategy.family]
+    plan = Plan(workload, strategy.implementation, None, case, "cpu", case.ranks, observers=(_Made,))
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of PyTorch, to who wrote the strategy
+            taken = predict(plan, on=replace(on, memory_bytes=MOST)).memory
+    except Exception as error:  # a strategy that does not take the model is a line of the table
+        return _refused(error)
+    made = taken.stages["made"]
+    return Prediction(
+        tensors=max(taken.peaks.values()),
+        reserved=taken.reserved or taken.peak,  # a CPU's allocator keeps nothing
+        before_step=taken.phases["before_step"],
+        made=made.reserved or made.peak,
+    )
+
+
+def _refused(error: Exception) -> Refused:
+    if found := _TOO_LARGE.search(str(error.__cause__ or error)):
+        nbytes = int(found[1])
+        return Refused(f"one tensor of it has {nbytes / 2**30:,.1f} GiB, more than this machine can lay out", nbytes)
+    said = next(iter(str(error).strip().splitlines()), "")
+    kind = "" if isinstance(error, Unsupported | RegistryError) else f"{type(error).__name__}: "
+    return Refused(kind + said.removeprefix("--model "))
+
+
+def followed(spec: str) -> tuple[OwnModelCase, int | str]:
+    """The model's case, and the rows of its batch, or why it has no such number.
+
+    RegistryError, in one line, for what is no function that makes a model, and what no strategy could train.
+    """
+    case = OwnModelCase.of(check(spec, simulated=True))
+    try:
+        with simulation(), torch.random.fork_rng(devices=[]):
+            return case, rows_of(make(case.model, "cpu").batch)
+    except Unsupported as error:
+        return case, str(error)

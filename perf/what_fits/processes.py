@@ -1,0 +1,46 @@
+"""Predictions in processes, one for each core, each made once."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
+from threading import Lock
+from typing import Any
+
+from impl.model.own import OwnModelCase
+from perf.what_fits.prediction import Prediction, Refused, Strategy, followed, predicted
+from shardmark.rank import available_cores
+from shardmark.simulation.hardware import Hardware
+
+
+class Predictions:
+    """Of one model. Devices by whose rules it needs the same memory share them."""
+
+    def __init__(self, spec: str) -> None:
+        """RegistryError, in one line, where there is no such model."""
+        # Not forked: a process that has computed before, as pytest's has, leaves its fork waiting for threads for ever.
+        self._pool = ProcessPoolExecutor(available_cores(), multiprocessing.get_context("spawn"))
+        self._asked: dict[Any, Future[Prediction | Refused]] = {}
+        self._lock = Lock()
+        self.case: OwnModelCase
+        try:
+            self.case, self.rows = self._pool.submit(followed, spec).result()
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(
+        self, strategy: Strategy, ranks: int, on: Hardware, rows: int | None = None
+    ) -> Callable[[], Prediction | Refused]:
+        """Begin to predict; what is returned waits for the result. `rows` are those of another batch."""
+        case = replace(self.case, ranks=ranks, batch=None if rows == self.rows else rows)
+        key = strategy, case, on.rules
+        with self._lock:
+            if key not in self._asked:
+                self._asked[key] = self._pool.submit(predicted, strategy, case, on)
+            return self._asked[key].result
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)

@@ -1,0 +1,89 @@
+"""What was found, to read and to save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from impl.model.own import OwnModelCase
+from perf.what_fits.advice import Outcome, room
+from perf.what_fits.prediction import Prediction, Refused
+from shardmark.report.layout import layout
+from shardmark.simulation.hardware import CONTEXT
+
+
+def lines(case: OwnModelCase, rows: int | str, found: Sequence[Outcome]) -> Iterator[str]:
+    """A table for each kind of device."""
+    batch = f", a batch of {rows:,} on each rank" if isinstance(rows, int) else ""
+    yield f"{case.name}: {case.parameters:,} parameters in {case.dtype}{batch}. Memory in GiB; no times yet."
+    for on, group in groupby(found, key=lambda outcome: outcome.hardware):
+        outcomes = list(group)
+        context = f", of which CUDA's context takes {_gib(CONTEXT)}" if on.device == "cuda" else ""
+        yield ""
+        yield f"{on.name}: {_gib(on.memory_bytes)}{context}"
+        yield from layout([_cells(outcome) for outcome in outcomes], left=("strategy", "fits"))
+        if any(map(_made_elsewhere, outcomes)):
+            yield "* Whole, the model does not fit before it is sharded: make it on the host, or on the meta device."
+
+
+def _cells(outcome: Outcome) -> dict[str, str | None]:
+    found = outcome.found
+    known = found if isinstance(found, Prediction) else None
+    return {
+        "strategy": str(outcome.strategy) + " *" * _made_elsewhere(outcome),
+        "ranks": f"{outcome.ranks:,}",
+        "tensors": known and _gib(known.tensors),
+        "reserved": known and _gib(known.reserved),
+        "free": None if outcome.free is None else _gib(outcome.free),
+        "fits": _verdict(outcome),
+    }
+
+
+def _verdict(outcome: Outcome) -> str:
+    """Whether it fits; if not, with what it would."""
+    says = {True: "yes", False: "no", None: "not known"}[outcome.fits]
+    match outcome.rows:
+        case 0:
+            batch = "; no batch does"
+        case int(rows):
+            batch = f"; the largest batch is {rows:,}"
+        case None:
+            batch = ""
+        case reason:
+            batch = f"; no other batch: {reason}"
+    change = f"; {outcome.change} does" if outcome.change else ""
+    return says + change + batch + (f": {outcome.found.reason}" if isinstance(outcome.found, Refused) else "")
+
+
+def _made_elsewhere(outcome: Outcome) -> bool:
+    """Whether its steps fit, but not the whole model on each device before it is sharded."""
+    found = outcome.found
+    return bool(outcome.fits) and isinstance(found, Prediction) and found.made > room(outcome.hardware)
+
+
+def saved(case: OwnModelCase, rows: int | str, found: Sequence[Outcome]) -> dict[str, Any]:
+    """All of it, in bytes, as JSON has it."""
+    return {
+        "model": {"name": case.name, "parameters": case.parameters, "dtype": case.dtype, "batch": rows},
+        "context_bytes": CONTEXT,
+        "outcomes": [
+            {
+                "hardware": outcome.hardware.name,
+                "memory_bytes": outcome.hardware.memory_bytes,
+                "strategy": str(outcome.strategy),
+                "ranks": outcome.ranks,
+                **asdict(outcome.found),
+                "free": outcome.free,
+                "fits": outcome.fits,
+                "change": outcome.change,
+                "largest_batch": outcome.rows,
+            }
+            for outcome in found
+        ],
+    }
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:,.1f}"
