@@ -26,7 +26,7 @@ CHOICES = {
     ),
     "--seed": ([*WORDS, "-1", "2.5", "inf", str(2**63)], "--seed is a whole number from 0 to *, not *"),
     "--simulate": (
-        [*WORDS, "tpu", "cpu:", "cpu:0", "cpu:-1", "cpu:2.5", "cpu:100001", "cpu:²", "h100-80gb:8"],
+        [*WORDS, "tpu", "cpu:", "cpu:0", "cpu:-1", "cpu:2.5", "cpu:100001", "cpu:²", "h100:8"],
         "--simulate *: *",
     ),
     "--deadline": (

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import layer_norm, linear, rms_norm, scaled_dot_product_attention
 
-from correctness.support.predicting import CASES, COMPILED
+from correctness.support.predicting import CASES, COMPILED, OWN
 from perf.published.memory import RULES, compared
 from perf.published.page import PAGE, page
 from shardmark.blocks import recording
@@ -210,6 +210,7 @@ def _plans() -> list[object]:
         for name, (workload, cases, sizes) in CASES.items()
         for implementation in family(name).implementations.values()
         for case in cases
+        if implementation.memory is not None and case is not OWN
         if not any(part in implementation.name for part in COMPILED)
     ]
 

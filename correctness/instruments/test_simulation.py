@@ -22,7 +22,7 @@ from shardmark.plugin import WorldsBySize
 from shardmark.registry import Unsupported, family
 from shardmark.simulation.group import gloo, one_rank_of
 from shardmark.simulation.kernels import no_kernels
-from shardmark.simulation.predict import predict
+from shardmark.simulation.predict import predict, simulation
 
 pytest_plugins = ["pytester", "correctness.support.project"]
 
@@ -189,3 +189,22 @@ def test_what_has_no_formula_is_held_to_its_prediction(project: pytest.Pytester)
     _, output = run_project(project, "--simulate=cpu", *chosen)
     row = row_of(output, "greedy")
     assert row["memory"]["tensors"] == 4000 and "budget" not in row["memory"] and row["verdict"] is None
+
+
+def test_nothing_stays_mapped_of_what_was_simulated() -> None:
+    """Or the system would refuse this process a fork, where that is more than the machine has."""
+
+    def mapped() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+    def program() -> None:
+        x = torch.randn(1024, 2048, requires_grad=True)  # 8 MiB, which glibc would come to take from its heap
+        kept = [x * 1 for _ in range(500)]
+        torch.stack([each.relu() for each in kept]).sum().backward()
+
+    with no_kernels(gloo):
+        program()
+    before = mapped()
+    with simulation():
+        program()
+    assert mapped() - before < 2**30

@@ -44,7 +44,7 @@ class EagerStep:
         self.model = model
         self.optimizer = optimizer
         self.precision = precision
-        self.loss = loss
+        self._loss = loss
         parameter = next(model.parameters())
         if parameter.dtype != precision.parameter:
             raise ValueError(f"the model's parameters are {parameter.dtype}, and the precision's {precision.parameter}")
@@ -65,7 +65,7 @@ class EagerStep:
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with self.precision.autocast(self.device):
-            return self.loss(self.model, tokens, targets)
+            return self._loss(self.model, tokens, targets)
 
     def backward(self, loss: Tensor) -> None:
         if self.scaler.is_enabled() and not self._scaled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 from collections.abc import Iterator
@@ -53,6 +54,7 @@ def simulation(ranks: int = 1, rank: int = 0, on: Hardware = CPU) -> Iterator[No
     of_cuda = on.device == "cuda"
     with ExitStack() as stack:
         stack.enter_context(_garbage_is_new())
+        stack.enter_context(_mapped_one_by_one())
         stack.enter_context(_drawing(rank))
         stack.enter_context(one_rank_of(ranks, rank, "nccl" if of_cuda else "gloo"))
         if of_cuda:
@@ -67,6 +69,26 @@ def simulation(ranks: int = 1, rank: int = 0, on: Hardware = CPU) -> Iterator[No
             raise Unsupported("one of its tensors is larger than this machine's memory") from error
         finally:
             release("cpu")
+
+
+_MMAP_THRESHOLD, _MAPPED, _USUAL = -3, 2**20, 2**25
+"""Of glibc's mallopt: the option, the size from which blocks are mapped one by one here, and the most it is else."""
+
+
+@contextmanager
+def _mapped_one_by_one() -> Iterator[None]:
+    """Blocks of tensors go back to the system as they are freed. A heap would stay as large as they were together,
+    though it has no pages: and of a process that is larger than the machine's memory the system refuses a fork.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # another C library
+        yield
+        return
+    mallopt(_MMAP_THRESHOLD, _MAPPED)
+    try:
+        yield
+    finally:
+        mallopt(_MMAP_THRESHOLD, _USUAL)
 
 
 @contextmanager
