@@ -203,7 +203,7 @@ def test_a_model_that_keeps_more_with_each_step_is_over_its_prediction(
 @pytest.mark.sweep
 def test_one_without_a_prediction_has_no_budget_and_says_why(steps: pytest.Pytester) -> None:
     result, output = run_project(steps, f"--model={SPEC}:masking", "-k", "eager")
-    result.assert_outcomes(passed=1, warnings=1)
+    result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*eager has no memory budget: aten::* in *own_models.py:* depends on values*"])
     assert row_of(output, "masking")["memory"]["tensors"] > 0 and "budget" not in row_of(output, "masking")["memory"]
 
