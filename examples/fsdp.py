@@ -82,7 +82,7 @@ class FSDP(nn.Module):
             return self.module(*args, **kwargs)
 
     def save(self, x):
-        """What autograd saves of a full parameter is where to find it again."""
+        """In place of a full parameter autograd saves which one it is, to gather it again in backward."""
         where = x.untyped_storage().data_ptr()
         for unit in self.units:
             if where in unit.shards_by_memory:
@@ -96,7 +96,7 @@ class FSDP(nn.Module):
         return unit.full[shard].as_strided(*layout)
 
     def finish_gradient_synchronization(self):
-        """Nothing is left to do: backward has reduced every gradient."""
+        """Do nothing: every gradient is reduced when backward returns."""
 
     @torch.no_grad()
     def gather_full_parameters(self):

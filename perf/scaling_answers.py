@@ -255,7 +255,7 @@ def all_reduces() -> Part:
 
 
 def parts() -> Sequence[Part]:
-    """All of them, in the order of the document."""
+    """The parts of the document, in its order."""
     return memory(), sharded(), meeting(), levers(), tensor_parallel(), all_reduces()
 
 

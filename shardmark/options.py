@@ -222,9 +222,7 @@ def selected(options: list[str], device: str, refused: dict[str, str]) -> dict[s
     """
     selected: dict[str, list[Implementation]] = {}
     for option in dict.fromkeys(options):
-        family, equals, spec = option.partition("=")
-        if not (family and equals and spec):
-            raise ValueError(f"--impl takes FAMILY=TARGET, not {option!r}")
+        family, spec = registry.family_and_target(option)
         implementation = registry.resolve(family, spec)
         chosen = selected.setdefault(family, [])
         if implementation.unavailable_reason(device) is None:

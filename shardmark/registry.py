@@ -195,6 +195,14 @@ def moved(path: str) -> str:
     return path
 
 
+def family_and_target(option: str) -> tuple[str, str]:
+    """The two halves of a value of `--impl`; ValueError, in one line, for another value."""
+    family, _, target = option.partition("=")
+    if not (family and target):
+        raise ValueError(f"--impl takes FAMILY=TARGET, not {option!r}")
+    return family, target
+
+
 def resolve(family_name: str, spec: str) -> Implementation:
     """Find an implementation by registered name, `module:attribute` or `file.py:attribute`.
 

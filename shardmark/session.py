@@ -46,7 +46,7 @@ class Session:
         option = config.getoption
         self.config = config
         self.simulated = options.simulated(option)
-        """What to predict for, of `--simulate`."""
+        """The hardware and ranks of `--simulate`; None in a real run."""
         self.device = "cpu" if self.simulated else options.device(option("device"), option("ranks"))
         self.scale = options.one_of("--scale", option("scale"), ("auto", *SCALES))
         if self.scale == "auto":
@@ -117,7 +117,7 @@ class Session:
         return [] if grid.own is None else [grid.own(self.model)]
 
     def asks(self, grid: Grid | None) -> bool:
-        """Whether this run is about tests over that grid, or over none."""
+        """Whether tests over that grid run, or with None tests that have no grid."""
         if self.model is None:
             return grid is None or grid.own is None or any(grid.at(scale) for scale in SCALES)
         return grid is not None and grid.own is not None

@@ -215,7 +215,7 @@ class TorchrunWorld:
         return {rank_: how for rank_, how in gone.items() if rank_ not in answers}
 
     def _doubtful(self, answers: dict[int, Answer]) -> bool:
-        """Whether one that has not answered may be gone."""
+        """Whether a rank whose heartbeat is late has not answered either: its host may be gone."""
         return self._heartbeat is not None and not answers.keys() >= set(self._heartbeat.doubtful())
 
     def _perform_own(self, work: bytes, own: list[bytes]) -> None:

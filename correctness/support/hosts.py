@@ -47,7 +47,7 @@ class Launch:
         subprocess.run(["ip", "link", "set", INTERFACE, "down"], check=True)
 
     def ends(self, seconds: float = LIMIT) -> str:
-        """What it printed, once all of it has ended."""
+        """Wait until all processes of the host have ended, and return what they printed."""
         output, _ = self.process.communicate(timeout=seconds)
         assert wait_until(lambda: not running(self.tag), 20), "a rank has outlived its torchrun"
         return output

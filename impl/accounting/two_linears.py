@@ -30,7 +30,7 @@ class TwoLinears:
 
     @property
     def state(self) -> Bytes:
-        """What training keeps for all parameters."""
+        """Bytes of all parameters' weights, gradients and Adam moments."""
         return Bytes(
             {
                 "master weights": FLOAT * self.parameters,

@@ -7,14 +7,12 @@ Nothing is fitted: a program is what its write-up has, or follows from its figur
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-from perf.published import UNITS
+from perf.published import UNITS, rows_of
 from perf.published import programs as run
 from perf.published.programs import Program
 from shardmark.blocks import recording
@@ -77,23 +75,19 @@ def _attention(case: str, softmax: run.Softmax) -> Program:
     return run.attention(width, length, softmax, first=(width, length) == (16, 256))
 
 
+TRANSFORMERS = {"2.7B peak memory": ("h100-80gb", 1), "2.7B peak memory, batch 4": ("a100-80gb", 2)}
+"""By experiment, where it ran, and which training step is meant: in the second forward has the moments beside it."""
+
+
 def _transformer(row: Row) -> Reading | None:
-    """The course's model, its own AdamW, the first step: forward runs without moments."""
-    if row["experiment"] != "2.7B peak memory":
+    """The course's model, and its own AdamW."""
+    if row["experiment"] not in TRANSFORMERS:
         return None
+    on, steps = TRANSFORMERS[row["experiment"]]
     until, length = row["case"].split(", seq ")
-    program = run.transformer("2.7b", int(length), run.softmax_by_parts, until)
-    return Reading(program, "h100-80gb", 1, "done", PEAK)
-
-
-def _transformer_a100(row: Row) -> Reading | None:
-    """As that, but the second training step: forward and backward have the moments beside them."""
-    if row["experiment"] != "2.7B peak memory, batch 4":
-        return None
-    until, length = row["case"].split(", seq ")
-    steps = 2 if until == "training step" else 1
+    steps = steps if until == "training step" else 1
     program = run.transformer("2.7b", int(length), run.softmax_by_parts, until, steps=steps)
-    return Reading(program, "a100-80gb", 1, "done", PEAK)
+    return Reading(program, on, 1, "done", PEAK)
 
 
 def _linears(row: Row) -> Reading:
@@ -117,7 +111,7 @@ def _ladder(row: Row) -> Reading | None:
 
 
 RULES: dict[str, tuple[Rule, ...]] = {
-    "cs336_a100": (_attention_a100, _transformer_a100),
+    "cs336_a100": (_attention_a100, _transformer),
     "cs336_stanford336": (_attention_h100, _transformer),
     "odsc_fsdp": (_linears,),
     "simple_pytorch": (_ladder,),
@@ -134,11 +128,10 @@ def held(program: Program, on: str, ranks: int) -> dict[str, AtMark]:
 
 def rows(file: str) -> Iterator[Row]:
     """Published rows of that file of memory, of programs that are not compiled."""
-    with (Path(__file__).parent / f"{file}.csv").open(newline="", encoding="utf-8") as lines:
-        for row in csv.DictReader(lines):
-            eager = "compile" not in row["experiment"].replace("uncompiled", "") + row["case"]
-            if row["unit"] in ("MiB", "GiB", "GB") and float(row["value"]) > 0 and eager:
-                yield row
+    for row in rows_of(file):
+        eager = "compile" not in row["experiment"].replace("uncompiled", "") + row["case"]
+        if row["unit"] in ("MiB", "GiB", "GB") and float(row["value"]) > 0 and eager:
+            yield row
 
 
 def compared(file: str) -> list[Compared]:

@@ -28,7 +28,7 @@ def write(path: Path = PAGE) -> None:
 
 
 def page() -> str:
-    """All rows, by source; then those that no prediction is held to, and why."""
+    """The text of the page: the rows of each source, and those that no prediction is held to, with the reason."""
     by_file = {file: compared(file) for file in RULES}
     errors = [100 * each.error for rows in by_file.values() for each in rows]
     again = sum("uncompiled" in each.row["experiment"] for rows in by_file.values() for each in rows)

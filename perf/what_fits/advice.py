@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from perf.what_fits.prediction import ON_ONE_DEVICE, Prediction, Refused, Strategy
 from perf.what_fits.processes import Predictions
@@ -66,16 +66,23 @@ def outcomes(
         predictions.ask(*each)
 
     def outcome(strategy: Strategy, size: int, on: Hardware) -> Outcome:
-        found = Outcome(strategy, size, on, predictions.ask(strategy, size, on)())
+        found = _predicted(predictions, strategy, size, on)
         change = rows = None
         if found.fits is False:
             change = next(_changes(predictions, found, sizes), None)
         if (largest and found.fits) or (found.fits is False and change is None and _could_fit(found)):
             rows = _largest_batch(predictions, found)
-        return Outcome(strategy, size, on, found.found, change, rows)
+        return replace(found, change=change, rows=rows)
 
     with ThreadPoolExecutor(len(wanted)) as threads:  # they wait for the processes
         return list(threads.map(outcome, *zip(*wanted, strict=True)))
+
+
+def _predicted(
+    predictions: Predictions, strategy: Strategy, ranks: int, on: Hardware, rows: int | None = None
+) -> Outcome:
+    """What is predicted for it, once that is there; with a batch of so many `rows`."""
+    return Outcome(strategy, ranks, on, predictions.ask(strategy, ranks, on, rows)())
 
 
 def _could_fit(found: Outcome) -> bool:
@@ -88,7 +95,7 @@ def _changes(predictions: Predictions, found: Outcome, sizes: Sequence[int]) -> 
     mine = found.strategy
     if not mine.checkpointed and mine.family != "checkpointing" and _could_fit(found):
         more = Strategy(mine.implementation, checkpointed=True)
-        if Outcome(more, found.ranks, found.hardware, predictions.ask(more, found.ranks, found.hardware)()).fits:
+        if _predicted(predictions, more, found.ranks, found.hardware).fits:
             yield "checkpointing"
     families = [family for family, _ in SHARDED]
     after = families.index(mine.family) + 1 if mine.family in families else 0
@@ -96,7 +103,7 @@ def _changes(predictions: Predictions, found: Outcome, sizes: Sequence[int]) -> 
         for size in sizes if mine.family in ON_ONE_DEVICE else [found.ranks]:
             for checkpointed in (False, True):
                 other = Strategy(resolve(family, name), checkpointed)
-                there = Outcome(other, size, found.hardware, predictions.ask(other, size, found.hardware)())
+                there = _predicted(predictions, other, size, found.hardware)
                 if there.fits:
                     yield f"{other}" + f" on {size} ranks" * (size != found.ranks)
                 if not _could_fit(there):
@@ -109,12 +116,7 @@ def _largest_batch(predictions: Predictions, found: Outcome) -> int | str:
         return predictions.rows
 
     def needed(rows: int) -> int:
-        there = Outcome(
-            found.strategy,
-            found.ranks,
-            found.hardware,
-            predictions.ask(found.strategy, found.ranks, found.hardware, rows)(),
-        )
+        there = _predicted(predictions, found.strategy, found.ranks, found.hardware, rows)
         if there.free is None:
             assert isinstance(there.found, Refused)
             raise _NoBatchError(there.found.reason)

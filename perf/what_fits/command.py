@@ -14,9 +14,9 @@ from perf.what_fits.advice import outcomes
 from perf.what_fits.prediction import WORKLOADS, Strategy
 from perf.what_fits.processes import Predictions
 from perf.what_fits.table import lines, saved
-from shardmark.registry import resolve
+from shardmark.registry import family_and_target, resolve
 from shardmark.simulation.hardware import Hardware, hardware
-from shardmark.simulation.worlds import MOST_RANKS
+from shardmark.simulation.worlds import MOST_RANKS, ranks_of
 
 COMMAND = "python -m shardmark.predict"
 USAGE = 4
@@ -81,9 +81,9 @@ def _devices(value: str) -> list[Hardware]:
 def _ranks(value: str) -> list[int]:
     ranks = []
     for part in value.split(","):
-        if not (part.isascii() and part.isdecimal() and len(part) < 10 and 1 <= int(part) <= MOST_RANKS):
+        if (number := ranks_of(part)) is None:
             raise ValueError(f"--ranks takes numbers from 1 to {MOST_RANKS:,} such as 8,64, not {value!r}")
-        ranks.append(int(part))
+        ranks.append(number)
     return list(dict.fromkeys(ranks))
 
 
@@ -91,9 +91,7 @@ def _strategies(own: Sequence[str]) -> list[Strategy]:
     """Those that are always shown, and the user's."""
     strategies = [Strategy(resolve(family, name), checkpointed) for family, name, checkpointed in STRATEGIES]
     for option in own:
-        family, equals, spec = option.partition("=")
-        if not (family and equals and spec):
-            raise ValueError(f"--impl takes FAMILY=TARGET, not {option!r}")
+        family, spec = family_and_target(option)
         if family not in WORKLOADS:
             raise ValueError(f"--impl {option}: {', '.join(WORKLOADS)} train a model of your own, not {family}")
         strategies.append(Strategy(resolve(family, spec)))

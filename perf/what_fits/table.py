@@ -64,7 +64,7 @@ def _made_elsewhere(outcome: Outcome) -> bool:
 
 
 def saved(case: OwnModelCase, rows: int | str, found: Sequence[Outcome]) -> dict[str, Any]:
-    """All of it, in bytes, as JSON has it."""
+    """The model and every outcome, in bytes, for `--json`."""
     return {
         "model": {"name": case.name, "parameters": case.parameters, "dtype": case.dtype, "batch": rows},
         "context_bytes": CONTEXT,

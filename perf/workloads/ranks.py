@@ -30,7 +30,7 @@ class RankStep(ABC):
         self.loss: Tensor | None = None
 
     def make(self, case: Any) -> Made:
-        """What the step trains. The default device is set already."""
+        """A new model, batch and loss on the default device, which is this rank's."""
         return made(case)
 
     @abstractmethod

@@ -27,7 +27,7 @@ class Outcomes:
 
     @classmethod
     def of(cls, saved: dict[str, Any]) -> Outcomes:
-        """What `saved` put into a run's file."""
+        """Read back from a run's file what `saved` has written there."""
         return cls(set(saved[PASSED]), *(saved[name] for name in (FAILED, undecided.OUTCOME, SKIPPED)))
 
     def saved(self) -> dict[str, Any]:

@@ -147,7 +147,7 @@ class Questions:
                 yield text, group, answer
 
     def derivations(self, entries: Sequence[Entry]) -> Iterator[tuple[str | None, list[str]]]:
-        """Each question that has lines and no entries: how its answer is derived."""
+        """The lines that derive an answer, of each question whose tests measured nothing."""
         measured = {entry["group"] for entry in entries}
         for text, each in self._questions.items():
             if text not in measured and (each.tests or each.kept_lines) and (lines := [*each.lines([])]):

@@ -30,7 +30,7 @@ def gloo(operator: OpOverload, args: tuple[Any, ...]) -> Any:
 
     It is freed once the handle has been waited for; the copy of what is reduced to scatter with the handle itself.
     """
-    name = operator.name().removeprefix("c10d::").rstrip("_")
+    name = _collective(operator)
     held: list[Tensor] = []
     match name:
         case "_allgather_base" | "allgather":
@@ -64,14 +64,19 @@ def gloo(operator: OpOverload, args: tuple[Any, ...]) -> Any:
 
 def nccl(operator: OpOverload, args: tuple[Any, ...]) -> Any:
     """The same on NCCL, which works in place but where a list of tensors is one end of a collective."""
-    name = operator.name().removeprefix("c10d::").rstrip("_")
+    name = _collective(operator)
     held = [_flat(args[0][0])] if name == "allgather" else [_flat(args[1][0])] if name == "reduce_scatter" else []
     return _handle(operator, args, PythonCallbackWork(lambda timeout: not held.clear()))  # type: ignore[func-returns-value]
 
 
+def _collective(operator: OpOverload) -> str:
+    """The name of the collective: "allreduce" of "c10d::allreduce_"."""
+    return operator.name().removeprefix("c10d::").rstrip("_")
+
+
 def _handle(operator: OpOverload, args: tuple[Any, ...], work: Any) -> Any:
     """What the operator returns, with that handle in it; DDP reads the tensors of an all-reduce there."""
-    if operator._schema.name == "c10d::allreduce_":
+    if _collective(operator) == "allreduce":
         work = _done(args[0])
     returns = operator._schema.returns
     return None if not returns else work.boxed() if len(returns) == 1 else (args[0], work.boxed())

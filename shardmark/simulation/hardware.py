@@ -81,7 +81,7 @@ KEYS = [key.name for key in fields(Hardware) if key.name != "name"]
 
 @cache
 def known_hardware() -> dict[str, Hardware]:
-    """All of `hardware.toml` by name."""
+    """The devices of `hardware.toml`, by name."""
     tables = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     return {name: _hardware(name, table) for name, table in tables.items()}
 

@@ -21,7 +21,7 @@ _PRODUCTS = {f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "addm
 
 
 class Workspaces:
-    """On that hardware."""
+    """What libraries and kernels take for themselves on that hardware."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
@@ -37,14 +37,14 @@ class Workspaces:
         of_blas = name.rstrip("_") in _PRODUCTS and in_backward not in self._of_thread
         within = [nbytes for nbytes in _within(operator, args, self._hardware) if nbytes]
         if of_blas or within:
-            with record_function(name):  # a recording may have no other word of operators
+            with record_function(name):  # the recording may name no operators
                 if of_blas:
                     self._of_thread[in_backward] = _bytes(self._hardware.blas_workspace_bytes)
                 held = [_bytes(nbytes) for nbytes in within]
-                held.clear()
+                del held  # within the range, by which the meter knows that it was none of the program's tensors
 
     def give_back(self, device: str) -> None:
-        """What cuBLAS keeps."""
+        """Free the workspaces that cuBLAS keeps."""
         self._of_thread.clear()
 
 

@@ -12,9 +12,15 @@ from shardmark.simulation.hardware import Hardware, hardware
 MOST_RANKS = 100_000
 
 
+def ranks_of(text: str) -> int | None:
+    """The number of ranks that it says, from 1 to MOST_RANKS; None where it says none."""
+    plain = text.isascii() and text.isdecimal() and len(text) < 10
+    return int(text) if plain and 1 <= int(text) <= MOST_RANKS else None
+
+
 @dataclass(frozen=True)
 class Simulated:
-    """What to predict for."""
+    """The hardware, and how many ranks of it, whose memory is predicted."""
 
     hardware: Hardware
     ranks: int
@@ -29,9 +35,9 @@ def simulated(value: str) -> Simulated:
         raise ValueError(f"--simulate {value}: {error}") from None
     if not colon:
         return Simulated(known, 1)
-    if not (ranks.isascii() and ranks.isdecimal() and len(ranks) < 10 and 1 <= int(ranks) <= MOST_RANKS):
+    if (number := ranks_of(ranks)) is None:
         raise ValueError(f"--simulate {value}: the ranks are a number from 1 to {MOST_RANKS:,}, not {ranks!r}")
-    return Simulated(known, int(ranks))
+    return Simulated(known, number)
 
 
 class SimulatedWorld:
