@@ -100,7 +100,7 @@ def _kernel(operator: str) -> Callable[..., Any]:
     arguments = [argument.name for argument in overload._schema.arguments]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        each = _described(operator, dict(zip(arguments, args, strict=False)) | kwargs)
+        each = described(operator, dict(zip(arguments, args, strict=False)) | kwargs)
         for listener in list(_listeners):
             listener(each, True)
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_OURS)):
@@ -112,7 +112,8 @@ def _kernel(operator: str) -> Callable[..., Any]:
     return kernel
 
 
-def _described(operator: str, arguments: dict[str, Any]) -> Communication:
+def described(operator: str, arguments: dict[str, Any]) -> Communication:
+    """The communication of the process group's operator of that name, called with those arguments."""
     tensors = [[leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] for value in arguments.values()]
     nbytes = max((sum(tensor.nbytes for tensor in each) for each in tensors), default=0)
     dtype = next((each[0].dtype for each in tensors if each), torch.uint8)

@@ -28,6 +28,7 @@ from shardmark.replay import EMPTY_CACHE, STREAM, Event
 from shardmark.simulation.autocast import autocast_of_cuda
 from shardmark.simulation.caching_allocator import held_at_marks
 from shardmark.simulation.hardware import CONTEXT, Hardware
+from shardmark.simulation.schedule import Schedule
 from shardmark.simulation.workspaces import Workspaces
 
 aten = torch.ops.aten
@@ -38,9 +39,9 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
-def rules_of_cuda(hardware: Hardware) -> Iterator[Workspaces]:
+def rules_of_cuda(hardware: Hardware, schedule: Schedule) -> Iterator[Workspaces]:
     """Follow CUDA's rules, on that hardware, in what the block runs on the CPU without kernels."""
-    workspaces = Workspaces(hardware)
+    workspaces, streams = Workspaces(hardware), _Streams(schedule)
     operators = torch.library.Library("aten", "IMPL")
     # With a kernel it is one operator to autograd, whose backward is one as well.
     operators.impl("_fused_rms_norm", _never, "CPU")
@@ -50,10 +51,12 @@ def rules_of_cuda(hardware: Hardware) -> Iterator[Workspaces]:
     try:
         with ExitStack() as stack:
             stack.enter_context(autocast_of_cuda())
+            stack.enter_context(schedule.streams_wait(streams.name))
             for owner, name, new in (
                 (optimizers, "_get_foreach_kernels_supported_devices", lambda: [*supported, "cpu"]),
                 (blocks, "have_libraries_give_back", workspaces.give_back),
-                (torch.cpu, "stream", _Streams().enter),
+                (torch.cpu, "stream", streams.enter),
+                (torch.cpu, "current_stream", streams.current),
                 (torch.cuda, "empty_cache", partial(mark, EMPTY_CACHE)),
             ):
                 stack.enter_context(patch.object(owner, name, new))
@@ -66,22 +69,28 @@ def rules_of_cuda(hardware: Hardware) -> Iterator[Workspaces]:
 class _Streams:
     """Streams, which PyTorch's FSDP allocates on, do nothing on the CPU but have names: the recording has them."""
 
-    def __init__(self) -> None:
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
         self._streams: list[object] = [torch.cpu.current_stream()]
-        self._entered = [""]
+        self._entered = [self._streams[0]]
+
+    def current(self, device: object = None) -> object:
+        """The one that was entered last."""
+        return self._entered[-1]
 
     @contextmanager
     def enter(self, stream: object) -> Iterator[None]:
-        """Allocate on that stream in the block; on None on the one that it is."""
-        self._entered.append(self._entered[-1] if stream is None else self._name(stream))
-        mark(STREAM + self._entered[-1])
+        """Allocate and run on that stream in the block; on None on the one that it is."""
+        self._entered.append(self._entered[-1] if stream is None else stream)
+        mark(STREAM + self.name(self._entered[-1]))
         try:
-            yield
+            with self._schedule.on_stream(self.name(self._entered[-1])):
+                yield
         finally:
             self._entered.pop()
-            mark(STREAM + self._entered[-1])
+            mark(STREAM + self.name(self._entered[-1]))
 
-    def _name(self, stream: object) -> str:
+    def name(self, stream: object) -> str:
         """Its number; that of the first one is empty."""
         number = next((i for i, known in enumerate(self._streams) if known is stream), len(self._streams))
         if number == len(self._streams):

@@ -7,25 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from datetime import timedelta
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PythonCallbackWork, _create_work_from_future  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import PythonCallbackWork, Work, _create_work_from_future  # type: ignore[attr-defined]
 from torch._ops import OpOverload
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import GroupName
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardmark.collectives import described
 from shardmark.registry import Unsupported
+from shardmark.simulation.kinds import is_called_by_autograd
+from shardmark.simulation.schedule import Schedule
 from shardmark.simulation.shortcuts import shortcuts
 
-_new_group = c10d._new_process_group_helper
+UNTIMED = Schedule()
+
+_new_group, _wait, _future = c10d._new_process_group_helper, Work.wait, Work.get_future
 
 
-def gloo(operator: OpOverload, args: tuple[Any, ...]) -> Any:
+def gloo(operator: OpOverload, args: tuple[Any, ...], schedule: Schedule = UNTIMED) -> Any:
     """What a collective on Gloo gives: what it writes, and a handle, which holds what Gloo allocates for itself.
 
     It is freed once the handle has been waited for; the copy of what is reduced to scatter with the handle itself.
@@ -55,18 +62,14 @@ def gloo(operator: OpOverload, args: tuple[Any, ...]) -> Any:
             held = [_flat(args[0][0])]
         case "scatter" if args[1]:  # on the rank that sends
             _flat(args[1][0])
-    if "reduce_scatter" in name:
-        handle = PythonCallbackWork(lambda timeout, held=held: True)  # type: ignore[misc]
-    else:
-        handle = PythonCallbackWork(lambda timeout: not held.clear())  # type: ignore[func-returns-value]
-    return _handle(operator, args, handle)
+    return _handle(operator, args, held, schedule, frees="reduce_scatter" not in name)
 
 
-def nccl(operator: OpOverload, args: tuple[Any, ...]) -> Any:
+def nccl(operator: OpOverload, args: tuple[Any, ...], schedule: Schedule = UNTIMED) -> Any:
     """The same on NCCL, which works in place but where a list of tensors is one end of a collective."""
     name = _collective(operator)
     held = [_flat(args[0][0])] if name == "allgather" else [_flat(args[1][0])] if name == "reduce_scatter" else []
-    return _handle(operator, args, PythonCallbackWork(lambda timeout: not held.clear()))  # type: ignore[func-returns-value]
+    return _handle(operator, args, held, schedule)
 
 
 def _collective(operator: OpOverload) -> str:
@@ -74,12 +77,47 @@ def _collective(operator: OpOverload) -> str:
     return operator.name().removeprefix("c10d::").rstrip("_")
 
 
-def _handle(operator: OpOverload, args: tuple[Any, ...], work: Any) -> Any:
-    """What the operator returns, with that handle in it; DDP reads the tensors of an all-reduce there."""
-    if _collective(operator) == "allreduce":
-        work = _done(args[0])
+def _handle(
+    operator: OpOverload, args: tuple[Any, ...], held: list[Tensor], schedule: Schedule, frees: bool = True
+) -> Any:
+    """What the operator returns, with a handle in it. Waiting for this `frees` what is held; DDP reads the tensors of
+    an all-reduce there.
+    """
+    over = _launched(operator, args, schedule)
+
+    def waited(timeout: timedelta) -> bool:
+        if frees:
+            held.clear()
+        schedule.wait(over)
+        return True
+
+    work = _done(args[0]) if _collective(operator) == "allreduce" else PythonCallbackWork(waited)
     returns = operator._schema.returns
     return None if not returns else work.boxed() if len(returns) == 1 else (args[0], work.boxed())
+
+
+def _launched(operator: OpOverload, args: tuple[Any, ...], schedule: Schedule) -> float:
+    """When the collective is over, of whose group the schedule takes note."""
+    if not schedule.running:
+        return 0.0
+    names = [argument.name for argument in operator._schema.arguments]
+    given = dict(zip(names, args, strict=False))
+    each = described(operator.name().removeprefix("c10d::"), given)
+    name = GroupName(dist.ProcessGroup.unbox(given["process_group"]).group_name)
+    over = schedule.collective(each.name, each.nbytes, _ranks(name), name)
+    if each.name == "all_reduce":
+        schedule.reduced(args[0], over)
+        if is_called_by_autograd():  # by DDP's reducer
+            schedule.wait_after_backward(args[0])
+    return over
+
+
+@cache
+def _ranks(group: GroupName) -> Sequence[int]:
+    """The group's ranks; of many, a range where they are evenly apart."""
+    ranks = dist.get_process_group_ranks(c10d._resolve_process_group(group))
+    apart = range(ranks[0], ranks[-1] + 1, max((ranks[-1] - ranks[0]) // max(len(ranks) - 1, 1), 1))
+    return apart if list(apart) == ranks else tuple(ranks)
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -118,9 +156,28 @@ def _received(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
-def one_rank_of(size: int, rank: int = 0, backend: str = "gloo") -> Iterator[None]:
-    """Be that rank of a process group of so many, in the block; every rank is taken to do the same."""
+def one_rank_of(size: int, rank: int = 0, backend: str = "gloo", schedule: Schedule = UNTIMED) -> Iterator[None]:
+    """Be that rank of a process group of so many, in the block; every rank is taken to do the same. Waiting for an
+    all-reduce is told the schedule.
+    """
+
+    def wait(work: Work, *timeout: Any) -> bool:
+        waited = _wait(work, *timeout)
+        if schedule.running and type(work) is Work:
+            schedule.wait_for(_future(work).value())
+        return waited
+
+    def get_future(work: Work) -> Any:
+        """What a user's hook of DDP asks for, and DDP waits for."""
+        future = _future(work)
+        if schedule.running and type(work) is Work:
+            schedule.wait_after_backward(future.value())
+        return future
+
+    _ranks.cache_clear()
     with ExitStack() as patches:
+        patches.enter_context(patch.object(Work, "wait", wait))
+        patches.enter_context(patch.object(Work, "get_future", get_future))
         for module in (dist, c10d):
             patches.enter_context(patch.object(module, "all_gather_object", _gathered))
             patches.enter_context(patch.object(module, "broadcast_object_list", _received))

@@ -30,9 +30,42 @@ RATES = {
     "network_latency": "seconds",
 }
 DTYPES = ("float8", "float16", "bfloat16", "tf32", "float32")
+IN_SECONDS = ("kernel", "launch", "backward_launch", "collective")
+"""Those of `Reached` that are no fractions."""
 CONTEXT = 2**29
 """Bytes that a process has on a GPU beside what PyTorch allocates: driver and kernels, which CUDA loads as they are
 used. A little more than the 300 MB and some that a first tensor takes (pytorch/pytorch#107667)."""
+
+
+REACHED_PRODUCTS = {"float8": 0.65, "float16": 0.75, "bfloat16": 0.75, "tf32": 0.75, "float32": 0.9}
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What programs reach of a data sheet's rates, as fractions, and what launching takes, in seconds.
+
+    Where a device's own are not known these stand for it: they are what `docs/published-times.md` found for A100s.
+    """
+
+    products: dict[str, float] = field(default_factory=lambda: dict(REACHED_PRODUCTS), hash=False)
+    """By dtype, of large matrix products."""
+    attention: float = 0.6
+    """Of attention's kernels, beside `products`: their products have softmax between them."""
+    bandwidth: float = 0.85
+    reduction: float = 0.9
+    """Of sums, norms and softmax, beside `bandwidth`."""
+    scattered: float = 0.5
+    """Of single rows wherever they lie, beside `bandwidth`."""
+    kernel: float = 2e-6
+    """Seconds that a kernel takes at least."""
+    launch: float = 8e-6
+    """Seconds of the host for an operator: Python, dispatcher, autograd, launch."""
+    backward_launch: float = 8e-6
+    """The same in backward, which runs in C++."""
+    link: float = 0.8
+    network: float = 0.8
+    collective: float = 1e-5
+    """Seconds that a collective takes at least."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +95,7 @@ class Hardware:
     """Bytes/s that each device sends to other nodes, in one direction: a configuration."""
     network_latency: float
     """Seconds of one step of a ring between nodes."""
+    reached: Reached = field(default_factory=Reached)
     capability: tuple[int, int] | None = None
     """CUDA's compute capability; left out where there is none, as on AMD."""
 
@@ -77,6 +111,7 @@ class Hardware:
 
 
 KEYS = [key.name for key in fields(Hardware) if key.name != "name"]
+OPTIONAL = ("capability", "reached")
 
 
 @cache
@@ -113,7 +148,7 @@ def _of_file(path: Path) -> Hardware:
 
 def _hardware(name: str, table: dict[str, Any]) -> Hardware:
     """ValueError, in one line, for the first thing that is wrong in the table."""
-    missing = [key for key in KEYS if key not in table and key != "capability"]
+    missing = [key for key in KEYS if key not in table and key not in OPTIONAL]
     if missing:
         raise ValueError(f"missing {', '.join(missing)}")
     unknown = [key for key in table if key not in KEYS]
@@ -125,7 +160,8 @@ def _hardware(name: str, table: dict[str, Any]) -> Hardware:
     for key, unit in (WHOLE | RATES).items():
         if not _positive(table[key], key in WHOLE, cpu):
             raise ValueError(f"{key} = {table[key]!r} is not a positive {'whole ' * (key in WHOLE)}number of {unit}")
-    return Hardware(name, **table | {"flops": _flops(table["flops"], cpu), "capability": _capability(table)})
+    own = {"flops": _flops(table["flops"], cpu), "capability": _capability(table), "reached": _reached(table)}
+    return Hardware(name, **table | own)
 
 
 def _positive(value: object, whole: bool, cpu: bool) -> bool:
@@ -145,6 +181,24 @@ def _flops(flops: object, cpu: bool) -> dict[str, float]:
         if not _positive(rate, False, cpu):
             raise ValueError(f"flops.{dtype} = {rate!r} is not a positive number of FLOP/s")
     return flops
+
+
+def _reached(table: dict[str, Any]) -> Reached:
+    """What is left out is as in `Reached`."""
+    given = table.get("reached", {})
+    known = [key.name for key in fields(Reached)]
+    if not isinstance(given, dict) or not set(given) <= set(known):
+        raise ValueError(f"reached = {given!r} is not a table of {', '.join(known)}")
+    products = given.get("products", {})
+    if not isinstance(products, dict) or not set(products) <= set(DTYPES):
+        raise ValueError(f"reached.products = {products!r} is not a table of fractions of {', '.join(DTYPES)}")
+    figures = {**{f"products.{dtype}": part for dtype, part in products.items()}, **given}
+    figures.pop("products", None)
+    for key, figure in figures.items():
+        if not _positive(figure, False, False) or (key not in IN_SECONDS and figure > 1):
+            unit = "positive number of seconds" if key in IN_SECONDS else "fraction between 0 and 1"
+            raise ValueError(f"reached.{key} = {figure!r} is not a {unit}")
+    return Reached(**given | {"products": REACHED_PRODUCTS | products})
 
 
 def _capability(table: dict[str, Any]) -> tuple[int, int] | None:

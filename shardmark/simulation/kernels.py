@@ -31,13 +31,21 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.autograd.graph import _engine_run_backward
 from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
 from shardmark.registry import Unsupported
 from shardmark.replay import user_line
-from shardmark.simulation.kinds import LEFT_AMONG_ELEMENTS, Kind, kind_of, made_of_others, of_finite_numbers
+from shardmark.simulation.kinds import (
+    LEFT_AMONG_ELEMENTS,
+    Kind,
+    is_called_by_autograd,
+    kind_of,
+    made_of_others,
+    of_finite_numbers,
+    tensors_in,
+)
+from shardmark.simulation.schedule import Schedule
 
 SMALL = 2**14
 """Tensors of up to so many elements have values, where these follow from the program's own."""
@@ -69,9 +77,10 @@ Collective = Callable[[OpOverload, tuple[Any, ...]], Any]
 class _Kernels:
     """What runs in place of kernels, for one simulation."""
 
-    def __init__(self, collective: Collective, take: Take | None) -> None:
+    def __init__(self, collective: Collective, take: Take | None, schedule: Schedule) -> None:
         self._collective = collective
         self._take = take
+        self._schedule = schedule
         self._fake = FakeTensorMode()
         self._layouts: dict[Any, Any] = {}
         self._one_at_a_time = threading.Lock()  # fake tensors are for one thread
@@ -88,9 +97,16 @@ class _Kernels:
             (x.sin() + x.cos()).backward()
 
     def __call__(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        if operator is aten.add.Tensor and _is_autograds_own(*args[:2]):
+            references = _references(args[0])
+            self._alone = self._alone or references
+            if references == self._alone:
+                return args[0].add_(args[1])
         results = self._results(keys, operator, *args, **kwargs)
         if self._take is not None:
             self._take(operator, args)  # results are there before a kernel begins
+        if self._schedule.running and not keys.has(DispatchKey.Meta):
+            self._schedule.operator(operator, args, kwargs, results)
         return results
 
     def _results(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -99,12 +115,7 @@ class _Kernels:
             return self._send(keys, operator, args)
         if kind is Kind.RUN:
             return operator.redispatch(keys.remove(_KEY), *args, **kwargs)
-        if operator is aten.add.Tensor and _is_autograds_own(*args[:2]):
-            references = _references(args[0])
-            self._alone = self._alone or references
-            if references == self._alone:
-                return args[0].add_(args[1])
-        tensors = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+        tensors = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         if keys.has(DispatchKey.Meta) or (kind is not Kind.ALLOCATE and all(map(_has_value, tensors))):
             with _off(operator):
                 return operator(*args, **kwargs)
@@ -120,11 +131,11 @@ class _Kernels:
         return results
 
     def _send(self, keys: Any, operator: OpOverload, args: tuple[Any, ...]) -> Any:
-        if all(map(_has_value, _tensors(args))):
+        if all(map(_has_value, tensors_in(args))):
             with torch._C._ExcludeDispatchKeyGuard(_KEYS):  # it copies for each rank
                 operator.redispatch(keys.remove(_KEY), *args)
         else:
-            for tensor in _tensors(args[:1]):  # what a collective writes comes first
+            for tensor in tensors_in(args[:1]):  # what a collective writes comes first
                 _forget_value(tensor)
         return self._collective(operator, args)
 
@@ -142,7 +153,7 @@ class _Kernels:
                     out.resize_(layout.shape)
         written = [tensor for _, tensor in given]
         if operator is not _FINITE:
-            for tensor in _tensors(written):
+            for tensor in tensors_in(written):
                 _forget_value(tensor)
         count = len(operator._schema.returns)
         return None if count == 0 else written[0] if count == 1 else tuple(written[:count])
@@ -157,7 +168,7 @@ class _Kernels:
                     results = operator(*fake_args, **fake_kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException):
                 raise _depends_on_values(operator) from None
-            room = max(map(Tensor.numel, _tensors(args))) if operator in LEFT_AMONG_ELEMENTS else 0
+            room = max(map(Tensor.numel, tensors_in(args))) if operator in LEFT_AMONG_ELEMENTS else 0
             self._layouts[key] = tree_map_only(Tensor, partial(_Layout, room=room), results)
         return self._layouts[key]
 
@@ -199,14 +210,6 @@ def _described(value: Any) -> Any:
     return type(value), value
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-
-
 def _is_small(tensor: Tensor) -> bool:
     return tensor.numel() <= (SMALL if tensor.is_floating_point() else INDICES)
 
@@ -222,12 +225,7 @@ def _forget_value(tensor: Tensor) -> None:
 
 def _is_autograds_own(old: Tensor, new: Any) -> bool:
     """Whether autograd itself adds up gradients of one tensor, and no line of the program."""
-    if torch._C._current_graph_task_id() == -1 or not isinstance(new, Tensor) or old.shape != new.shape:
-        return False
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_code is _engine_run_backward.__code__
+    return isinstance(new, Tensor) and old.shape == new.shape and is_called_by_autograd()
 
 
 def _references(tensor: Tensor) -> tuple[int, ...]:
@@ -274,11 +272,11 @@ def _fake_alone(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def no_kernels(collective: Collective, take: Take | None = None) -> Iterator[None]:
+def no_kernels(collective: Collective, take: Take | None = None, schedule: Schedule | None = None) -> Iterator[None]:
     """Leave out the kernels of what the block runs on the CPU, in this thread and those that it starts; its collectives
-    are `collective`'s, and for its operators `take` is called.
+    are `collective`'s, for its operators `take` is called, and `schedule` takes note of them.
     """
-    kernels = _Kernels(collective, take)
+    kernels = _Kernels(collective, take, schedule or Schedule())
     everything, named = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     everything.fallback(kernels, "FPGA", with_keyset=True)
     for operator in made_of_others():

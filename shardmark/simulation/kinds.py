@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from functools import cache
 from itertools import chain
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd.graph import _engine_run_backward
 
 aten = torch.ops.aten
+
+
+_HERE = Path(__file__).parent
 
 
 class Kind(Enum):
@@ -116,3 +124,22 @@ def _is_of_other_devices(name: str) -> bool:
     return _has_kernel(name, "Meta") and not any(
         _has_kernel(name, key) for key in ("CPU", "CompositeImplicitAutograd", *_FOR_ALL_DEVICES)
     )
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments or results, those of lists too."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+def is_called_by_autograd() -> bool:
+    """Whether an operator comes from autograd's engine, or what it calls in C++, and from no line of the program."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and Path(frame.f_code.co_filename).parent == _HERE:
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _engine_run_backward.__code__

@@ -7,6 +7,7 @@ import gc
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from shardmark.simulation.cuda import rules_of_cuda
 from shardmark.simulation.group import gloo, nccl, one_rank_of
 from shardmark.simulation.hardware import CPU, Hardware
 from shardmark.simulation.kernels import no_kernels
+from shardmark.simulation.rates import GPU
+from shardmark.simulation.schedule import Schedule
 
 
 def predict(plan: Plan, rank: int = 0, on: Hardware = CPU) -> Measured:
@@ -46,23 +49,26 @@ def predicted_at_peak(plan: Plan, on: Hardware = CPU, rank: int = 0, warmups: in
 
 
 @contextmanager
-def simulation(ranks: int = 1, rank: int = 0, on: Hardware = CPU) -> Iterator[None]:
+def simulation(ranks: int = 1, rank: int = 0, on: Hardware = CPU) -> Iterator[Schedule]:
     """In the block no kernels run: this process is that rank of so many on that hardware. All tensors are on "cpu".
 
-    Unsupported, in one line, where one of them is larger than this machine's memory.
+    Yields what says how long a step takes there. Unsupported, in one line, where one of them is larger than this
+    machine's memory.
     """
     of_cuda = on.device == "cuda"
+    schedule = Schedule(GPU(on) if of_cuda else None)
     with ExitStack() as stack:
         stack.enter_context(_garbage_is_new())
         stack.enter_context(_mapped_one_by_one())
         stack.enter_context(_drawing(rank))
-        stack.enter_context(one_rank_of(ranks, rank, "nccl" if of_cuda else "gloo"))
+        stack.enter_context(one_rank_of(ranks, rank, "nccl" if of_cuda else "gloo", schedule))
         if of_cuda:
-            stack.enter_context(no_kernels(nccl, stack.enter_context(rules_of_cuda(on)).take))
+            take = stack.enter_context(rules_of_cuda(on, schedule)).take
+            stack.enter_context(no_kernels(partial(nccl, schedule=schedule), take, schedule))
         else:
-            stack.enter_context(no_kernels(gloo))
+            stack.enter_context(no_kernels(partial(gloo, schedule=schedule), None, schedule))
         try:
-            yield
+            yield schedule
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

@@ -1,0 +1,240 @@
+"""When the host launches each operator, and when the device runs it: the step of a simulation, in seconds.
+
+The host launches one operator after another, each onto the current stream; a stream runs its own in order, and begins
+one when it is launched and the last is over. Collectives have a stream of their own for each process group. Where the
+program waits for an event, for a stream or for a collective, the current stream waits, as on CUDA; a CPU has one
+stream, which is the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from shardmark.simulation.costs import Cost, cost_of
+from shardmark.simulation.kinds import Kind, kind_of
+
+FIRST_STREAM = ""
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+class Rates(Protocol):
+    """How fast a device and its links are."""
+
+    def seconds(self, cost: Cost) -> float:
+        """Of an operator on the device."""
+
+    def launch(self, in_backward: bool) -> float:
+        """Of the host, for an operator."""
+
+    def collective(self, name: str, nbytes: int, ranks: Sequence[int]) -> float:
+        """Of a collective among those ranks, `nbytes` the larger of what goes in and what comes out."""
+
+    def least(self, cost: Cost) -> float:
+        """The lower bound of `seconds`."""
+
+    def least_of_collective(self, name: str, nbytes: int, ranks: Sequence[int]) -> float:
+        """The lower bound of `collective`."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a stream runs from one second to another."""
+
+    name: str
+    stream: str
+    begin: float
+    end: float
+    least: float
+    """Its lower bound, in seconds."""
+    cost: Cost | None = None
+    """None of a collective."""
+    nbytes: int = 0
+    """Of a collective."""
+
+
+@dataclass
+class Step:
+    """One step: when it is over, its parts, and what ran when. Seconds from its beginning."""
+
+    seconds: float
+    host: float
+    """What the host took to launch it."""
+    parts: dict[str, float]
+    spans: list[Span] = field(repr=False)
+
+    @property
+    def at_least(self) -> float:
+        """Seconds of the data sheet: products one after another, or collectives, whichever takes longer."""
+        return max(self._least(collectives) for collectives in (False, True))
+
+    def _least(self, collectives: bool) -> float:
+        return sum(each.least for each in self.spans if (each.cost is None) == collectives)
+
+
+class Schedule:
+    """Takes note of what is launched, while `step` runs."""
+
+    def __init__(self, rates: Rates | None = None) -> None:
+        self.rates = rates
+        self._running = False
+        self._host = 0.0
+        self._free: dict[str, float] = {}
+        self._events: dict[int, float] = {}
+        self._current = [FIRST_STREAM]
+        self._reduced: dict[int, float] = {}
+        """When all-reduces are over, by the address of each tensor; they have no other handle of ours."""
+        self._after_backward = 0.0
+        self._spans: list[Span] = []
+        self._marks: list[tuple[str, float]] = []
+
+    @property
+    def running(self) -> bool:
+        return self._running
+
+    def step(self, step: Callable[[Callable[[str], None]], None], ahead: float = 0.0) -> Step:
+        """Run the step, and say what it would take. The device begins `ahead` seconds later than the host.
+
+        ValueError where there are no rates.
+        """
+        if self.rates is None:
+            raise ValueError("a schedule needs rates")
+        began = self._over()
+        self._host, self._free = began, dict.fromkeys(self._free, began + ahead)
+        self._free[FIRST_STREAM] = began + ahead
+        self._spans, self._marks = [], []
+        self._running = True
+        try:
+            step(self._mark)
+            launched = self._host - began
+            self.synchronize()
+        finally:
+            self._running = False
+        began += ahead
+        parts: dict[str, float] = {}
+        before = began
+        for name, at in self._marks:
+            parts[name] = parts.get(name, 0.0) + at - before
+            before = at
+        return Step(self._over() - began, launched, parts, [_later(span, -began) for span in self._spans])
+
+    def operator(self, operator: OpOverload, args: Any, kwargs: dict[str, Any], results: Any) -> None:
+        """It is launched onto the current stream."""
+        assert self.rates is not None
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward:
+            self._end_backward()
+        self._host += self.rates.launch(in_backward)
+        if kind_of(operator) is Kind.READ:
+            self.synchronize()
+        if operator is _WAIT:
+            self.wait_for(args)
+        cost = cost_of(operator, args, kwargs, results)
+        if cost is not None:
+            name = operator._schema.name.partition("::")[2]
+            self._run(Span(name, self._current[-1], 0.0, self.rates.seconds(cost), self.rates.least(cost), cost))
+
+    def collective(self, name: str, nbytes: int, ranks: Sequence[int], group: str) -> float:
+        """It is launched onto its group's stream, after what the current one has; returns when it is over."""
+        if not self._running:
+            return 0.0
+        assert self.rates is not None
+        stream = f"collectives {group}"
+        self._free[stream] = max(self._free.get(stream, 0.0), self._free.get(self._current[-1], 0.0))
+        seconds, least = (of(name, nbytes, ranks) for of in (self.rates.collective, self.rates.least_of_collective))
+        return self._run(Span(name, stream, 0.0, seconds, least, None, nbytes))
+
+    def wait(self, until: float) -> None:
+        """The current stream waits."""
+        stream = self._current[-1]
+        self._free[stream] = max(self._free.get(stream, 0.0), until)
+
+    def reduced(self, tensors: Sequence[Tensor], over: float) -> None:
+        """An all-reduce of them is over then."""
+        for tensor in tensors:
+            self._reduced[tensor.data_ptr()] = over
+
+    def wait_for(self, tensors: Sequence[Tensor]) -> None:
+        """The current stream waits for all-reduces of them."""
+        for tensor in tensors:
+            self.wait(self._reduced.pop(tensor.data_ptr(), 0.0))
+
+    def synchronize(self) -> None:
+        """The host waits for the device."""
+        self._end_backward()
+        self._host = self._over()
+
+    def wait_after_backward(self, tensors: Sequence[Tensor]) -> None:
+        """The first stream waits for all-reduces of them when backward is over, as PyTorch's DDP does in C++."""
+        self._after_backward = max([self._after_backward, *(self._reduced.get(x.data_ptr(), 0.0) for x in tensors)])
+
+    def _end_backward(self) -> None:
+        self._free[FIRST_STREAM] = max(self._free.get(FIRST_STREAM, 0.0), self._after_backward)
+
+    def _over(self) -> float:
+        return max([self._host, *self._free.values()])
+
+    def _mark(self, part: str) -> None:
+        self._end_backward()
+        self._marks.append((part, max(self._host, self._free[FIRST_STREAM])))
+
+    def _run(self, span: Span) -> float:
+        """It begins when it is launched and its stream is free; returns when it is over."""
+        began = max(self._host, self._free.get(span.stream, 0.0))
+        self._free[span.stream] = began + span.end
+        self._spans.append(_later(span, began))
+        return began + span.end
+
+    @contextmanager
+    def on_stream(self, name: str) -> Iterator[None]:
+        """What the block launches goes onto the stream of that name."""
+        self._current.append(name)
+        try:
+            yield
+        finally:
+            self._current.pop()
+
+    @contextmanager
+    def streams_wait(self, name_of: Callable[[object], str]) -> Iterator[None]:
+        """In the block `torch.cpu`'s streams and events, which do nothing there, are waited for as CUDA's are."""
+
+        def record(event: object, stream: object = None) -> object:
+            name = self._current[-1] if stream is None else name_of(stream)
+            self._events[id(event)] = self._free.get(name, 0.0)
+            kept.append(event)
+            return event
+
+        def wait(stream: object, until: float) -> None:
+            name = self._current[-1] if stream is None else name_of(stream)
+            self._free[name] = max(self._free.get(name, 0.0), until)
+
+        def at(event: object) -> float:
+            return self._events.get(id(event), 0.0)
+
+        def wait_on_host(event: object) -> None:
+            self._host = max(self._host, at(event))
+
+        kept: list[object] = []  # or another event could have its id
+        stream, event = torch.cpu.Stream, torch.cpu.Event
+        with ExitStack() as stack:
+            for owner, name, new in (
+                (stream, "wait_stream", lambda own, other: wait(own, self._free.get(name_of(other), 0.0))),
+                (stream, "record_event", lambda own, event=None: record(event or torch.cpu.Event(), own)),
+                (stream, "wait_event", lambda own, event: wait(own, at(event))),
+                (event, "record", record),
+                (event, "wait", lambda own, stream=None: wait(stream, at(own))),
+                (event, "synchronize", wait_on_host),
+            ):
+                stack.enter_context(patch.object(owner, name, new))
+            yield
+
+
+def _later(span: Span, seconds: float) -> Span:
+    return replace(span, begin=span.begin + seconds, end=span.end + seconds)
