@@ -21,7 +21,7 @@ from shardmark.passes import NEAR, blocks_at_peak, measure
 from shardmark.plan import Identity, Plan, Rounds, Workload
 from shardmark.recorder import Rates, Recorder
 from shardmark.registry import Implementation, Race
-from shardmark.rows import Row, memory_entry, new_row
+from shardmark.rows import Row, memory_entry, new_row, predicted_time_entry
 from shardmark.world import RankError, World
 
 T = TypeVar("T")
@@ -127,15 +127,18 @@ class Measure(Recorder):
         """What `run` returns, if the case fits and memory does not run out; else its row says so, and the test ends."""
         __tracebackhide__ = True
         if self._session.simulated:
-            raise registry.Unsupported("it measures by its own means, and --simulate predicts memory alone")
+            raise registry.Unsupported("it measures by its own means, and --simulate predicts steps alone")
         self._admit(identity, memory)
         return self._unless_out_of_memory(identity, memory, run)
 
     def _predict(self, plan: Plan, work: Work, slack: float, observe: Sequence[Observer]) -> Row:
-        """Judge and save what the case would take on the first rank, and return the row: it has no times."""
+        """Judge and save what the case would take on the first rank, and return the row. Times are judged by none:
+        they are estimates.
+        """
         __tracebackhide__ = True
         # Imported here because all of PyTorch's FSDP comes with it, which takes a second.
-        from shardmark.simulation.predict import predict, predicted_at_peak
+        from shardmark.simulation.chrome import write_trace
+        from shardmark.simulation.predict import predict, predicted_at_peak, predicted_peer
 
         session = self._session
         assert session.simulated is not None
@@ -152,12 +155,19 @@ class Measure(Recorder):
             "work": asdict(work),
             "time": {"ratio": None},
         }
+        stats = None
+        if step := ranks[0].steps.get(on.name):
+            row["time"] = predicted_time_entry(step, plan.peer, predicted_peer(plan, on))
+            if plan.trace is not None:
+                row["trace"] = [write_trace(step, plan.trace.with_name(f"{plan.trace.name}.json")).name]
+            stats = {"mean": step.seconds, "stddev": 0.0, "rounds": 1}
+            self._replay([step.seconds])
         for observer in observe:
             observer.fill(row, ranks)
         absolute = [replace(own, seconds=None) for own in session.budgets_for(self._item.nodeid)]
         tensors, peaks = row["memory"]["tensors_by_rank"], row["memory"]["peak_by_rank"]
         verdicts = list(budget.verdicts(tensors, peaks, [], None, None, memory, absolute, session.confidence))
-        self._conclude(row, None, verdicts, observe, memory, lambda: predicted_at_peak(plan, on))
+        self._conclude(row, stats, verdicts, observe, memory, lambda: predicted_at_peak(plan, on))
         return row
 
     def _budget(self, plan: Plan, slack: float, predicted: Sequence[Memory] = ()) -> MemoryBudget | None:

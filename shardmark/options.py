@@ -98,7 +98,7 @@ def add_options(parser: pytest.Parser) -> None:
         "--simulate",
         default=None,
         metavar="HARDWARE[:RANKS]",
-        help="predict each case's memory in place of running it, on that hardware and so many ranks: h100-80gb:8",
+        help="predict each case's memory and time in place of running it, on ranks of that hardware: h100-80gb:8",
     )
     group.addoption(
         "--trace-dir",  # --trace is pytest's own: it breaks into the debugger
@@ -143,7 +143,7 @@ def simulated(option: Callable[..., Any]) -> worlds.Simulated | None:
     """What `--simulate` asks for; None without it."""
     if option("simulate") is None:
         return None
-    real = ("ranks", "link", "against", "against_ref", "trace_dir")
+    real = ("ranks", "link", "against", "against_ref")
     if taken := next((name for name in real if option(name) is not None), None):
         raise ValueError(f"--simulate runs nothing: not with --{taken.replace('_', '-')}")
     if option("device") == "cuda" or torchrun.launched():

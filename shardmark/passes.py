@@ -101,7 +101,11 @@ def _overstated(plan: Plan, peak: int) -> bool:
     return larger or most > NEAR * plan.memory.formula or most > RANKS_ALIKE * least
 
 
-def meter_pass(plan: Plan) -> tuple[Workload, Memory, float]:
+Steady = Callable[[Callable[[Mark], None], Mark], None]
+"""Runs the steady-state step with those marks."""
+
+
+def meter_pass(plan: Plan, steady: Steady = lambda step, mark: step(mark)) -> tuple[Workload, Memory, float]:
     """One pass under the meter, from nothing, so that every byte of the case is seen; and its first step's seconds."""
     release(plan.device)
     with meter(plan.device) as memory:
@@ -125,7 +129,7 @@ def meter_pass(plan: Plan) -> tuple[Workload, Memory, float]:
         workload.prepare()
         memory.mark("before_step")
         memory.reset_peak()
-        workload.step(lambda part: memory.mark(f"after_{part}"))
+        steady(workload.step, lambda part: memory.mark(f"after_{part}"))
         memory.mark("after_step")
         memory.keep_peak(MEDIAN)
     stages = memory.stages if len(memory.stages) > 1 else {}  # "warm-up" alone where the workload reports none

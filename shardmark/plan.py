@@ -16,6 +16,7 @@ from shardmark.registry import Implementation
 if TYPE_CHECKING:
     from shardmark.counters import Counters
     from shardmark.observers import Observer
+    from shardmark.simulation.schedule import Step
 
 Mark = Callable[[str], None]
 
@@ -121,3 +122,5 @@ class Measured:
     """Of one more step, after all rounds."""
     observed: dict[type[Observer], Any] = field(default_factory=dict)
     """What each observer's own pass found on this rank."""
+    steps: dict[str, Step] = field(default_factory=dict)
+    """Of a simulation: when each operator of a step would run, by the hardware's name."""

@@ -21,7 +21,9 @@ from shardmark.hardware import Roofline
 from shardmark.memory import Memory
 from shardmark.plan import IMPLEMENTATION, PEER, Identity, Measured
 from shardmark.rank import available_cores, threads_of_a_rank
-from shardmark.registry import Race
+from shardmark.registry import Implementation, Race
+from shardmark.simulation.rates import WITHIN
+from shardmark.simulation.schedule import Step
 from shardmark.torchrun import launched
 
 Row = dict[str, Any]
@@ -164,6 +166,31 @@ def time_entry(
         "outcome": None if race.goal is None else shown.outcome(race.goal * (1 + WORTH)),
     }
     return entry, judged
+
+
+def predicted_time_entry(step: Step, peer: Implementation | None, peer_step: Step | None) -> Row:
+    """The row's "time" of a simulation: what a step would take on the first rank, and what the peer's would."""
+    entry: Row = {
+        "parts": step.parts,
+        "mean_by_rank": [step.seconds],
+        "host": step.host,
+        "peer": None,
+        "ratio": None,
+        "interval": None,
+        "budget": None,
+        "goal": None,
+        "outcome": None,
+        "machine": {},
+        "predicted": {
+            "interval": [factor * step.seconds for factor in WITHIN],
+            "at_least": step.at_least,
+            "streams": step.lanes(),
+        },
+    }
+    if peer is not None and peer_step is not None:
+        ratio = step.seconds / peer_step.seconds
+        entry |= {"peer": peer.name, "peer_mean": peer_step.seconds, "ratio": ratio}
+    return entry
 
 
 def counters_entry(ranks: list[Measured]) -> Row:

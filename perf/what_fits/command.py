@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         devices, ranks, strategies = _devices(given.hardware), _ranks(given.ranks), _strategies(given.impl)
         if given.json is not None:
             given.json.touch()  # what cannot be written is said before minutes of work
-        predictions = Predictions(given.model)
+        predictions = Predictions(given.model, devices)
         found = outcomes(predictions, strategies, ranks, devices, given.batch)
         if given.json is not None:
             given.json.write_text(json.dumps(saved(predictions.case, predictions.rows, found), indent=1) + "\n")

@@ -1,9 +1,10 @@
-"""The memory of a user's own model under one strategy, on the first of so many ranks."""
+"""The memory of a user's own model under one strategy, and a step's time, on the first of so many ranks."""
 
 from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,6 +57,15 @@ class Strategy:
 
 
 @dataclass(frozen=True)
+class StepTime:
+    """In seconds, of one of many steps: the host launches the next while the device runs."""
+
+    seconds: float
+    at_least: float
+    """The lower bound: by the data sheet alone."""
+
+
+@dataclass(frozen=True)
 class Prediction:
     """In bytes, on the first rank, which has the most where ranks differ."""
 
@@ -67,6 +77,8 @@ class Prediction:
     """What is there already when a steady-state step begins: no batch and no checkpointing makes it less."""
     made: int
     """The most that is taken from the device until the model is made and sharded."""
+    steps: dict[str, StepTime]
+    """A step's time, by hardware; of what is compiled none is known."""
 
 
 @dataclass(frozen=True)
@@ -88,22 +100,26 @@ class _Made(Observer):
         torch.cuda.empty_cache()
 
 
-def predicted(strategy: Strategy, case: OwnModelCase, on: Hardware) -> Prediction | Refused:
-    """What the case takes under that strategy, on that hardware."""
+def predicted(
+    strategy: Strategy, case: OwnModelCase, on: Hardware, alike: Sequence[Hardware] = ()
+) -> Prediction | Refused:
+    """What the case takes under that strategy, on that hardware, and on others that need the same memory."""
     case = replace(case, checkpointed=strategy.checkpointed)
     workload = WORKLOADS[strategy.family]
     plan = Plan(workload, strategy.implementation, None, case, "cpu", case.ranks, observers=(_Made,))
     try:
         with warnings.catch_warnings(action="ignore"):  # of PyTorch, to who wrote the strategy
-            taken = predict(plan, on=replace(on, memory_bytes=MOST)).memory
+            measured = predict(plan, on=replace(on, memory_bytes=MOST), alike=alike)
     except Exception as error:  # a strategy that does not take the model is a line of the table
         return _refused(error)
+    taken = measured.memory
     made = taken.stages["made"]
     return Prediction(
         tensors=max(taken.peaks.values()),
         reserved=taken.reserved or taken.peak,  # a CPU's allocator keeps nothing
         before_step=taken.phases["before_step"],
         made=made.reserved or made.peak,
+        steps={name: StepTime(max(step.seconds, step.host), step.at_least) for name, step in measured.steps.items()},
     )
 
 

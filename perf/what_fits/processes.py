@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from threading import Lock
@@ -18,10 +18,11 @@ from shardmark.simulation.hardware import Hardware
 class Predictions:
     """Of one model. Devices by whose rules it needs the same memory share them."""
 
-    def __init__(self, spec: str) -> None:
-        """RegistryError, in one line, where there is no such model."""
+    def __init__(self, spec: str, devices: Sequence[Hardware]) -> None:
+        """`devices` are all that will be asked about. RegistryError, in one line, where there is no such model."""
         # Not forked: a process that has computed before, as pytest's has, leaves its fork waiting for threads for ever.
         self._pool = ProcessPoolExecutor(available_cores(), multiprocessing.get_context("spawn"))
+        self._devices = devices
         self._asked: dict[Any, Future[Prediction | Refused]] = {}
         self._lock = Lock()
         self.case: OwnModelCase
@@ -39,7 +40,8 @@ class Predictions:
         key = strategy, case, on.rules
         with self._lock:
             if key not in self._asked:
-                self._asked[key] = self._pool.submit(predicted, strategy, case, on)
+                alike = [each for each in self._devices if each.rules == on.rules and each != on]
+                self._asked[key] = self._pool.submit(predicted, strategy, case, on, alike)
             return self._asked[key].result
 
     def close(self) -> None:

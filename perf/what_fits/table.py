@@ -17,23 +17,26 @@ from shardmark.simulation.hardware import CONTEXT
 def lines(case: OwnModelCase, rows: int | str, found: Sequence[Outcome]) -> Iterator[str]:
     """A table for each kind of device."""
     batch = f", a batch of {rows:,} on each rank" if isinstance(rows, int) else ""
-    yield f"{case.name}: {case.parameters:,} parameters in {case.dtype}{batch}. Memory in GiB; no times yet."
+    yield f"{case.name}: {case.parameters:,} parameters in {case.dtype}{batch}. Memory in GiB."
     for on, group in groupby(found, key=lambda outcome: outcome.hardware):
         outcomes = list(group)
         context = f", of which CUDA's context takes {_gib(CONTEXT)}" if on.device == "cuda" else ""
         yield ""
         yield f"{on.name}: {_gib(on.memory_bytes)}{context}"
-        yield from layout([_cells(outcome) for outcome in outcomes], left=("strategy", "fits"))
+        yield from layout([_cells(outcome, rows) for outcome in outcomes], left=("strategy", "fits"))
         if any(map(_made_elsewhere, outcomes)):
             yield "* Whole, the model does not fit before it is sharded: make it on the host, or on the meta device."
 
 
-def _cells(outcome: Outcome) -> dict[str, str | None]:
+def _cells(outcome: Outcome, rows: int | str) -> dict[str, str | None]:
     found = outcome.found
     known = found if isinstance(found, Prediction) else None
+    step = outcome.step
     return {
         "strategy": str(outcome.strategy) + " *" * _made_elsewhere(outcome),
         "ranks": f"{outcome.ranks:,}",
+        "step ms": step and f"{step.seconds * 1e3:,.0f}",
+        "rows/s": step and f"{rows * outcome.ranks / step.seconds:,.0f}" if isinstance(rows, int) else None,
         "tensors": known and _gib(known.tensors),
         "reserved": known and _gib(known.reserved),
         "free": None if outcome.free is None else _gib(outcome.free),

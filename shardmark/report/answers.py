@@ -110,10 +110,18 @@ def saves(other: str | None = None) -> Answer:
 
 
 def predicted(entries: Sequence[Entry]) -> str | None:
-    """Of a simulation, which has no times: who holds the fewest bytes at the peak, beside who holds most."""
+    """Of a simulation: who takes the least time where there are times, and who holds the fewest bytes at the peak,
+    beside who holds most.
+    """
     case = [entry for entry in largest_case(entries) if "tensors" in entry["extra_info"]["memory"]]
     if not case:
         return None
+    if all(entry["stats"] for entry in case) and len({who(entry["extra_info"]) for entry in case}) > 1:
+        first = min(case, key=lambda entry: entry["stats"]["mean"])
+        time = f"{first['extra_info']['implementation']} fastest, {milliseconds(first['stats']['mean'])}"
+        least = min(case, key=_tensors)
+        memory = f"{least['extra_info']['implementation']} smallest, {size(_tensors(least))}"
+        return f"{at(entries, case)}{time}; {memory}, predicted"
     least, most = min(case, key=_tensors), max(case, key=_tensors)
     names = [entry["extra_info"]["implementation"] for entry in (least, most)]
     figure = f"{at(entries, case)}{names[0]} {size(_tensors(least))}"

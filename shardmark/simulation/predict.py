@@ -1,22 +1,25 @@
-"""What a case would take: the passes over it, as they are, where no kernel runs and no other rank is."""
+"""What a case would take, in bytes and in seconds: the passes over it, as they are, where no kernel runs and no other
+rank is.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
 
 from shardmark.blocks import without_operators
+from shardmark.clock import MOST_AHEAD
 from shardmark.excess import Held
 from shardmark.memory import is_out_of_memory, release
 from shardmark.passes import WARMUPS, blocks_at_peak, meter_pass
-from shardmark.plan import Measured, Plan
+from shardmark.plan import Mark, Measured, Plan
 from shardmark.rankstate import seed_rank
 from shardmark.registry import Unsupported
 from shardmark.simulation.cuda import rules_of_cuda
@@ -24,22 +27,62 @@ from shardmark.simulation.group import gloo, nccl, one_rank_of
 from shardmark.simulation.hardware import CPU, Hardware
 from shardmark.simulation.kernels import no_kernels
 from shardmark.simulation.rates import GPU
-from shardmark.simulation.schedule import Schedule
+from shardmark.simulation.schedule import Schedule, Step
 
 
-def predict(plan: Plan, rank: int = 0, on: Hardware = CPU) -> Measured:
-    """What that rank of the plan's world would meter on that hardware, and what its observers of memory would see.
+def predict(plan: Plan, rank: int = 0, on: Hardware = CPU, alike: Sequence[Hardware] = ()) -> Measured:
+    """What that rank of the plan's world would meter on that hardware, what its observers of memory would see, and what
+    a step would take; with that on hardware that is `alike` but for its rates, by name.
 
     Unsupported, in one line, for a program whose operators depend on values.
     """
-    with simulation(plan.world_size, rank, on):
+    steps: dict[str, Step] = {}
+    with simulation(plan.world_size, rank, on) as schedule:
+
+        def steady(step: Callable[[Mark], None], mark: Mark) -> None:
+            """As the stopwatch has it, the device begins when the first operators are launched."""
+            if schedule.rates is None:
+                step(mark)
+            elif timed := schedule.step(partial(_marking, step, mark), MOST_AHEAD):
+                steps[on.name] = timed
+
         with without_operators():
-            workload, memory, _ = meter_pass(plan)
-        measured = Measured(workload.backend, memory)
+            workload, memory, _ = meter_pass(plan, steady)
+        for other in alike:
+            schedule.rates = GPU(other)
+            workload.prepare()
+            if timed := schedule.step(workload.step, MOST_AHEAD):
+                steps[other.name] = timed
+        measured = Measured(workload.backend, memory, steps=steps)
         del workload
         for observer in plan.observers:
             measured.observed[observer] = observer.on_rank(plan, measured)
     return measured
+
+
+def predicted_peer(plan: Plan, on: Hardware = CPU) -> Step | None:
+    """A step of the plan's peer; None where it has none, or one that cannot be predicted."""
+    if plan.peer is None:
+        return None
+    return _step(Plan(plan.workload, plan.peer, None, plan.case, "cpu", plan.world_size), on)
+
+
+@cache  # many implementations have the same peer
+def _step(plan: Plan, on: Hardware) -> Step | None:
+    try:
+        return predict(plan, on=on).steps.get(on.name)
+    except Unsupported:
+        return None
+
+
+def _marking(step: Callable[[Mark], None], mark: Mark, and_mark: Mark) -> None:
+    """The step, each part of which is told both."""
+
+    def both(part: str) -> None:
+        mark(part)
+        and_mark(part)
+
+    step(both)
 
 
 def predicted_at_peak(plan: Plan, on: Hardware = CPU, rank: int = 0, warmups: int = WARMUPS) -> list[Held]:

@@ -8,6 +8,7 @@ stream, which is the host.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -75,6 +76,13 @@ class Step:
         """Seconds of the data sheet: products one after another, or collectives, whichever takes longer."""
         return max(self._least(collectives) for collectives in (False, True))
 
+    def lanes(self, most: int = 200) -> dict[str, list[list[float]]]:
+        """By stream, from when to when it is busy: neighbours together until there are no more than so many."""
+        lanes: dict[str, list[list[float]]] = {}
+        for span in sorted(self.spans, key=lambda span: span.begin):
+            lanes.setdefault(span.stream or "compute", []).append([span.begin, span.end])
+        return {name: _joined(busy, most) for name, busy in lanes.items()}
+
     def _least(self, collectives: bool) -> float:
         return sum(each.least for each in self.spans if (each.cost is None) == collectives)
 
@@ -85,6 +93,7 @@ class Schedule:
     def __init__(self, rates: Rates | None = None) -> None:
         self.rates = rates
         self._running = False
+        self._compiled = False
         self._host = 0.0
         self._free: dict[str, float] = {}
         self._events: dict[int, float] = {}
@@ -99,10 +108,10 @@ class Schedule:
     def running(self) -> bool:
         return self._running
 
-    def step(self, step: Callable[[Callable[[str], None]], None], ahead: float = 0.0) -> Step:
+    def step(self, step: Callable[[Callable[[str], None]], None], ahead: float = 0.0) -> Step | None:
         """Run the step, and say what it would take. The device begins `ahead` seconds later than the host.
 
-        ValueError where there are no rates.
+        None of what a compiler made: its kernels are not PyTorch's operators. ValueError where there are no rates.
         """
         if self.rates is None:
             raise ValueError("a schedule needs rates")
@@ -110,13 +119,16 @@ class Schedule:
         self._host, self._free = began, dict.fromkeys(self._free, began + ahead)
         self._free[FIRST_STREAM] = began + ahead
         self._spans, self._marks = [], []
-        self._running = True
+        self._running, self._compiled = True, False
         try:
-            step(self._mark)
+            with self._noticing_compiled():
+                step(self._mark)
             launched = self._host - began
             self.synchronize()
         finally:
             self._running = False
+        if self._compiled:
+            return None
         began += ahead
         parts: dict[str, float] = {}
         before = began
@@ -193,6 +205,22 @@ class Schedule:
         return began + span.end
 
     @contextmanager
+    def _noticing_compiled(self) -> Iterator[None]:
+        """Notice whether what Inductor has compiled runs in the block."""
+        inductor = sys.modules.get("torch._inductor.output_code")
+        if inductor is None:  # nothing was compiled in this process
+            yield
+            return
+        run = inductor.CompiledFxGraph.__call__
+
+        def noticed(graph: Any, *args: Any) -> Any:
+            self._compiled = True
+            return run(graph, *args)
+
+        with patch.object(inductor.CompiledFxGraph, "__call__", noticed):
+            yield
+
+    @contextmanager
     def on_stream(self, name: str) -> Iterator[None]:
         """What the block launches goes onto the stream of that name."""
         self._current.append(name)
@@ -238,3 +266,15 @@ class Schedule:
 
 def _later(span: Span, seconds: float) -> Span:
     return replace(span, begin=span.begin + seconds, end=span.end + seconds)
+
+
+def _joined(busy: list[list[float]], most: int) -> list[list[float]]:
+    """Joined where less than a part of the whole lies between two, so that no more than so many stay."""
+    gap = (busy[-1][1] - busy[0][0]) / most
+    joined = [busy[0]]
+    for begin, end in busy[1:]:
+        if begin - joined[-1][1] < gap:
+            joined[-1] = [joined[-1][0], end]
+        else:
+            joined.append([begin, end])
+    return joined
