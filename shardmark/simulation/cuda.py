@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.backends import cuda
+from torch.distributed import Logger
+from torch.distributed.fsdp import _flat_param, _runtime_utils
 from torch.optim import optimizer as optimizers
 
 from shardmark import blocks, memory
@@ -28,6 +31,7 @@ from shardmark.replay import EMPTY_CACHE, STREAM, Event
 from shardmark.simulation.autocast import autocast_of_cuda
 from shardmark.simulation.caching_allocator import held_at_marks
 from shardmark.simulation.hardware import CONTEXT, Hardware
+from shardmark.simulation.streams import ALL_AWAITED, AWAITED, FIRST, FOLLOWED, RECORDED, USED
 from shardmark.simulation.workspaces import Workspaces
 
 aten = torch.ops.aten
@@ -47,13 +51,14 @@ def rules_of_cuda(hardware: Hardware) -> Iterator[Workspaces]:
     for key in ("AutogradCPU", "FPGA"):
         operators.impl("scaled_dot_product_attention", partial(_attention, hardware), key)
     supported = optimizers._get_foreach_kernels_supported_devices()
+    streams = _Streams()
     try:
         with ExitStack() as stack:
             stack.enter_context(autocast_of_cuda())
             for owner, name, new in (
                 (optimizers, "_get_foreach_kernels_supported_devices", lambda: [*supported, "cpu"]),
                 (blocks, "have_libraries_give_back", workspaces.give_back),
-                (torch.cpu, "stream", _Streams().enter),
+                *streams.patches(),
                 (torch.cuda, "empty_cache", partial(mark, EMPTY_CACHE)),
             ):
                 stack.enter_context(patch.object(owner, name, new))
@@ -64,29 +69,95 @@ def rules_of_cuda(hardware: Hardware) -> Iterator[Workspaces]:
 
 
 class _Streams:
-    """Streams, which PyTorch's FSDP allocates on, do nothing on the CPU but have names: the recording has them."""
+    """Streams and events, which PyTorch's FSDP and DDP use, do nothing on the CPU but have names: the recording has
+    them, and what `shardmark.simulation.streams` asks for.
+    """
 
     def __init__(self) -> None:
         self._streams: list[object] = [torch.cpu.current_stream()]
-        self._entered = [""]
+        self._entered = self._streams[:]
+        self._events = 0
+
+    def patches(self) -> list[tuple[object, str, Callable[..., Any]]]:
+        """What PyTorch's own become, by owner and name."""
+        return [
+            (torch.cpu, "stream", self.enter),
+            (torch.cpu, "current_stream", lambda device=None: self._entered[-1]),
+            (torch.cpu, "synchronize", lambda device=None: mark(ALL_AWAITED)),
+            (torch.cpu, "Event", partial(_Event, self)),
+            (torch.cpu.Stream, "wait_stream", lambda stream, other: self.wait(stream, other)),  # which becomes a method
+            (Tensor, "record_stream", lambda tensor, stream: self.use(tensor, stream)),
+            (Logger, "set_runtime_stats_and_log", self.log(Logger.set_runtime_stats_and_log)),
+            # PyTorch's own records those of devices alone that have streams.
+            *((each, "_no_dispatch_record_stream", self.use) for each in (_flat_param, _runtime_utils)),
+        ]
 
     @contextmanager
     def enter(self, stream: object) -> Iterator[None]:
         """Allocate on that stream in the block; on None on the one that it is."""
-        self._entered.append(self._entered[-1] if stream is None else self._name(stream))
-        mark(STREAM + self._entered[-1])
+        self._entered.append(self._entered[-1] if stream is None else stream)
+        mark(STREAM + self._name(self._entered[-1]))
         try:
             yield
         finally:
             self._entered.pop()
-            mark(STREAM + self._entered[-1])
+            mark(STREAM + self._name(self._entered[-1]))
+
+    def use(self, tensor: Tensor, stream: object) -> None:
+        """The stream uses the tensor's block: `Tensor.record_stream`."""
+        if tensor.untyped_storage().nbytes():
+            mark(f"{USED}{tensor.untyped_storage().data_ptr()} {self._name(stream)}")
+
+    def wait(self, stream: object, other: object) -> None:
+        """The stream waits for all that the other one has been given."""
+        mark(f"{FOLLOWED}{self._name(stream)}/{self._name(other)}")
+
+    def record(self, stream: object) -> int:
+        """The number of a new event, recorded on that stream, or on the one that is entered."""
+        self._events += 1
+        mark(f"{RECORDED}{self._events} {self._name(stream or self._entered[-1])}")
+        return self._events
+
+    def log(self, own: Callable[[Any], None]) -> Callable[[Any], None]:
+        """DDP's statistics, which wait for the events of the step before (its reducer_cuda.cpp): in the first ten."""
+        steps: Counter[int] = Counter()
+
+        def logging(logger: Any) -> None:
+            if 0 < steps[id(logger)] <= 10:
+                mark(ALL_AWAITED)
+            steps[id(logger)] += 1
+            own(logger)
+
+        return logging
 
     def _name(self, stream: object) -> str:
         """Its number; that of the first one is empty."""
         number = next((i for i, known in enumerate(self._streams) if known is stream), len(self._streams))
         if number == len(self._streams):
             self._streams.append(stream)
-        return str(number or "")
+        return str(number or FIRST)
+
+
+class _Event:
+    """What `torch.cpu.Event` becomes."""
+
+    def __init__(self, streams: _Streams, **kwargs: Any) -> None:
+        self._streams = streams
+        self._number: int | None = None
+
+    def record(self, stream: object = None) -> None:
+        self._number = self._streams.record(stream)
+
+    def synchronize(self) -> None:
+        """The host waits for it."""
+        if self._number is not None:
+            mark(f"{AWAITED}{self._number}")
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, stream: object = None) -> None:
+        """What another stream waits for is told by `wait_stream` alone: this one makes no difference to blocks."""
 
 
 class _Meter(memory.Meter):

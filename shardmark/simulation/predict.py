@@ -19,7 +19,7 @@ from shardmark.plan import Measured, Plan
 from shardmark.rankstate import seed_rank
 from shardmark.registry import Unsupported
 from shardmark.simulation.cuda import rules_of_cuda
-from shardmark.simulation.group import gloo, nccl, one_rank_of
+from shardmark.simulation.group import gloo, nccl, nccl_recording_streams, one_rank_of
 from shardmark.simulation.hardware import CPU, Hardware
 from shardmark.simulation.kernels import no_kernels
 
@@ -46,8 +46,9 @@ def predicted_at_peak(plan: Plan, on: Hardware = CPU, rank: int = 0, warmups: in
 
 
 @contextmanager
-def simulation(ranks: int = 1, rank: int = 0, on: Hardware = CPU) -> Iterator[None]:
+def simulation(ranks: int = 1, rank: int = 0, on: Hardware = CPU, *, records_streams: bool = False) -> Iterator[None]:
     """In the block no kernels run: this process is that rank of so many on that hardware. All tensors are on "cpu".
+    `records_streams` where c10d is to do so for NCCL, as it did until 2025.
 
     Unsupported, in one line, where one of them is larger than this machine's memory.
     """
@@ -58,7 +59,8 @@ def simulation(ranks: int = 1, rank: int = 0, on: Hardware = CPU) -> Iterator[No
         stack.enter_context(_drawing(rank))
         stack.enter_context(one_rank_of(ranks, rank, "nccl" if of_cuda else "gloo"))
         if of_cuda:
-            stack.enter_context(no_kernels(nccl, stack.enter_context(rules_of_cuda(on)).take))
+            collective = nccl_recording_streams if records_streams else nccl
+            stack.enter_context(no_kernels(collective, stack.enter_context(rules_of_cuda(on)).take))
         else:
             stack.enter_context(no_kernels(gloo))
         try:
