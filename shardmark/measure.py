@@ -135,6 +135,7 @@ class Measure(Recorder):
         """Judge and save what the case would take on the first rank, and return the row: it has no times."""
         __tracebackhide__ = True
         # Imported here because all of PyTorch's FSDP comes with it, which takes a second.
+        from shardmark.simulation.communicator import communicator_bytes
         from shardmark.simulation.predict import predict, predicted_at_peak
 
         session = self._session
@@ -145,10 +146,11 @@ class Measure(Recorder):
         ranks = [predict(plan, on=on)]
         memory = self._budget(plan, slack, [rank.memory for rank in ranks])
         row = new_row(replace(plan.identity, device=on.device, backend=ranks[0].backend), session.scale, None)
+        communicator = {"communicator": communicator_bytes(on, plan.world_size)} if on.device == "cuda" else {}
         row |= {
             "simulated": True,
             "hardware": on.name,
-            "memory": memory_entry(ranks, memory),
+            "memory": memory_entry(ranks, memory) | communicator,
             "work": asdict(work),
             "time": {"ratio": None},
         }

@@ -22,6 +22,7 @@ from shardmark.registry import Unsupported, family
 from shardmark.replay import STREAM, Allocated, Block, Event, Marked, Released
 from shardmark.simulation import autocast
 from shardmark.simulation.caching_allocator import MIB, CachingAllocator, held_at_marks
+from shardmark.simulation.communicator import communicator_bytes
 from shardmark.simulation.hardware import Hardware, hardware
 from shardmark.simulation.predict import predict, simulation
 from shardmark.simulation.streams import (
@@ -280,6 +281,23 @@ def test_blocks_that_streams_use_are_waited_for_where_the_device_is_full() -> No
     events = [Allocated(first), Marked(f"{USED}1 1"), Released(first), Allocated(second), Marked("end")]
     assert held_at_marks(events, slowest=True)["end"].reserved == 70 * MIB
     assert held_at_marks(events, slowest=True, limit=50 * MIB)["end"].reserved == 40 * MIB
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "mib"),
+    [
+        ("h100-80gb", 1, 0),
+        ("cpu", 8, 0),
+        ("v100-32gb", 8, 12 * 24),
+        ("a100-80gb", 2, 24 * 12),
+        ("a100-80gb", 4, 24 * 24),  # 688 were reported (NVIDIA/nccl#964)
+        ("h100-80gb", 8, 24 * 24 + 256),
+        ("h100-80gb", 1024, 24 * 24 + 256),  # a node's own buffers do not grow with the nodes
+        ("h100-pcie", 8, 6 * 24),
+    ],
+)
+def test_nccls_communicator_has_buffers_for_each_channel_and_connection(name: str, ranks: int, mib: int) -> None:
+    assert communicator_bytes(hardware(name), ranks) == mib * MIB
 
 
 def test_fsdp1_is_ahead_of_the_gpu_by_what_its_rate_limiter_allows() -> None:

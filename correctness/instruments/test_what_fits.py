@@ -13,7 +13,7 @@ import torch
 from correctness.support import own_models
 from correctness.support.own_models import WIDTH
 from impl.model.own import OwnModelCase
-from perf.what_fits.advice import MOST_ROWS, Outcome, largest, room
+from perf.what_fits.advice import MOST_ROWS, Outcome, largest
 from perf.what_fits.command import STRATEGIES, main
 from perf.what_fits.prediction import Prediction, Refused, Strategy, predicted
 from perf.what_fits.table import lines
@@ -21,6 +21,7 @@ from perf.workloads.models import rows_of, with_rows
 from shardmark.registry import Unsupported, resolve
 from shardmark.replay import EMPTY_CACHE, Allocated, Block, Marked, Released
 from shardmark.simulation.caching_allocator import MIB, held_at_marks
+from shardmark.simulation.communicator import communicator_bytes, room
 from shardmark.simulation.hardware import CONTEXT, hardware
 
 SPEC = str(Path(own_models.__file__))
@@ -100,10 +101,11 @@ def test_a_strategy_that_does_not_take_the_model_is_a_line_with_its_reason() -> 
     assert Outcome(FSDP2, 4, H100, Refused("one tensor", room(H100) + 1)).fits is False
 
 
-def test_the_context_is_part_of_the_device() -> None:
+def test_the_context_and_nccls_communicator_are_part_of_the_device() -> None:
     exactly = Prediction(0, room(H100), 0, 0)
     assert Outcome(FSDP2, 1, H100, exactly).fits and room(H100) == H100.memory_bytes - CONTEXT
     assert not Outcome(FSDP2, 1, H100, replace(exactly, reserved=room(H100) + 1)).fits
+    assert Outcome(FSDP2, 8, H100, exactly).free == -communicator_bytes(H100, 8) < 0
 
 
 @pytest.mark.parametrize(
@@ -148,17 +150,20 @@ def test_what_fits_what_would_and_the_largest_batches_are_told_and_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a device that has a few MiB more than cuBLAS's two workspaces, and on a real one, all that is said holds."""
-    small, out = device(tmp_path / "small.toml", 70 * MIB), tmp_path / "out.json"
+    of_nccl = 24 * MIB  # two channels, one connection
+    small, out = device(tmp_path / "small.toml", 70 * MIB + of_nccl), tmp_path / "out.json"
     assert main([f"{SPEC}:make", f"--hardware={small},h100-80gb", "--ranks=2", "--batch", f"--json={out}"]) == 0
     said, output = capsys.readouterr().out, json.loads(out.read_text())
     assert output["model"]["batch"] == 32 and len(output["outcomes"]) == 2 * len(STRATEGIES)
     assert "small: 0.6, of which CUDA's context takes 0.5" in said
     for each in output["outcomes"]:
         on = hardware(small if each["hardware"] == "small" else "h100-80gb")
-        assert each["fits"] == (each["reserved"] <= room(on)) == (each["free"] >= 0)
+        there = room(on, each["ranks"])
+        assert each["fits"] == (each["reserved"] <= there) == (each["free"] >= 0)
+        assert each["communicator"] == (each["ranks"] == 2) * (of_nccl if each["hardware"] == "small" else 12 * of_nccl)
         family, _, name = each["strategy"].partition(" + ")[0].partition("=")
         strategy = Strategy(resolve(family, name), " + " in each["strategy"])
         case, rows = replace(CASE, ranks=each["ranks"]), each["largest_batch"]
         if isinstance(rows, int) and 0 < rows < MOST_ROWS:
-            fits = [predicted(strategy, replace(case, batch=rows + more), on).reserved <= room(on) for more in (0, 1)]  # type: ignore[union-attr]
+            fits = [predicted(strategy, replace(case, batch=rows + more), on).reserved <= there for more in (0, 1)]  # type: ignore[union-attr]
             assert fits == [True, False]

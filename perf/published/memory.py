@@ -17,7 +17,8 @@ from perf.published import programs as run
 from perf.published.programs import Program
 from shardmark.blocks import recording
 from shardmark.simulation.caching_allocator import AtMark, held_at_marks
-from shardmark.simulation.hardware import CONTEXT, hardware
+from shardmark.simulation.communicator import room
+from shardmark.simulation.hardware import hardware
 from shardmark.simulation.predict import simulation
 
 ALLOCATED, PEAK, RESERVED = "allocated", "peak_allocated", "peak_reserved"
@@ -133,7 +134,7 @@ def held(program: Program, on: str, ranks: int, records_streams: bool = False) -
     device = hardware(on)
     with simulation(ranks, on=device, records_streams=records_streams), recording("cpu") as recorded:
         program()
-    events, limit = recorded.replay(), device.memory_bytes - CONTEXT
+    events, limit = recorded.replay(), room(device, ranks)
     expected, slowest = (held_at_marks(events, limit=limit, slowest=slowest) for slowest in (False, True))
     return {mark: (expected[mark], slowest[mark]) for mark in expected}
 
