@@ -315,6 +315,28 @@ def test_fsdp1_is_ahead_of_the_gpu_by_what_its_rate_limiter_allows() -> None:
     assert reserved(False) - reserved(True) == 6 * 18 * MIB  # of eight units two are there at once
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_of_cuda_scales_and_steps(fused: bool) -> None:
+    """On a machine without CUDA it would disable itself; all else takes as much as one of the CPU."""
+
+    def allocated(device: str) -> list[int]:
+        with simulation(on=H100), recording("cpu") as recorded:
+            model = nn.Linear(2_048, 2_048)
+            optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+            scaler = torch.amp.GradScaler(device)
+            for _ in range(2):
+                scaler.scale(model(torch.randn(8, 2_048)).sum()).backward()
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            assert scaler.is_enabled() and scaler.get_scale() == 2**16
+        return [event.block.nbytes for event in recorded.replay() if isinstance(event, Allocated)]
+
+    allocated("cpu")  # what PyTorch makes once
+    assert allocated("cuda") == allocated("cpu")
+
+
 def test_programs_of_every_size_are_followed() -> None:
     """Nothing to sum, a single number, other lengths of keys than of queries, several dtypes under autocast."""
     with simulation(on=H100):

@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.backends import cuda
+from torch.cuda.amp import common
 from torch.distributed import Logger
 from torch.distributed.fsdp import _flat_param, _runtime_utils
 from torch.optim import optimizer as optimizers
@@ -59,6 +60,7 @@ def rules_of_cuda(hardware: Hardware) -> Iterator[Workspaces]:
                 (optimizers, "_get_foreach_kernels_supported_devices", lambda: [*supported, "cpu"]),
                 (blocks, "have_libraries_give_back", workspaces.give_back),
                 *streams.patches(),
+                (common, "amp_definitely_not_available", lambda: False),  # or GradScaler("cuda") disables itself
                 (torch.cuda, "empty_cache", partial(mark, EMPTY_CACHE)),
             ):
                 stack.enter_context(patch.object(owner, name, new))
