@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from impl.accounting.nine_linears import STRATEGIES, peak, stages, work
+from impl.accounting.nine_linears import STRATEGIES, copying_peak, peak, stages, work
 from impl.fsdp.cases import WRAPS, NineLinearsCase
 from perf.published import published
 from perf.workloads.nine_linears import SHARDED, NineLinearsStep
@@ -24,7 +24,7 @@ from shardmark.report.plots import Points
 from shardmark.world import World
 
 PREDICTED = tuple(name for name, each in family("fsdp").implementations.items() if each.memory is None)
-"""PyTorch's own, and what applies them."""
+"""PyTorch's own, and what applies them; DDP is one of another family."""
 
 CASES = Grid(
     smoke=[NineLinearsCase(64, batch=32)],
@@ -93,15 +93,15 @@ def test_offload(
 
 
 def _measure(measure: Measure, implementation: Implementation, case: NineLinearsCase, world: World) -> None:
-    """Against this question's own formula, a library's against its prediction, a user's own against DDP's formula: to
-    save is its use.
+    """Against this question's own formula, a library's against its prediction, a user's own against the formula of what
+    is not sharded: to save is its use.
     """
     if world.size == 1:
         pytest.skip("one rank has nothing to shard: --ranks 2")
     case = replace(case, ranks=world.size)
-    predicted = implementation.name in PREDICTED
-    name = implementation.name if implementation.name in STRATEGIES else "ddp"
-    formula = None if predicted else partial(peak, name=name)
+    name = implementation.name
+    known = name in STRATEGIES
+    formula = partial(peak, name=name) if known else None if name in ("ddp", *PREDICTED) else copying_peak
     kept = implementation.family != "fsdp" or implementation.name.endswith("kept") or case.wrap == "whole"
     # By itself the first linear is not gathered again: its input needs no gradient.
     again = 0 if kept else case.linears - (implementation.name == "simple")
@@ -113,5 +113,5 @@ def _measure(measure: Measure, implementation: Implementation, case: NineLinears
         world_size=world.size,
         work=work(case, gathered_again=again),
         slack=1.02,
-        observe=[Stages({} if predicted else stages(case, name))],
+        observe=[Stages(stages(case, name) if known else {})],
     )

@@ -138,6 +138,7 @@ class Measure(Recorder):
         __tracebackhide__ = True
         # Imported here because all of PyTorch's FSDP comes with it, which takes a second.
         from shardmark.simulation.chrome import write_trace
+        from shardmark.simulation.communicator import communicator_bytes
         from shardmark.simulation.predict import predict, predicted_at_peak, predicted_peer
 
         session = self._session
@@ -148,15 +149,16 @@ class Measure(Recorder):
         ranks = [predict(plan, on=on)]
         memory = self._budget(plan, slack, [rank.memory for rank in ranks])
         row = new_row(replace(plan.identity, device=on.device, backend=ranks[0].backend), session.scale, None)
+        communicator = {"communicator": communicator_bytes(on, plan.world_size)} if on.device == "cuda" else {}
         row |= {
             "simulated": True,
             "hardware": on.name,
-            "memory": memory_entry(ranks, memory),
+            "memory": memory_entry(ranks, memory) | communicator,
             "work": asdict(work),
             "time": {"ratio": None},
         }
         stats = None
-        if step := ranks[0].steps.get(on.name):
+        if (step := ranks[0].steps.get(on.name)) and step.seconds:  # a test may have no operators
             row["time"] = predicted_time_entry(step, plan.peer, predicted_peer(plan, on))
             if plan.trace is not None:
                 row["trace"] = [write_trace(step, plan.trace.with_name(f"{plan.trace.name}.json")).name]

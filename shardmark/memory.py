@@ -32,7 +32,7 @@ import torch
 
 from shardmark.blocks import Recording, mark
 from shardmark.handles import workers_free_first
-from shardmark.replay import EMPTY_CACHE, STREAM, Allocated, Event, Marked, Released
+from shardmark.replay import ALLOCATOR, Allocated, Event, Marked, Released
 
 PHASE, PEAK, STAGE, RESET = "phase ", "peak of ", "stage ", "reset"
 """What the meter's marks of a phase, of a step's peak, of a stage, and of a new beginning of the peak begin with."""
@@ -123,7 +123,7 @@ class Meter(Memory):
                     self.peaks[name.removeprefix(PEAK)] = live.peak_of_tensors
                 case Marked(name) if name.startswith(STAGE):
                     self.stages[name.removeprefix(STAGE)] = Stage(live.total, live.most)
-                case Marked(name) if not name.startswith((STREAM, EMPTY_CACHE)):
+                case Marked(name) if not name.startswith(ALLOCATOR):
                     self.phases[name.removeprefix(PHASE)] = live.total
         self.peak, self.tensors, self.workspace = live.peak, live.peak_of_tensors, live.largest_workspace
 

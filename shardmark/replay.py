@@ -22,10 +22,13 @@ MARK = "shardmark_mark:"
 END = "end"
 """The mark after which libraries give back what they keep."""
 
-STREAM = "stream "
+ALLOCATOR = "allocator: "
+"""Begins the marks that CUDA's caching allocator is followed by, of streams and its cache: they are no phases."""
+
+STREAM = ALLOCATOR + "stream "
 """Begins the mark that what follows is allocated on another stream, whose name follows; the first one's is empty."""
 
-EMPTY_CACHE = "empty cache"
+EMPTY_CACHE = ALLOCATOR + "empty cache"
 """The mark where the program called `torch.cuda.empty_cache`."""
 
 WAITED = "waited "

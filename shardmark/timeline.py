@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from shardmark.blocks import Recording, mark
-from shardmark.replay import Allocated, Block, Event, Marked, Released
+from shardmark.replay import ALLOCATOR, Allocated, Block, Event, Marked, Released
 
 ACTIVATIONS, TEMPORARIES, INPUTS, WORKSPACE = "activations", "temporaries", "inputs and buffers", "workspace"
 KINDS = ("parameters", "gradients", "optimizer state", INPUTS, ACTIVATIONS, TEMPORARIES, WORKSPACE)
@@ -70,7 +70,8 @@ class Recorder:
 
     def read(self) -> Timeline:
         """The step between the marks "before_step" and the last."""
-        events = self._recording.replay()
+        replayed = self._recording.replay()
+        events = [each for each in replayed if not (isinstance(each, Marked) and each.name.startswith(ALLOCATOR))]
         self._give_kinds(events)
         result = Timeline()
         totals: Bytes = Counter()

@@ -127,7 +127,7 @@ def training_memory(implementation: Implementation, case: TrainingStepCase, phas
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["naive", "flat", "overlapped", "bucketed", "ddp"])
+@pytest.mark.parametrize("name", ["naive", "flat", "overlapped", "bucketed"])
 def test_training_step_peak_is_the_formulas(name: str, case: TrainingStepCase, worlds: Any) -> None:
     implementation = family("data_parallel").implementations[name]
     assert implementation.memory is not None

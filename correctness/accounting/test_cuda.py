@@ -117,7 +117,7 @@ def test_nor_does_a_step_on_ranks_whatever_is_sharded(name: str) -> None:
     longer = 4 * case.batch * size.heads * (-case.context % 32)
     output = 4 * case.tokens * size.d_model
     for implementation in family(name).implementations.values():
-        if implementation.memory is None:  # PyTorch's own FSDP, which is predicted
+        if implementation.memory is None:  # PyTorch's own, which is predicted
             continue
         if implementation.name in ("full", "recursive"):
             kept = 0

@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 
 from correctness.support.metering import assert_metered, device_of_rank, metered
-from impl.data_parallel.accounting import best_bucket_bytes, bucketed_peak, exposed_seconds, work
+from impl.data_parallel.accounting import best_bucket_bytes, bucketed_peak, copying_peak, exposed_seconds, work
 from impl.data_parallel.cases import ReductionCase
 from impl.training_step.cases import TrainingStepCase
 from perf.observers.overhead_model import bucket_lines
 from perf.workloads.data_parallel import DataParallelStep
 from shardmark.memory import meter
+from shardmark.plan import Plan
 from shardmark.plugin import WorldsBySize
 from shardmark.registry import Implementation, family
 from shardmark.report.fits import fit_line
+from shardmark.simulation.predict import predict
 
 
 def peak(implementation: Implementation, case: TrainingStepCase) -> dict[str, int]:
@@ -53,6 +55,14 @@ def test_learning_the_order_takes_no_more_than_a_step(bucket_mb: int, worlds: Wo
     case = TrainingStepCase("deep", 1, 4, bucket_mb=bucket_mb)
     for found in worlds(2).run(first_steps_peak, family("data_parallel").implementations["bucketed"], case):
         assert found <= bucketed_peak(case, device)
+
+
+def test_a_users_own_wrapper_may_have_as_much_as_pytorchs() -> None:
+    """Which itself is held to a prediction."""
+    case, ddp = TrainingStepCase("tiny", batch=2, context=32), family("data_parallel").implementations["ddp"]
+    assert ddp.memory is None and family("data_parallel").memory is copying_peak
+    needed = predict(Plan(DataParallelStep, ddp, None, case, "cpu", 2)).memory.tensors
+    assert needed <= copying_peak(case) <= 1.001 * needed
 
 
 def test_a_narrower_reduction_communicates_half() -> None:

@@ -17,7 +17,7 @@ from impl.accounting.programs.mlp import MLPStep
 from impl.accounting.programs.transformer import TransformerStep
 from impl.accounting.strategies import COUNTS, GRADIENTS, PARAMETERS, STATE, Strategy
 from impl.accounting.strategies.checkpointing import EveryNth, Recursive, Selective
-from impl.accounting.strategies.data_parallel import BUCKETS, Bucketed, DistributedDataParallel
+from impl.accounting.strategies.data_parallel import BUCKETS, Bucketed
 from impl.accounting.strategies.sharded import FullySharded
 from impl.attention.cases import AttentionCase
 from impl.collectives.cases import CollectiveCase
@@ -119,12 +119,11 @@ LEFT = {PARAMETERS, STATE, COUNTS, "tokens and targets", "loss"}
     [
         (Strategy, {GRADIENTS}),
         (Bucketed, {BUCKETS}),
-        (DistributedDataParallel, {BUCKETS, GRADIENTS}),
         (lambda: EveryNth(2), {GRADIENTS}),
         (lambda: Recursive(2), {GRADIENTS}),
         (Selective, {GRADIENTS}),
     ],
-    ids=["plain", "bucketed", "ddp", "every_2", "recursive", "selective"],
+    ids=["plain", "bucketed", "every_2", "recursive", "selective"],
 )
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

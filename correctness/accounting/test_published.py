@@ -12,7 +12,6 @@ import pytest
 
 from correctness.support.paths import ROOT
 from impl.accounting import simple_fsdp as simple
-from impl.accounting.nine_linears import peak, stages
 from impl.accounting.programs import mlp
 from impl.fsdp.cases import NineLinearsCase, RankRung
 from impl.training_step.cases import TrainingStepCase
@@ -50,18 +49,22 @@ def odsc() -> dict[Row, float]:
     on a GPU of 80 multiprocessors: which one it was is not published.
     """
     case = NineLinearsCase(16_384, batch=8_192, linears=8, ranks=8)
-    ddp = stages(case, "ddp")
-    fsdp = predict(Plan(NineLinearsStep, resolve("fsdp", "fsdp1"), None, case, "cpu", case.ranks)).memory
     expected: dict[Row, float] = {}
-    for name in ("ddp", "fsdp"):
-        made = f"{name}, after model creation"
-        expected |= {(made, "memory allocated"): ddp["model"], (made, "peak memory"): ddp["model"]}
+    for name, found, scratch in (
+        ("ddp", resolve("data_parallel", "ddp"), 80 * MIB),
+        ("fsdp", resolve("fsdp", "fsdp1"), 0),
+    ):
+        memory = predict(Plan(NineLinearsStep, found, None, case, "cpu", case.ranks)).memory
+        model = memory.stages["model"].live
         biases = 8 * 4 * 16_384  # the allocator has them in one block of 2 MiB
-        expected[made, "memory reserved"] = ddp["model"] - biases + 2 * MIB
-    expected["ddp, after warmup", "memory allocated"] = ddp["warm-up"] + WORKSPACES
-    expected["ddp, after warmup", "peak memory"] = peak(case, "ddp") + WORKSPACES + 80 * MIB
-    expected["fsdp, after warmup", "memory allocated"] = fsdp.stages["warm-up"].live + WORKSPACES
-    expected["fsdp, after warmup", "peak memory"] = fsdp.tensors + WORKSPACES
+        made, warm = f"{name}, after model creation", f"{name}, after warmup"
+        expected |= {
+            (made, "memory allocated"): model,
+            (made, "peak memory"): model,
+            (made, "memory reserved"): model - biases + 2 * MIB,
+            (warm, "memory allocated"): memory.stages["warm-up"].live + WORKSPACES,
+            (warm, "peak memory"): memory.tensors + WORKSPACES + scratch,
+        }
     return expected
 
 

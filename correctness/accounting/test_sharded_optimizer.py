@@ -32,7 +32,6 @@ def peak(name: str, case: ShardedStepCase) -> dict[str, int]:
     ("name", "case"),
     [
         ("unsharded", AT_LAYERS),
-        ("zero_redundancy", AT_LAYERS),
         ("sharded", AT_END),
         ("sharded", AT_LOSS),
         ("sharded", FEW_BUCKETS),

@@ -70,7 +70,6 @@ SEVERAL = {
     "--report=none/x.html": "--report none/x.html: there is no folder none",
     "--report=new.html --trace-dir=file": "--trace-dir file: *",
     "--simulate=cpu:2 --ranks=2": "--simulate runs nothing: not with --ranks",
-    "--simulate=cpu:2 --trace-dir=new": "--simulate runs nothing: not with --trace-dir",
     "--update-baseline": "--update-baseline needs --against, which names the file",
     "--update-baseline --against=none/x": "--update-baseline none/x: there is no folder none",
     "--update-baseline --against=folder": "--update-baseline folder: *",

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import layer_norm, linear, rms_norm, scaled_dot_product_attention
 
 from correctness.support.predicting import CASES, COMPILED, OWN
 from perf.published.memory import RULES, compared
 from perf.published.page import PAGE, page
-from shardmark.blocks import recording
+from shardmark.blocks import mark, recording
 from shardmark.memory import meter
 from shardmark.plan import Plan
 from shardmark.registry import Unsupported, family
-from shardmark.replay import STREAM, Allocated, Marked
+from shardmark.replay import STREAM, Allocated, Block, Event, Marked, Released
 from shardmark.simulation import autocast
-from shardmark.simulation.caching_allocator import MIB, CachingAllocator
+from shardmark.simulation.caching_allocator import MIB, CachingAllocator, held_at_marks
+from shardmark.simulation.communicator import communicator_bytes
 from shardmark.simulation.hardware import Hardware, hardware
 from shardmark.simulation.predict import predict, simulation
+from shardmark.simulation.streams import (
+    ALL_AWAITED,
+    ALL_AWAITED_AS_KERNELS_LOAD,
+    AWAITED,
+    FOLLOWED,
+    RECORDED,
+    USED,
+)
 from shardmark.simulation.workspaces import sum_of_columns
 
 H100, A100, V100 = hardware("h100-80gb"), hardware("a100-80gb"), hardware("v100-32gb")
@@ -183,14 +195,15 @@ def test_forward_and_backward_have_a_workspace_of_cublas_each(on: Hardware, nbyt
     assert [block.workspace for block in blocks if block.nbytes == nbytes] == ["aten::mm"] * 2
 
 
-MEAN, LARGEST, UNDER = 0.0045, 0.013, 0.001
-"""The errors that are allowed: on average, of one figure, and of one that is under-predicted."""
+MEAN, LARGEST, UNDER, RESERVED = 0.0045, 0.013, 0.001, 0.03
+"""The errors that are allowed: on average, of one figure, of one that is under-predicted, of one that is reserved."""
 
 
 def _held_to_goals(files: list[str]) -> None:
     rows = [each for file in files for each in compared(file)]
-    errors = [each.error for each in rows]
+    errors = [each.error for each in rows if not each.of_segments]
     assert sum(map(abs, errors)) / len(errors) <= MEAN and max(map(abs, errors)) <= LARGEST and min(errors) >= -UNDER
+    assert all(abs(each.error) <= RESERVED for each in rows if each.of_segments)
     assert all(each.published <= each.at_most for each in rows)
 
 
@@ -234,6 +247,94 @@ def test_fsdp_reserves_for_each_stream() -> None:
         made.step(lambda part: None)
     streams = {event.name for event in recorded.replay() if isinstance(event, Marked) and event.name.startswith(STREAM)}
     assert len(streams) >= 2 and STREAM in streams
+
+
+def _reserved(*after_free: str, slowest: bool = False) -> int:
+    """MiB, where a block of 30 that stream "1" uses is freed, these marks follow, and another such one is allocated."""
+    first, second = Block(30 * MIB, 1), Block(30 * MIB, 2)
+    used: list[Event] = [Allocated(first), Marked(f"{FOLLOWED}1/"), Marked(f"{USED}1 1"), Released(first)]
+    events = [*used, *map(Marked, after_free), Allocated(second), Marked("end")]
+    return held_at_marks(events, slowest=slowest)["end"].reserved // MIB
+
+
+@pytest.mark.parametrize("slowest", [False, True])
+def test_a_block_that_another_stream_uses_is_free_once_the_host_has_waited_for_it(slowest: bool) -> None:
+    there = Block(30 * MIB, 2)
+    own = [Allocated(there), Marked(f"{USED}2 "), Released(there), Allocated(Block(MIB, 3)), Marked("end")]
+    assert held_at_marks(own, slowest=slowest)["end"].reserved == 32 * MIB  # its own stream needs no wait
+    assert _reserved(slowest=slowest) == 60
+    assert _reserved(f"{RECORDED}7 1", slowest=slowest) == 60
+    for waits in ([f"{RECORDED}7 1", f"{AWAITED}7"], [f"{FOLLOWED}/1", f"{RECORDED}7 ", f"{AWAITED}7"], [ALL_AWAITED]):
+        assert _reserved(*waits, slowest=slowest) == 30
+
+
+def test_only_the_slowest_stream_is_behind_what_it_has_waited_for() -> None:
+    """The host has seen the first stream to be past all that the other one waited for."""
+    waits = [f"{RECORDED}7 ", f"{AWAITED}7"]
+    assert _reserved(*waits) == 30 and _reserved(*waits, slowest=True) == 60
+    assert _reserved(ALL_AWAITED_AS_KERNELS_LOAD) == 30
+    assert _reserved(ALL_AWAITED_AS_KERNELS_LOAD, slowest=True) == 60
+
+
+def test_blocks_that_streams_use_are_waited_for_where_the_device_is_full() -> None:
+    first, second = Block(30 * MIB, 1), Block(40 * MIB, 2)
+    events = [Allocated(first), Marked(f"{USED}1 1"), Released(first), Allocated(second), Marked("end")]
+    assert held_at_marks(events, slowest=True)["end"].reserved == 70 * MIB
+    assert held_at_marks(events, slowest=True, limit=50 * MIB)["end"].reserved == 40 * MIB
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "mib"),
+    [
+        ("h100-80gb", 1, 0),
+        ("cpu", 8, 0),
+        ("v100-32gb", 8, 12 * 24),
+        ("a100-80gb", 2, 24 * 12),
+        ("a100-80gb", 4, 24 * 24),  # 688 were reported (NVIDIA/nccl#964)
+        ("h100-80gb", 8, 24 * 24 + 256),
+        ("h100-80gb", 1024, 24 * 24 + 256),  # a node's own buffers do not grow with the nodes
+        ("h100-pcie", 8, 6 * 24),
+    ],
+)
+def test_nccls_communicator_has_buffers_for_each_channel_and_connection(name: str, ranks: int, mib: int) -> None:
+    assert communicator_bytes(hardware(name), ranks) == mib * MIB
+
+
+def test_fsdp1_is_ahead_of_the_gpu_by_what_its_rate_limiter_allows() -> None:
+    """Units that it freed are there once more; without a limit all are."""
+
+    def reserved(limited: bool) -> int:
+        sharded = partial(FullyShardedDataParallel, limit_all_gathers=limited, device_id=torch.device("cpu"))
+        with simulation(2, on=H100), recording("cpu") as recorded:
+            model = sharded(nn.Sequential(*(sharded(nn.Linear(2_048, 2_048)) for _ in range(8))))
+            with torch.no_grad():
+                model(torch.randn(1, 2_048))
+            mark("done")
+        return held_at_marks(recorded.replay())["done"].reserved
+
+    assert reserved(False) - reserved(True) == 6 * 18 * MIB  # of eight units two are there at once
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_of_cuda_scales_and_steps(fused: bool) -> None:
+    """On a machine without CUDA it would disable itself; all else takes as much as one of the CPU."""
+
+    def allocated(device: str) -> list[int]:
+        with simulation(on=H100), recording("cpu") as recorded:
+            model = nn.Linear(2_048, 2_048)
+            optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+            scaler = torch.amp.GradScaler(device)
+            for _ in range(2):
+                scaler.scale(model(torch.randn(8, 2_048)).sum()).backward()
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            assert scaler.is_enabled() and scaler.get_scale() == 2**16
+        return [event.block.nbytes for event in recorded.replay() if isinstance(event, Allocated)]
+
+    allocated("cpu")  # what PyTorch makes once
+    assert allocated("cuda") == allocated("cpu")
 
 
 def test_programs_of_every_size_are_followed() -> None:

@@ -20,7 +20,9 @@ from perf.workloads.fsdp import FSDPStep
 from shardmark.plan import Plan
 from shardmark.plugin import WorldsBySize
 from shardmark.registry import Unsupported, family
+from shardmark.simulation.communicator import communicator_bytes
 from shardmark.simulation.group import gloo, one_rank_of
+from shardmark.simulation.hardware import hardware
 from shardmark.simulation.kernels import no_kernels
 from shardmark.simulation.predict import predict, simulation
 
@@ -176,6 +178,14 @@ def test_simulated_rows_have_memory_and_no_times(project: pytest.Pytester) -> No
     result.stdout.fnmatch_lines(["* rows at smoke scale on 1 rank, predicted for cpu: *"])
     assert plain["simulated"] and plain["verdict"] == "pass" and greedy["verdict"] == "fail"
     assert plain["memory"]["tensors"] == 4000 and not plain["time"].get("parts")
+    assert "communicator" not in plain["memory"]
+
+
+def test_a_row_of_cuda_says_what_nccl_takes_beside_what_is_reserved(project: pytest.Pytester) -> None:
+    """Nothing of one rank."""
+    _, output = run_project(project, "--simulate=h100-80gb:8", "--scale=smoke", "-k", "nap and plain")
+    memory = row_of(output, "plain")["memory"]
+    assert memory["reserved"] > 0 and memory["communicator"] == communicator_bytes(hardware("h100-80gb"), 1) == 0
 
 
 def test_what_has_no_formula_is_held_to_its_prediction(project: pytest.Pytester) -> None:

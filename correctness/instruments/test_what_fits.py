@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +12,15 @@ import torch
 from correctness.support import own_models
 from correctness.support.own_models import WIDTH
 from impl.model.own import OwnModelCase
-from perf.what_fits.advice import MOST_ROWS, Outcome, largest, room
+from perf.what_fits.advice import MOST_ROWS, Outcome, largest, place
 from perf.what_fits.command import STRATEGIES, main
-from perf.what_fits.prediction import Prediction, Refused, Strategy, predicted
+from perf.what_fits.prediction import Prediction, Refused, StepTime, Strategy, predicted
 from perf.what_fits.table import lines
 from perf.workloads.models import rows_of, with_rows
 from shardmark.registry import Unsupported, resolve
 from shardmark.replay import EMPTY_CACHE, Allocated, Block, Marked, Released
 from shardmark.simulation.caching_allocator import MIB, held_at_marks
+from shardmark.simulation.communicator import communicator_bytes, room
 from shardmark.simulation.hardware import CONTEXT, hardware
 
 SPEC = str(Path(own_models.__file__))
@@ -72,12 +72,27 @@ def test_free_segments_go_back_to_the_device_where_the_cache_is_emptied() -> Non
 
 
 def test_a_prediction_reads_no_more_of_the_hardware_than_its_rules() -> None:
-    """Devices that agree in those share it: all else may be anything."""
-    other = replace(
-        H100, name="", memory_bytes=1, flops={}, **dict.fromkeys(("bandwidth", "link", "latency", "network"), math.nan)
-    )
+    """Devices that agree in those share it: all else may be anything. Times are each one's own."""
+    rates = dict.fromkeys(("bandwidth", "link", "latency", "network"), 1.0)
+    other = replace(H100, name="slow", memory_bytes=1, flops={"float32": 1.0}, **rates)
     assert other.rules == H100.rules != hardware("a100-80gb").rules
-    assert predicted(FSDP2, CASE, other) == predicted(FSDP2, CASE, H100)
+    alone, both = predicted(FSDP2, CASE, other), predicted(FSDP2, CASE, H100, [other])
+    assert isinstance(alone, Prediction) and isinstance(both, Prediction)
+    assert both == replace(alone, steps=both.steps)
+    assert both.steps["slow"] == alone.steps["slow"]
+    assert both.steps["slow"].seconds > 1e9 * both.steps["h100-80gb"].seconds > 0
+
+
+def test_the_fastest_that_fits_comes_first() -> None:
+    fast, slow, large = (
+        Prediction(0, reserved, 0, 0, {"h100-80gb": StepTime(seconds, 0.0)})
+        for reserved, seconds in ((1, 1.0), (1, 3.0), (2**50, 0.5))
+    )
+    found = [Outcome(FSDP2, ranks, H100, each) for ranks, each in ((2, slow), (1, large), (1, fast), (8, slow))]
+    placed = sorted(found, key=place)
+    assert [(each.ranks, each.found) for each in placed] == [(8, slow), (1, fast), (2, slow), (1, large)]
+    table = "\n".join(lines(CASE, 32, placed))
+    assert "3,000" in table and "85" in table  # 8 ranks of 32 rows in 3 s
 
 
 def test_rows_and_checkpointing_change_the_prediction() -> None:
@@ -100,10 +115,11 @@ def test_a_strategy_that_does_not_take_the_model_is_a_line_with_its_reason() -> 
     assert Outcome(FSDP2, 4, H100, Refused("one tensor", room(H100) + 1)).fits is False
 
 
-def test_the_context_is_part_of_the_device() -> None:
+def test_the_context_and_nccls_communicator_are_part_of_the_device() -> None:
     exactly = Prediction(0, room(H100), 0, 0)
     assert Outcome(FSDP2, 1, H100, exactly).fits and room(H100) == H100.memory_bytes - CONTEXT
     assert not Outcome(FSDP2, 1, H100, replace(exactly, reserved=room(H100) + 1)).fits
+    assert Outcome(FSDP2, 8, H100, exactly).free == -communicator_bytes(H100, 8) < 0
 
 
 @pytest.mark.parametrize(
@@ -148,17 +164,20 @@ def test_what_fits_what_would_and_the_largest_batches_are_told_and_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a device that has a few MiB more than cuBLAS's two workspaces, and on a real one, all that is said holds."""
-    small, out = device(tmp_path / "small.toml", 70 * MIB), tmp_path / "out.json"
+    of_nccl = 24 * MIB  # two channels, one connection
+    small, out = device(tmp_path / "small.toml", 70 * MIB + of_nccl), tmp_path / "out.json"
     assert main([f"{SPEC}:make", f"--hardware={small},h100-80gb", "--ranks=2", "--batch", f"--json={out}"]) == 0
     said, output = capsys.readouterr().out, json.loads(out.read_text())
     assert output["model"]["batch"] == 32 and len(output["outcomes"]) == 2 * len(STRATEGIES)
     assert "small: 0.6, of which CUDA's context takes 0.5" in said
     for each in output["outcomes"]:
         on = hardware(small if each["hardware"] == "small" else "h100-80gb")
-        assert each["fits"] == (each["reserved"] <= room(on)) == (each["free"] >= 0)
+        there = room(on, each["ranks"])
+        assert each["fits"] == (each["reserved"] <= there) == (each["free"] >= 0)
+        assert each["communicator"] == (each["ranks"] == 2) * (of_nccl if each["hardware"] == "small" else 12 * of_nccl)
         family, _, name = each["strategy"].partition(" + ")[0].partition("=")
         strategy = Strategy(resolve(family, name), " + " in each["strategy"])
         case, rows = replace(CASE, ranks=each["ranks"]), each["largest_batch"]
         if isinstance(rows, int) and 0 < rows < MOST_ROWS:
-            fits = [predicted(strategy, replace(case, batch=rows + more), on).reserved <= room(on) for more in (0, 1)]  # type: ignore[union-attr]
+            fits = [predicted(strategy, replace(case, batch=rows + more), on).reserved <= there for more in (0, 1)]  # type: ignore[union-attr]
             assert fits == [True, False]

@@ -1,4 +1,4 @@
-"""The step of an MLP of square linears by our implementations and DDP: bytes on one rank, what it computes and sends.
+"""The step of an MLP of square linears by our implementations: bytes on one rank, what it computes and sends.
 
 Exact to the byte on CPU and Gloo, on a rank that has the most rows.
 """
@@ -14,7 +14,6 @@ from impl.accounting.programs.linears import LinearsStep
 from impl.accounting.programs.parameters import FLOAT
 from impl.accounting.simple_fsdp import Simple
 from impl.accounting.strategies import Strategy
-from impl.accounting.strategies.data_parallel import DistributedDataParallel
 from impl.accounting.strategies.sharded import FullySharded
 from impl.collectives.accounting import all_reduce_bytes_sent
 from shardmark.grid import Work
@@ -29,25 +28,29 @@ SHARDED: dict[str, Callable[..., Strategy]] = {
 }
 """By the names of implementations; called with the ranks and `offload`."""
 
-STRATEGIES = ("ddp", "simple", *SHARDED)
+STRATEGIES = ("simple", *SHARDED)
 """The names that have a formula."""
 
 
 def strategy_of(name: str, case: NineLinearsCase, device: str = "cpu") -> Strategy:
     """KeyError for a name that is not one of `STRATEGIES`; only what is on "cuda" is offloaded."""
-    if name == "ddp":
-        return DistributedDataParallel()
     if name == "simple":
         return Simple(case.ranks)
     return SHARDED[name](case.ranks, offload=case.offload and device == "cuda")
 
 
-def peak(case: NineLinearsCase, name: str = "ddp", device: str = "cpu") -> Bytes:
+def peak(case: NineLinearsCase, name: str, device: str = "cpu") -> Bytes:
     """Peak in bytes of one rank's step, on the device: what is offloaded from "cuda" is not on it."""
     return LinearsStep(case, strategy_of(name, case, device), device).run().peak
 
 
-def stages(case: NineLinearsCase, name: str = "ddp") -> dict[str, int]:
+def copying_peak(case: NineLinearsCase, device: str = "cpu") -> Bytes:
+    """Peak in bytes where nothing is sharded, and each gradient has a copy to reduce: a user's own may have no more."""
+    copies = {"copies of gradients": case.linears * linear_bytes(case)}
+    return LinearsStep(case, Strategy(), device).run().peak.add(copies)
+
+
+def stages(case: NineLinearsCase, name: str) -> dict[str, int]:
     """Bytes live after each stage of making the step. In the end the gradients are there, and no activations."""
     marks = LinearsStep(case, strategy_of(name, case)).run().marks
     data = marks["before_step"].entries["data"]

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from impl.accounting.ledger import Bytes
 from impl.accounting.model import training_work
+from impl.accounting.programs.parameters import FLOAT
 from impl.accounting.programs.transformer import TransformerStep
 from impl.accounting.strategies import Strategy
-from impl.accounting.strategies.data_parallel import Bucketed, DistributedDataParallel, Flat
+from impl.accounting.strategies.data_parallel import Bucketed, Flat
 from impl.collectives.accounting import all_reduce_bytes_sent
 from impl.data_parallel.cases import ReductionCase
 from impl.model.own import OwnModelCase
@@ -51,9 +52,9 @@ def bucketed_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
     return _peak(case, Bucketed(case.reduce_bytes) if isinstance(case, ReductionCase) else Bucketed(), device)
 
 
-def ddp_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
-    """Peak in bytes of torch DDP, whose buckets exist from the start, beside the gradients."""
-    return _peak(case, DistributedDataParallel(), device)
+def copying_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
+    """Peak in bytes that a user's own wrapper may have: gradients, and from the start a copy of each to reduce."""
+    return naive_peak(case, device).add({"copies of gradients": FLOAT * SIZES[case.model].parameters})
 
 
 def _peak(case: TrainingStepCase, strategy: Strategy, device: str) -> Bytes:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from impl.data_parallel.accounting import ddp_peak
+from impl.data_parallel.accounting import copying_peak
 from shardmark.registry import Family, Race, RegistryError, add_family
 
 
@@ -81,7 +81,7 @@ FAMILY = add_family(
         DataParallelWrapper,
         reference="naive",
         check=_check,
-        memory=ddp_peak,
+        memory=copying_peak,
         time=Race("naive", budget=2.0, goal=1.0),  # wide: on one rank naive communicates nothing
     )
 )

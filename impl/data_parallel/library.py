@@ -6,7 +6,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from impl.data_parallel.accounting import ddp_peak
 from impl.distributed import PlainStateDict, broadcast_state, check_same_module
 from shardmark.registry import Race, register
 
@@ -43,4 +42,4 @@ class TorchDataParallel(PlainStateDict, DistributedDataParallel):
         """Nothing to do: gradients are averaged when backward returns."""
 
 
-register("data_parallel", "ddp", TorchDataParallel, memory=ddp_peak, time=Race("naive", goal=1.0))
+register("data_parallel", "ddp", TorchDataParallel, time=Race("naive", goal=1.0))

@@ -14,7 +14,7 @@ from impl.accounting.programs.transformer import TransformerStep
 from impl.accounting.strategies import COUNTS, STATE
 from impl.accounting.strategies.sharded import ShardedOptimizer
 from impl.data_parallel import accounting as data_parallel
-from impl.data_parallel.accounting import bucketed_peak, ddp_peak
+from impl.data_parallel.accounting import bucketed_peak
 from impl.model.own import OwnModelCase
 from impl.model.sizes import SIZES
 from impl.sharded_optimizer.shards import default_bucket_mb
@@ -105,20 +105,6 @@ def balanced_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:
 def unsharded_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes of the whole optimizer on every rank, gradients averaged by `bucketed`."""
     return bucketed_peak(case, device)
-
-
-def zero_redundancy_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:
-    """Peak in bytes of `zero_redundancy` behind torch DDP, on the rank that has most.
-
-    Whole parameters go, largest first, each to the rank that has least so far.
-    """
-    ranks = [(0, 0)] * case.ranks  # elements, parameters
-    for count in sorted(_counts(case), reverse=True):
-        least = min(range(case.ranks), key=lambda rank: ranks[rank][0])
-        ranks[least] = (ranks[least][0] + count, ranks[least][1] + 1)
-    elements, tensors = max(ranks, key=lambda rank: 2 * rank[0] + rank[1])
-    own = {"shard of exp_avg and exp_avg_sq": 2 * _FLOAT * elements, COUNTS: _FLOAT * tensors}
-    return ddp_peak(case, device).without(STATE, COUNTS).add(own)
 
 
 def _counts(case: ShardedStepCase) -> list[int]:

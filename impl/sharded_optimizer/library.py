@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from impl.sharded_optimizer.accounting import unsharded_peak, zero_redundancy_peak
+from impl.sharded_optimizer.accounting import unsharded_peak
 from impl.sharded_optimizer.state import check_groups
 from shardmark.registry import Race, Unsupported, register
 
@@ -91,10 +91,4 @@ def _zero_redundancy_class() -> Any:
 
 
 register("sharded_optimizer", "unsharded", unsharded, memory=unsharded_peak, time=Race("zero_redundancy"))
-register(
-    "sharded_optimizer",
-    "zero_redundancy",
-    zero_redundancy,
-    memory=zero_redundancy_peak,
-    time=Race("unsharded"),
-)
+register("sharded_optimizer", "zero_redundancy", zero_redundancy, time=Race("unsharded"))

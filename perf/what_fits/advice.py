@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from perf.what_fits.prediction import ON_ONE_DEVICE, Prediction, Refused, StepTime, Strategy
 from perf.what_fits.processes import Predictions
 from shardmark.registry import resolve
-from shardmark.simulation.hardware import CONTEXT, Hardware
+from shardmark.simulation.communicator import room
+from shardmark.simulation.hardware import Hardware
 
 MOST_ROWS = 2**20
 SHARDED = (("sharded_optimizer", "sharded"), ("fsdp", "fsdp2"))
@@ -31,11 +32,16 @@ class Outcome:
     """Of the largest batch that fits, where that was asked for, or why there is none."""
 
     @property
+    def room(self) -> int:
+        """Bytes of the device for PyTorch's allocator."""
+        return room(self.hardware, self.ranks)
+
+    @property
     def free(self) -> int | None:
         """Bytes left on the device, less than none where some are missing; None where it is not known."""
         if isinstance(self.found, Prediction):
-            return room(self.hardware) - self.found.reserved
-        missing = room(self.hardware) - self.found.nbytes
+            return self.room - self.found.reserved
+        missing = self.room - self.found.nbytes
         return missing if missing < 0 else None
 
     @property
@@ -46,11 +52,6 @@ class Outcome:
     @property
     def fits(self) -> bool | None:
         return None if self.free is None else self.free >= 0
-
-
-def room(on: Hardware) -> int:
-    """Bytes of the device for PyTorch's allocator."""
-    return int(on.memory_bytes) - (CONTEXT if on.device == "cuda" else 0)
 
 
 def outcomes(
@@ -84,10 +85,10 @@ def outcomes(
 
     with ThreadPoolExecutor(len(wanted)) as threads:  # they wait for the processes
         found = list(threads.map(outcome, *zip(*wanted, strict=True)))
-    return [each for on in devices for each in sorted((o for o in found if o.hardware == on), key=_place)]
+    return [each for on in devices for each in sorted((o for o in found if o.hardware == on), key=place)]
 
 
-def _place(outcome: Outcome) -> tuple[bool, float]:
+def place(outcome: Outcome) -> tuple[bool, float]:
     """In the table: what fits before what does not, and there the fastest first. Each rank has a batch of its own."""
     if not outcome.fits or outcome.step is None:
         return not outcome.fits, math.inf
@@ -103,7 +104,7 @@ def _predicted(
 
 def _could_fit(found: Outcome) -> bool:
     """Whether less activations could make it fit."""
-    return isinstance(found.found, Prediction) and found.found.before_step <= room(found.hardware)
+    return isinstance(found.found, Prediction) and found.found.before_step <= found.room
 
 
 def _changes(predictions: Predictions, found: Outcome, sizes: Sequence[int]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -77,7 +77,7 @@ class Prediction:
     """What is there already when a steady-state step begins: no batch and no checkpointing makes it less."""
     made: int
     """The most that is taken from the device until the model is made and sharded."""
-    steps: dict[str, StepTime]
+    steps: dict[str, StepTime] = field(default_factory=dict)
     """A step's time, by hardware; of what is compiled none is known."""
 
 

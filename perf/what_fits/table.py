@@ -8,9 +8,10 @@ from itertools import groupby
 from typing import Any
 
 from impl.model.own import OwnModelCase
-from perf.what_fits.advice import Outcome, room
+from perf.what_fits.advice import Outcome
 from perf.what_fits.prediction import Prediction, Refused
 from shardmark.report.layout import layout
+from shardmark.simulation.communicator import communicator_bytes
 from shardmark.simulation.hardware import CONTEXT
 
 
@@ -63,7 +64,7 @@ def _verdict(outcome: Outcome) -> str:
 def _made_elsewhere(outcome: Outcome) -> bool:
     """Whether its steps fit, but not the whole model on each device before it is sharded."""
     found = outcome.found
-    return bool(outcome.fits) and isinstance(found, Prediction) and found.made > room(outcome.hardware)
+    return bool(outcome.fits) and isinstance(found, Prediction) and found.made > outcome.room
 
 
 def saved(case: OwnModelCase, rows: int | str, found: Sequence[Outcome]) -> dict[str, Any]:
@@ -78,6 +79,7 @@ def saved(case: OwnModelCase, rows: int | str, found: Sequence[Outcome]) -> dict
                 "strategy": str(outcome.strategy),
                 "ranks": outcome.ranks,
                 **asdict(outcome.found),
+                "communicator": communicator_bytes(outcome.hardware, outcome.ranks),
                 "free": outcome.free,
                 "fits": outcome.fits,
                 "change": outcome.change,

@@ -10,18 +10,20 @@ It rounds sizes up to 512 bytes, takes segments of 2 MiB for what is at most 1 M
 is left over, and merges neighbours that are free. (PyTorch's documentation, "CUDA semantics: memory management"; the
 figures are those of its header c10/core/AllocatorConfig.h.) With expandable segments there is one segment for small
 blocks and one for large ones, which grow. Each stream has pools of its own. Segments that are wholly free are given
-back by `empty_cache`, and where the device has no more than `limit` bytes. A block is free as soon as the program has
-released it.
+back by `empty_cache`, and where the device has no more than `limit` bytes. A block that other streams use stays taken
+until the host sees that they are done with it (`shardmark.simulation.streams`).
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from shardmark.replay import EMPTY_CACHE, STREAM, Allocated, Block, Event, Marked, Released
+from shardmark.replay import ALLOCATOR, EMPTY_CACHE, STREAM, Allocated, Block, Event, Marked, Released
+from shardmark.simulation.streams import FIRST, USED, Host, Progress
 
 MIB = 2**20
 ROUND = 512
@@ -69,6 +71,8 @@ class CachingAllocator:
         self._expandable = expandable_segments
         self._limit = limit
         self._pools: dict[tuple[str, bool], _Pool] = {}
+        self._in_use: list[tuple[_Piece, Progress]] = []
+        """Blocks that were freed, and how far streams must be."""
         self._address = 0
 
     def allocate(self, nbytes: int, stream: str = "") -> _Piece | None:
@@ -93,11 +97,26 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return piece
 
-    def free(self, piece: _Piece | None) -> None:
-        """Take a block back."""
+    def free(self, piece: _Piece | None, needed: Progress | None = None) -> None:
+        """Take a block back; where other streams use it, to give it out once they are as far as is needed."""
         if piece is None:
             return
         self.allocated -= piece.nbytes
+        if needed:
+            self._in_use.append((piece, needed))
+        else:
+            self._pool(piece)
+
+    def see(self, has_seen: Callable[[Progress], bool] = lambda needed: True) -> None:
+        """Blocks that streams are done with can be given out again: all of them, or as far as the host has seen."""
+        in_use, self._in_use = self._in_use, []
+        for piece, needed in in_use:
+            if has_seen(needed):
+                self._pool(piece)
+            else:
+                self._in_use.append((piece, needed))
+
+    def _pool(self, piece: _Piece) -> None:
         pool = piece.pool
         for near in (piece.before, piece.after):
             if near is not None and near.free:
@@ -107,7 +126,10 @@ class CachingAllocator:
         insort(pool.pieces, piece)
 
     def empty_cache(self) -> None:
-        """Give back to the device what no block is in, as `torch.cuda.empty_cache` does: segments, not pages of one."""
+        """Wait for all streams, and give back to the device what no block is in, as `torch.cuda.empty_cache` does:
+        segments, not pages of one.
+        """
+        self.see()
         for pool in self._pools.values():
             for piece in [piece for piece in pool.pieces if piece.before is piece.after is None]:
                 pool.remove(piece)
@@ -166,23 +188,41 @@ class AtMark:
 
 
 def held_at_marks(
-    events: Iterable[Event], resets: tuple[str, ...] = (), *, expandable: bool = False, limit: float = math.inf
+    events: Iterable[Event],
+    resets: tuple[str, ...] = (),
+    *,
+    expandable: bool = False,
+    limit: float = math.inf,
+    slowest: bool = False,
 ) -> dict[str, AtMark]:
-    """What the allocator would hold at each mark of a recording; the peaks begin anew after the marks in `resets`."""
-    allocator = CachingAllocator(expandable, limit)
-    pieces: dict[Block, _Piece | None] = {}
+    """What the allocator would hold at each mark of a recording, with streams as expected or as slow as can be; the
+    peaks begin anew after the marks in `resets`.
+    """
+    allocator, host = CachingAllocator(expandable, limit), Host(slowest)
+    pieces: dict[Block, tuple[_Piece | None, str]] = {}
+    by_address: dict[int, Block] = {}
+    used_by: dict[Block, set[str]] = defaultdict(set)
     held: dict[str, AtMark] = {}
-    stream = ""
+    stream = FIRST
     for event in events:
+        host.step(computes=isinstance(event, Allocated) and stream == FIRST)
         match event:
             case Allocated(block):
-                pieces[block] = allocator.allocate(block.nbytes, stream)
+                allocator.see(host.has_seen)
+                by_address[block.address] = block
+                pieces[block] = allocator.allocate(block.nbytes, stream), stream
             case Released(block):
-                allocator.free(pieces.pop(block))
+                piece, own = pieces.pop(block)
+                allocator.free(piece, host.needed(used_by.pop(block, set()) - {own}))
             case Marked(name) if name.startswith(STREAM):
                 stream = name.removeprefix(STREAM)
             case Marked(name) if name == EMPTY_CACHE:
                 allocator.empty_cache()
+            case Marked(name) if name.startswith(USED):
+                address, _, user = name.removeprefix(USED).partition(" ")
+                used_by[by_address[int(address)]].add(user)
+            case Marked(name) if name.startswith(ALLOCATOR):
+                host.follow(name)
             case Marked(name):
                 held[name] = AtMark(
                     allocator.allocated, allocator.peak_allocated, allocator.reserved, allocator.peak_reserved

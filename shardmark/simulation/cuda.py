@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.backends import cuda
+from torch.cuda.amp import common
+from torch.distributed import Logger
+from torch.distributed.fsdp import _flat_param, _runtime_utils
 from torch.optim import optimizer as optimizers
 
 from shardmark import blocks, memory
@@ -29,6 +33,7 @@ from shardmark.simulation.autocast import autocast_of_cuda
 from shardmark.simulation.caching_allocator import held_at_marks
 from shardmark.simulation.hardware import CONTEXT, Hardware
 from shardmark.simulation.schedule import Schedule
+from shardmark.simulation.streams import ALL_AWAITED, AWAITED, FIRST, FOLLOWED, RECORDED, USED
 from shardmark.simulation.workspaces import Workspaces
 
 aten = torch.ops.aten
@@ -41,22 +46,22 @@ _HALVES = (torch.float16, torch.bfloat16)
 @contextmanager
 def rules_of_cuda(hardware: Hardware, schedule: Schedule) -> Iterator[Workspaces]:
     """Follow CUDA's rules, on that hardware, in what the block runs on the CPU without kernels."""
-    workspaces, streams = Workspaces(hardware), _Streams(schedule)
+    workspaces = Workspaces(hardware)
     operators = torch.library.Library("aten", "IMPL")
     # With a kernel it is one operator to autograd, whose backward is one as well.
     operators.impl("_fused_rms_norm", _never, "CPU")
     for key in ("AutogradCPU", "FPGA"):
         operators.impl("scaled_dot_product_attention", partial(_attention, hardware), key)
     supported = optimizers._get_foreach_kernels_supported_devices()
+    streams = _Streams(schedule)
     try:
         with ExitStack() as stack:
             stack.enter_context(autocast_of_cuda())
-            stack.enter_context(schedule.streams_wait(streams.name))
             for owner, name, new in (
                 (optimizers, "_get_foreach_kernels_supported_devices", lambda: [*supported, "cpu"]),
                 (blocks, "have_libraries_give_back", workspaces.give_back),
-                (torch.cpu, "stream", streams.enter),
-                (torch.cpu, "current_stream", streams.current),
+                *streams.patches(),
+                (common, "amp_definitely_not_available", lambda: False),  # or GradScaler("cuda") disables itself
                 (torch.cuda, "empty_cache", partial(mark, EMPTY_CACHE)),
             ):
                 stack.enter_context(patch.object(owner, name, new))
@@ -67,35 +72,117 @@ def rules_of_cuda(hardware: Hardware, schedule: Schedule) -> Iterator[Workspaces
 
 
 class _Streams:
-    """Streams, which PyTorch's FSDP allocates on, do nothing on the CPU but have names: the recording has them."""
+    """Streams and events, which PyTorch's FSDP and DDP use, do nothing on the CPU but have names: the recording has
+    them, and what `shardmark.simulation.streams` asks for; and the schedule has them, which waits.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
+        self.schedule = schedule
         self._streams: list[object] = [torch.cpu.current_stream()]
-        self._entered = [self._streams[0]]
+        self._entered = self._streams[:]
+        self._events = 0
 
-    def current(self, device: object = None) -> object:
-        """The one that was entered last."""
-        return self._entered[-1]
+    def patches(self) -> list[tuple[object, str, Callable[..., Any]]]:
+        """What PyTorch's own become, by owner and name."""
+        return [
+            (torch.cpu, "stream", self.enter),
+            (torch.cpu, "current_stream", lambda device=None: self._entered[-1]),
+            (torch.cpu, "synchronize", lambda device=None: self.synchronize()),
+            (torch.cpu, "Event", partial(_Event, self)),
+            # These become methods.
+            (torch.cpu.Stream, "wait_stream", lambda stream, other: self.wait(stream, other)),
+            (torch.cpu.Stream, "record_event", lambda stream, event=None: self.recorded(stream, event)),
+            (torch.cpu.Stream, "wait_event", lambda stream, event: event.wait(stream)),
+            (Tensor, "record_stream", lambda tensor, stream: self.use(tensor, stream)),
+            (Logger, "set_runtime_stats_and_log", self.log(Logger.set_runtime_stats_and_log)),
+            # PyTorch's own records those of devices alone that have streams.
+            *((each, "_no_dispatch_record_stream", self.use) for each in (_flat_param, _runtime_utils)),
+        ]
 
     @contextmanager
     def enter(self, stream: object) -> Iterator[None]:
         """Allocate and run on that stream in the block; on None on the one that it is."""
         self._entered.append(self._entered[-1] if stream is None else stream)
-        mark(STREAM + self.name(self._entered[-1]))
+        mark(STREAM + self.name())
         try:
-            with self._schedule.on_stream(self.name(self._entered[-1])):
+            with self.schedule.on_stream(self.name()):
                 yield
         finally:
             self._entered.pop()
-            mark(STREAM + self.name(self._entered[-1]))
+            mark(STREAM + self.name())
 
-    def name(self, stream: object) -> str:
-        """Its number; that of the first one is empty."""
+    def synchronize(self) -> None:
+        """The host waits for all streams."""
+        self.schedule.synchronize()
+        mark(ALL_AWAITED)
+
+    def use(self, tensor: Tensor, stream: object) -> None:
+        """The stream uses the tensor's block: `Tensor.record_stream`."""
+        if tensor.untyped_storage().nbytes():
+            mark(f"{USED}{tensor.untyped_storage().data_ptr()} {self.name(stream)}")
+
+    def wait(self, stream: object, other: object) -> None:
+        """The stream waits for all that the other one has been given."""
+        self.schedule.wait(self.schedule.free(self.name(other)), self.name(stream))
+        mark(f"{FOLLOWED}{self.name(stream)}/{self.name(other)}")
+
+    def recorded(self, stream: object, event: _Event | None) -> _Event:
+        """The event, or a new one, recorded on the stream."""
+        event = _Event(self) if event is None else event
+        event.record(stream)
+        return event
+
+    def record(self, stream: object) -> int:
+        """The number of a new event, recorded on that stream, or on the one that is entered."""
+        self._events += 1
+        mark(f"{RECORDED}{self._events} {self.name(stream)}")
+        return self._events
+
+    def log(self, own: Callable[[Any], None]) -> Callable[[Any], None]:
+        """DDP's statistics, which wait for the events of the step before (its reducer_cuda.cpp): in the first ten."""
+        steps: Counter[int] = Counter()
+
+        def logging(logger: Any) -> None:
+            if 0 < steps[id(logger)] <= 10:
+                mark(ALL_AWAITED)
+            steps[id(logger)] += 1
+            own(logger)
+
+        return logging
+
+    def name(self, stream: object = None) -> str:
+        """Its number, or that of the one that is entered; that of the first one is empty."""
+        stream = self._entered[-1] if stream is None else stream
         number = next((i for i, known in enumerate(self._streams) if known is stream), len(self._streams))
         if number == len(self._streams):
             self._streams.append(stream)
-        return str(number or "")
+        return str(number or FIRST)
+
+
+class _Event:
+    """What `torch.cpu.Event` becomes."""
+
+    def __init__(self, streams: _Streams, **kwargs: Any) -> None:
+        self._streams = streams
+        self._number: int | None = None
+        self._over = 0.0
+
+    def record(self, stream: object = None) -> None:
+        self._number = self._streams.record(stream)
+        self._over = self._streams.schedule.free(self._streams.name(stream))
+
+    def synchronize(self) -> None:
+        """The host waits for it."""
+        self._streams.schedule.host_waits(self._over)
+        if self._number is not None:
+            mark(f"{AWAITED}{self._number}")
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, stream: object = None) -> None:
+        """The stream waits for it, which makes no difference to blocks: `wait_stream` alone does."""
+        self._streams.schedule.wait(self._over, self._streams.name(stream))
 
 
 class _Meter(memory.Meter):

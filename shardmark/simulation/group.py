@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 
 from shardmark.collectives import described
 from shardmark.registry import Unsupported
@@ -68,8 +69,37 @@ def gloo(operator: OpOverload, args: tuple[Any, ...], schedule: Schedule = UNTIM
 def nccl(operator: OpOverload, args: tuple[Any, ...], schedule: Schedule = UNTIMED) -> Any:
     """The same on NCCL, which works in place but where a list of tensors is one end of a collective."""
     name = _collective(operator)
-    held = [_flat(args[0][0])] if name == "allgather" else [_flat(args[1][0])] if name == "reduce_scatter" else []
+    listed = args[0][0] if name == "allgather" else args[1][0] if name == "reduce_scatter" else []
+    held = [_flat(listed)] if listed and not _of_fsdp1(operator, args) else []
     return _handle(operator, args, held, schedule)
+
+
+_OF_NCCL = torch.cpu.Stream()
+
+
+def nccl_recording_streams(operator: OpOverload, args: tuple[Any, ...], schedule: Schedule = UNTIMED) -> Any:
+    """The same as PyTorch did it until 2025: `record_stream` has the caching allocator keep blocks for NCCL's stream,
+    but for `all_gather_into_tensor` and `reduce_scatter_tensor`, which are taken to be waited for. Since then c10d
+    holds the tensors themselves until the handle is waited for (pytorch/pytorch#147168).
+
+    Whole numbers are what DDP's ranks tell each other, and the host reads, and so waits for.
+    """
+    tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+    if _collective(operator) not in ("_allgather_base", "_reduce_scatter_base") and not _of_fsdp1(operator, args):
+        _OF_NCCL.wait_stream(torch.cpu.current_stream())
+        for tensor in tensors:
+            tensor.record_stream(_OF_NCCL)  # type: ignore[arg-type]  # as annotated
+        if not any(map(torch.is_floating_point, tensors)):
+            torch.cpu.synchronize()
+    return nccl(operator, args, schedule)
+
+
+def _of_fsdp1(operator: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether it is FSDP1's all-gather: on a CPU into a list of a tensor's parts, where on CUDA into that tensor."""
+    if _collective(operator) != "allgather":
+        return False
+    listed = args[0][0]
+    return len(listed) > 1 and len({each.untyped_storage().data_ptr() for each in listed}) == 1
 
 
 def _collective(operator: OpOverload) -> str:

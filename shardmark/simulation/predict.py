@@ -23,7 +23,7 @@ from shardmark.plan import Mark, Measured, Plan
 from shardmark.rankstate import seed_rank
 from shardmark.registry import Unsupported
 from shardmark.simulation.cuda import rules_of_cuda
-from shardmark.simulation.group import gloo, nccl, one_rank_of
+from shardmark.simulation.group import gloo, nccl, nccl_recording_streams, one_rank_of
 from shardmark.simulation.hardware import CPU, Hardware
 from shardmark.simulation.kernels import no_kernels
 from shardmark.simulation.rates import GPU
@@ -92,8 +92,11 @@ def predicted_at_peak(plan: Plan, on: Hardware = CPU, rank: int = 0, warmups: in
 
 
 @contextmanager
-def simulation(ranks: int = 1, rank: int = 0, on: Hardware = CPU) -> Iterator[Schedule]:
+def simulation(
+    ranks: int = 1, rank: int = 0, on: Hardware = CPU, *, records_streams: bool = False
+) -> Iterator[Schedule]:
     """In the block no kernels run: this process is that rank of so many on that hardware. All tensors are on "cpu".
+    `records_streams` where c10d is to do so for NCCL, as it did until 2025.
 
     Yields what says how long a step takes there. Unsupported, in one line, where one of them is larger than this
     machine's memory.
@@ -106,8 +109,9 @@ def simulation(ranks: int = 1, rank: int = 0, on: Hardware = CPU) -> Iterator[Sc
         stack.enter_context(_drawing(rank))
         stack.enter_context(one_rank_of(ranks, rank, "nccl" if of_cuda else "gloo", schedule))
         if of_cuda:
+            collective = nccl_recording_streams if records_streams else nccl
             take = stack.enter_context(rules_of_cuda(on, schedule)).take
-            stack.enter_context(no_kernels(partial(nccl, schedule=schedule), take, schedule))
+            stack.enter_context(no_kernels(partial(collective, schedule=schedule), take, schedule))
         else:
             stack.enter_context(no_kernels(partial(gloo, schedule=schedule), None, schedule))
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -96,7 +96,6 @@ class Schedule:
         self._compiled = False
         self._host = 0.0
         self._free: dict[str, float] = {}
-        self._events: dict[int, float] = {}
         self._current = [FIRST_STREAM]
         self._reduced: dict[int, float] = {}
         """When all-reduces are over, by the address of each tensor; they have no other handle of ours."""
@@ -159,14 +158,22 @@ class Schedule:
             return 0.0
         assert self.rates is not None
         stream = f"collectives {group}"
-        self._free[stream] = max(self._free.get(stream, 0.0), self._free.get(self._current[-1], 0.0))
+        self.wait(self.free(self._current[-1]), stream)
         seconds, least = (of(name, nbytes, ranks) for of in (self.rates.collective, self.rates.least_of_collective))
         return self._run(Span(name, stream, 0.0, seconds, least, None, nbytes))
 
-    def wait(self, until: float) -> None:
-        """The current stream waits."""
-        stream = self._current[-1]
-        self._free[stream] = max(self._free.get(stream, 0.0), until)
+    def free(self, stream: str) -> float:
+        """When that stream has run what was launched onto it."""
+        return self._free.get(stream, 0.0)
+
+    def wait(self, until: float, stream: str | None = None) -> None:
+        """That stream waits, or the current one."""
+        stream = self._current[-1] if stream is None else stream
+        self._free[stream] = max(self.free(stream), until)
+
+    def host_waits(self, until: float) -> None:
+        """The host waits, as for an event."""
+        self._host = max(self._host, until)
 
     def reduced(self, tensors: Sequence[Tensor], over: float) -> None:
         """An all-reduce of them is over then."""
@@ -188,7 +195,7 @@ class Schedule:
         self._after_backward = max([self._after_backward, *(self._reduced.get(x.data_ptr(), 0.0) for x in tensors)])
 
     def _end_backward(self) -> None:
-        self._free[FIRST_STREAM] = max(self._free.get(FIRST_STREAM, 0.0), self._after_backward)
+        self.wait(self._after_backward, FIRST_STREAM)
 
     def _over(self) -> float:
         return max([self._host, *self._free.values()])
@@ -199,7 +206,7 @@ class Schedule:
 
     def _run(self, span: Span) -> float:
         """It begins when it is launched and its stream is free; returns when it is over."""
-        began = max(self._host, self._free.get(span.stream, 0.0))
+        began = max(self._host, self.free(span.stream))
         self._free[span.stream] = began + span.end
         self._spans.append(_later(span, began))
         return began + span.end
@@ -228,40 +235,6 @@ class Schedule:
             yield
         finally:
             self._current.pop()
-
-    @contextmanager
-    def streams_wait(self, name_of: Callable[[object], str]) -> Iterator[None]:
-        """In the block `torch.cpu`'s streams and events, which do nothing there, are waited for as CUDA's are."""
-
-        def record(event: object, stream: object = None) -> object:
-            name = self._current[-1] if stream is None else name_of(stream)
-            self._events[id(event)] = self._free.get(name, 0.0)
-            kept.append(event)
-            return event
-
-        def wait(stream: object, until: float) -> None:
-            name = self._current[-1] if stream is None else name_of(stream)
-            self._free[name] = max(self._free.get(name, 0.0), until)
-
-        def at(event: object) -> float:
-            return self._events.get(id(event), 0.0)
-
-        def wait_on_host(event: object) -> None:
-            self._host = max(self._host, at(event))
-
-        kept: list[object] = []  # or another event could have its id
-        stream, event = torch.cpu.Stream, torch.cpu.Event
-        with ExitStack() as stack:
-            for owner, name, new in (
-                (stream, "wait_stream", lambda own, other: wait(own, self._free.get(name_of(other), 0.0))),
-                (stream, "record_event", lambda own, event=None: record(event or torch.cpu.Event(), own)),
-                (stream, "wait_event", lambda own, event: wait(own, at(event))),
-                (event, "record", record),
-                (event, "wait", lambda own, stream=None: wait(stream, at(own))),
-                (event, "synchronize", wait_on_host),
-            ):
-                stack.enter_context(patch.object(owner, name, new))
-            yield
 
 
 def _later(span: Span, seconds: float) -> Span:

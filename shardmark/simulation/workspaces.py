@@ -14,7 +14,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd.profiler import record_function
 
+from shardmark.blocks import mark
 from shardmark.simulation.hardware import Hardware
+from shardmark.simulation.streams import ALL_AWAITED_AS_KERNELS_LOAD
 
 _PRODUCTS = {f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot")}
 """What cuBLAS computes."""
@@ -30,7 +32,9 @@ class Workspaces:
     def take(self, operator: OpOverload, args: tuple[Any, ...]) -> None:
         """Take what the operator has until it returns, and give it back.
 
-        cuBLAS's workspace it takes for good: forward's thread has one, and the engine's, which runs backward.
+        cuBLAS's workspace it takes for good: forward's thread has one, and the engine's, which runs backward. With it
+        kernels of cuBLAS are loaded, for which "context synchronization" may be required (CUDA C++ Programming Guide,
+        "Lazy Loading").
         """
         name = operator._schema.name
         in_backward = torch._C._current_graph_task_id() != -1
@@ -39,6 +43,7 @@ class Workspaces:
         if of_blas or within:
             with record_function(name):  # the recording may name no operators
                 if of_blas:
+                    mark(ALL_AWAITED_AS_KERNELS_LOAD)
                     self._of_thread[in_backward] = _bytes(self._hardware.blas_workspace_bytes)
                 held = [_bytes(nbytes) for nbytes in within]
                 del held  # within the range, by which the meter knows that it was none of the program's tensors

@@ -44,11 +44,3 @@ class Bucketed(Strategy):
     def finish(self) -> None:
         late = values(self.units if not self.early else [self.units[EMBEDDING]])
         self.ledger.take("gradients in the reduction's dtype", self.copy_bytes * late)
-
-
-class DistributedDataParallel(Strategy):
-    """PyTorch's DDP: buckets exist from the start, and gradients beside them."""
-
-    def take_parameters(self) -> None:
-        super().take_parameters()
-        self.ledger.take(BUCKETS, FLOAT * values(self.units))
