@@ -82,7 +82,7 @@ def changes(old: Entry, new: Entry, name: str) -> Changes:
 def _judged(row: Row) -> Interval | None:
     """The ratio to the peer, and the interval that its verdict was taken from."""
     time = row["time"]
-    if time.get("peer") is None:
+    if time.get("peer") is None or "predicted" in time:
         return None
     low, high = time["judged_interval"] or (0.0, math.inf)
     return Interval(time["ratio"], low, high, time["judged_confidence"])

@@ -40,6 +40,8 @@ class Column:
 
 def _step(entry: Entry, row: Row) -> str | None:
     stats = entry["stats"]
+    if "predicted" in row["time"]:
+        return _mean_step(entry, row)
     return None if stats is None else f"{ms(stats['mean'])} ± {ms(stats['stddev'])}"
 
 

@@ -15,6 +15,7 @@ from shardmark.report.columns import Entry
 from shardmark.report.layout import printable
 from shardmark.report.outcomes import first_line
 from shardmark.report.page.figure import Figure
+from shardmark.report.page.predicted import beside, is_predicted
 from shardmark.report.page.ratios import ratios
 from shardmark.report.page.section import Section, section
 from shardmark.report.page.table import Table, as_link
@@ -38,7 +39,14 @@ def page(runs: Sequence[tuple[str, Entry]]) -> str:
     from markupsafe import Markup
 
     named = [(printable(name), _clean(run)) for name, run in runs]
-    compared = [of_this_version(changes, name, run, named[-1][1], name) for name, run in named[:-1]]
+    last = named[-1][1]
+    alike = [(name, run) for name, run in named[:-1] if is_predicted(run) == is_predicted(last)]
+    compared = [of_this_version(changes, name, run, last, name) for name, run in alike]
+    predictions = [
+        (name, of_this_version(beside, name, *((run, last) if is_predicted(run) else (last, run))))
+        for name, run in named[:-1]
+        if (name, run) not in alike
+    ]
     sections = of_this_version(_sections, *named[-1])
     summary: Summary = of_this_version(Summary.of, *named[-1])
     numbers = count()
@@ -58,6 +66,7 @@ def page(runs: Sequence[tuple[str, Entry]]) -> str:
         asked=[each.title for each in sections],
         first_line=first_line,
         compared=[(each, ratios(each)) for each in compared],
+        predictions=predictions,
         sections=sections,
         svg=svg,
         as_link=as_link,

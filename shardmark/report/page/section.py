@@ -11,6 +11,7 @@ from shardmark.report.page.bars import time_and_peak, time_by_kernel, time_by_pa
 from shardmark.report.page.figure import Absent, Drawn, Figure
 from shardmark.report.page.lines import lines, points
 from shardmark.report.page.memory import by_kind, by_stage
+from shardmark.report.page.predicted import streams
 from shardmark.report.page.table import Table, table
 from shardmark.report.plots import Lines, restored
 
@@ -45,5 +46,6 @@ def _drawn(entries: Sequence[Entry], question: Mapping[str, Any], device_bytes: 
         plot = restored(each)
         yield lines(plot, entries) if isinstance(plot, Lines) else points(plot, entries)
     yield from (each for each in (time_and_peak(entries), time_by_part(entries), time_by_kernel(entries)) if each)
+    yield from streams(entries)
     yield from by_kind(entries, device_bytes)
     yield from by_stage(entries)

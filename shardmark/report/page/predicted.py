@@ -1,0 +1,139 @@
+"""What was predicted: which stream is busy when, and times beside those of a run that measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shardmark.report.columns import Entry
+from shardmark.report.page.figure import Absent, Cell, Drawn, Figure, first, in_unit
+from shardmark.report.page.vega import INK, SERIES, Spec, room, stand_ins
+from shardmark.report.plots import labels
+from shardmark.rows import figure
+
+MOST_PLOTS = 6
+"""Of a question, as each row has one."""
+_WIDTH = 500
+WIDE = 0.12
+"""Of the step: narrower parts have no room for their names."""
+
+
+def streams(entries: Sequence[Entry]) -> Iterator[Drawn]:
+    """For each predicted row, when each stream of the first rank's device is busy, and where the step's parts end."""
+    shown = [each for each in entries if figure(each, "time.predicted.streams")]
+    title = "The predicted step, stream by stream"
+    for label, entry in zip(labels(shown), shown[:MOST_PLOTS], strict=False):
+        busy = figure(entry, "time.predicted.streams")
+        rows: list[list[Cell]] = [
+            [name, in_unit(begin, "s"), in_unit(end, "s")] for name, lane in busy.items() for begin, end in lane
+        ]
+        low, high = (in_unit(each, "s") for each in figure(entry, "time.predicted.interval"))
+        least = in_unit(figure(entry, "time.predicted.at_least"), "s")
+        notes = [
+            f"{in_unit(figure(entry, 'stats.mean'), 's'):.4g} ms, between {low:.4g} and {high:.4g} ms for 9 of 10 "
+            f"steps; at least {least:.4g} ms. Short gaps are not drawn."
+        ]
+        ends = _ends(figure(entry, "time.parts"))
+        columns = ["stream", "from ms", "to ms"]
+        yield Figure(f"{title}: {label}", _lanes(rows, list(busy), ends), columns, rows, notes, list(busy))
+    if len(shown) > MOST_PLOTS:
+        yield Absent(title, f"Only the first {MOST_PLOTS} of {len(shown)} rows have plots.")
+
+
+def _ends(parts: dict[str, float]) -> list[dict[str, Any]]:
+    """When each part is over, and its name where there is room."""
+    over, ends = 0.0, []
+    for name, seconds in parts.items():
+        over += seconds
+        shown = name if seconds > WIDE * sum(parts.values()) else ""
+        ends.append({"part": shown, "ms": in_unit(over, "s")})
+    return ends
+
+
+def _lanes(rows: Sequence[Sequence[Cell]], names: Sequence[str], ends: list[dict[str, Any]]) -> Spec:
+    shorts = stand_ins(names)
+    data = [{"stream": shorts[str(name)], "from": begin, "to": end} for name, begin, end in rows]
+    x = {"type": "quantitative", "axis": {"title": "ms"}, "scale": {"nice": False}}
+    order = [shorts[name] for name in names]
+    y = {"field": "stream", "type": "nominal", "sort": order, "axis": {"title": None, "minExtent": room(names)}}
+    scale = {"domain": order, "range": [SERIES[i % len(SERIES)] for i in range(len(order))]}
+    color = {"field": "stream", "type": "nominal", "legend": None, "scale": scale}
+    at = {"x": {**x, "field": "ms"}}
+    over: Spec = {"data": {"values": ends}, "encoding": at}
+    return {
+        "width": _WIDTH,
+        "height": {"step": 26},
+        "layer": [
+            {
+                "data": {"values": data},
+                "mark": {"type": "bar", "height": 16},
+                "encoding": {"x": {**x, "field": "from"}, "x2": {"field": "to"}, "y": y, "color": color},
+            },
+            {**over, "mark": {"type": "rule", "strokeDash": [4, 4]}},
+            {
+                **over,
+                "mark": {"type": "text", "align": "right", "dx": -4, "y": -6},
+                "encoding": {**at, "text": {"field": "part"}},
+            },
+        ],
+    }
+
+
+def is_predicted(run: Entry) -> bool:
+    """Whether a run's rows are of a simulation."""
+    return any(entry["extra_info"].get("simulated") for entry in run["benchmarks"])
+
+
+def beside(predicted: Entry, measured: Entry) -> Figure | None:
+    """Predicted times with their intervals, beside the measured ones of the same tests; None where there are none."""
+    means = {entry["fullname"]: entry["stats"]["mean"] for entry in measured["benchmarks"]}
+    found = [entry for entry in predicted["benchmarks"] if entry["fullname"] in means and _interval(entry)]
+    if not found:
+        return None
+    notes = ["Bars: between which 9 of 10 steps are predicted to be. The error is the predicted time's."]
+    names = [entry["fullname"].partition("::")[2] or entry["fullname"] for entry in found]
+    rows: list[list[Cell]] = []
+    for name, entry in zip(names, found, strict=True):
+        mean, own = entry["stats"]["mean"], means[entry["fullname"]]
+        seconds = (in_unit(each, "s") for each in (mean, *_interval(entry), own))
+        rows.append([name, *seconds, f"{100 * (mean / own - 1):+.1f}%"])
+    columns = ["test", "predicted ms", "from", "to", "measured ms", "error"]
+    shown = list(first([dict(zip(columns, row, strict=True)) for row in rows], notes))
+    return Figure("Predicted beside measured", _beside(shown), columns, rows, notes, names)
+
+
+def _interval(entry: Entry) -> Sequence[float]:
+    return figure(entry, "time.predicted.interval") or ()
+
+
+def _beside(shown: Sequence[Entry]) -> Spec:
+    shorts = stand_ins([each["test"] for each in shown])
+    kinds = ["predicted", "measured"]
+    data = [
+        {"test": shorts[each["test"]], "time": kind, "ms": each[f"{kind} ms"], "from": each["from"], "to": each["to"]}
+        for each in shown
+        for kind in kinds
+    ]
+    x = {"type": "quantitative", "scale": {"type": "log"}, "axis": {"title": "ms"}}
+    names = [each["test"] for each in shown]
+    y = {"field": "test", "type": "nominal", "sort": None, "axis": {"title": None, "minExtent": room(names)}}
+    color = {
+        "field": "time",
+        "type": "nominal",
+        "scale": {"domain": kinds, "range": [INK, SERIES[0]]},
+        "legend": {"title": None},
+    }
+    shape = {**color, "scale": {"domain": kinds, "range": ["diamond", "circle"]}}
+    interval = {"x": {**x, "field": "from"}, "x2": {"field": "to"}, "y": y}
+    return {
+        "data": {"values": data},
+        "width": 420,
+        "height": {"step": 20},
+        "layer": [
+            {"mark": {"type": "rule"}, "encoding": interval},
+            {
+                "mark": {"type": "point", "filled": True, "size": 60},
+                "encoding": {"x": {**x, "field": "ms"}, "y": y, "color": color, "shape": shape},
+            },
+        ],
+    }
