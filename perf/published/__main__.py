@@ -1,6 +1,7 @@
-"""See `perf.published.page`."""
+"""See `perf.published.page` and `perf.published.times_page`."""
 
-from perf.published.page import write
+from perf.published import page, times_page
 
 if __name__ == "__main__":
-    write()
+    page.write()
+    times_page.write()

@@ -117,7 +117,7 @@ def _rotated(x: Tensor, rotations: Tensor) -> Tensor:
     return torch.stack([first, second], -1).flatten(-2)
 
 
-class _Transformer(nn.Module):
+class Transformer(nn.Module):
     """The course's language model: every operation written out, so that autograd saves the parts of each."""
 
     def __init__(self, size: TransformerSize, length: int, softmax: Softmax) -> None:
@@ -135,7 +135,7 @@ class _Transformer(nn.Module):
         return self.output(self.norm(x))
 
 
-class _AdamW(torch.optim.Optimizer):
+class AdamW(torch.optim.Optimizer):
     """The course's: one parameter after another, with the old moments and the new ones at once."""
 
     def __init__(self, parameters: object) -> None:
@@ -154,7 +154,7 @@ class _AdamW(torch.optim.Optimizer):
                 state["m"], state["v"] = m, v
 
 
-def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+def loss_by_parts(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy by parts."""
     logits = logits - logits.max(-1, keepdim=True).values
     chosen = torch.gather(logits, -1, targets[..., None]).squeeze(-1)
@@ -168,14 +168,14 @@ def transformer(size: str, length: int, softmax: Softmax, until: str, *, steps: 
     """
 
     def run() -> None:
-        model = _Transformer(SIZES[size], length, softmax)
+        model = Transformer(SIZES[size], length, softmax)
         tokens, targets = torch.zeros(2, 4, length, dtype=torch.long)
-        optimizer = _AdamW(model.parameters())
+        optimizer = AdamW(model.parameters())
         for _ in range(steps):
             optimizer.zero_grad()
             logits = model(tokens)
             if until != "forward":
-                _loss(logits, targets).backward()
+                loss_by_parts(logits, targets).backward()
             if until == "training step":
                 optimizer.step()
         mark("done")

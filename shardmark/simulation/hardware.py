@@ -44,7 +44,8 @@ REACHED_PRODUCTS = {"float8": 0.65, "float16": 0.75, "bfloat16": 0.75, "tf32": 0
 class Reached:
     """What programs reach of a data sheet's rates, as fractions, and what launching takes, in seconds.
 
-    Where a device's own are not known these stand for it: they are what `docs/published-times.md` found for A100s.
+    Where a device's own are not known these stand for it. Those of A100s and H100s were found by the published times of
+    `docs/published-times.md`, the others are round figures of the same size.
     """
 
     products: dict[str, float] = field(default_factory=lambda: dict(REACHED_PRODUCTS), hash=False)

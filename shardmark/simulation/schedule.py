@@ -26,6 +26,12 @@ FIRST_STREAM = ""
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
+class Mark(Protocol):
+    """Ends a part of a step: by the device's clock, or by the host's, which may be ahead of it."""
+
+    def __call__(self, part: str, of_host: bool = False) -> None: ...
+
+
 class Rates(Protocol):
     """How fast a device and its links are."""
 
@@ -107,7 +113,7 @@ class Schedule:
     def running(self) -> bool:
         return self._running
 
-    def step(self, step: Callable[[Callable[[str], None]], None], ahead: float = 0.0) -> Step | None:
+    def step(self, step: Callable[[Mark], None], ahead: float = 0.0) -> Step | None:
         """Run the step, and say what it would take. The device begins `ahead` seconds later than the host.
 
         None of what a compiler made: its kernels are not PyTorch's operators. ValueError where there are no rates.
@@ -200,9 +206,9 @@ class Schedule:
     def _over(self) -> float:
         return max([self._host, *self._free.values()])
 
-    def _mark(self, part: str) -> None:
+    def _mark(self, part: str, of_host: bool = False) -> None:
         self._end_backward()
-        self._marks.append((part, max(self._host, self._free[FIRST_STREAM])))
+        self._marks.append((part, self._host if of_host else max(self._host, self._free[FIRST_STREAM])))
 
     def _run(self, span: Span) -> float:
         """It begins when it is launched and its stream is free; returns when it is over."""
