@@ -22,6 +22,7 @@ from shardmark.plan import Identity, Plan, Rounds, Workload
 from shardmark.recorder import Rates, Recorder
 from shardmark.registry import Implementation, Race
 from shardmark.rows import Row, memory_entry, new_row
+from shardmark.simulation.worlds import SimulatedWorlds
 from shardmark.world import RankError, World
 
 T = TypeVar("T")
@@ -152,6 +153,10 @@ class Measure(Recorder):
             "work": asdict(work),
             "time": {"ratio": None},
         }
+        assert isinstance(session.worlds, SimulatedWorlds)
+        if session.worlds.machine is not None:
+            step = session.worlds.machine.step(plan)
+            row["time"] |= {"predicted": step.seconds, "parts": step.parts}
         for observer in observe:
             observer.fill(row, ranks)
         absolute = [replace(own, seconds=None) for own in session.budgets_for(self._item.nodeid)]
