@@ -111,7 +111,8 @@ def collective_seconds(calls: Sequence[Call], budget: float, device: str) -> lis
         for i in random.Random(done).sample(range(len(calls)), len(calls)):
             found[i].append(_sent(*made[i], compute, each_alone))
     figures = [
-        [median(getattr(each, name) for each in rounds[1:]) for name in ("launch", "alone", "beside", "pace")]
+        [_quieter([getattr(each, name) for each in rounds[1:]]) for name in ("launch", "alone", "beside")]
+        + [median(each.pace for each in rounds[1:])]
         for rounds in found
     ]
     return [Sent(*each) for each in figures]
@@ -133,6 +134,11 @@ def _sent(operator: Any, args: Any, compute: Callable[[], None], each_alone: flo
     handle.wait()
     beside = time.perf_counter() - beside_began
     return Sent(launched - began, over - launched, beside, min(1.0, units * each_alone / beside))
+
+
+def _quieter(values: list[float]) -> float:
+    """Their lower quartile: others on this machine can only add."""
+    return sorted(values)[len(values) // 4]
 
 
 def _seconds_of(compute: Callable[[], None]) -> float:

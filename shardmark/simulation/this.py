@@ -29,7 +29,7 @@ from shardmark.world import Worlds
 
 STEPS = 9
 """Simulated steps, whose median is what the program takes."""
-SECONDS = 4.0
+SECONDS = 2.0
 """For which a rank measures the operators of one program."""
 _COLLECTIVES = "collectives"
 
