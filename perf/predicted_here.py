@@ -3,7 +3,7 @@
     python -m perf.predicted_here [--ranks 1] [--link 1gbit] [-k data_parallel]
 
 Every case is predicted from operators alone, then stepped for real, in turns. Of one rank's steps the median counts,
-less the time that others had its core; of several ranks' the lower quartile, as collectives' (`on_ranks`).
+less the time that others had its core; of several ranks' that of the quarter for which they waited least.
 """
 
 from __future__ import annotations
@@ -96,12 +96,14 @@ def row(machine: Machine, plan: Plan, link: str | None) -> Row:
     for _ in range(TURNS):
         machine.forget()
         predicted.append(machine.step(plan).seconds)
-        ranks = machine.worlds.get(plan.world_size).run(step_seconds, plan, STEPS)
+        ranks = machine.worlds.get(plan.world_size).run(step_seconds, plan, STEPS * plan.world_size)
         measured += list(zip(*ranks, strict=True))
-    # Of several ranks, one's wait for a core may be another's wait for it: there the quieter steps count.
-    alone = plan.world_size == 1
-    least = sorted(max(seconds - waited * alone for seconds, waited in each) for each in measured)
+    # Of several ranks, one's wait for a core may be another's wait for it: there the least disturbed steps count.
+    measured.sort(key=lambda each: max(waited / seconds for seconds, waited in each))
+    if plan.world_size > 1:
+        measured = measured[: max(3, len(measured) // 4)]
     waited = sum(w for each in measured for _, w in each) / sum(s for each in measured for s, _ in each)
+    taken = [max(seconds - waited * (len(each) == 1) for seconds, waited in each) for each in measured]
     return Row(
         plan.implementation.family,
         plan.implementation.name,
@@ -109,7 +111,7 @@ def row(machine: Machine, plan: Plan, link: str | None) -> Row:
         plan.world_size,
         link or "none",
         median(predicted),
-        least[len(least) // (2 if alone else 4)],
+        median(taken),
         waited,
     )
 
