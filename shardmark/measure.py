@@ -22,6 +22,8 @@ from shardmark.plan import Identity, Plan, Rounds, Workload
 from shardmark.recorder import Rates, Recorder
 from shardmark.registry import Implementation, Race
 from shardmark.rows import Row, memory_entry, new_row, predicted_time_entry
+from shardmark.simulation.rates import WITHIN
+from shardmark.simulation.worlds import SimulatedWorlds
 from shardmark.world import RankError, World
 
 T = TypeVar("T")
@@ -158,8 +160,12 @@ class Measure(Recorder):
             "time": {"ratio": None},
         }
         stats = None
-        if (step := ranks[0].steps.get(on.name)) and step.seconds:  # a test may have no operators
-            row["time"] = predicted_time_entry(step, plan.peer, predicted_peer(plan, on))
+        assert isinstance(session.worlds, SimulatedWorlds)
+        here = session.worlds.machine
+        step = ranks[0].steps.get(on.name) if here is None else here.step(plan)
+        if step is not None and step.seconds:  # a test may have no operators
+            theirs = predicted_peer(plan, on) if here is None else here.peer(plan)
+            row["time"] = predicted_time_entry(step, plan.peer, theirs, WITHIN if here is None else None)
             if plan.trace is not None:
                 row["trace"] = [write_trace(step, plan.trace.with_name(f"{plan.trace.name}.json")).name]
             stats = {"mean": step.seconds, "stddev": 0.0, "rounds": 1}

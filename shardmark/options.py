@@ -16,6 +16,7 @@ from shardmark import registry, torchrun
 from shardmark.rank import WorldError, available_cores
 from shardmark.registry import Implementation
 from shardmark.simulation import worlds
+from shardmark.simulation.hardware import THIS
 from shardmark.world import available_ranks, check_size
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -98,7 +99,7 @@ def add_options(parser: pytest.Parser) -> None:
         "--simulate",
         default=None,
         metavar="HARDWARE[:RANKS]",
-        help="predict each case's memory and time in place of running it, on ranks of that hardware: h100-80gb:8",
+        help="predict each case in place of running it, on that hardware and so many ranks: h100-80gb:8, this:2",
     )
     group.addoption(
         "--trace-dir",  # --trace is pytest's own: it breaks into the debugger
@@ -143,7 +144,8 @@ def simulated(option: Callable[..., Any]) -> worlds.Simulated | None:
     """What `--simulate` asks for; None without it."""
     if option("simulate") is None:
         return None
-    real = ("ranks", "link", "against", "against_ref")
+    on_this = option("simulate").partition(":")[0] == THIS  # which measures its rates, on a link too
+    real = ("ranks", *(() if on_this else ("link",)), "against", "against_ref")
     if taken := next((name for name in real if option(name) is not None), None):
         raise ValueError(f"--simulate runs nothing: not with --{taken.replace('_', '-')}")
     if option("device") == "cuda" or torchrun.launched():

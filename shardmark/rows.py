@@ -22,7 +22,6 @@ from shardmark.memory import Memory
 from shardmark.plan import IMPLEMENTATION, PEER, Identity, Measured
 from shardmark.rank import available_cores, threads_of_a_rank
 from shardmark.registry import Implementation, Race
-from shardmark.simulation.rates import WITHIN
 from shardmark.simulation.schedule import Step
 from shardmark.torchrun import launched
 
@@ -168,8 +167,12 @@ def time_entry(
     return entry, judged
 
 
-def predicted_time_entry(step: Step, peer: Implementation | None, peer_step: Step | None) -> Row:
-    """The row's "time" of a simulation: what a step would take on the first rank, and what the peer's would."""
+def predicted_time_entry(
+    step: Step, peer: Implementation | None, peer_step: Step | None, within: tuple[float, float] | None
+) -> Row:
+    """The row's "time" of a simulation: what a step would take on the first rank, and what the peer's would; `within`
+    which multiples of it 9 of 10 steps lie, where that is known.
+    """
     entry: Row = {
         "parts": step.parts,
         "mean_by_rank": [step.seconds],
@@ -182,7 +185,7 @@ def predicted_time_entry(step: Step, peer: Implementation | None, peer_step: Ste
         "outcome": None,
         "machine": {},
         "predicted": {
-            "interval": [factor * step.seconds for factor in WITHIN],
+            "interval": within and [factor * step.seconds for factor in within],
             "at_least": step.at_least,
             "streams": step.lanes(),
         },

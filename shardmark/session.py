@@ -79,7 +79,7 @@ class Session:
         self.link = _link(option("link"), self.device)
         self.worlds: Worlds | torchrun.TorchrunWorlds | SimulatedWorlds = Worlds(self.device, self.link)
         if self.simulated:
-            self.worlds = SimulatedWorlds()
+            self.worlds = SimulatedWorlds(self.simulated.hardware, self.link)
         # Last, as what it opens has to be closed again.
         self.rows = RowFile(config, self.ending, self._said, writes=not _is_helping())
         try:

@@ -145,5 +145,7 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_is_told_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"no hardware is known as 'h1000'; known is cpu, v100-16gb, .*, mi300x, or a"):
+    with pytest.raises(
+        ValueError, match=r"no hardware is known as 'h1000'; known is cpu, v100-16gb, .*, mi300x, this, or a"
+    ):
         hardware("h1000")

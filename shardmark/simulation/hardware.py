@@ -1,6 +1,7 @@
 """Known hardware, and a user's own in a TOML file: what a device has, in bytes, FLOP/s, bytes/s and seconds.
 
 hardware("h100-80gb")     # one of `hardware.toml`, which says where each figure is from
+hardware("this")          # the machine at hand, whose rates are measured when they are asked for
 hardware("mine.toml")     # a user's own: the keys of one table there, at the top of the file
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,8 @@ class Hardware:
 
 KEYS = [key.name for key in fields(Hardware) if key.name != "name"]
 OPTIONAL = ("capability", "reached")
+THIS = "this"
+"""The name of the machine at hand."""
 
 
 @cache
@@ -130,8 +133,10 @@ def hardware(name: str) -> Hardware:
     """
     if name.endswith(".toml"):
         return _of_file(Path(name))
+    if name == THIS:
+        return replace(of_this_machine("cuda" if torch.cuda.is_available() else "cpu"), name=THIS)
     if name not in known_hardware():
-        known = ", ".join(known_hardware())
+        known = ", ".join([*known_hardware(), THIS])
         raise ValueError(f"no hardware is known as {name!r}; known is {known}, or a TOML file of your own")
     return known_hardware()[name]
 

@@ -97,6 +97,8 @@ class _Kernels:
             (x.sin() + x.cos()).backward()
 
     def __call__(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        if self._schedule.running:
+            self._schedule.arrived(operator, args)
         if operator is aten.add.Tensor and _is_autograds_own(*args[:2]):
             references = _references(args[0])
             self._alone = self._alone or references

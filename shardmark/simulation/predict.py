@@ -93,16 +93,22 @@ def predicted_at_peak(plan: Plan, on: Hardware = CPU, rank: int = 0, warmups: in
 
 @contextmanager
 def simulation(
-    ranks: int = 1, rank: int = 0, on: Hardware = CPU, *, records_streams: bool = False
+    ranks: int = 1,
+    rank: int = 0,
+    on: Hardware = CPU,
+    *,
+    records_streams: bool = False,
+    schedule: Schedule | None = None,
 ) -> Iterator[Schedule]:
     """In the block no kernels run: this process is that rank of so many on that hardware. All tensors are on "cpu".
-    `records_streams` where c10d is to do so for NCCL, as it did until 2025.
+    `records_streams` where c10d is to do so for NCCL, as it did until 2025. `schedule` takes note of what is
+    launched, by default with that hardware's rates.
 
     Yields what says how long a step takes there. Unsupported, in one line, where one of them is larger than this
     machine's memory.
     """
     of_cuda = on.device == "cuda"
-    schedule = Schedule(GPU(on) if of_cuda else None)
+    schedule = schedule or Schedule(GPU(on) if of_cuda else None)
     with ExitStack() as stack:
         stack.enter_context(_garbage_is_new())
         stack.enter_context(_mapped_one_by_one())

@@ -142,6 +142,9 @@ class Schedule:
             before = at
         return Step(self._over() - began, launched, parts, [_later(span, -began) for span in self._spans])
 
+    def arrived(self, operator: OpOverload, args: tuple[Any, ...]) -> None:
+        """The program calls it; `operator` comes once its results are allocated."""
+
     def operator(self, operator: OpOverload, args: Any, kwargs: dict[str, Any], results: Any) -> None:
         """It is launched onto the current stream."""
         assert self.rates is not None

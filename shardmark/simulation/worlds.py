@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from shardmark.link import Link
 from shardmark.registry import Unsupported
-from shardmark.simulation.hardware import Hardware, hardware
+from shardmark.simulation.hardware import THIS, Hardware, hardware
+from shardmark.world import WorldError, Worlds, check_size
+
+if TYPE_CHECKING:
+    from shardmark.simulation.this import Machine
 
 MOST_RANKS = 100_000
 
@@ -37,6 +42,11 @@ def simulated(value: str) -> Simulated:
         return Simulated(known, 1)
     if (number := ranks_of(ranks)) is None:
         raise ValueError(f"--simulate {value}: the ranks are a number from 1 to {MOST_RANKS:,}, not {ranks!r}")
+    if name == THIS:  # they measure
+        try:
+            check_size(number, known.device)
+        except WorldError as error:
+            raise ValueError(f"--simulate {value}: {error}") from None
     return Simulated(known, number)
 
 
@@ -61,8 +71,24 @@ class SimulatedWorlds:
     device = "cpu"
     deadline = 0.0
 
+    def __init__(self, hardware: Hardware, link: Link | None = None) -> None:
+        self._hardware = hardware
+        self._link = link
+        self._machine: Machine | None = None
+
     def get(self, size: int) -> SimulatedWorld:
         return SimulatedWorld(size)
 
+    @property
+    def machine(self) -> Machine | None:
+        """What measures the rates of the machine at hand, where that is the hardware."""
+        if self._machine is None and self._hardware.name == THIS:
+            from shardmark.simulation.this import Machine  # all of PyTorch's FSDP comes with it
+
+            self._machine = Machine(Worlds(self._hardware.device, self._link))
+        return self._machine
+
     def close(self) -> None:
-        """There is nothing to end."""
+        """End the ranks that measure, if any."""
+        if self._machine is not None:
+            self._machine.worlds.close()

@@ -27,12 +27,12 @@ def streams(entries: Sequence[Entry]) -> Iterator[Drawn]:
         rows: list[list[Cell]] = [
             [name, in_unit(begin, "s"), in_unit(end, "s")] for name, lane in busy.items() for begin, end in lane
         ]
-        low, high = (in_unit(each, "s") for each in figure(entry, "time.predicted.interval"))
-        least = in_unit(figure(entry, "time.predicted.at_least"), "s")
-        notes = [
-            f"{in_unit(figure(entry, 'stats.mean'), 's'):.4g} ms, between {low:.4g} and {high:.4g} ms for 9 of 10 "
-            f"steps; at least {least:.4g} ms. Short gaps are not drawn."
-        ]
+        notes = [f"{_ms(figure(entry, 'stats.mean'))}. Short gaps are not drawn."]
+        if interval := _interval(entry):
+            between = " and ".join(map(_ms, interval))
+            notes.insert(
+                0, f"9 of 10 steps: between {between}; at least {_ms(figure(entry, 'time.predicted.at_least'))}."
+            )
         ends = _ends(figure(entry, "time.parts"))
         columns = ["stream", "from ms", "to ms"]
         yield Figure(f"{title}: {label}", _lanes(rows, list(busy), ends), columns, rows, notes, list(busy))
@@ -87,7 +87,9 @@ def is_predicted(run: Entry) -> bool:
 def beside(predicted: Entry, measured: Entry) -> Figure | None:
     """Predicted times with their intervals, beside the measured ones of the same tests; None where there are none."""
     means = {entry["fullname"]: entry["stats"]["mean"] for entry in measured["benchmarks"]}
-    found = [entry for entry in predicted["benchmarks"] if entry["fullname"] in means and _interval(entry)]
+    found = [
+        entry for entry in predicted["benchmarks"] if entry["fullname"] in means and figure(entry, "time.predicted")
+    ]
     if not found:
         return None
     notes = ["Bars: between which 9 of 10 steps are predicted to be. The error is the predicted time's."]
@@ -95,11 +97,15 @@ def beside(predicted: Entry, measured: Entry) -> Figure | None:
     rows: list[list[Cell]] = []
     for name, entry in zip(names, found, strict=True):
         mean, own = entry["stats"]["mean"], means[entry["fullname"]]
-        seconds = (in_unit(each, "s") for each in (mean, *_interval(entry), own))
+        seconds = (in_unit(each, "s") for each in (mean, *(_interval(entry) or (mean, mean)), own))
         rows.append([name, *seconds, f"{100 * (mean / own - 1):+.1f}%"])
     columns = ["test", "predicted ms", "from", "to", "measured ms", "error"]
     shown = list(first([dict(zip(columns, row, strict=True)) for row in rows], notes))
     return Figure("Predicted beside measured", _beside(shown), columns, rows, notes, names)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"
 
 
 def _interval(entry: Entry) -> Sequence[float]:
