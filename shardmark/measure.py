@@ -140,7 +140,7 @@ class Measure(Recorder):
         __tracebackhide__ = True
         # Imported here because all of PyTorch's FSDP comes with it, which takes a second.
         from shardmark.simulation.chrome import write_trace
-        from shardmark.simulation.communicator import communicator_bytes
+        from shardmark.simulation.communicator import communicator_bytes, room
         from shardmark.simulation.predict import predict, predicted_at_peak, predicted_peer
 
         session = self._session
@@ -151,11 +151,14 @@ class Measure(Recorder):
         ranks = [predict(plan, on=on)]
         memory = self._budget(plan, slack, [rank.memory for rank in ranks])
         row = new_row(replace(plan.identity, device=on.device, backend=ranks[0].backend), session.scale, None)
-        communicator = {"communicator": communicator_bytes(on, plan.world_size)} if on.device == "cuda" else {}
+        of_cuda: Row = {}
+        if on.device == "cuda":
+            size = plan.world_size
+            of_cuda = {"communicator": communicator_bytes(on, size), "available": room(on, size)}
         row |= {
             "simulated": True,
             "hardware": on.name,
-            "memory": memory_entry(ranks, memory) | communicator,
+            "memory": memory_entry(ranks, memory) | of_cuda,
             "work": asdict(work),
             "time": {"ratio": None},
         }

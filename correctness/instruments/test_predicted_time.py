@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
 from impl.data_parallel.bucketed import BucketedDataParallel
 from perf.published.programs import fused_softmax
 from perf.published.steps import attention
 from perf.published.traces import trace
+from shardmark.simulation.chrome import write_trace
 from shardmark.simulation.costs import Cost, Product
 from shardmark.simulation.hardware import Hardware, Reached, hardware
 from shardmark.simulation.links import collective_seconds, least_collective_seconds
 from shardmark.simulation.predict import simulation
 from shardmark.simulation.rates import GPU
-from shardmark.simulation.schedule import Mark, Step
+from shardmark.simulation.schedule import Mark, Span, Step
 
 
 def device(**reached: float) -> Hardware:
@@ -172,3 +176,49 @@ def test_a_trace_takes_what_the_schedule_says() -> None:
     takes = torch.tensor([0.0 if cost is None else rates.seconds(cost) for cost in found.costs], dtype=torch.float64)
     parts = found.seconds_of_parts(takes.numpy(), (2e-5, 5e-5))
     assert parts == pytest.approx(step.parts, rel=1e-9)
+
+
+def test_attention_counts_no_products_that_its_mask_leaves_out() -> None:
+    """Or the lower bound would be twice what a kernel needs."""
+    q = torch.empty(1, 2, 1024, 64, dtype=torch.bfloat16)
+    with simulation(on=device()) as timer:
+
+        def attends(causal: bool) -> float:
+            step = timer.step(lambda mark: void(scaled_dot_product_attention(q, q, q, is_causal=causal)))
+            assert step is not None
+            return step.at_least
+
+        assert attends(True) == attends(False) / 2 > 0
+
+
+def test_what_a_compiler_makes_has_no_time() -> None:
+    compiled = torch.compile(lambda x: (x @ x).relu())
+    x = torch.ones(8, 8)
+    compiled(x)
+    with simulation(on=device()) as timer:
+        assert timer.step(lambda mark: void(compiled(x))) is None
+        assert timer.step(lambda mark: void((x @ x).relu())) is not None
+
+
+def test_busy_times_are_joined_until_there_are_few() -> None:
+    spans = [Span("mm", "", i * 1.0, i * 1.0 + 0.5, 0.0) for i in range(1000)]
+    spans.append(Span("all_reduce", "collectives 0", 3.0, 4.0, 0.0, None, 8))
+    lanes = Step(1000.0, 1.0, {}, spans).lanes(most=100)
+    assert lanes == {"compute": [[0.0, 999.5]], "collectives 0": [[3.0, 4.0]]}
+    few = Step(10.0, 1.0, {}, spans[:10]).lanes(most=100)
+    assert few["compute"] == [[span.begin, span.end] for span in spans[:10]]
+
+
+def test_the_trace_has_every_operator_on_its_stream(tmp_path: Path) -> None:
+    step = step_of("bucketed")
+    events = json.loads(write_trace(step, tmp_path / "step.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    ran = [event for event in events if event["ph"] == "X" and names[event["tid"]] != "parts"]
+    assert len(ran) == len(step.spans)
+    assert {names[each["tid"]] for each in ran if each["name"] == "mm"} == {"compute"}
+    assert {names[each["tid"]] for each in ran if each["name"] == "all_reduce"} == {"collectives 0"}
+    assert max(each["ts"] + each["dur"] for each in ran) == pytest.approx(1e6 * max(s.end for s in step.spans))
+
+
+def void(value: object) -> None:
+    """A step returns nothing."""

@@ -188,6 +188,55 @@ def test_a_row_of_cuda_says_what_nccl_takes_beside_what_is_reserved(project: pyt
     assert memory["reserved"] > 0 and memory["communicator"] == communicator_bytes(hardware("h100-80gb"), 1) == 0
 
 
+def test_a_row_of_cuda_has_a_time_and_a_trace(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_products="""
+        import pytest
+        import torch
+        from shardmark.grid import Grid, Work
+        from shardmark.registry import Family, Race, add_family, register
+        from test_sleeps import Naps
+
+        add_family(Family("products", object, reference="once", check=lambda target, device: None))
+        register("products", "once", 1)
+        register("products", "twice", 2, time=Race("once"))
+
+        class Products:
+            backend = "none"
+
+            def __init__(self, implementation, case, device):
+                self.times, self.x = implementation.target, torch.ones(4096, 4096)
+
+            def prepare(self): pass
+
+            def step(self, mark):
+                for _ in range(self.times):
+                    self.x @ self.x
+                mark("products")
+
+        @pytest.mark.family("products")
+        @pytest.mark.question("What do products cost?")
+        @pytest.mark.cases(Grid(smoke=[Naps(1)], laptop=[Naps(1)], paper=[Naps(1)]))
+        def test_products(implementation, case, measure):
+            measure(Products, implementation, case, work=Work(flops=10))
+        """
+    )
+    result, output = run_project(project, "--simulate=h100-80gb", "--trace-dir=traces", "-k", "products")
+    result.assert_outcomes(passed=2)
+    once, twice = (row_of(output, name) for name in ("once", "twice"))
+    seconds = {entry["extra_info"]["implementation"]: entry["stats"]["mean"] for entry in output["benchmarks"]}
+    assert seconds["twice"] == pytest.approx(2 * seconds["once"], rel=1e-6)
+    assert twice["time"]["ratio"] == pytest.approx(2, rel=1e-6) and twice["time"]["peer"] == "once"
+    predicted = once["time"]["predicted"]
+    low, high = predicted["interval"]
+    assert 2 * 4096**3 / hardware("h100-80gb").flops["float32"] == pytest.approx(predicted["at_least"])
+    assert predicted["at_least"] <= low < seconds["once"] < high
+    assert predicted["streams"] == {"compute": [[0.0, pytest.approx(seconds["once"])]]}
+    assert once["verdict"] is None  # an estimate is judged by nobody
+    [trace] = once["trace"]
+    assert "mm" in (project.path / "traces" / trace).read_text()
+
+
 def test_what_has_no_formula_is_held_to_its_prediction(project: pytest.Pytester) -> None:
     file = project.path / "test_sleeps.py"
     file.write_text(file.read_text().replace('"greedy", 1.0, memory=lambda case: formula(case) // 2', '"greedy", 1.0'))

@@ -46,7 +46,8 @@ class Reached:
     """What programs reach of a data sheet's rates, as fractions, and what launching takes, in seconds.
 
     Where a device's own are not known these stand for it. Those of A100s and H100s were found by the published times of
-    `docs/published-times.md`, the others are round figures of the same size.
+    `docs/published-times.md`. So were the two of launching, the least of its hosts' that run plain PyTorch; the others
+    are round figures of the same size.
     """
 
     products: dict[str, float] = field(default_factory=lambda: dict(REACHED_PRODUCTS), hash=False)
@@ -60,9 +61,9 @@ class Reached:
     """Of single rows wherever they lie, beside `bandwidth`."""
     kernel: float = 2e-6
     """Seconds that a kernel takes at least."""
-    launch: float = 8e-6
+    launch: float = 1.1e-5
     """Seconds of the host for an operator: Python, dispatcher, autograd, launch."""
-    backward_launch: float = 8e-6
+    backward_launch: float = 1.5e-5
     """The same in backward, which runs in C++."""
     link: float = 0.8
     network: float = 0.8

@@ -18,6 +18,7 @@ from shardmark.report.page.figure import Figure
 from shardmark.report.page.predicted import beside, is_predicted
 from shardmark.report.page.ratios import ratios
 from shardmark.report.page.section import Section, section
+from shardmark.report.page.strategies import COLUMNS, strategies
 from shardmark.report.page.table import Table, as_link
 from shardmark.report.page.vega import draw
 from shardmark.report.questions import OTHERS, Questions
@@ -67,6 +68,8 @@ def page(runs: Sequence[tuple[str, Entry]]) -> str:
         first_line=first_line,
         compared=[(each, ratios(each)) for each in compared],
         predictions=predictions,
+        fits=of_this_version(strategies, named[-1][0], last["benchmarks"]),
+        fits_columns=COLUMNS,
         sections=sections,
         svg=svg,
         as_link=as_link,
