@@ -12,7 +12,18 @@ from unittest.mock import Mock
 
 import pytest
 
-from correctness.support.page_rows import BUCKETS, HOSTILE, LENGTHS, PUBLISHED, TITLES, entry, output, raced, run
+from correctness.support.page_rows import (
+    BUCKETS,
+    HOSTILE,
+    LENGTHS,
+    PUBLISHED,
+    TITLES,
+    entry,
+    output,
+    predicted,
+    raced,
+    run,
+)
 from correctness.support.planted_rows import figures
 from correctness.support.planted_rows import planted as planted
 from correctness.support.planted_rows import run as play
@@ -174,6 +185,28 @@ def test_what_was_measured_and_no_longer_is_stands_among_what_is_worse() -> None
     ]
     assert found.counts[-2:] == ["0 rows new.", "0 rows gone."]
     assert "on rank 1: no room" in page([("old.json", old), ("new.json", new)])
+
+
+def test_predicted_times_stand_beside_measured_ones() -> None:
+    """Of a test in both runs; what has changed is asked of runs of one kind alone."""
+    simulated = output([predicted(name, 0.02, simulated=True) for name in ("both", "only")])
+    measured = output([entry("both", {"id": "predicted"}, 0.025)])
+    for runs in ([("a.json", simulated), ("b.json", measured)], [("b.json", measured), ("a.json", simulated)]):
+        text = page(runs)
+        assert f"Predicted beside measured: {runs[0][0]}" in text and "has changed" not in text
+        [figure] = re.findall(r"<figure>\s*<figcaption>Predicted beside measured<.*?</figure>", text, re.S)
+        assert "-20.0%" in figure and "[both-" in html.unescape(figure) and "[only-" not in html.unescape(figure)
+    text = page([("a.json", simulated), ("c.json", output([entry("another", {"id": "s"}, 0.1)]))])
+    assert "No test has a predicted time in one of the runs" in text
+
+
+def test_what_fits_stands_with_the_fastest_first() -> None:
+    rows = [predicted("slow", 0.03), predicted("large", 0.01, 2**22), predicted("fast", 0.02)]
+    [table] = re.findall(r'<h2 id="fits">.*?</section>', page([("a.json", output(rows))]), re.S)
+    cells = re.findall(r"<td[^>]*>([^<]*)", table)
+    assert [cells[i] for i in range(0, len(cells), 7)] == ["planted=fast", "planted=slow", "planted=large"]
+    assert cells[2:7] == ["20.000", "1.00", "1.00", "1.00", "yes"] and cells[-2:] == ["-2.00", "no"]
+    assert 'id="fits"' not in page([("a.json", output([entry("real", {"id": "s"}, 0.1)]))])
 
 
 def test_what_is_new_and_what_is_gone_is_named() -> None:

@@ -16,6 +16,7 @@ TITLES = (
     "Step time and peak memory",
     "Where the step's time goes",
     "What kernels the time goes to",
+    "The predicted step, stream by stream",
     "Memory by kind through the step",
     "Memory allocated after each stage",
     "Memory reserved after each stage",
@@ -111,9 +112,21 @@ def run() -> dict[str, Any]:
     rows.append(entry("staged", {"id": "stages"}, memory={"stages": stages}))
     phases = {"forward": {"categories": {"matrix product": 0.01, "softmax": 0.002}}}
     rows.append(entry("profiled", {"id": "kernels"}, kernels={"phases": phases}))
+    rows.append(predicted("predicted", 0.02))
     rows.append(entry("failed", {"id": "large"}, verdict="fail", why="peak 3 MiB\nof 2 MiB <b>at most</b>"))
     rows.append(entry(HOSTILE, {"id": HOSTILE}, group=HOSTILE))
     return output(rows)
+
+
+def predicted(name: str, seconds: float, reserved: int = 2**20, simulated: bool = False) -> dict[str, Any]:
+    """A row of a simulation, of a device with room for 2 MiB."""
+    busy = {"compute": [[0.0, seconds / 2], [seconds * 3 / 4, seconds]], "collectives 0": [[0.0, seconds]]}
+    time = {
+        "parts": {"forward": seconds / 2, "backward": seconds / 2},
+        "predicted": {"interval": [0.8 * seconds, 1.5 * seconds], "at_least": seconds / 3, "streams": busy},
+    }
+    memory = {"reserved": reserved, "available": 2**21}
+    return entry(name, {"id": "predicted"}, seconds, time=time, memory=memory, simulated=simulated, hardware="a GPU")
 
 
 def raced(test: str, ratio: float, tensors: int = 2**20) -> dict[str, Any]:
