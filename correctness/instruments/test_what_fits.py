@@ -12,11 +12,11 @@ import torch
 from correctness.support import own_models
 from correctness.support.own_models import WIDTH
 from impl.model.own import OwnModelCase
-from perf.what_fits.advice import MOST_ROWS, Outcome, largest, place
+from perf.what_fits.advice import MOST_LENGTH, Outcome, largest, place
 from perf.what_fits.command import STRATEGIES, main
-from perf.what_fits.prediction import Prediction, Refused, StepTime, Strategy, predicted
+from perf.what_fits.prediction import Prediction, Refused, StepTime, Strategy, followed, predicted
 from perf.what_fits.table import lines
-from perf.workloads.models import rows_of, with_rows
+from perf.workloads.models import resized, size_of
 from shardmark.registry import Unsupported, resolve
 from shardmark.replay import EMPTY_CACHE, Allocated, Block, Marked, Released
 from shardmark.simulation.caching_allocator import MIB, held_at_marks
@@ -39,7 +39,7 @@ def device(path: Path, nbytes: int) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 7, 32, 1000, MOST_ROWS])
+@pytest.mark.parametrize("limit", [1, 2, 7, 32, 1000, MOST_LENGTH])
 @pytest.mark.parametrize("start", [1, 32, 4096])
 def test_the_largest_number_that_fits_is_found(limit: int, start: int) -> None:
     asked: list[int] = []
@@ -55,13 +55,15 @@ def test_no_number_may_fit() -> None:
     assert largest(lambda rows: rows, 32) == 0
 
 
-def test_a_batch_takes_other_rows_and_keeps_the_rest() -> None:
+def test_a_batch_takes_another_length_and_keeps_the_rest() -> None:
     batch = ({"x": torch.arange(6.0).reshape(3, 2)}, torch.arange(3), torch.tensor(7), "word")
-    [x, y, scalar, word] = with_rows(batch, 5)
+    [x, y, scalar, word] = resized(batch, 0, 5)
     assert x["x"].shape == (5, 2) and y.tolist() == [0, 1, 2, 0, 1] and scalar == 7 and word == "word"
-    assert y.untyped_storage().nbytes() == y.nbytes and rows_of(with_rows(batch, 2)) == 2
-    with pytest.raises(Unsupported, match=r"its batch has no one length: .* \[2, 3\]"):
-        rows_of((torch.ones(2), torch.ones(3)))
+    assert y.untyped_storage().nbytes() == y.nbytes and size_of(resized(batch, 0, 2), 0) == 2
+    [x, y, *_] = resized(batch, 1, 3)
+    assert x["x"].tolist() == [[0, 1, 0], [2, 3, 2], [4, 5, 4]] and y.tolist() == [0, 1, 2]
+    with pytest.raises(Unsupported, match=r"its batch has no one length: .* first .* \[2, 3\]"):
+        size_of((torch.ones(2), torch.ones(3)), 0)
 
 
 def test_free_segments_go_back_to_the_device_where_the_cache_is_emptied() -> None:
@@ -91,7 +93,7 @@ def test_the_fastest_that_fits_comes_first() -> None:
     found = [Outcome(FSDP2, ranks, H100, each) for ranks, each in ((2, slow), (1, large), (1, fast), (8, slow))]
     placed = sorted(found, key=place)
     assert [(each.ranks, each.found) for each in placed] == [(8, slow), (1, fast), (2, slow), (1, large)]
-    table = "\n".join(lines(CASE, 32, placed))
+    table = "\n".join(lines(CASE, (32, WIDTH), placed))
     assert "3,000" in table and "85" in table  # 8 ranks of 32 rows in 3 s
 
 
@@ -111,7 +113,7 @@ def test_a_strategy_that_does_not_take_the_model_is_a_line_with_its_reason() -> 
     found = predicted(FSDP2, replace(CASE, model=f"{SPEC}:masking"), H100)
     assert isinstance(found, Refused) and "depends on values" in found.reason
     outcome = Outcome(FSDP2, 4, H100, found)
-    assert outcome.fits is None and "not known: aten::" in "\n".join(lines(CASE, 32, [outcome]))
+    assert outcome.fits is None and "not known: aten::" in "\n".join(lines(CASE, (32, WIDTH), [outcome]))
     assert Outcome(FSDP2, 4, H100, Refused("one tensor", room(H100) + 1)).fits is False
 
 
@@ -178,6 +180,22 @@ def test_what_fits_what_would_and_the_largest_batches_are_told_and_saved(
         family, _, name = each["strategy"].partition(" + ")[0].partition("=")
         strategy = Strategy(resolve(family, name), " + " in each["strategy"])
         case, rows = replace(CASE, ranks=each["ranks"]), each["largest_batch"]
-        if isinstance(rows, int) and 0 < rows < MOST_ROWS:
+        if isinstance(rows, int) and 0 < rows < MOST_LENGTH:
             fits = [predicted(strategy, replace(case, batch=rows + more), on).reserved <= there for more in (0, 1)]  # type: ignore[union-attr]
             assert fits == [True, False]
+
+
+@pytest.mark.sweep
+def test_the_longest_context_that_fits_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of tokens; where the second dimension is the width, a model takes no other, and the line says why."""
+    small, out = device(tmp_path / "small.toml", 80 * MIB), tmp_path / "out.json"
+    asked = ["--hardware", str(small), "--ranks=1", "--context", f"--json={out}"]
+    assert main([f"{SPEC}:tied", *asked]) == 0
+    eager = next(each for each in json.loads(out.read_text())["outcomes"] if each["strategy"] == "training_step=eager")
+    longest = eager["longest_context"]
+    case, strategy = followed(f"{SPEC}:tied")[0], Strategy(resolve("training_step", "eager"))
+    on = hardware(str(small))
+    fits = [predicted(strategy, replace(case, context=longest + more), on).reserved <= room(on) for more in (0, 1)]  # type: ignore[union-attr]
+    assert fits == [True, False] and f"the largest context is {longest:,}" in capsys.readouterr().out
+    assert main([f"{SPEC}:make", *asked]) == 0
+    assert "yes; no other context: RuntimeError: " in capsys.readouterr().out

@@ -23,7 +23,9 @@ class OwnModelCase:
     mode: str = "step"
     bucket_mb: int | None = None
     batch: int | None = None
-    """Rows of each tensor of the batch, where it is to be another than the user's."""
+    """Rows of each tensor of the batch, where they are to be others than the user's."""
+    context: int | None = None
+    """The same of their second dimension."""
     checkpointed: bool = False
     """Whether each block's activations are recomputed, under whatever else the strategy does."""
 

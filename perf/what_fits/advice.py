@@ -13,7 +13,7 @@ from shardmark.registry import resolve
 from shardmark.simulation.communicator import room
 from shardmark.simulation.hardware import Hardware
 
-MOST_ROWS = 2**20
+MOST_LENGTH = 2**20
 SHARDED = (("sharded_optimizer", "sharded"), ("fsdp", "fsdp2"))
 """What a strategy may be changed to, the cheaper one first."""
 
@@ -30,6 +30,8 @@ class Outcome:
     """The cheapest that makes it fit, where it does not."""
     rows: int | str | None = None
     """Of the largest batch that fits, where that was asked for, or why there is none."""
+    context: int | str | None = None
+    """The longest that fits, likewise."""
 
     @property
     def room(self) -> int:
@@ -59,10 +61,11 @@ def outcomes(
     strategies: Sequence[Strategy],
     ranks: Sequence[int],
     devices: Sequence[Hardware],
-    largest: bool,
+    batch: bool,
+    context: bool,
 ) -> list[Outcome]:
-    """One for each device, strategy and number of ranks; with the `largest` batches where they fit. Of each device what
-    fits comes first, the fastest at the top: who trains most rows in a second.
+    """One for each device, strategy and number of ranks; with the largest `batch` and the longest `context` where they
+    fit. Of each device what fits comes first, the fastest at the top: who trains most rows in a second.
     """
     sizes = sorted(ranks)
     wanted = [
@@ -76,12 +79,14 @@ def outcomes(
 
     def outcome(strategy: Strategy, size: int, on: Hardware) -> Outcome:
         found = _predicted(predictions, strategy, size, on)
-        change = rows = None
+        change = rows = length = None
         if found.fits is False:
             change = next(_changes(predictions, found, sizes), None)
-        if (largest and found.fits) or (found.fits is False and change is None and _could_fit(found)):
-            rows = _largest_batch(predictions, found)
-        return replace(found, change=change, rows=rows)
+        if (batch and found.fits) or (found.fits is False and change is None and _could_fit(found)):
+            rows = _largest_size(predictions, found, 0)
+        if context and found.fits:
+            length = _largest_size(predictions, found, 1)
+        return replace(found, change=change, rows=rows, context=length)
 
     with ThreadPoolExecutor(len(wanted)) as threads:  # they wait for the processes
         found = list(threads.map(outcome, *zip(*wanted, strict=True)))
@@ -96,10 +101,10 @@ def place(outcome: Outcome) -> tuple[bool, float]:
 
 
 def _predicted(
-    predictions: Predictions, strategy: Strategy, ranks: int, on: Hardware, rows: int | None = None
+    predictions: Predictions, strategy: Strategy, ranks: int, on: Hardware, dim: int = 0, size: int | None = None
 ) -> Outcome:
-    """What is predicted for it, once that is there; with a batch of so many `rows`."""
-    return Outcome(strategy, ranks, on, predictions.ask(strategy, ranks, on, rows)())
+    """What is predicted for it, once that is there; with a batch of that `size` in that dimension."""
+    return Outcome(strategy, ranks, on, predictions.ask(strategy, ranks, on, dim, size)())
 
 
 def _could_fit(found: Outcome) -> bool:
@@ -127,20 +132,21 @@ def _changes(predictions: Predictions, found: Outcome, sizes: Sequence[int]) -> 
                     break
 
 
-def _largest_batch(predictions: Predictions, found: Outcome) -> int | str:
-    """Rows of the largest batch with which it fits; or why none was found."""
-    if isinstance(predictions.rows, str):
-        return predictions.rows
+def _largest_size(predictions: Predictions, found: Outcome, dim: int) -> int | str:
+    """The largest size of the batch in that dimension with which it fits; or why none was found."""
+    start = predictions.sizes[dim]
+    if isinstance(start, str):
+        return start
 
-    def needed(rows: int) -> int:
-        there = _predicted(predictions, found.strategy, found.ranks, found.hardware, rows)
+    def needed(size: int) -> int:
+        there = _predicted(predictions, found.strategy, found.ranks, found.hardware, dim, size)
         if there.free is None:
             assert isinstance(there.found, Refused)
             raise _NoBatchError(there.found.reason)
         return -there.free
 
     try:
-        return largest(needed, predictions.rows)
+        return largest(needed, start)
     except _NoBatchError as error:
         return str(error)
 
@@ -150,7 +156,7 @@ class _NoBatchError(Exception):
 
 
 def largest(excess: Callable[[int], int], start: int) -> int:
-    """The largest number from 1 to MOST_ROWS whose excess is at most 0, or 0; `start` is where the search begins.
+    """The largest number from 1 to MOST_LENGTH whose excess is at most 0, or 0; `start` is where the search begins.
 
     The excess grows almost evenly: so the search looks where a line through two numbers says, in turns with the middle.
     """
@@ -159,7 +165,7 @@ def largest(excess: Callable[[int], int], start: int) -> int:
     by_line = True
     while high is None or high - low > 1:
         if high is None:
-            probe = min(2 * low, MOST_ROWS)
+            probe = min(2 * low, MOST_LENGTH)
         elif low and by_line:
             probe = low + int((high - low) * -known[low] / max(1, known[high] - known[low]))
         else:
@@ -169,7 +175,7 @@ def largest(excess: Callable[[int], int], start: int) -> int:
         known[probe] = excess(probe)
         if known[probe] > 0:
             high = probe
-        elif probe == MOST_ROWS:
+        elif probe == MOST_LENGTH:
             return probe
         else:
             low = probe

@@ -40,16 +40,16 @@ def main(arguments: Sequence[str]) -> int:
         if given.json is not None:
             given.json.touch()  # what cannot be written is said before minutes of work
         predictions = Predictions(given.model, devices)
-        found = outcomes(predictions, strategies, ranks, devices, given.batch)
+        found = outcomes(predictions, strategies, ranks, devices, given.batch, given.context)
         if given.json is not None:
-            given.json.write_text(json.dumps(saved(predictions.case, predictions.rows, found), indent=1) + "\n")
+            given.json.write_text(json.dumps(saved(predictions.case, predictions.sizes, found), indent=1) + "\n")
     except (ValueError, OSError, BrokenProcessPool) as error:
         print(f"{COMMAND}: {str(error).removeprefix('--model ')}", file=sys.stderr)
         return USAGE
     finally:
         if predictions is not None:
             predictions.close()
-    print("\n".join(lines(predictions.case, predictions.rows, found)))
+    print("\n".join(lines(predictions.case, predictions.sizes, found)))
     return 0
 
 
@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         help="one more strategy: a registered name, module:attribute or file.py:attribute; repeatable",
     )
     parser.add_argument("--batch", action="store_true", help="find the largest batch that fits, of each strategy")
+    parser.add_argument("--context", action="store_true", help="find the longest context that fits, of each strategy")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write all of it, in bytes")
     return parser
 

@@ -6,13 +6,14 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from impl.model.own import OwnModelCase
 from perf.workloads.data_parallel import DataParallelStep
 from perf.workloads.fsdp import FSDPStep
-from perf.workloads.models import rows_of
+from perf.workloads.models import size_of
 from perf.workloads.sharded_optimizer import ShardedStep
 from perf.workloads.training_step import CheckpointedStep, LanguageModelStep
 from shardmark import memory
@@ -132,14 +133,23 @@ def _refused(error: Exception) -> Refused:
     return Refused(kind + said.removeprefix("--model "))
 
 
-def followed(spec: str) -> tuple[OwnModelCase, int | str]:
-    """The model's case, and the rows of its batch, or why it has no such number.
+Sizes = tuple[int | str, int | str]
+"""Of a batch: rows and context, the lengths of its tensors' first and second dimensions, or why there is no one."""
+
+
+def followed(spec: str) -> tuple[OwnModelCase, Sizes]:
+    """The model's case, and the sizes of its batch.
 
     RegistryError, in one line, for what is no function that makes a model, and what no strategy could train.
     """
     case = OwnModelCase.of(check(spec, simulated=True))
+    with simulation(), torch.random.fork_rng(devices=[]):
+        batch = make(case.model, "cpu").batch
+    return case, (_size(batch, 0), _size(batch, 1))
+
+
+def _size(batch: tuple[Any, ...], dim: int) -> int | str:
     try:
-        with simulation(), torch.random.fork_rng(devices=[]):
-            return case, rows_of(make(case.model, "cpu").batch)
+        return size_of(batch, dim)
     except Unsupported as error:
-        return case, str(error)
+        return str(error)

@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Any
 
 from impl.model.own import OwnModelCase
-from perf.what_fits.prediction import Prediction, Refused, Strategy, followed, predicted
+from perf.what_fits.prediction import Prediction, Refused, Sizes, Strategy, followed, predicted
 from shardmark.rank import available_cores
 from shardmark.simulation.hardware import Hardware
 
@@ -26,17 +26,19 @@ class Predictions:
         self._asked: dict[Any, Future[Prediction | Refused]] = {}
         self._lock = Lock()
         self.case: OwnModelCase
+        self.sizes: Sizes
         try:
-            self.case, self.rows = self._pool.submit(followed, spec).result()
+            self.case, self.sizes = self._pool.submit(followed, spec).result()
         except BaseException:
             self.close()
             raise
 
     def ask(
-        self, strategy: Strategy, ranks: int, on: Hardware, rows: int | None = None
+        self, strategy: Strategy, ranks: int, on: Hardware, dim: int = 0, size: int | None = None
     ) -> Callable[[], Prediction | Refused]:
-        """Begin to predict; what is returned waits for the result. `rows` are those of another batch."""
-        case = replace(self.case, ranks=ranks, batch=None if rows == self.rows else rows)
+        """Begin to predict; what is returned waits for the result. `size` is another batch's in that dimension."""
+        other = {} if size in (None, self.sizes[dim]) else {("batch", "context")[dim]: size}
+        case = replace(self.case, ranks=ranks, **other)
         key = strategy, case, on.rules
         with self._lock:
             if key not in self._asked:

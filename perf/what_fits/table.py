@@ -9,14 +9,15 @@ from typing import Any
 
 from impl.model.own import OwnModelCase
 from perf.what_fits.advice import Outcome
-from perf.what_fits.prediction import Prediction, Refused
+from perf.what_fits.prediction import Prediction, Refused, Sizes
 from shardmark.report.layout import layout
 from shardmark.simulation.communicator import communicator_bytes
 from shardmark.simulation.hardware import CONTEXT
 
 
-def lines(case: OwnModelCase, rows: int | str, found: Sequence[Outcome]) -> Iterator[str]:
+def lines(case: OwnModelCase, sizes: Sizes, found: Sequence[Outcome]) -> Iterator[str]:
     """A table for each kind of device."""
+    rows = sizes[0]
     batch = f", a batch of {rows:,} on each rank" if isinstance(rows, int) else ""
     yield f"{case.name}: {case.parameters:,} parameters in {case.dtype}{batch}. Memory in GiB."
     for on, group in groupby(found, key=lambda outcome: outcome.hardware):
@@ -48,17 +49,21 @@ def _cells(outcome: Outcome, rows: int | str) -> dict[str, str | None]:
 def _verdict(outcome: Outcome) -> str:
     """Whether it fits; if not, with what it would."""
     says = {True: "yes", False: "no", None: "not known"}[outcome.fits]
-    match outcome.rows:
-        case 0:
-            batch = "; no batch does"
-        case int(rows):
-            batch = f"; the largest batch is {rows:,}"
-        case None:
-            batch = ""
-        case reason:
-            batch = f"; no other batch: {reason}"
+    batch = _largest("batch", outcome.rows) + _largest("context", outcome.context)
     change = f"; {outcome.change} does" if outcome.change else ""
     return says + change + batch + (f": {outcome.found.reason}" if isinstance(outcome.found, Refused) else "")
+
+
+def _largest(what: str, found: int | str | None) -> str:
+    match found:
+        case None:
+            return ""
+        case 0:
+            return f"; no {what} does"
+        case int(size):
+            return f"; the largest {what} is {size:,}"
+        case reason:
+            return f"; no other {what}: {reason}"
 
 
 def _made_elsewhere(outcome: Outcome) -> bool:
@@ -67,10 +72,11 @@ def _made_elsewhere(outcome: Outcome) -> bool:
     return bool(outcome.fits) and isinstance(found, Prediction) and found.made > outcome.room
 
 
-def saved(case: OwnModelCase, rows: int | str, found: Sequence[Outcome]) -> dict[str, Any]:
+def saved(case: OwnModelCase, sizes: Sizes, found: Sequence[Outcome]) -> dict[str, Any]:
     """The model and every outcome, in bytes, for `--json`."""
+    batch = dict(zip(("batch", "context"), sizes, strict=True))
     return {
-        "model": {"name": case.name, "parameters": case.parameters, "dtype": case.dtype, "batch": rows},
+        "model": {"name": case.name, "parameters": case.parameters, "dtype": case.dtype, **batch},
         "context_bytes": CONTEXT,
         "outcomes": [
             {
@@ -84,6 +90,7 @@ def saved(case: OwnModelCase, rows: int | str, found: Sequence[Outcome]) -> dict
                 "fits": outcome.fits,
                 "change": outcome.change,
                 "largest_batch": outcome.rows,
+                "longest_context": outcome.context,
             }
             for outcome in found
         ],

@@ -22,8 +22,9 @@ def made(case: TrainingStepCase | OwnModelCase) -> Made:
     """A new model, batch and loss of the case, on the default device."""
     if isinstance(case, OwnModelCase):
         own = make(case.model, torch.get_default_device().type)
-        if case.batch is not None:
-            own.batch = with_rows(own.batch, case.batch)
+        for dim, size in enumerate((case.batch, case.context)):
+            if size is not None:
+                own.batch = resized(own.batch, dim, size)
         if case.checkpointed:
             checkpointed(registry.resolve("checkpointing", "full"), own)
         return own
@@ -31,23 +32,26 @@ def made(case: TrainingStepCase | OwnModelCase) -> Made:
     return Made(model, random_tokens(case), next_token_loss, model.blocks)
 
 
-def rows_of(batch: tuple[Any, ...]) -> int:
-    """The length of the first dimension of all of its tensors; Unsupported where they differ."""
-    lengths = {tensor.size(0) for tensor in tree_leaves(batch) if isinstance(tensor, Tensor) and tensor.dim()}
+def size_of(batch: tuple[Any, ...], dim: int) -> int:
+    """The length of that dimension of all its tensors that have it; Unsupported where they differ."""
+    lengths = {tensor.size(dim) for tensor in tree_leaves(batch) if isinstance(tensor, Tensor) and tensor.dim() > dim}
     if len(lengths) != 1:
-        raise Unsupported(f"its batch has no one length: the first dimensions of its tensors are {sorted(lengths)}")
+        which = ("first", "second")[dim]
+        raise Unsupported(f"its batch has no one length: the {which} dimensions of its tensors are {sorted(lengths)}")
     return lengths.pop()
 
 
-def with_rows(batch: tuple[Any, ...], rows: int) -> tuple[Any, ...]:
-    """The batch with so many rows: the first ones, or all of them again and again."""
-    before = rows_of(batch)
+def resized(batch: tuple[Any, ...], dim: int, size: int) -> tuple[Any, ...]:
+    """The batch, so long in that dimension: the first ones there, or all of them again and again."""
+    before = size_of(batch, dim)
 
-    def resized(tensor: Tensor) -> Tensor:
-        copies = [-(-rows // before)] + [1] * (tensor.dim() - 1)
-        return tensor.repeat(copies)[:rows].clone() if tensor.dim() else tensor
+    def of(tensor: Tensor) -> Tensor:
+        if tensor.dim() <= dim:
+            return tensor
+        copies = [-(-size // before) if each == dim else 1 for each in range(tensor.dim())]
+        return tensor.repeat(copies).narrow(dim, 0, size).clone()
 
-    return tree_map_only(Tensor, resized, batch)
+    return tree_map_only(Tensor, of, batch)
 
 
 def checkpointed(implementation: Implementation, made: Made) -> nn.Module:
