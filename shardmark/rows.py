@@ -30,6 +30,9 @@ Row = dict[str, Any]
 SCHEMA = 1
 """The version of `row.schema.json`: one more whenever a program that reads rows has to change."""
 
+NO_RACE = dict.fromkeys(("peer", "ratio", "interval", "budget", "goal", "outcome"))
+"""Of a row's "time", where there is no peer."""
+
 MAIN_FIGURES = (
     "stats.mean",
     "family",
@@ -136,12 +139,7 @@ def time_entry(
         "parts": mean_parts(ranks, IMPLEMENTATION),
         "mean_by_rank": [fmean(laps.seconds for laps in rank.laps[IMPLEMENTATION]) for rank in ranks],
         "host": max((rank.host for rank in ranks if rank.host is not None), default=None),
-        "peer": None,
-        "ratio": None,
-        "interval": None,
-        "budget": None,
-        "goal": None,
-        "outcome": None,
+        **NO_RACE,
         "machine": disturbances(
             step_seconds(ranks),
             step_seconds(ranks, PEER) if PEER in ranks[0].laps else [],
@@ -177,12 +175,7 @@ def predicted_time_entry(
         "parts": step.parts,
         "mean_by_rank": [step.seconds],
         "host": step.host,
-        "peer": None,
-        "ratio": None,
-        "interval": None,
-        "budget": None,
-        "goal": None,
-        "outcome": None,
+        **NO_RACE,
         "machine": {},
         "predicted": {
             "interval": within and [factor * step.seconds for factor in within],
