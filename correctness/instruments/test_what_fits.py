@@ -101,6 +101,9 @@ def test_rows_and_checkpointing_change_the_prediction() -> None:
     found = predicted(FSDP2, CASE, H100)
     larger = predicted(FSDP2, replace(CASE, batch=3200), H100)
     checkpointed = predicted(Strategy(FSDP2.implementation, checkpointed=True), replace(CASE, batch=3200), H100)
+    autocast = predicted(Strategy(FSDP2.implementation, autocast=True), replace(CASE, batch=3200), H100)
+    assert isinstance(autocast, Prediction) and isinstance(larger, Prediction)
+    assert 0.4 * larger.tensors < autocast.tensors < 0.9 * larger.tensors  # of half the bytes, but for norms
     assert isinstance(found, Prediction) and isinstance(larger, Prediction) and isinstance(checkpointed, Prediction)
     assert checkpointed.tensors < larger.tensors and checkpointed.before_step == larger.before_step
     assert larger.tensors - found.tensors > 100 * 3168 * WIDTH

@@ -28,6 +28,8 @@ class OwnModelCase:
     """The same of their second dimension."""
     checkpointed: bool = False
     """Whether each block's activations are recomputed, under whatever else the strategy does."""
+    autocast: bool = False
+    """Whether the model and its loss run under autocast to bfloat16."""
 
     @classmethod
     def of(cls, own: OwnModel) -> OwnModelCase:

@@ -113,12 +113,16 @@ def _could_fit(found: Outcome) -> bool:
 
 
 def _changes(predictions: Predictions, found: Outcome, sizes: Sequence[int]) -> Iterator[str]:
-    """What makes it fit, the cheapest first: checkpointing, sharded optimizer state, all sharded."""
+    """What makes it fit, the cheapest first: checkpointing, autocast to bfloat16, optimizer state sharded, all sharded."""
     mine = found.strategy
-    if not mine.checkpointed and mine.family != "checkpointing" and _could_fit(found):
-        more = Strategy(mine.implementation, checkpointed=True)
-        if _predicted(predictions, more, found.ranks, found.hardware).fits:
-            yield "checkpointing"
+    checkpoints = mine.checkpointed or mine.family == "checkpointing"
+    if _could_fit(found):
+        for checkpointed, autocast in ((True, False), (False, True), (True, True)):
+            if (checkpoints and checkpointed) or (autocast and predictions.case.dtype != "float32"):
+                continue
+            more = Strategy(mine.implementation, mine.checkpointed or checkpointed, autocast)
+            if _predicted(predictions, more, found.ranks, found.hardware).fits:
+                yield " + ".join(["checkpointing"] * checkpointed + ["autocast"] * autocast)
     families = [family for family, _ in SHARDED]
     after = families.index(mine.family) + 1 if mine.family in families else 0
     for family, name in SHARDED[after:]:

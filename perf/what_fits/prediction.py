@@ -44,17 +44,19 @@ MOST = 2**62
 
 @dataclass(frozen=True)
 class Strategy:
-    """An implementation, and perhaps each block's activations recomputed."""
+    """An implementation, and perhaps each block's activations recomputed, and autocast to bfloat16."""
 
     implementation: Implementation
     checkpointed: bool = False
+    autocast: bool = False
 
     @property
     def family(self) -> str:
         return self.implementation.family
 
     def __str__(self) -> str:
-        return f"{self.family}={self.implementation}{' + checkpointing' * self.checkpointed}"
+        more = ["checkpointing"] * self.checkpointed + ["autocast"] * self.autocast
+        return " + ".join([f"{self.family}={self.implementation}", *more])
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def predicted(
     strategy: Strategy, case: OwnModelCase, on: Hardware, alike: Sequence[Hardware] = ()
 ) -> Prediction | Refused:
     """What the case takes under that strategy, on that hardware, and on others that need the same memory."""
-    case = replace(case, checkpointed=strategy.checkpointed)
+    case = replace(case, checkpointed=strategy.checkpointed, autocast=strategy.autocast)
     workload = WORKLOADS[strategy.family]
     plan = Plan(workload, strategy.implementation, None, case, "cpu", case.ranks, observers=(_Made,))
     try:

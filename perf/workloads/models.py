@@ -14,7 +14,7 @@ from impl.model.mlp import MLP_SIZES, MLPLanguageModel
 from impl.model.own import OwnModelCase
 from impl.training_step.cases import TrainingStepCase
 from shardmark import registry
-from shardmark.ownmodel import Made, make
+from shardmark.ownmodel import Loss, Made, make
 from shardmark.registry import Implementation, Unsupported
 
 
@@ -25,11 +25,23 @@ def made(case: TrainingStepCase | OwnModelCase) -> Made:
         for dim, size in enumerate((case.batch, case.context)):
             if size is not None:
                 own.batch = resized(own.batch, dim, size)
+        if case.autocast:
+            own.loss = _under_autocast(own.loss)
         if case.checkpointed:
             checkpointed(registry.resolve("checkpointing", "full"), own)
         return own
     model = language_model(case)
     return Made(model, random_tokens(case), next_token_loss, model.blocks)
+
+
+def _under_autocast(loss: Loss) -> Loss:
+    """The same loss of the same model, both under autocast to bfloat16."""
+
+    def autocast(model: nn.Module, *batch: Any) -> Tensor:
+        with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
+            return loss(model, *batch)
+
+    return autocast
 
 
 def size_of(batch: tuple[Any, ...], dim: int) -> int:
