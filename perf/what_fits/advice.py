@@ -113,7 +113,9 @@ def _could_fit(found: Outcome) -> bool:
 
 
 def _changes(predictions: Predictions, found: Outcome, sizes: Sequence[int]) -> Iterator[str]:
-    """What makes it fit, the cheapest first: checkpointing, autocast to bfloat16, optimizer state sharded, all sharded."""
+    """What makes it fit, the cheapest first: checkpointing, autocast to bfloat16, sharded optimizer state, all of it
+    sharded.
+    """
     mine = found.strategy
     checkpoints = mine.checkpointed or mine.family == "checkpointing"
     if _could_fit(found):
