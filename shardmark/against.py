@@ -62,8 +62,8 @@ class OldRace:
 
     @classmethod
     def of(cls, time: Row) -> OldRace | None:
-        """None of a row without a peer."""
-        if time.get("peer") is None:
+        """None of a row without a peer, and of a prediction, which no interval was taken for."""
+        if time.get("peer") is None or "predicted" in time:
             return None
         ends = time["judged_interval"]
         if ends is not None:

@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (kept if chosen and session.asks(grid and grid.args[0]) else dropped).append(item)
         if "measure" in getattr(item, "fixturenames", ()):
             _use_device_clock(item, session.clock)
-            if session.simulated:  # there is nothing to time
+            if session.simulated:  # of some rows no time is known
                 item.add_marker(pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"))
         if question := item.get_closest_marker("question"):
             session.questions.state(question)

@@ -146,11 +146,14 @@ def simulated(option: Callable[..., Any]) -> worlds.Simulated | None:
         return None
     on_this = option("simulate").partition(":")[0] == THIS  # which measures its rates, on a link too
     real = ("ranks", *(() if on_this else ("link",)), "against", "against_ref")
+    asked = worlds.simulated(option("simulate"))
+    if asked.hardware.device == "cpu" and not on_this:  # whose times are not known
+        real = (*real, "trace_dir")
     if taken := next((name for name in real if option(name) is not None), None):
         raise ValueError(f"--simulate runs nothing: not with --{taken.replace('_', '-')}")
     if option("device") == "cuda" or torchrun.launched():
         raise ValueError(f"--simulate runs nothing: not with {'torchrun' if torchrun.launched() else '--device cuda'}")
-    return worlds.simulated(option("simulate"))
+    return asked
 
 
 def path(name: str, option: Callable[[str], str]) -> Path:

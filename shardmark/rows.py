@@ -179,7 +179,7 @@ def predicted_time_entry(
         "machine": {},
         "predicted": {
             "interval": within and [factor * step.seconds for factor in within],
-            "at_least": step.at_least,
+            "at_least": None if within is None else step.at_least,
             "streams": step.lanes(),
         },
     }

@@ -200,6 +200,13 @@ def test_predicted_times_stand_beside_measured_ones() -> None:
     assert "No test has a predicted time in one of the runs" in text
 
 
+def test_two_predicted_runs_are_compared_in_memory() -> None:
+    old, new = (output([predicted("a", 0.02, simulated=True)]) for _ in range(2))
+    new["benchmarks"][0]["extra_info"]["memory"]["tensors"] *= 2
+    text = page([("old.json", old), ("new.json", new)])
+    assert "What has changed since old.json" in text and "1 slower or larger" in text
+
+
 def test_what_fits_stands_with_the_fastest_first() -> None:
     rows = [predicted("slow", 0.03), predicted("large", 0.01, 2**22), predicted("fast", 0.02)]
     [table] = re.findall(r'<h2 id="fits">.*?</section>', page([("a.json", output(rows))]), re.S)

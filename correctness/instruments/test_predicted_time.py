@@ -41,6 +41,11 @@ def test_a_product_of_whole_waves_takes_its_flops() -> None:
     flops = 2 * 108 * 128 * 128 * 4096
     seconds = GPU(device()).seconds(Cost(torch.bfloat16, flops, 0, (product,)))
     assert seconds == pytest.approx(flops / 311.9e12, rel=1e-3)
+    batched = Cost(torch.bfloat16, flops, 0, (product,), batched=True)
+    assert GPU(device(batched=0.5)).seconds(batched) == pytest.approx(2 * seconds, rel=1e-3)
+    assert GPU(device(narrow=0.5)).seconds(Cost(torch.bfloat16, flops, 0, (product,))) == pytest.approx(
+        2 * seconds, rel=1e-3
+    )
 
 
 def test_one_tile_too_many_takes_a_second_wave() -> None:
@@ -68,10 +73,21 @@ def test_an_all_reduce_across_two_nodes_takes_the_network_that_a_node_shares() -
     """A ring of 16: 15/16 of the bytes twice, through the 8 adapters of a node; 14 steps of 3.4 us and 2 of 14 us."""
     on = device(collective=1e-12)
     nbytes = 8 * 2**30
-    expected = 2 * (7 * 3.4e-6 + 14e-6) + 2 * 15 / 16 * nbytes / (8 * 25e9)
+    expected = 2 * (14 * 3.4e-6 + 14e-6) + 2 * 15 / 16 * nbytes / (8 * 25e9)
     assert collective_seconds(on, "all_reduce", nbytes, range(16)) == pytest.approx(expected, rel=1e-6)
     assert least_collective_seconds(on, "all_reduce", nbytes, range(16)) < expected
     assert collective_seconds(on, "all_reduce", nbytes, range(1)) == 0.0
+    gathered = collective_seconds(on, "all_gather", 8, range(512))
+    assert gathered == pytest.approx(448 * 3.4e-6 + 63 * 14e-6, rel=1e-2)  # a ring of 64 nodes
+    assert collective_seconds(on, "send", nbytes, range(16)) == pytest.approx(14e-6 + nbytes / 25e9, rel=1e-6)
+    to_all = 14 * 3.4e-6 + 14e-6 + 8 / 16 * nbytes / 25e9
+    assert collective_seconds(on, "all_to_all", nbytes, range(16)) == pytest.approx(to_all, rel=1e-6)
+
+
+def test_the_lower_bound_lets_groups_send_side_by_side() -> None:
+    spans = [Span("mm", "", 0.0, 1.0, 1.0, Cost(torch.float32, 1.0, 0.0))]
+    spans += [Span("all_gather", f"collectives {group}", 0.0, 3.0, 2.0, None, 8) for group in (0, 1)]
+    assert Step(3.0, 1.0, {}, spans).at_least == 2.0
 
 
 def chain() -> nn.Sequential:

@@ -122,6 +122,8 @@ def predicted(name: str, seconds: float, reserved: int = 2**20, simulated: bool 
     """A row of a simulation, of a device with room for 2 MiB."""
     busy = {"compute": [[0.0, seconds / 2], [seconds * 3 / 4, seconds]], "collectives 0": [[0.0, seconds]]}
     time = {
+        "peer": "another",
+        "ratio": 0.5,
         "parts": {"forward": seconds / 2, "backward": seconds / 2},
         "predicted": {"interval": [0.8 * seconds, 1.5 * seconds], "at_least": seconds / 3, "streams": busy},
     }

@@ -23,12 +23,14 @@ from shardmark.simulation.hardware import TABLE, Hardware, Reached, hardware
 from shardmark.simulation.links import collective_seconds
 from shardmark.simulation.rates import GPU
 
-RATES = ("products.float32", "bandwidth", "reduction", "scattered")
+RATES = ("products.float32", "narrow", "bandwidth", "reduction", "scattered")
 LINKS = ("link", "collective")
 MOST = {"bandwidth": 0.92, "products.float32": 0.95}
 """No rate is found higher: as much as copies, and products of large square matrices, are known to reach."""
 FRACTIONS = {*RATES, *LINKS} - {"collective"}
 HOST = ("launch", "backward_launch")
+OPPOSITE = ("products.float32", "narrow")
+"""Moved against each other as well: the second is beside the first, which a wide product alone tells from it."""
 STEPS = (1.3, 1.1, 1.03, 1.01)
 Found = dict[str, float]
 
@@ -95,16 +97,16 @@ def searched(values: Found, error: Callable[[], float]) -> float:
         improved = True
         while improved:
             improved = False
-            for name in values:
+            for names in [*((name,) for name in values), *([OPPOSITE] if OPPOSITE[0] in values else [])]:
                 for factor in (step, 1 / step):
-                    before = values[name]
-                    values[name] = before * factor
-                    if (values[name] <= MOST.get(name, 1.0) or name not in FRACTIONS) and (
-                        now := error()
-                    ) < least - 1e-6:
+                    before = dict(values)
+                    for name, by in zip(names, (factor, 1 / factor), strict=False):
+                        values[name] *= by
+                    possible = all(values[name] <= MOST.get(name, 1.0) for name in FRACTIONS & {*names})
+                    if possible and (now := error()) < least - 1e-6:
                         least, improved = now, True
                     else:
-                        values[name] = before
+                        values.update(before)
     return least
 
 

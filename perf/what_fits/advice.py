@@ -143,12 +143,16 @@ def _largest_size(predictions: Predictions, found: Outcome, dim: int) -> int | s
     start = predictions.sizes[dim]
     if isinstance(start, str):
         return start
+    taken: list[int] = []
 
     def needed(size: int) -> int:
         there = _predicted(predictions, found.strategy, found.ranks, found.hardware, dim, size)
         if there.free is None:
             assert isinstance(there.found, Refused)
+            if size > start and taken:  # what the model takes at most is smaller
+                return 1
             raise _NoBatchError(there.found.reason)
+        taken.append(size)
         return -there.free
 
     try:

@@ -73,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _devices(value: str) -> list[Hardware]:
     devices = [hardware(name) for name in dict.fromkeys(value.split(","))]
+    names = [each.name for each in devices]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"--hardware {value}: two of them are called {twice[0]}")
     for each in devices:
         if not (each.memory_bytes > 0 and math.isfinite(each.memory_bytes)):
             raise ValueError(f"--hardware {each.name}: how much memory it has is not known; describe it in a TOML file")

@@ -25,12 +25,15 @@ def lines(case: OwnModelCase, sizes: Sizes, found: Sequence[Outcome]) -> Iterato
         context = f", of which CUDA's context takes {_gib(CONTEXT)}" if on.device == "cuda" else ""
         yield ""
         yield f"{on.name}: {_gib(on.memory_bytes)}{context}"
-        yield from layout([_cells(outcome, rows) for outcome in outcomes], left=("strategy", "fits"))
+        reasons = list(dict.fromkeys(o.found.reason for o in outcomes if isinstance(o.found, Refused)))
+        yield from layout([_cells(outcome, rows, reasons) for outcome in outcomes], left=("strategy", "fits"))
+        for number, reason in enumerate(reasons, 1):
+            yield f"[{number}] {reason}"
         if any(map(_made_elsewhere, outcomes)):
             yield "* Whole, the model does not fit before it is sharded: make it on the host, or on the meta device."
 
 
-def _cells(outcome: Outcome, rows: int | str) -> dict[str, str | None]:
+def _cells(outcome: Outcome, rows: int | str, reasons: list[str]) -> dict[str, str | None]:
     found = outcome.found
     known = found if isinstance(found, Prediction) else None
     step = outcome.step
@@ -38,20 +41,21 @@ def _cells(outcome: Outcome, rows: int | str) -> dict[str, str | None]:
         "strategy": str(outcome.strategy) + " *" * _made_elsewhere(outcome),
         "ranks": f"{outcome.ranks:,}",
         "step ms": step and f"{step.seconds * 1e3:,.0f}",
-        "rows/s": step and f"{rows * outcome.ranks / step.seconds:,.0f}" if isinstance(rows, int) else None,
+        "rows/s": step and _rate(rows * outcome.ranks / step.seconds) if isinstance(rows, int) else None,
         "tensors": known and _gib(known.tensors),
         "reserved": known and _gib(known.reserved),
         "free": None if outcome.free is None else _gib(outcome.free),
-        "fits": _verdict(outcome),
+        "fits": _verdict(outcome, reasons),
     }
 
 
-def _verdict(outcome: Outcome) -> str:
-    """Whether it fits; if not, with what it would."""
+def _verdict(outcome: Outcome, reasons: list[str]) -> str:
+    """Whether it fits; if not, with what it would; if it is not known, which of the reasons below says why."""
     says = {True: "yes", False: "no", None: "not known"}[outcome.fits]
     batch = _largest("batch", outcome.rows) + _largest("context", outcome.context)
     change = f"; {outcome.change} does" if outcome.change else ""
-    return says + change + batch + (f": {outcome.found.reason}" if isinstance(outcome.found, Refused) else "")
+    why = f" [{reasons.index(outcome.found.reason) + 1}]" if isinstance(outcome.found, Refused) else ""
+    return says + why + change + batch
 
 
 def _largest(what: str, found: int | str | None) -> str:
@@ -95,6 +99,10 @@ def saved(case: OwnModelCase, sizes: Sizes, found: Sequence[Outcome]) -> dict[st
             for outcome in found
         ],
     }
+
+
+def _rate(rows: float) -> str:
+    return f"{rows:,.0f}" if rows >= 100 else f"{rows:.3g}"
 
 
 def _gib(nbytes: float) -> str:

@@ -33,6 +33,11 @@ class Product:
     n: int
     k: int
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether a side of it is no longer than a tile's."""
+        return min(self.m, self.n, self.k) <= 128
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -49,6 +54,8 @@ class Cost:
     """Whether values of a row are combined: sums, norms, softmax."""
     scattered: bool = False
     """Whether single rows are read or written, wherever they lie."""
+    attends: bool = False
+    """Whether it is a kernel of attention, whose products have other work between them."""
 
 
 _OF_ROWS = ("embedding", "index_select", "gather", "index", "take")
@@ -80,6 +87,7 @@ def cost_of(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], r
         _bytes(operator, name, args, kwargs, given, made),
         tuple(_products(name, args)) if flops else (),
         reduces=any(part in name for part in _REDUCE) and not name.startswith(_ATTENTION),
+        attends=name.startswith(_ATTENTION),
         scattered=name in _OF_ROWS or name in _INTO_ROWS,
     )
 

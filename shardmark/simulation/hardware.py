@@ -52,6 +52,8 @@ class Reached:
 
     products: dict[str, float] = field(default_factory=lambda: dict(REACHED_PRODUCTS), hash=False)
     """By dtype, of large matrix products."""
+    narrow: float = 1.0
+    """Of products a side of which is at most 128, as of attention without a kernel of its own, beside `products`."""
     attention: float = 0.6
     """Of attention's kernels, beside `products`: their products have softmax between them."""
     bandwidth: float = 0.85
@@ -135,7 +137,11 @@ def hardware(name: str) -> Hardware:
     if name.endswith(".toml"):
         return _of_file(Path(name))
     if name == THIS:
-        return replace(of_this_machine("cuda" if torch.cuda.is_available() else "cpu"), name=THIS)
+        if torch.cuda.is_available():
+            raise ValueError(
+                f"{THIS} is a CPU's own times; for this machine's GPU name it: {', '.join(known_hardware())}"
+            )
+        return replace(CPU, name=THIS)
     if name not in known_hardware():
         known = ", ".join([*known_hardware(), THIS])
         raise ValueError(f"no hardware is known as {name!r}; known is {known}, or a TOML file of your own")
@@ -143,6 +149,8 @@ def hardware(name: str) -> Hardware:
 
 
 def _of_file(path: Path) -> Hardware:
+    if path.stem == THIS:
+        raise ValueError(f"{path}: {THIS} is the machine at hand, and no file's name")
     try:
         return _hardware(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:

@@ -48,7 +48,7 @@ def predict(plan: Plan, rank: int = 0, on: Hardware = CPU, alike: Sequence[Hardw
 
         with without_operators():
             workload, memory, _ = meter_pass(plan, steady)
-        for other in alike:
+        for other in alike if schedule.rates is not None else ():
             schedule.rates = GPU(other)
             workload.prepare()
             if timed := schedule.step(workload.step, MOST_AHEAD):

@@ -32,9 +32,6 @@ WITHIN = (0.75, 1.52)
 rate was fitted to, one in twenty below and one in twenty above.
 """
 
-WITHIN = (0.8, 1.25)
-"""Of a predicted time, between which multiples of it 9 of 10 measured ones lie."""
-
 
 class GPU:
     """`Rates` of a GPU."""
@@ -56,9 +53,13 @@ class GPU:
         rate = self.hardware.flops[dtype] * reached.products[dtype]
         if cost.products:
             tiles = WIDE if dtype == "float32" and self._is_before_hopper else TILES
-            making = sum(_product_seconds(each, rate, self.hardware.sm_count, tiles) for each in cost.products)
-        else:  # attention's kernels, whose products have other work between them
-            making = cost.flops / (rate * reached.attention)
+            making = sum(
+                _product_seconds(each, rate, self.hardware.sm_count, tiles)
+                / (reached.narrow if each.is_narrow else 1.0)
+                for each in cost.products
+            )
+        else:
+            making = cost.flops / (rate * (reached.attention if cost.attends else 1.0))
         return reached.kernel + max(moving, making)
 
     @property

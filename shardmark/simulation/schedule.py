@@ -79,8 +79,13 @@ class Step:
 
     @property
     def at_least(self) -> float:
-        """Seconds of the data sheet: products one after another, or collectives, whichever takes longer."""
-        return max(self._least(collectives) for collectives in (False, True))
+        """Seconds of the data sheet: products one after another, or a group's collectives, whichever takes longer."""
+        of_collectives: dict[str, float] = {}
+        for span in self.spans:
+            if span.cost is None:
+                of_collectives[span.stream] = of_collectives.get(span.stream, 0.0) + span.least
+        products = sum(span.least for span in self.spans if span.cost is not None)
+        return max(products, *of_collectives.values(), 0.0)
 
     def lanes(self, most: int = 200) -> dict[str, list[list[float]]]:
         """By stream, from when to when it is busy: neighbours together until there are no more than so many."""
@@ -88,9 +93,6 @@ class Step:
         for span in sorted(self.spans, key=lambda span: span.begin):
             lanes.setdefault(span.stream or "compute", []).append([span.begin, span.end])
         return {name: _joined(busy, most) for name, busy in lanes.items()}
-
-    def _least(self, collectives: bool) -> float:
-        return sum(each.least for each in self.spans if (each.cost is None) == collectives)
 
 
 class Schedule:

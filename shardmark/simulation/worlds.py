@@ -25,7 +25,7 @@ def ranks_of(text: str) -> int | None:
 
 @dataclass(frozen=True)
 class Simulated:
-    """The hardware, and how many ranks of it, whose memory is predicted."""
+    """The hardware that is predicted for, and how many ranks of it."""
 
     hardware: Hardware
     ranks: int
@@ -62,7 +62,7 @@ class SimulatedWorld:
 
     def run(self, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> NoReturn:
         """Raises Unsupported: what is not `measure`'s own passes is not predicted."""
-        raise Unsupported(f"{function.__name__} is for ranks that run, and --simulate predicts memory alone")
+        raise Unsupported(f"{function.__name__} is for ranks that run, and --simulate predicts steps alone")
 
 
 class SimulatedWorlds:

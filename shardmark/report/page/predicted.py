@@ -9,6 +9,7 @@ from shardmark.report.columns import Entry
 from shardmark.report.page.figure import Absent, Cell, Drawn, Figure, first, in_unit
 from shardmark.report.page.vega import INK, SERIES, Spec, room, stand_ins
 from shardmark.report.plots import labels
+from shardmark.report.runfile import entries_of
 from shardmark.rows import figure
 
 MOST_PLOTS = 6
@@ -81,7 +82,7 @@ def _lanes(rows: Sequence[Sequence[Cell]], names: Sequence[str], ends: list[dict
 
 def is_predicted(run: Entry) -> bool:
     """Whether a run's rows are of a simulation."""
-    return any(entry["extra_info"].get("simulated") for entry in run["benchmarks"])
+    return any(entry["extra_info"].get("simulated") for entry in entries_of(run))
 
 
 def beside(predicted: Entry, measured: Entry) -> Figure | None:
