@@ -111,7 +111,7 @@ def collective_seconds(calls: Sequence[Call], budget: float, device: str) -> lis
         for _ in range(round(BEFORE / each_alone)):
             compute()
 
-    made = [[(call.operator, pool.tensors(call.args)) for call in calls] for pool in _cold_pools(calls, device)]
+    made = [[(_sender(call), pool.tensors(call.args)) for call in calls] for pool in _cold_pools(calls, device)]
     found: list[list[Sent]] = [[] for _ in calls]
     began = time.perf_counter()
     for done in range(MOST_ROUNDS_OF_COLLECTIVES):
@@ -122,7 +122,7 @@ def collective_seconds(calls: Sequence[Call], budget: float, device: str) -> lis
         order = random.Random(done).sample(range(len(calls)), len(calls))
         alone = {i: _alone(*calls_now[i], before) for i in order}
         for i in order:
-            found[i].append(Sent(*alone[i], *_beside(*calls_now[i], compute, each_alone)))
+            found[i].append(Sent(*alone[i], *_beside(*calls_now[i], compute, each_alone, sum(alone[i]))))
     return [mean_of(rounds[1:]) for rounds in found]
 
 
@@ -159,17 +159,50 @@ def _alone(operator: Any, args: Any, before: Callable[[], None]) -> tuple[float,
     return launched - began, time.perf_counter() - launched
 
 
-def _beside(operator: Any, args: Any, compute: Callable[[], None], each_alone: float) -> tuple[float, float]:
-    """Seconds that it takes where the host computes, and the host's pace meanwhile."""
+def _beside(
+    operator: Any, args: Any, compute: Callable[[], None], each_alone: float, alone: float
+) -> tuple[float, float]:
+    """Seconds that it takes where the host computes, and the host's pace meanwhile. A message does not say when it is
+    there: the host computes for as long as one takes alone.
+    """
     dist.barrier()
     handle = _handle(operator(*args))
     began, units = time.perf_counter(), 0
-    while not handle.is_completed():
+    while not handle.is_completed() and not (isinstance(handle, _Message) and units * each_alone > alone):
         compute()
         units += 1
     handle.wait()
     seconds = time.perf_counter() - began
     return seconds, min(1.0, units * each_alone / seconds)
+
+
+def _sender(call: Call) -> Callable[..., Any]:
+    """What starts the collective. Ranks exchange messages: to receive one takes as long as that, to send one nothing
+    more.
+    """
+    if call.name == "c10d::send":
+        return lambda *args: _Message([])
+    return _exchange if call.name == "c10d::recv_" else call.operator
+
+
+@dataclass(frozen=True)
+class _Message:
+    works: Sequence[Any]
+
+    def is_completed(self) -> bool:
+        return not self.works
+
+    def wait(self) -> None:
+        for each in self.works:
+            each.wait()
+
+
+def _exchange(tensors: list[Tensor], group: Any, source: int, tag: int) -> _Message:
+    """Receive as the first rank does, from as many ranks further on, and send as many back."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    received = torch.ops.c10d.recv_(tensors, group, (rank + source) % ranks, tag)
+    sent = torch.ops.c10d.send([torch.empty_like(each) for each in tensors], group, (rank - source) % ranks, tag)
+    return _Message([Work.unbox(received), Work.unbox(sent)])
 
 
 def _seconds_of(compute: Callable[[], None]) -> float:
@@ -182,6 +215,8 @@ def _seconds_of(compute: Callable[[], None]) -> float:
 
 
 def _handle(result: Any) -> Any:
+    if isinstance(result, _Message):
+        return result
     return Work.unbox(result[-1] if isinstance(result, tuple) else result)
 
 

@@ -6,6 +6,7 @@ autograd, the dispatcher, views. It is measured here, as the step is simulated.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -85,7 +86,7 @@ class Recorder(Schedule):
         super().__init__()
         self._events_of_step: list[Event] = []
         self._between, self._launches, self._last = 0.0, 0, 0.0
-        self._called: tuple[OpOverload, tuple[Any, ...]] | None = None
+        self._of_thread = threading.local()
         self._collectives = 0
 
     def record(self, step: Callable[[Callable[[str], None]], None]) -> list[Event]:
@@ -105,7 +106,7 @@ class Recorder(Schedule):
     def arrived(self, operator: OpOverload, args: tuple[Any, ...]) -> None:
         self._between += time.perf_counter() - self._last
         self._launches += 1
-        self._called = operator, args
+        self._of_thread.called = operator, args  # of this thread, as some implementations send from one of their own
         if torch._C._current_graph_task_id() == -1:
             self._end_backward()
         self._last = time.perf_counter()
@@ -125,8 +126,7 @@ class Recorder(Schedule):
         """Returns its number, which takes the place of when it is over."""
         if not self._running:
             return 0.0
-        assert self._called is not None
-        operator, args = self._called
+        operator, args = self._of_thread.called
         schema = operator._schema
         call = Call(schema.name, schema.overload_name or "default", tuple(_plain(each) for each in args))
         self._collectives += 1
