@@ -87,12 +87,14 @@ class Recorder(Schedule):
         self._events_of_step: list[Event] = []
         self._between, self._launches, self._last = 0.0, 0, 0.0
         self._of_thread = threading.local()
+        self._host = threading.get_ident()
         self._collectives = 0
 
     def record(self, step: Callable[[Callable[[str], None]], None]) -> list[Event]:
         """Run the step, and return its events."""
         self._events_of_step, self._between, self._launches, self._collectives = [], 0.0, 0, 0
         self._reduced, self._after_backward = {}, 0.0
+        self._host = threading.get_ident()
         self._running = True
         self._last = time.perf_counter()
         try:
@@ -134,7 +136,8 @@ class Recorder(Schedule):
         return float(self._collectives)
 
     def wait(self, until: float, stream: str | None = None) -> None:
-        if self._running and until:
+        """A thread beside the host's, as some implementations have, waits while the host goes on."""
+        if self._running and until and threading.get_ident() == self._host:
             self._between += time.perf_counter() - self._last
             self._note(wait=int(until))
             self._last = time.perf_counter()
