@@ -168,7 +168,7 @@ def _beside(
     dist.barrier()
     handle = _handle(operator(*args))
     began, units = time.perf_counter(), 0
-    while not handle.is_completed() and not (isinstance(handle, _Message) and units * each_alone > alone):
+    while not handle.is_completed() and not (isinstance(handle, _Message) and time.perf_counter() - began > alone):
         compute()
         units += 1
     handle.wait()
