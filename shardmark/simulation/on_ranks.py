@@ -24,6 +24,8 @@ MOST_ROUNDS, LEAST_ROUNDS = 30, 5
 MOST_ROUNDS_OF_COLLECTIVES = 200
 BEFORE = 5e-4
 """Seconds for which the ranks compute before a collective, as they do in a step: its threads wake up later then."""
+SILENT = {"c10d::recv_", "c10d::_reduce_scatter_base_", "c10d::reduce_scatter_"}
+"""Whose handles on Gloo do not say that they are over until they are waited for."""
 MOST_POOLS = 16
 COLD = 2**26
 """Bytes that a rank's collectives go through before they meet a tensor again: more than caches hold."""
@@ -122,7 +124,11 @@ def collective_seconds(calls: Sequence[Call], budget: float, device: str) -> lis
         order = random.Random(done).sample(range(len(calls)), len(calls))
         alone = {i: _alone(*calls_now[i], before) for i in order}
         for i in order:
-            found[i].append(Sent(*alone[i], *_beside(*calls_now[i], compute, each_alone, sum(alone[i]))))
+            found[i].append(
+                Sent(
+                    *alone[i], *_beside(*calls_now[i], compute, each_alone, sum(alone[i]), calls[i].name not in SILENT)
+                )
+            )
     return [mean_of(rounds[1:]) for rounds in found]
 
 
@@ -160,15 +166,15 @@ def _alone(operator: Any, args: Any, before: Callable[[], None]) -> tuple[float,
 
 
 def _beside(
-    operator: Any, args: Any, compute: Callable[[], None], each_alone: float, alone: float
+    operator: Any, args: Any, compute: Callable[[], None], each_alone: float, alone: float, says: bool
 ) -> tuple[float, float]:
-    """Seconds that it takes where the host computes, and the host's pace meanwhile. A message does not say when it is
-    there: the host computes for as long as one takes alone.
+    """Seconds that it takes where the host computes, and the host's pace meanwhile. One that never `says` that it
+    is over, as a message, is computed beside for as long as it takes alone.
     """
     dist.barrier()
     handle = _handle(operator(*args))
     began, units = time.perf_counter(), 0
-    while not handle.is_completed() and not (isinstance(handle, _Message) and time.perf_counter() - began > alone):
+    while not handle.is_completed() and (says or time.perf_counter() - began < alone):
         compute()
         units += 1
     handle.wait()
