@@ -2,8 +2,8 @@
 
     python -m perf.predicted_here [--ranks 1] [--link 1gbit] [-k data_parallel]
 
-Every case is predicted from operators alone, then stepped for real, in turns. Of one rank's steps the median counts,
-less the time that others had its core; of several ranks' that of the quarter for which they waited least.
+Every case is predicted from operators alone, then stepped for real, in turns. The median step counts: of one rank less
+the time that others had its core, of several with it, as their own threads are among those others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardmark.simulation.on_ranks import step_seconds
 from shardmark.simulation.this import Machine
 from shardmark.world import Worlds
 
-TURNS, STEPS = 2, 8
+TURNS, STEPS = 2, 5
 STRATEGIES = (
     ("data_parallel", ("naive", "flat", "overlapped", "bucketed", "ddp"), DataParallelStep, test_data_parallel.CASES),
     ("sharded_optimizer", ("unsharded", "zero_redundancy", "sharded"), ShardedStep, test_sharded_optimizer.CASES),
@@ -98,11 +98,8 @@ def row(machine: Machine, plan: Plan, link: str | None) -> Row:
         predicted.append(machine.step(plan).seconds)
         ranks = machine.worlds.get(plan.world_size).run(step_seconds, plan, STEPS * plan.world_size)
         measured += list(zip(*ranks, strict=True))
-    # Of several ranks, one's wait for a core may be another's wait for it: there the least disturbed steps count.
-    measured.sort(key=lambda each: max(waited / seconds for seconds, waited in each))
-    if plan.world_size > 1:
-        measured = measured[: max(3, len(measured) // 4)]
     waited = sum(w for each in measured for _, w in each) / sum(s for each in measured for s, _ in each)
+    # Of several ranks, one's wait for a core may be another's wait for it.
     taken = [max(seconds - waited * (len(each) == 1) for seconds, waited in each) for each in measured]
     return Row(
         plan.implementation.family,

@@ -6,9 +6,9 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -21,6 +21,14 @@ from shardmark.plan import Plan
 from shardmark.simulation.program import GROUP, SUM, Call, Layout
 
 MOST_ROUNDS, LEAST_ROUNDS = 30, 5
+MOST_ROUNDS_OF_COLLECTIVES = 200
+BEFORE = 5e-4
+"""Seconds for which the ranks compute before a collective, as they do in a step: its threads wake up later then."""
+SILENT = {"c10d::recv_", "c10d::_reduce_scatter_base_", "c10d::reduce_scatter_"}
+"""Whose handles on Gloo do not say that they are over until they are waited for."""
+MOST_POOLS = 16
+COLD = 2**26
+"""Bytes that a rank's collectives go through before they meet a tensor again: more than caches hold."""
 
 
 @dataclass(frozen=True)
@@ -93,52 +101,114 @@ _open = threading.local()
 
 def collective_seconds(calls: Sequence[Call], budget: float, device: str) -> list[Sent]:
     """Of each, on all ranks."""
-    pool = _Pool(device)
     unit = torch.randn(96, 96, device=device)
     out = torch.empty_like(unit)
 
     def compute() -> None:
         torch.mm(unit, unit, out=out)
 
-    made = [(call.operator, pool.tensors(call.args)) for call in calls]
+    each_alone = _seconds_of(compute)
+
+    def before() -> None:
+        for _ in range(round(BEFORE / each_alone)):
+            compute()
+
+    made = [[(_sender(call), pool.tensors(call.args)) for call in calls] for pool in _cold_pools(calls, device)]
     found: list[list[Sent]] = [[] for _ in calls]
     began = time.perf_counter()
-    each_alone = _seconds_of(compute)
-    for done in range(MOST_ROUNDS):
+    for done in range(MOST_ROUNDS_OF_COLLECTIVES):
         late = torch.tensor(float(done >= LEAST_ROUNDS and time.perf_counter() - began > budget))
         if _together(late):
             break
-        for i in random.Random(done).sample(range(len(calls)), len(calls)):
-            found[i].append(_sent(*made[i], compute, each_alone))
-    figures = [
-        [_quieter([getattr(each, name) for each in rounds[1:]]) for name in ("launch", "alone", "beside")]
-        + [median(each.pace for each in rounds[1:])]
-        for rounds in found
-    ]
-    return [Sent(*each) for each in figures]
+        calls_now = made[done % len(made)]
+        order = random.Random(done).sample(range(len(calls)), len(calls))
+        alone = {i: _alone(*calls_now[i], before) for i in order}
+        for i in order:
+            found[i].append(
+                Sent(
+                    *alone[i], *_beside(*calls_now[i], compute, each_alone, sum(alone[i]), calls[i].name not in SILENT)
+                )
+            )
+    return [mean_of(rounds[1:]) for rounds in found]
 
 
-def _sent(operator: Any, args: Any, compute: Callable[[], None], each_alone: float) -> Sent:
-    dist.barrier()
+def _cold_pools(calls: Sequence[Call], device: str) -> list[_Pool]:
+    """As many as it takes for a tensor to have left the caches when its turn comes again."""
+    nbytes = sum(layout.elements * layout.dtype.itemsize for call in calls for layout in _layouts(call.args))
+    return [_Pool(device) for _ in range(min(MOST_POOLS, -(-COLD // max(1, nbytes))))]
+
+
+def _layouts(value: Any) -> Iterator[Layout]:
+    if isinstance(value, Layout):
+        yield value
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from _layouts(each)
+
+
+def mean_of(measured: Sequence[Sent]) -> Sent:
+    """What one takes in the mean, as a step is a sum of many: Gloo's threads are woken at once, or milliseconds later
+    where others hold the core, so that no quantile stands for both.
+    """
+    beside = mean(each.beside for each in measured)
+    pace = mean(each.pace * each.beside for each in measured) / beside
+    return Sent(mean(each.launch for each in measured), mean(each.alone for each in measured), beside, pace)
+
+
+def _alone(operator: Any, args: Any, before: Callable[[], None]) -> tuple[float, float]:
+    """Seconds to launch it, and from then on. No barrier comes before, whose own threads would be awake still."""
+    before()
     began = time.perf_counter()
     handle = _handle(operator(*args))
     launched = time.perf_counter()
     handle.wait()
-    over = time.perf_counter()
+    return launched - began, time.perf_counter() - launched
+
+
+def _beside(
+    operator: Any, args: Any, compute: Callable[[], None], each_alone: float, alone: float, says: bool
+) -> tuple[float, float]:
+    """Seconds that it takes where the host computes, and the host's pace meanwhile. One that never `says` that it
+    is over, as a message, is computed beside for as long as it takes alone.
+    """
     dist.barrier()
     handle = _handle(operator(*args))
-    beside_began, units = time.perf_counter(), 0
-    while not handle.is_completed():
+    began, units = time.perf_counter(), 0
+    while not handle.is_completed() and (says or time.perf_counter() - began < alone):
         compute()
         units += 1
     handle.wait()
-    beside = time.perf_counter() - beside_began
-    return Sent(launched - began, over - launched, beside, min(1.0, units * each_alone / beside))
+    seconds = time.perf_counter() - began
+    return seconds, min(1.0, units * each_alone / seconds)
 
 
-def _quieter(values: list[float]) -> float:
-    """Their lower quartile: others on this machine can only add."""
-    return sorted(values)[len(values) // 4]
+def _sender(call: Call) -> Callable[..., Any]:
+    """What starts the collective. Ranks exchange messages: to receive one takes as long as that, to send one nothing
+    more.
+    """
+    if call.name == "c10d::send":
+        return lambda *args: _Message([])
+    return _exchange if call.name == "c10d::recv_" else call.operator
+
+
+@dataclass(frozen=True)
+class _Message:
+    works: Sequence[Any]
+
+    def is_completed(self) -> bool:
+        return not self.works
+
+    def wait(self) -> None:
+        for each in self.works:
+            each.wait()
+
+
+def _exchange(tensors: list[Tensor], group: Any, source: int, tag: int) -> _Message:
+    """Receive as the first rank does, from as many ranks further on, and send as many back."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    received = torch.ops.c10d.recv_(tensors, group, (rank + source) % ranks, tag)
+    sent = torch.ops.c10d.send([torch.empty_like(each) for each in tensors], group, (rank - source) % ranks, tag)
+    return _Message([Work.unbox(received), Work.unbox(sent)])
 
 
 def _seconds_of(compute: Callable[[], None]) -> float:
@@ -151,6 +221,8 @@ def _seconds_of(compute: Callable[[], None]) -> float:
 
 
 def _handle(result: Any) -> Any:
+    if isinstance(result, _Message):
+        return result
     return Work.unbox(result[-1] if isinstance(result, tuple) else result)
 
 

@@ -6,6 +6,7 @@ autograd, the dispatcher, views. It is measured here, as the step is simulated.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -85,13 +86,15 @@ class Recorder(Schedule):
         super().__init__()
         self._events_of_step: list[Event] = []
         self._between, self._launches, self._last = 0.0, 0, 0.0
-        self._called: tuple[OpOverload, tuple[Any, ...]] | None = None
+        self._of_thread = threading.local()
+        self._host = threading.get_ident()
         self._collectives = 0
 
     def record(self, step: Callable[[Callable[[str], None]], None]) -> list[Event]:
         """Run the step, and return its events."""
         self._events_of_step, self._between, self._launches, self._collectives = [], 0.0, 0, 0
         self._reduced, self._after_backward = {}, 0.0
+        self._host = threading.get_ident()
         self._running = True
         self._last = time.perf_counter()
         try:
@@ -105,7 +108,7 @@ class Recorder(Schedule):
     def arrived(self, operator: OpOverload, args: tuple[Any, ...]) -> None:
         self._between += time.perf_counter() - self._last
         self._launches += 1
-        self._called = operator, args
+        self._of_thread.called = operator, args  # of this thread, as some implementations send from one of their own
         if torch._C._current_graph_task_id() == -1:
             self._end_backward()
         self._last = time.perf_counter()
@@ -125,8 +128,7 @@ class Recorder(Schedule):
         """Returns its number, which takes the place of when it is over."""
         if not self._running:
             return 0.0
-        assert self._called is not None
-        operator, args = self._called
+        operator, args = self._of_thread.called
         schema = operator._schema
         call = Call(schema.name, schema.overload_name or "default", tuple(_plain(each) for each in args))
         self._collectives += 1
@@ -134,7 +136,8 @@ class Recorder(Schedule):
         return float(self._collectives)
 
     def wait(self, until: float, stream: str | None = None) -> None:
-        if self._running and until:
+        """A thread beside the host's, as some implementations have, waits while the host goes on."""
+        if self._running and until and threading.get_ident() == self._host:
             self._between += time.perf_counter() - self._last
             self._note(wait=int(until))
             self._last = time.perf_counter()

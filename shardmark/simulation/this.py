@@ -21,7 +21,7 @@ from torch import nn
 from shardmark.passes import WARMUPS
 from shardmark.plan import Mark, Plan
 from shardmark.registry import Implementation, Unsupported
-from shardmark.simulation.on_ranks import Sent, collective_seconds, operator_seconds, step_seconds
+from shardmark.simulation.on_ranks import Sent, collective_seconds, mean_of, operator_seconds, step_seconds
 from shardmark.simulation.predict import simulation
 from shardmark.simulation.program import Call, Event, Recorder, typical
 from shardmark.simulation.schedule import FIRST_STREAM, Span, Step
@@ -82,12 +82,7 @@ class Machine:
         if collectives:
             sent = world.run(collective_seconds, collectives, SECONDS, world.device)
             for call, *each in zip(collectives, *sent, strict=True):
-                self._collectives[ranks, call] = Sent(
-                    max(one.launch for one in each),
-                    max(one.alone for one in each),
-                    max(one.beside for one in each),
-                    min(one.pace for one in each),
-                )
+                self._collectives[ranks, call] = mean_of(each)
 
     def _per_launch(self) -> float:
         """Seconds by which a simulated launch, with the operator's own, takes longer than a real one: of a program that
@@ -117,6 +112,7 @@ class Machine:
                 timeline.spans.append(Span(event.name, FIRST_STREAM, began, timeline.now, 0.0, event.cost))
             elif event.name:
                 timeline.mark(event.name)
+        timeline.wait(len(events))  # what nobody was seen to wait for: the next step is not faster either
         return Step(timeline.now, timeline.now, timeline.parts, timeline.spans)
 
 
