@@ -41,8 +41,6 @@ def test_a_product_of_whole_waves_takes_its_flops() -> None:
     flops = 2 * 108 * 128 * 128 * 4096
     seconds = GPU(device()).seconds(Cost(torch.bfloat16, flops, 0, (product,)))
     assert seconds == pytest.approx(flops / 311.9e12, rel=1e-3)
-    batched = Cost(torch.bfloat16, flops, 0, (product,), batched=True)
-    assert GPU(device(batched=0.5)).seconds(batched) == pytest.approx(2 * seconds, rel=1e-3)
     assert GPU(device(narrow=0.5)).seconds(Cost(torch.bfloat16, flops, 0, (product,))) == pytest.approx(
         2 * seconds, rel=1e-3
     )

@@ -13,7 +13,7 @@ import torch
 
 from correctness.support.paths import ROOT
 from shardmark.hardware import published_peak
-from shardmark.simulation.hardware import TABLE, hardware, known_hardware
+from shardmark.simulation.hardware import TABLE, Reached, hardware, known_hardware
 
 GPUS = [name for name in known_hardware() if name != "cpu"]
 GIB = 2**30
@@ -134,9 +134,10 @@ def test_a_wrong_file_is_one_line(text: str, reason: str, mine: Callable[[str], 
 def test_the_document_names_what_is_known_and_its_example_is_a_file(mine: Callable[[str], str]) -> None:
     text = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
     assert [name for name in known_hardware() if f"`{name}`" not in text] == []
-    (example,) = re.findall(r"```toml\n(.*?)```", text, flags=re.S)
+    example, reached = re.findall(r"```toml\n(.*?)```", text, flags=re.S)
     own, known = hardware(mine(example)), hardware("h100-80gb")
     assert replace(own, name=known.name, flops=known.flops, reached=known.reached) == known
+    assert hardware(mine(example + reached)).reached == own.reached == Reached()
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
@@ -149,3 +150,9 @@ def test_an_unknown_name_is_told_the_known_ones() -> None:
         ValueError, match=r"no hardware is known as 'h1000'; known is cpu, v100-16gb, .*, mi300x, this, or a"
     ):
         hardware("h1000")
+
+
+def test_no_file_is_the_machine_at_hand(tmp_path: Path) -> None:
+    (tmp_path / "this.toml").write_text("")
+    with pytest.raises(ValueError, match=r"this\.toml: this is the machine at hand, and no file's name"):
+        hardware(str(tmp_path / "this.toml"))

@@ -20,9 +20,11 @@ simulated, without a GPU. `python -m perf.published.fit` found what the devices 
 seconds that each write-up's host takes to launch an operator, by one half of the configurations; a configuration's
 rows are all in the same half. The other half, held out, judges: these are the rows without a "fitted" beside them.
 
-What to know of it: numbers were fitted to one half alone, but programs that a write-up leaves open, and the rule for
-narrow float32 products, were chosen with all rows in view. Of several ranks nothing was fitted but all-reduces. The
-rate of bfloat16 products is not fitted, as few rows depend on it. V100 all-reduces over NCCL are not held to a
+What to know of it: numbers were fitted to one half alone, but the model's form (two rules for narrow products, sums
+that batches do not share, the search's upper limits, a host for each table) and programs that a write-up leaves open
+were chosen with all rows in view. Hosts are each write-up's own: a step that is bound by its host takes another time on
+yours. Of several ranks nothing was fitted but all-reduces. The rate of bfloat16 products is not fitted, as few rows
+depend on it. V100 all-reduces over NCCL are not held to a
 prediction: 1 MB takes 0.36 s on 2 ranks and 1000 MB 0.42 s, so 999 MB more take 0.06 s, and 0.36 s are no all-reduce.
 
 {summary}
