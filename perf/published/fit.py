@@ -159,14 +159,19 @@ def fit(name: str, device: Device) -> tuple[Found, dict[str, Found]]:
     return rates, hosts
 
 
+SAME_CHIP = {"a100-80gb": ("a100-40gb",), "h100-80gb": ("h100-pcie", "h200")}
+
+
 def write_reached(name: str, rates: Found) -> None:
-    """Into the device's table of `hardware.toml`, which has a line of it already."""
+    """Into the tables of the device and of those with its chip in `hardware.toml`, which have a line of it already."""
     products = {key.removeprefix("products."): rate for key, rate in rates.items() if key.startswith("products.")}
     others = {key: rate for key, rate in rates.items() if not key.startswith("products.")}
     line = f"reached = {{ products = {{ {toml(products)} }}, {toml(others)} }}"
-    head, table, rest = TABLE.read_text(encoding="utf-8").partition(f"[{name}]\n")
-    rest = re.sub(r"(?m)^reached = .*$", line, rest, count=1)
-    TABLE.write_text(head + table + rest, encoding="utf-8")
+    for each in (name, *SAME_CHIP[name]):
+        head, table, rest = TABLE.read_text(encoding="utf-8").partition(f"[{each}]\n")
+        own, *others = re.split(r"(?m)^(?=\[)", rest, maxsplit=1)
+        own = re.sub(r"(?m)^reached = .*$", line, own, count=1)
+        TABLE.write_text(head + table + "".join([own, *others]), encoding="utf-8")
 
 
 def toml(values: Found) -> str:
