@@ -178,7 +178,7 @@ def predicted_time_entry(
         **NO_RACE,
         "machine": {},
         "predicted": {
-            "interval": within and [factor * step.seconds for factor in within],
+            "interval": within and [max(factor * step.seconds, step.at_least) for factor in within],
             "at_least": None if within is None else step.at_least,
             "streams": step.lanes(),
         },

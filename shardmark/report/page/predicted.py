@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardmark.report.columns import Entry
+from shardmark.report.layout import ms
 from shardmark.report.page.figure import Absent, Cell, Drawn, Figure, first, in_unit
 from shardmark.report.page.vega import INK, SERIES, Spec, room, stand_ins
 from shardmark.report.plots import labels
@@ -106,7 +107,7 @@ def beside(predicted: Entry, measured: Entry) -> Figure | None:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"
+    return f"{ms(seconds)} ms"
 
 
 def _interval(entry: Entry) -> Sequence[float]:
