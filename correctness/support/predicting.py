@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,13 +43,21 @@ from shardmark.plan import Plan
 from shardmark.replay import Allocated, Released
 
 PASSES = 3
-"""How often the meter runs. The smallest peak counts: on a busy machine a backend may release a tensor late."""
+"""How often the meter runs. The least of each figure counts: on a busy machine a backend may release a tensor late."""
 
 
 def metered(plan: Plan) -> Memory:
     """On this rank. The first pass of a process has what libraries keep from then on."""
     passes = [meter_pass(plan)[1] for _ in range(PASSES)]
-    return min(passes, key=lambda memory: memory.tensors)
+    return Memory(
+        phases=_least([each.phases for each in passes]),
+        peaks=_least([each.peaks for each in passes]),
+        tensors=min(each.tensors for each in passes),
+    )
+
+
+def _least(figures: Sequence[dict[str, int]]) -> dict[str, int]:
+    return {name: min(each[name] for each in figures) for name in figures[0]}
 
 
 def allocations(program: Callable[[], object]) -> list[tuple[str, int]]:
