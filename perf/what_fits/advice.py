@@ -139,30 +139,27 @@ def _changes(predictions: Predictions, found: Outcome, sizes: Sequence[int]) -> 
 
 
 def _largest_size(predictions: Predictions, found: Outcome, dim: int) -> int | str:
-    """The largest size of the batch in that dimension with which it fits; or why none was found."""
+    """The largest size of the batch in that dimension with which it fits; or why none was found.
+
+    A size that the model refuses is too large, where it takes another one than the user's.
+    """
     start = predictions.sizes[dim]
     if isinstance(start, str):
         return start
-    taken: list[int] = []
+    taken: set[int] = set()
+    refused: list[str] = []
 
     def needed(size: int) -> int:
         there = _predicted(predictions, found.strategy, found.ranks, found.hardware, dim, size)
-        if there.free is None:
-            assert isinstance(there.found, Refused)
-            if size > start and taken:  # what the model takes at most is smaller
-                return 1
-            raise _NoBatchError(there.found.reason)
-        taken.append(size)
-        return -there.free
+        if there.free is not None:
+            taken.add(size)
+            return -there.free
+        assert isinstance(there.found, Refused)
+        refused.append(there.found.reason)
+        return 1
 
-    try:
-        return largest(needed, start)
-    except _NoBatchError as error:
-        return str(error)
-
-
-class _NoBatchError(Exception):
-    """The model does not take another batch."""
+    most = largest(needed, start)
+    return refused[0] if refused and not taken - {start} else most
 
 
 def largest(excess: Callable[[int], int], start: int) -> int:
