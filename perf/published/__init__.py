@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardmark.report.plots import Published
 
-UNITS = {"ms": 1e-3, "s": 1.0, "MiB": 2**20, "GiB": 2**30, "GB": 1e9}
+UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "MiB": 2**20, "GiB": 2**30, "GB": 1e9}
 
 
 def rows_of(file: str) -> Iterator[dict[str, str]]:

@@ -16,7 +16,8 @@ from statistics import fmean
 
 import numpy as np
 
-from perf.published.times import FILES, HOSTS, SECONDS, Reading, ahead_of, fitted_cases, reading_of, rows
+from perf.published import UNITS
+from perf.published.times import FILES, HOSTS, Reading, ahead_of, fitted_cases, reading_of, rows
 from perf.published.traces import Trace, trace
 from shardmark.simulation.costs import Cost
 from shardmark.simulation.hardware import TABLE, Hardware, Reached, hardware
@@ -119,7 +120,7 @@ def devices() -> dict[str, Device]:
             if reading is None or row["case"] not in fitted_cases(file):
                 continue
             device = found.setdefault(reading.on, Device(hardware(reading.on)))
-            published = float(row["value"]) * SECONDS[row["unit"]]
+            published = float(row["value"]) * UNITS[row["unit"]]
             if row["experiment"].startswith("all-reduce"):
                 device.all_reduces.append((reading, 2**20 * int(row["case"].split()[0]), published))
             elif reading.ranks == 1:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -43,7 +43,7 @@ def transformer(size: str, length: int, dtype: torch.dtype, *, optimizer: bool =
         adamw = AdamW(model.parameters())
 
         def step(mark: Mark) -> None:
-            with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
+            with _autocast(dtype):
                 loss = loss_by_parts(model(tokens), targets)
             schedule.synchronize()
             mark("forward")
@@ -61,6 +61,11 @@ def transformer(size: str, length: int, dtype: torch.dtype, *, optimizer: bool =
         return step
 
     return make
+
+
+def _autocast(dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Autocast to that dtype; of float32, which needs none, nothing."""
+    return torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext()
 
 
 def _nothing(part: str, of_host: bool = False) -> None:
@@ -101,7 +106,7 @@ def causal_attention(width: int, length: int, dtype: torch.dtype, what: str) -> 
         gradient = torch.randn(1, length, width)
 
         def forward() -> Tensor:
-            with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
+            with _autocast(dtype):
                 scores = torch.einsum("...qd,...kd->...qk", q, k) / math.sqrt(width)
                 scores = torch.where(mask, scores, float("-inf"))
                 return torch.einsum("...qk,...kd->...qd", softmax_by_parts(scores), v)
@@ -131,7 +136,7 @@ def mlp_ladder(dtype: torch.dtype, *, sharded: bool = False) -> Timed:
         tokens, targets = torch.zeros(2, 8, 4_096, dtype=torch.long)
 
         def step(mark: Mark) -> None:
-            with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
+            with _autocast(dtype):
                 loss = cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
             loss.backward()
             optimizer.step()

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from perf.published import rows_of, steps
+from perf.published import UNITS, rows_of, steps
 from perf.published.programs import fused_softmax, softmax_by_parts
 from perf.published.steps import Timed
 from perf.published.traces import trace
@@ -29,7 +29,6 @@ from shardmark.simulation.predict import simulation
 from shardmark.simulation.rates import GPU
 
 FILES = ("cs336_a100", "cs336_stanford336", "simple_pytorch", "odsc_fsdp")
-SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 HOSTS = Path(__file__).with_name("hosts.toml")
 
 Row = dict[str, str]
@@ -238,7 +237,7 @@ def reading_of(file: str, row: Row) -> Reading | None:
 
 
 def rows(file: str) -> list[Row]:
-    """All published rows of the file but those of memory."""
+    """The rows of the file, without those of memory."""
     return [row for row in rows_of(file) if row["unit"] not in ("MiB", "GiB", "GB", "bytes")]
 
 
@@ -270,7 +269,7 @@ def compared(file: str) -> list[Compared]:
         if reading is None or index in again:
             continue
         predicted, least = predict(reading)
-        seconds = float(row["value"]) * SECONDS[row["unit"]]
+        seconds = float(row["value"]) * UNITS[row["unit"]]
         found.append(Compared(row, reading, seconds, predicted, least, row["case"] in fitted_cases(file)))
     return found
 

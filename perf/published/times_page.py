@@ -7,7 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from statistics import fmean, median
 
-from perf.published.times import FILES, SECONDS, Compared, Row, compared, repeated, rows, why_unknown
+from perf.published import UNITS
+from perf.published.times import FILES, Compared, Row, compared, repeated, rows, why_unknown
 from shardmark.simulation.hardware import hardware
 from shardmark.simulation.rates import WITHIN
 
@@ -24,8 +25,8 @@ What to know of it: numbers were fitted to one half alone, but the model's form 
 that batches do not share, the search's upper limits, a host for each table) and programs that a write-up leaves open
 were chosen with all rows in view. Hosts are each write-up's own: a step that is bound by its host takes another time on
 yours. Of several ranks nothing was fitted but all-reduces. The rate of bfloat16 products is not fitted, as few rows
-depend on it. V100 all-reduces over NCCL are not held to a
-prediction: 1 MB takes 0.36 s on 2 ranks and 1000 MB 0.42 s, so 999 MB more take 0.06 s, and 0.36 s are no all-reduce.
+depend on it. V100 all-reduces over NCCL are not held to a prediction: 1 MB takes 0.36 s on 2 ranks and 1000 MB 0.42 s,
+so 999 MB more take 0.06 s, and 0.36 s are no all-reduce.
 
 {summary}
 
@@ -102,7 +103,7 @@ def _by_table(every: list[Compared]) -> str:
 def _table(found: Iterable[Compared], stds: dict[tuple[str, str, str], str]) -> str:
     lines = ["| case | GPU | what | published | predicted | error | at least | |", "|---|---|---|---|---|---|---|---|"]
     for each in found:
-        row, unit = each.row, SECONDS[each.row["unit"]]
+        row, unit = each.row, UNITS[each.row["unit"]]
         places = len(row["value"].partition(".")[2])
         std = stds.get((row["experiment"], row["case"], row["metric"].replace(" mean", " std")))
         spread = f" ± {std}" if std is not None and " mean" in row["metric"] else ""

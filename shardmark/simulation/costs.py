@@ -35,7 +35,7 @@ class Product:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether a side of it is no longer than a tile's."""
+        """Whether one of m, n and k is at most 128, as long as a tile."""
         return min(self.m, self.n, self.k) <= 128
 
 

@@ -198,7 +198,7 @@ def one_rank_of(size: int, rank: int = 0, backend: str = "gloo", schedule: Sched
         return waited
 
     def get_future(work: Work) -> Any:
-        """What a user's hook of DDP asks for, and DDP waits for."""
+        """A communication hook that a user gives DDP asks for the future, and DDP waits for it after backward."""
         future = _future(work)
         if schedule.running and type(work) is Work:
             schedule.wait_after_backward(future.value())

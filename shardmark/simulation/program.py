@@ -37,7 +37,7 @@ class Layout:
 
     @property
     def elements(self) -> int:
-        """Of the storage that it needs."""
+        """How many elements of storage it needs."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
@@ -87,14 +87,14 @@ class Recorder(Schedule):
         self._events_of_step: list[Event] = []
         self._between, self._launches, self._last = 0.0, 0, 0.0
         self._of_thread = threading.local()
-        self._host = threading.get_ident()
+        self._host_thread = threading.get_ident()
         self._collectives = 0
 
     def record(self, step: Callable[[Callable[[str], None]], None]) -> list[Event]:
         """Run the step, and return its events."""
         self._events_of_step, self._between, self._launches, self._collectives = [], 0.0, 0, 0
         self._reduced, self._after_backward = {}, 0.0
-        self._host = threading.get_ident()
+        self._host_thread = threading.get_ident()
         self._running = True
         self._last = time.perf_counter()
         try:
@@ -137,7 +137,7 @@ class Recorder(Schedule):
 
     def wait(self, until: float, stream: str | None = None) -> None:
         """A thread beside the host's, as some implementations have, waits while the host goes on."""
-        if self._running and until and threading.get_ident() == self._host:
+        if self._running and until and threading.get_ident() == self._host_thread:
             self._between += time.perf_counter() - self._last
             self._note(wait=int(until))
             self._last = time.perf_counter()

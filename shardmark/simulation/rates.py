@@ -67,7 +67,7 @@ class GPU:
         return self.hardware.capability is not None and self.hardware.capability < (9, 0)
 
     def least(self, cost: Cost) -> float:
-        """What the data sheet's FLOP/s allow. Bytes could be in a cache."""
+        """Seconds at the data sheet's FLOP/s. Bytes do not count, as they could be in a cache."""
         return cost.flops / self.hardware.flops[dtype_of_products(cost.dtype, self.hardware)]
 
     def launch(self, in_backward: bool) -> float:

@@ -36,13 +36,13 @@ class Rates(Protocol):
     """How fast a device and its links are."""
 
     def seconds(self, cost: Cost) -> float:
-        """Of an operator on the device."""
+        """Seconds that an operator takes on the device."""
 
     def launch(self, in_backward: bool) -> float:
-        """Of the host, for an operator."""
+        """Seconds that the host takes to launch an operator."""
 
     def collective(self, name: str, nbytes: int, ranks: Sequence[int]) -> float:
-        """Of a collective among those ranks, `nbytes` the larger of what goes in and what comes out."""
+        """Seconds of a collective among those ranks; `nbytes` is the larger of what goes in and what comes out."""
 
     def least(self, cost: Cost) -> float:
         """The lower bound of `seconds`."""
@@ -148,7 +148,7 @@ class Schedule:
         """The program calls it; `operator` comes once its results are allocated."""
 
     def operator(self, operator: OpOverload, args: Any, kwargs: dict[str, Any], results: Any) -> None:
-        """It is launched onto the current stream."""
+        """Take note of an operator that the host launches onto the current stream."""
         assert self.rates is not None
         in_backward = torch._C._current_graph_task_id() != -1
         if not in_backward:
@@ -240,7 +240,7 @@ class Schedule:
 
     @contextmanager
     def on_stream(self, name: str) -> Iterator[None]:
-        """What the block launches goes onto the stream of that name."""
+        """In the block the stream of that name is the current one."""
         self._current.append(name)
         try:
             yield

@@ -1,7 +1,7 @@
 """How long a step takes on this machine: each of its operators and collectives measured by itself, and added up.
 
-    with Machine(Worlds("cpu")) as here:
-        here.step(plan).seconds
+    here = Machine(Worlds("cpu"))
+    here.step(plan).seconds
 
 The step is simulated first, which tells what it launches and what the program takes between; ranks of this machine then
 measure what they have not measured before. A CPU is its own host: operators run one after another, and a collective
@@ -64,7 +64,7 @@ class Machine:
             return None
 
     def measure(self, events: Sequence[Event], ranks: int) -> None:
-        """What there is no rate of yet."""
+        """Measure those of the operators and collectives that have no rate yet."""
         calls = list(dict.fromkeys(each.call for each in events if each.call is not None))
         operators = [
             each for each in calls if not each.name.startswith("c10d::") and (ranks, each) not in self._operators
@@ -137,7 +137,7 @@ class Timeline:
         self._done = 0
 
     def compute(self, seconds: float) -> None:
-        """So much of the host's work, slower while a collective goes on."""
+        """The host works for so many seconds; while a collective goes on it takes longer."""
         while seconds > 0 and self._pending:
             first = self._first()
             rest = first.left * first.sent.beside

@@ -18,6 +18,8 @@ Cell = str | float | None
 
 MOST_LINES = 12
 """Of a plot: more are told apart by nobody."""
+MOST_PLOTS = 6
+"""Of a question, where each row has one."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardmark.report.columns import Entry
-from shardmark.report.page.figure import MOST_LINES, Absent, Cell, Drawn, Figure, in_unit, titled
+from shardmark.report.page.figure import MOST_LINES, MOST_PLOTS, Absent, Cell, Drawn, Figure, in_unit, titled
 from shardmark.report.page.vega import INK, SERIES, Spec, series
 from shardmark.report.plots import finite, labels
 from shardmark.rows import figure
@@ -16,8 +16,6 @@ MOMENTS = 100
 """Of a step that are drawn, each the largest of those it stands for; the row has up to 200."""
 NEAR = 0.2
 """Of the device's memory: where a peak is less, the device's size would press all else to the bottom."""
-MOST_PLOTS = 6
-"""Of a question, as each row has one."""
 _WIDTH, _HEIGHT = 560, 220
 
 

@@ -7,14 +7,12 @@ from typing import Any
 
 from shardmark.report.columns import Entry
 from shardmark.report.layout import ms
-from shardmark.report.page.figure import Absent, Cell, Drawn, Figure, first, in_unit
+from shardmark.report.page.figure import MOST_PLOTS, Absent, Cell, Drawn, Figure, first, in_unit
 from shardmark.report.page.vega import INK, SERIES, Spec, room, stand_ins
 from shardmark.report.plots import labels
 from shardmark.report.runfile import entries_of
 from shardmark.rows import figure
 
-MOST_PLOTS = 6
-"""Of a question, as each row has one."""
 _WIDTH = 500
 WIDE = 0.12
 """Of the step: narrower parts have no room for their names."""
