@@ -118,7 +118,7 @@ class _Kernels:
         if kind is Kind.RUN:
             return operator.redispatch(keys.remove(_KEY), *args, **kwargs)
         tensors = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
-        if keys.has(DispatchKey.Meta) or (kind is not Kind.ALLOCATE and all(map(_has_value, tensors))):
+        if keys.has(DispatchKey.Meta) or (kind is not Kind.ALLOCATE and all(map(has_value, tensors))):
             with _off(operator):
                 return operator(*args, **kwargs)
         if kind is Kind.READ:
@@ -133,8 +133,8 @@ class _Kernels:
         return results
 
     def _send(self, keys: Any, operator: OpOverload, args: tuple[Any, ...]) -> Any:
-        if all(map(_has_value, tensors_in(args))):
-            with torch._C._ExcludeDispatchKeyGuard(_KEYS):  # it copies for each rank
+        if all(map(has_value, tensors_in(args))):
+            with past_kernels():  # it copies for each rank
                 operator.redispatch(keys.remove(_KEY), *args)
         else:
             for tensor in tensors_in(args[:1]):  # what a collective writes comes first
@@ -178,7 +178,7 @@ class _Kernels:
 @contextmanager
 def _off(operator: OpOverload) -> Iterator[None]:
     """In the block the operator runs as always. In a range, by which the meter knows what it takes and gives back."""
-    with torch._C._ExcludeDispatchKeyGuard(_KEYS), record_function(operator._schema.name):
+    with past_kernels(), record_function(operator._schema.name):
         yield
 
 
@@ -216,7 +216,13 @@ def _is_small(tensor: Tensor) -> bool:
     return tensor.numel() <= (SMALL if tensor.is_floating_point() else INDICES)
 
 
-def _has_value(tensor: Tensor) -> bool:
+def past_kernels() -> Any:
+    """In the block operators run as if there were no simulation."""
+    return torch._C._ExcludeDispatchKeyGuard(_KEYS)
+
+
+def has_value(tensor: Tensor) -> bool:
+    """Whether the tensor is small, and follows from the program's own numbers."""
     return _is_small(tensor) and not hasattr(tensor.untyped_storage(), "no_value")
 
 
@@ -245,7 +251,7 @@ def _read(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of Tensor that reads values past the dispatcher."""
 
     def reading(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not tensor.is_meta and not _has_value(tensor):
+        if not tensor.is_meta and not has_value(tensor):
             where = user_line(sys._getframe(1)) or "PyTorch"
             raise Unsupported(f"Tensor.{method.__name__} in {where} depends on values, and a simulation has none")
         return method(tensor, *args, **kwargs)
@@ -267,7 +273,7 @@ def _fake_alone(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     """Fake tensors, with which DTensor asks for shapes, come past us."""
 
     def alone(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+        with past_kernels():
             return dispatch(*args, **kwargs)
 
     return alone

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from shardmark.simulation.costs import Cost, cost_of
+from shardmark.simulation.kernels import has_value, past_kernels
 from shardmark.simulation.kinds import Kind, kind_of
 from shardmark.simulation.schedule import Schedule
 
@@ -178,9 +179,9 @@ def _named(kwargs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
         whole = not value.is_floating_point() and not value.is_complex()
-        known = whole and value.numel() and value.dtype != torch.bool and value.device.type == "cpu"
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C._dispatch_key_parse("FPGA"))):
-            largest = int(value.max()) if known and not hasattr(value.untyped_storage(), "no_value") else 0
+        counts = whole and value.numel() and value.dtype != torch.bool and value.device.type == "cpu"
+        with past_kernels():
+            largest = int(value.max()) if counts and has_value(value) else 0
         return Layout(tuple(value.shape), value.stride(), value.dtype, max(largest, 0))
     if isinstance(value, list | tuple):
         return tuple(map(_described, value))
