@@ -258,12 +258,29 @@ def _join(rank: int, size: int, device: str, directory: Path, host: Host | None)
         host.enter()  # while this is the only thread, so that the group's own will be there too
     interface = "lo" if host is None else host.interface
     os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
-    join_group(dist.FileStore(str(directory / "rendezvous"), size), rank, size, device, rank, size)
+    threads = threads_of_a_rank(size)
+    if device == "cpu":
+        _keep_to_its_cores(rank, size)  # the group's threads too, which are not there yet
+    join_group(dist.FileStore(str(directory / "rendezvous"), size), rank, size, device, rank, threads)
 
 
-def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank: int, local_size: int) -> None:
-    """Join the process group (NCCL or Gloo); each of a machine's ranks has its GPU, or its share of the cores."""
-    torch.set_num_threads(threads_of_a_rank(local_size))
+def _keep_to_its_cores(rank: int, size: int) -> None:
+    """Run on this rank's share of the cores, where there is one for each, and interrupt no other thread on waking.
+
+    Ranks that communicate wake each other's threads all the time. As Linux schedules by default, those interrupt what
+    runs, here or on the other rank's core: an all-reduce of half a megabyte between two ranks on two cores then takes
+    0.3 or 3 ms, as it happens, and a step's time differs by 30%. Kept apart, and without that, by half as much.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if share := len(cores) // size:
+        os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
+    with suppress(OSError):  # a container may forbid it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank: int, threads: int) -> None:
+    """Join the process group (NCCL or Gloo); each of a machine's ranks has its GPU, and that many threads."""
+    torch.set_num_threads(threads)
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 2000))  # as torch.compile does when it first compiles
     keep_compiled_code_apart()
     # The flight recorder keeps the last 2,000 collectives, which grows like a leak; who wants it sets the variable.

@@ -162,6 +162,10 @@ SETTINGS: dict[str, Setting] = {
     "the mode of new files (umask)": (_umask, os.umask),
     "a limit of its resources": (_limits, _set_limits),
     "the cores it may run on": (partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0)),
+    "its scheduling policy": (
+        partial(os.sched_getscheduler, 0),
+        lambda policy: os.sched_setscheduler(0, policy, os.sched_param(0)),
+    ),
     "its priority": (
         partial(os.getpriority, os.PRIO_PROCESS, 0),
         partial(os.setpriority, os.PRIO_PROCESS, 0),

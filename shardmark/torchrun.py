@@ -28,7 +28,16 @@ import torch.distributed as dist
 
 from shardmark.failures import Left, RankError, failures_of, rank_error
 from shardmark.heartbeat import CLOSED, LOST, Heartbeat, end_without_store
-from shardmark.rank import Answer, WorldError, WorldLostError, join_group, perform, pickled_call, ranks_met
+from shardmark.rank import (
+    Answer,
+    WorldError,
+    WorldLostError,
+    join_group,
+    perform,
+    pickled_call,
+    ranks_met,
+    threads_of_a_rank,
+)
 from shardmark.seal import Seal, forget_key, launch_key
 from shardmark.world import DEADLINE, GRACE, PROBE
 
@@ -68,7 +77,9 @@ def _join(device: str) -> tuple[dist.Store, Seal, Heartbeat | None]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     store, rank_, size = next(dist.rendezvous("env://"))
-    join_group(dist.PrefixStore("shardmark/group", store), rank_, size, device, local_rank, local_size)
+    join_group(
+        dist.PrefixStore("shardmark/group", store), rank_, size, device, local_rank, threads_of_a_rank(local_size)
+    )
     dist.barrier()
     if rank_ == 0:
         forget_key()  # by now every rank has it

@@ -113,6 +113,11 @@ def leaves_another_umask() -> None:
     os.umask(0o777)
 
 
+@warns("its scheduling policy")
+def leaves_another_scheduling_policy() -> None:
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
 @warns("garbage collection")
 def leaves_garbage() -> None:
     gc.disable()
