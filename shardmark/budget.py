@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardmark.evidence import FAIL, PASS, UNDECIDED, Interval, decided, interval
+from shardmark.evidence import FAIL, PASS, UNDECIDED, Interval, decided, interval, paired_ratios
 from shardmark.registry import Race
 
 NOT_STARTED, OUT_OF_MEMORY = "not started", "out of memory"
@@ -61,10 +61,10 @@ class Limits:
 
     def undecided(self, seconds: Sequence[float], peer_seconds: Sequence[float] | None) -> bool:
         """Whether the rounds so far leave a verdict open; without a peer there is none on the ratio."""
-        limits: list[tuple[float, Sequence[float] | None]] = [(limit, None) for limit in self.seconds]
+        samples = [(seconds, limit) for limit in self.seconds]
         if peer_seconds is not None:
-            limits += [(tolerated(limit), peer_seconds) for limit in self.ratios]
-        return not all(decided(seconds, limit, self.confidence, peers) for limit, peers in limits)
+            samples += [(paired_ratios(seconds, peer_seconds), tolerated(limit)) for limit in self.ratios]
+        return not all(decided(values, limit, self.confidence) for values, limit in samples)
 
 
 @dataclass(frozen=True)

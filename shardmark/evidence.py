@@ -14,17 +14,12 @@ of the few that nothing did, and those tell a small effect; at the large one pai
 much. The interval is what neither he, nor one who bets that the ratio is smaller, has disproved; where the scales
 disagree, as the one sees the median and the other the mean, it reaches from one to the other.
 
-He bets at the small scale once more with less on pairs that something disturbed. How much so is seen in the product of
-their two times, which is the same whichever of them the coin put first, and so the game stays fair. What is slow in
-some of its steps of itself would look disturbed by that: so those bets decide only where the others are half way.
-
 Waudby-Smith and Ramdas, Estimating means of bounded random variables by betting (2024); Huber, Robust Statistics, 3.2.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,8 +35,6 @@ SHOWN_CONFIDENCE = 0.95
 _SHARES = np.array([0.03, 0.06, 0.12, 0.25, 0.5, 0.98])
 _SCALES = np.array([0.01, 0.5])
 """Logarithms of ratios from which on a pair counts in full: the smallest effect that matters, and a burst."""
-_LAST, _SHORTEST, _DISTURBED = 200, 0.1, 0.1
-"""A pair is calm that is no longer than the shortest tenth of the last 200; one 10% longer has 1/e of the weight."""
 _HALVINGS = 40
 """Of a bracket around an end of the interval, until floats tell no more apart."""
 
@@ -72,17 +65,14 @@ class Interval:
         return f"{100 * self.confidence:.6g}% interval [{self.low:.4g}, {self.high:.4g}]"
 
 
-def interval(
-    samples: Sequence[float], confidence: float = SHOWN_CONFIDENCE, peers: Sequence[float] | None = None
-) -> Interval:
-    """Of the value around which `samples`, all positive, lie in the order in which they were taken; with those of a
-    peer, each timed beside one of them, of the ratio to it.
+def interval(samples: Sequence[float], confidence: float = SHOWN_CONFIDENCE) -> Interval:
+    """Of the value around which `samples`, all positive, lie in the order in which they were taken.
 
     However often one looks while there are more and more of them, all of those intervals hold it with `confidence`.
     """
     if not samples:
         raise ValueError("an interval needs at least one sample")
-    pairs = _Pairs(samples, confidence, peers)
+    pairs = _Pairs(samples, confidence)
     reach = float(np.max(_SCALES))
     bracket = float(np.min(pairs.logs)) - reach, float(np.max(pairs.logs)) + reach
     low = math.exp(_last(pairs.are_above, *bracket)) if pairs.are_above(bracket[0]) else 0.0
@@ -90,16 +80,16 @@ def interval(
     return Interval(math.exp(_last(pairs.lie_above, *bracket)), min(low, high), max(low, high), confidence)
 
 
-def decided(samples: Sequence[float], limit: float, confidence: float, peers: Sequence[float] | None = None) -> bool:
+def decided(samples: Sequence[float], limit: float, confidence: float) -> bool:
     """Whether that interval lies on one side of a limit: without finding its ends."""
-    pairs = _Pairs(samples, confidence, peers)
+    pairs = _Pairs(samples, confidence)
     return pairs.are_above(math.log(limit)) != pairs.are_below(math.log(limit))
 
 
 def fewest_rounds(confidence: float) -> int:
-    """The fewest samples after which an interval of that confidence may have ends, however calm its pairs are."""
+    """The fewest samples after which an interval of that confidence may have ends."""
     needed, rounds = math.log(2 / (1 - confidence)), 1
-    while not _disprove(np.ones(rounds), needed, np.zeros(rounds)):
+    while _log_wealth(np.ones(rounds)) < needed:
         rounds += 1
     return rounds
 
@@ -110,43 +100,23 @@ def paired_ratios(seconds: Sequence[float], peer_seconds: Sequence[float]) -> li
 
 
 class _Pairs:
-    """The logarithms of samples, or of their ratios to a peer's, and what they disprove."""
+    """The logarithms of samples, and what they disprove."""
 
-    def __init__(self, samples: Sequence[float], confidence: float, peers: Sequence[float] | None) -> None:
-        self.logs = _logarithms(samples)
-        self._calm = None
-        if peers is not None:
-            theirs = _logarithms(peers)
-            self._calm = _calmness((self.logs + theirs) / 2)
-            self.logs = self.logs - theirs
+    def __init__(self, samples: Sequence[float], confidence: float) -> None:
+        self.logs = np.log(np.maximum(samples, np.finfo(float).tiny))
         self._needed = math.log(2 / (1 - confidence))  # half of the error for each end
 
     def are_above(self, t: float) -> bool:
         """Whether it is disproved that the true one is at most t."""
-        return _disprove(self.logs - t, self._needed, self._calm)
+        return _log_wealth(self.logs - t) >= self._needed
 
     def are_below(self, t: float) -> bool:
         """Whether it is disproved that the true one is at least t."""
-        return _disprove(t - self.logs, self._needed, self._calm)
+        return _log_wealth(t - self.logs) >= self._needed
 
     def lie_above(self, t: float) -> bool:
         """Whether the samples' center is above t."""
         return bool(np.sum(_payoffs(self.logs - t)) > 0)
-
-
-def _logarithms(samples: Sequence[float]) -> NDArray[np.float64]:
-    return np.log(np.maximum(samples, np.finfo(float).tiny))
-
-
-def _calmness(lengths: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Each pair's weight, from 1 down to 0, by the logarithms of its length and of those before it."""
-    last, shortest = list[float](), np.empty_like(lengths)
-    for i, length in enumerate(lengths):
-        insort(last, length)
-        if i >= _LAST:
-            del last[bisect_left(last, lengths[i - _LAST])]
-        shortest[i] = last[int(_SHORTEST * len(last))]
-    return np.exp(np.minimum(0, shortest - lengths) / _DISTURBED)
 
 
 def _payoffs(above: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -154,19 +124,10 @@ def _payoffs(above: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.clip(above / _SCALES[:, None], -1, 1)
 
 
-def _disprove(above: NDArray[np.float64], needed: float, calm: NDArray[np.float64] | None) -> bool:
-    """Whether who began with 1, in equal parts for each share and bet, has at least e to the `needed`.
-
-    The bets on all pairs alike must have half of it (in logarithms) without those on the calm ones.
-    """
-    payoffs = _payoffs(above)
-    bets = payoffs if calm is None else np.vstack([payoffs, calm * payoffs[0]])
-    each = np.log1p(_SHARES[:, None, None] * bets).sum(axis=2)  # (share, bet)
-    return _log_mean(each) >= needed and _log_mean(each[:, : len(payoffs)]) >= needed / 2
-
-
-def _log_mean(logs: NDArray[np.float64]) -> float:
-    return float(np.logaddexp.reduce(logs, axis=None)) - math.log(logs.size)
+def _log_wealth(above: NDArray[np.float64]) -> float:
+    """The logarithm of what one has in the end who began with 1, in equal parts for each share and scale."""
+    each = np.log1p(_SHARES[:, None, None] * _payoffs(above)).sum(axis=2)  # (share, scale)
+    return float(np.logaddexp.reduce(each, axis=None)) - math.log(each.size)
 
 
 def _last(holds: Callable[[float], bool], low: float, high: float) -> float:

@@ -22,7 +22,7 @@ from shardmark.budget import tolerated
 from shardmark.checkout import Checkout
 from shardmark.clock import Laps
 from shardmark.comparison import Comparison
-from shardmark.evidence import Interval, decided, fewest_rounds, interval
+from shardmark.evidence import Interval, decided, fewest_rounds, interval, paired_ratios
 from shardmark.memory import release
 from shardmark.passes import measure, rounds_while, shuffled, timed_step, warmed_up
 from shardmark.plan import Measured, Plan, Rounds, Workload
@@ -109,7 +109,7 @@ class Ref:
         seconds: dict[str, list[float]] = {name: [] for name in calls}
 
         def undecided() -> bool:
-            return not decided(seconds[HERE], tolerated(1.0), confidence, seconds[THERE])
+            return not decided(paired_ratios(seconds[HERE], seconds[THERE]), tolerated(1.0), confidence)
 
         try:
             warm = [lap for call in calls.values() for lap in call(_begin, plan)]
@@ -122,7 +122,7 @@ class Ref:
             for each in (world, self.worlds.get(plan.world_size)):
                 if each.alive:
                     each.run(_end)
-        return interval(seconds[HERE], confidence, seconds[THERE])
+        return interval(paired_ratios(seconds[HERE], seconds[THERE]), confidence)
 
 
 class _Fails(Exception):

@@ -15,7 +15,7 @@ import torch
 
 from shardmark.budget import WORTH, MemoryBudget
 from shardmark.disturbances import disturbances
-from shardmark.evidence import SHOWN_CONFIDENCE, Interval, interval
+from shardmark.evidence import SHOWN_CONFIDENCE, Interval, interval, paired_ratios
 from shardmark.grid import Work
 from shardmark.hardware import Roofline
 from shardmark.memory import Memory
@@ -149,8 +149,8 @@ def time_entry(
     if race is None or PEER not in ranks[0].laps:  # no peer, or no room or device for it
         return entry, None
     peer_seconds = step_seconds(ranks, PEER)
-    seconds = step_seconds(ranks)
-    shown, judged = interval(seconds, peers=peer_seconds), interval(seconds, confidence, peer_seconds)
+    ratios = paired_ratios(step_seconds(ranks), peer_seconds)
+    shown, judged = interval(ratios), interval(ratios, confidence)
     entry |= {
         "peer": race.peer,
         "peer_mean": fmean(peer_seconds),

@@ -37,19 +37,18 @@ def replayed(series: Sequence[float], slower: float, generator: random.Random) -
     slots = [series[(place + i) % len(series)] for i in range(len(series))]
     rounds, step = Rounds(), median(series)
     first = max(fewest_rounds(confidence(JUDGEMENTS)), rounds.count(step))
-    taken, peers_taken = list[float](), list[float]()
+    ratios: list[float] = []
     seconds = 0.0
     while True:
-        while len(taken) < min(first, len(slots) // 2):
-            pair = slots[2 * len(taken) : 2 * len(taken) + 2]
+        while len(ratios) < min(first, len(slots) // 2):
+            pair = slots[2 * len(ratios) : 2 * len(ratios) + 2]
             mine, peers = pair if generator.random() < 0.5 else pair[::-1]
-            taken.append((1 + slower) * mine)
-            peers_taken.append(peers)
-            seconds += taken[-1] + peers
-        done, first = len(taken), next_look(len(taken), seconds, rounds)
+            ratios.append((1 + slower) * mine / peers)
+            seconds += (1 + slower) * mine + peers
+        done, first = len(ratios), next_look(len(ratios), seconds, rounds)
         late = first == done or done >= len(slots) // 2
-        if late or decided(taken, tolerated(1.0), confidence(JUDGEMENTS), peers_taken):
-            return interval(taken, confidence(JUDGEMENTS), peers_taken).verdict(tolerated(1.0)), seconds
+        if late or decided(ratios, tolerated(1.0), confidence(JUDGEMENTS)):
+            return interval(ratios, confidence(JUDGEMENTS)).verdict(tolerated(1.0)), seconds
 
 
 def write(folder: Path) -> None:
