@@ -102,7 +102,8 @@ def another_language(run: Run) -> None:
 def path_with_spaces(run: Run) -> None:
     """The checkout and the folder for temporary files, with a letter beyond ASCII."""
     run.root = run.folder / "a path with späces"
-    shutil.copytree(ROOT, run.root, ignore=shutil.ignore_patterns(".git", ".tox", "__pycache__", ".*_cache"))
+    caches = shutil.ignore_patterns(".git", ".tox", "__pycache__", ".*_cache", ".hypothesis")  # others write them
+    shutil.copytree(ROOT, run.root, ignore=caches)
     temporary = run.folder / "temporary fïles"
     temporary.mkdir()
     run.environment["TMPDIR"] = str(temporary)

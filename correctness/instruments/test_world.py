@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -81,13 +80,6 @@ def raise_what_cannot_be_told() -> None:
 
 def draw() -> float:
     return torch.rand(()).item()
-
-
-def its_cores_and_policies() -> tuple[set[int], set[int]]:
-    """Cores that this rank may use, and the scheduling policies of its threads, the process group's among them."""
-    threads = [int(thread) for thread in os.listdir("/proc/self/task")]
-    assert len(threads) > 1
-    return os.sched_getaffinity(0), {os.sched_getscheduler(thread) for thread in threads}
 
 
 def load_with_a_worker() -> list[int]:
@@ -241,28 +233,6 @@ def test_a_closed_world_says_so(pair: World) -> None:
 def test_ranks_draw_numbers_of_their_own(pair: World) -> None:
     first, second = pair.run(draw)
     assert first != second
-
-
-def test_ranks_keep_to_their_share_of_the_cores(pair: World, device: str) -> None:
-    cores = os.sched_getaffinity(0)
-    if device == "cuda" or len(cores) < 2:
-        pytest.skip("cores are shared out where ranks compute on two or more of them")
-    (first, second), _ = zip(*pair.run(its_cores_and_policies), strict=True)
-    assert first.isdisjoint(second)
-    assert len(first) == len(second) == len(cores) // 2
-    assert first | second <= cores
-
-
-def test_no_thread_of_a_rank_interrupts_another_as_it_wakes(pair: World, device: str) -> None:
-    if device == "cuda":
-        pytest.skip("a GPU's ranks are scheduled as any other process")
-    with ThreadPoolExecutor(1) as thread:
-        try:
-            thread.submit(os.sched_setscheduler, 0, os.SCHED_BATCH, os.sched_param(0)).result()
-        except OSError as error:
-            pytest.skip(f"this machine allows no scheduling policy: {error.strerror}")
-    _, policies = zip(*pair.run(its_cores_and_policies), strict=True)
-    assert policies == ({os.SCHED_BATCH}, {os.SCHED_BATCH})
 
 
 def test_a_rank_may_have_children(pair: World) -> None:

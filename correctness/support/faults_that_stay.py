@@ -115,7 +115,8 @@ def leaves_another_umask() -> None:
 
 @warns("its scheduling policy")
 def leaves_another_scheduling_policy() -> None:
-    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    other = os.SCHED_OTHER if os.sched_getscheduler(0) == os.SCHED_BATCH else os.SCHED_BATCH
+    os.sched_setscheduler(0, other, os.sched_param(0))
 
 
 @warns("garbage collection")
