@@ -189,7 +189,7 @@ Steps of both kinds in pairs in random order, as `measure` has them, until the v
 PAGE = """# How far a time verdict can be trusted
 
 Written by `python -m perf.verdicts report`, from what `tox -e verdicts` measured with real processes on two shared
-cores: the judgements one by one are in `verdicts/judgements.jsonl`, the recordings in `verdicts/recordings.jsonl`. A
+cores: the recordings are in `verdicts/recordings.jsonl`, judgements of rounds, if any, in `verdicts/judgements.jsonl`. A
 step is forward and backward of a layer some dozens of times, on one rank, or on two that all-reduce the gradients in
 four buckets; the slower one does a known share more of the same work. Neighbours are processes beside it: one
 that is busy on and off, one that is busier and busier, two that spike. Each verdict has its share of the error of a
@@ -202,7 +202,8 @@ run of 150.
 Steps in a row, in {recordings} recordings{loads}.
 From a random place on, a coin says for each pair which step is the slower one's, and that one's time is multiplied. The
 coin is all that the statistics rest on, so its throws on the same steps are other judgements of the same machine. They
-are undecided where the recording ends, however short it is.
+are undecided where the recording ends, however short it is. Both steps of a pair meet the same noise: implementations
+of which one varies more of itself are not in these figures.
 
 {alarms_again}
 
