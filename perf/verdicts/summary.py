@@ -189,7 +189,7 @@ Steps of both kinds in pairs in random order, as `measure` has them, until the v
 PAGE = """# How far a time verdict can be trusted
 
 Written by `python -m perf.verdicts report`, from what `tox -e verdicts` measured with real processes on two shared
-cores: the recordings are in `verdicts/recordings.jsonl`, judgements of rounds, if any, in `verdicts/judgements.jsonl`. A
+cores: recordings are in `verdicts/recordings.jsonl`, judgements of rounds, if any, in `verdicts/judgements.jsonl`. A
 step is forward and backward of a layer some dozens of times, on one rank, or on two that all-reduce the gradients in
 four buckets; the slower one does a known share more of the same work. Neighbours are processes beside it: one
 that is busy on and off, one that is busier and busier, two that spike. Each verdict has its share of the error of a
