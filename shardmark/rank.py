@@ -270,7 +270,7 @@ def _join(rank: int, size: int, device: str, directory: Path, host: Host | None)
 
 
 def _bind_to_cores(rank: int, size: int) -> None:
-    """Run on this rank's share of the cores, and leave a thread that computes on one until it waits (SCHED_BATCH).
+    """Run on this rank's share of the cores, and preempt no other thread on waking (SCHED_BATCH).
 
     Ranks that communicate wake each other's threads all the time. As Linux schedules by default, a thread that wakes
     preempts another, here or on another rank's core: an all-reduce of half a megabyte between two ranks on two cores

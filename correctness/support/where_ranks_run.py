@@ -9,7 +9,7 @@ from shardmark.world import World
 
 
 def its_cores_and_policies() -> tuple[list[int], list[int]]:
-    """Of this rank, with the process group's threads."""
+    """The cores that this rank may use, and the policies of all its threads, those of the process group among them."""
     threads = [int(thread) for thread in os.listdir("/proc/self/task")]
     assert len(threads) > 1
     return sorted(os.sched_getaffinity(0)), sorted({os.sched_getscheduler(thread) for thread in threads})

@@ -35,7 +35,7 @@ class Product:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether one of m, n and k is at most 128, as long as a tile."""
+        """Whether m, n or k is at most 128, so that a single tile of the matrix product spans it."""
         return min(self.m, self.n, self.k) <= 128
 
 

@@ -222,7 +222,7 @@ def past_kernels() -> Any:
 
 
 def has_value(tensor: Tensor) -> bool:
-    """Whether the tensor is small, and follows from the program's own numbers."""
+    """Whether its numbers are computed in a simulation: it is small, and no number it was made from was left out."""
     return _is_small(tensor) and not hasattr(tensor.untyped_storage(), "no_value")
 
 

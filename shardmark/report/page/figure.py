@@ -19,7 +19,7 @@ Cell = str | float | None
 MOST_LINES = 12
 """Of a plot: more are told apart by nobody."""
 MOST_PLOTS = 6
-"""Of a question, where each row has one."""
+"""The most plots that a question shows, where each of its rows has a plot of its own."""
 
 
 @dataclass(frozen=True)
