@@ -8,9 +8,8 @@ import pytest
 
 from shardmark import registry
 from shardmark.clock import DeviceClock
-from shardmark.judge import implementation_of
 from shardmark.registry import RegistryError
-from shardmark.session import SESSION
+from shardmark.session import SESSION, implementation_of
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

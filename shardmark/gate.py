@@ -6,7 +6,7 @@ With `--update-baseline` they fail nothing: the file becomes what this run measu
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -78,12 +78,15 @@ class Gate:
         old = self.baseline.rows.get(test_id) if self.baseline is not None else None
         return None if old is None else old.memory.get("tensors")
 
-    def count_judgements(self, test_ids: Sequence[str]) -> int:
-        """How many of these tests may be compared in time."""
+    def collected(self, test_ids: Iterable[str]) -> None:
+        """Take note of the tests that measure."""
         self._collected = set(test_ids)
+
+    def compares_time(self, test_id: str) -> bool:
+        """Whether that test's ratio to its peer may be compared with its older row's."""
         if self.baseline is None or self.other_machine is not None:
-            return 0
-        return sum(test in self.baseline.rows and self.baseline.rows[test].race is not None for test in test_ids)
+            return False
+        return test_id in self.baseline.rows and self.baseline.rows[test_id].race is not None
 
     def judge(self, test_id: str, row: Row, ratio: Interval | None) -> list[tuple[str, str]]:
         """The verdicts on a row, and what to say of those that are not met or not decided; none on an update."""

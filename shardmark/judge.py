@@ -20,19 +20,12 @@ from shardmark.deadline import Hung, within
 from shardmark.registry import Implementation
 from shardmark.report.layout import printable
 from shardmark.report.outcomes import first_line, reason
-from shardmark.session import Session
+from shardmark.session import Session, implementation_of
 from shardmark.world import RankError
 
 TARGET, PLACE = "target", "place"
 """Properties of a test's report: the `--impl` target which it judged, and its place among the tests."""
 LONGEST_LINE = 110
-
-
-def implementation_of(item: pytest.Item) -> Implementation | None:
-    """The one that a test is parametrized with, if any."""
-    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    found = parameters.get("implementation")
-    return found if isinstance(found, Implementation) else None
 
 
 @dataclass

@@ -76,7 +76,7 @@ class Measure(Recorder):
             race = Race(race.peer)
         least = fewest_rounds(SHOWN_CONFIDENCE) if race is not None and race.goal is not None else 1
         if race is not None and session.gate is not None:
-            least = fewest_rounds(session.confidence)
+            least = fewest_rounds(self._confidence(race))
         plan = Plan(
             workload,
             implementation,
@@ -111,7 +111,7 @@ class Measure(Recorder):
                 return []
             world = session.worlds.get(world_size)
             assert isinstance(world, World)
-            return session.ref.judge(self._benchmark.fullname, plan, row, world, session.confidence, CASE_DEADLINE)
+            return session.ref.judge(self._benchmark.fullname, plan, row, world, self._confidence(race), CASE_DEADLINE)
 
         return self.record(
             identity,
@@ -177,7 +177,7 @@ class Measure(Recorder):
             observer.fill(row, ranks)
         absolute = [replace(own, seconds=None) for own in session.budgets_for(self._item.nodeid)]
         tensors, peaks = row["memory"]["tensors_by_rank"], row["memory"]["peak_by_rank"]
-        verdicts = list(budget.verdicts(tensors, peaks, [], None, None, memory, absolute, session.confidence))
+        verdicts = list(budget.verdicts(tensors, peaks, [], None, None, memory, absolute, self._confidence(None)))
         self._conclude(row, stats, verdicts, observe, memory, lambda: predicted_at_peak(plan, on))
         return row
 
@@ -210,7 +210,7 @@ class Measure(Recorder):
         seconds = [own.seconds for own in self._session.budgets_for(self._item.nodeid) if own.seconds is not None]
         if self._benchmark.disabled or not (ratios or seconds):
             return None
-        return Limits(self._session.confidence, ratios, tuple(seconds))
+        return Limits(self._confidence(race), ratios, tuple(seconds))
 
     def _peer(self, implementation: Implementation, race: Race | None) -> Implementation | None:
         """The implementation that it is raced against, if that is another one and runs here."""

@@ -24,7 +24,7 @@ from shardmark import registry, torchrun
 from shardmark.collection import pytest_collection_finish as pytest_collection_finish
 from shardmark.collection import pytest_collection_modifyitems as pytest_collection_modifyitems
 from shardmark.collection import pytest_generate_tests as pytest_generate_tests
-from shardmark.judge import Judge, implementation_of
+from shardmark.judge import Judge
 from shardmark.link import Link
 from shardmark.machine import begin_with_own_device, keep_compiled_code_apart, requires_compiler
 from shardmark.measure import Measure
@@ -36,7 +36,7 @@ from shardmark.report.layout import printable
 from shardmark.report.progress import Progress
 from shardmark.report.undecided import Undecided
 from shardmark.rows import describe_machine
-from shardmark.session import SESSION, start_session
+from shardmark.session import SESSION, implementation_of, start_session
 from shardmark.workers import SHARED, Worker
 from shardmark.world import RankError, World
 

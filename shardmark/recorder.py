@@ -50,6 +50,10 @@ class Recorder:
         self._item = item
         self._benchmark = benchmark
 
+    def _confidence(self, race: Race | None) -> float:
+        """Of each interval that decides a verdict of the test, which measures that race."""
+        return self._session.confidence(self._item.nodeid, race)
+
     def record(
         self,
         identity: Identity,
@@ -79,12 +83,13 @@ class Recorder:
             row["work"] = asdict(work) | rates(fmean(seconds))
             row["limit"] = self._limit(identity, work, fmean(seconds))
         row["counters"] = counters_entry(ranks)
-        row["time"], ratio = time_entry(ranks, time, session.confidence)
+        confidence = self._confidence(time)
+        row["time"], ratio = time_entry(ranks, time, confidence)
         for observer in observe:
             observer.fill(row, ranks)
         absolute = session.budgets_for(self._item.nodeid)
         tensors, peaks = (row["memory"].get(f"{name}_by_rank", []) for name in ("tensors", "peak"))
-        verdicts = list(budget.verdicts(tensors, peaks, seconds, ratio, time, memory, absolute, session.confidence))
+        verdicts = list(budget.verdicts(tensors, peaks, seconds, ratio, time, memory, absolute, confidence))
         if "not_done" in row["limit"]:
             verdicts.append((FAIL, row["limit"]["not_done"]))
         if session.gate is not None:

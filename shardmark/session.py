@@ -22,7 +22,7 @@ from shardmark.hardware import Roofline, measure_roofline
 from shardmark.link import Link, LinkError
 from shardmark.ownmodel import check
 from shardmark.ref import Ref
-from shardmark.registry import Implementation
+from shardmark.registry import Implementation, Race
 from shardmark.report.layout import printable
 from shardmark.report.outcomes import Outcomes
 from shardmark.report.output import Report
@@ -66,6 +66,8 @@ class Session:
         )
         self.matched_budgets: set[str] = set()
         self.judgements = 1
+        self._judged: set[str] = set()
+        self._others = 0
         self.trace: TraceFolder | None = None
         self.gate: Gate | None = None
         self.ref: Ref | None = None
@@ -139,21 +141,37 @@ class Session:
     def _measured_roofline(self, dtype: str) -> Roofline:
         return self.worlds.get(1).run(measure_roofline, self.device, getattr(torch, dtype))[0]
 
-    @property
-    def confidence(self) -> float:
-        """The confidence of each interval that decides a verdict of this run."""
-        return confidence(self.judgements)
+    def confidence(self, test_id: str, race: Race | None = None) -> float:
+        """The confidence of each interval that decides a verdict of that test: each has an equal share of the error.
+
+        A test may have a time budget that its implementation is not registered with, which comes to light when it
+        measures. All such tests together have one share.
+        """
+        unforeseen = race is not None and race.budget is not None and test_id not in self._judged
+        return confidence(self.judgements * (max(1, self._others) if unforeseen else 1))
 
     def count_judgements(self, items: list[pytest.Item]) -> None:
-        """Count what they may ask a time verdict of: each test's ratio to its peer, then and now, and `--budgets` in
-        seconds."""
+        """Count the intervals that may decide a verdict in time: of each test's ratio to its peer, and to its own time
+        in `--against-ref`; and of its seconds, by `--budgets`."""
         measured = [item for item in items if "measure" in getattr(item, "fixturenames", ())]
-        absolute = [budget for budget in self.budgets if budget.seconds is not None]
-        self.judgements = len(measured) + sum(budget.matches(item.nodeid) for item in measured for budget in absolute)
-        if self.ref is not None:
-            self.judgements += len(measured)
         if self.gate is not None:
-            self.judgements += self.gate.count_judgements([item.nodeid for item in measured])
+            self.gate.collected([item.nodeid for item in measured])
+        run = [item for item in measured if item.get_closest_marker("skip") is None]
+        counts = {item.nodeid: self._count_judgements(item) for item in run}
+        self._judged = {test_id for test_id, count in counts.items() if count}
+        self._others = len(counts) - len(self._judged)
+        self.judgements = sum(counts.values()) + (self._others > 0)
+
+    def _count_judgements(self, item: pytest.Item) -> int:
+        """How many of a test's intervals are known to decide a verdict, before it measures."""
+        implementation = implementation_of(item)
+        race = implementation.time if implementation is not None else None
+        budget = self.model is None and (implementation is None or (race is not None and race.budget is not None))
+        older = self.gate is not None and self.gate.compares_time(item.nodeid)  # by the same interval
+        beside = (self.ref is not None) + sum(
+            each.seconds is not None and each.matches(item.nodeid) for each in self.budgets
+        )
+        return beside + (budget or older or beside > 0)  # as the test may have a budget of its own
 
     def budgets_for(self, test_id: str) -> list[AbsoluteBudget]:
         """The budgets of `--budgets` whose pattern matches that test; they count as matched from now on."""
@@ -243,3 +261,10 @@ def start_session(config: pytest.Config) -> Session:
         if isinstance(error, KeyboardInterrupt):
             raise pytest.UsageError("interrupted while the options were checked") from None
         raise
+
+
+def implementation_of(item: pytest.Item) -> Implementation | None:
+    """The one that a test is parametrized with, if any."""
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    found = parameters.get("implementation")
+    return found if isinstance(found, Implementation) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -220,21 +221,46 @@ def test_a_goal_of_mfu_has_the_rounds_that_it_needs(project: pytest.Pytester) ->
 
 
 def test_the_verdicts_of_a_run_share_one_error(project: pytest.Pytester) -> None:
-    """Each test that measures counts, whether it runs here or not, and each absolute budget in seconds."""
+    """Each budget in time counts, each absolute one in seconds, and all other tests together once; but none skipped."""
     Path("budgets.toml").write_text('["*[plain*"]\nseconds = 9\n["*nap*"]\nbytes = 9_000\n["*count*"]\nseconds = 9')
     project.makepyfile(
         test_zlast="""
+        import pytest
         from shardmark.session import SESSION
 
         def test_count(pytestconfig):
-            assert pytestconfig.stash[SESSION].judgements == 3 + 1  # not itself
+            assert pytestconfig.stash[SESSION].judgements == 2 + 1 + 1  # not itself
+
+        @pytest.mark.skip(reason="its goals are of another device")
+        def test_count_of_none(measure):
+            raise AssertionError
         """
     )
     chosen = "nap and (plain or slow or elsewhere) or count"
     result, output = run_project(project, "--scale=smoke", "--budgets=budgets.toml", "-k", chosen)
-    result.assert_outcomes(passed=2, failed=1, skipped=1)
+    result.assert_outcomes(passed=2, failed=1, skipped=2)
     for name in ("plain", "slow"):
         assert row_of(output, name)["time"]["judged_confidence"] >= confidence(4) > confidence(1)
+
+
+def judged_confidences(output: dict[str, Any]) -> dict[str, float]:
+    """By the beginning of a test's name, of rows with a peer."""
+    rows = {entry["name"].partition("-")[0]: entry["extra_info"]["time"] for entry in output["benchmarks"]}
+    return {name: time["judged_confidence"] for name, time in rows.items() if "judged_confidence" in time}
+
+
+def test_budgets_that_tests_bring_along_have_one_share_together(project: pytest.Pytester) -> None:
+    """As `test_strict` has of "greedy", which is registered without one."""
+    _, output = run_project(project, "--scale=smoke", "-k", "(nap or strict) and (plain or greedy)")
+    found = judged_confidences(output)
+    assert found.pop("test_strict[greedy") == confidence((2 + 1) * 2)
+    assert found == dict.fromkeys(["test_nap[plain", "test_strict[plain"], confidence(2 + 1))
+
+
+def test_beside_an_absolute_budget_they_have_one_each(project: pytest.Pytester) -> None:
+    Path("budgets.toml").write_text('["*strict*"]\nseconds = 9')
+    _, output = run_project(project, "--scale=smoke", "--budgets=budgets.toml", "-k", "strict and greedy")
+    assert judged_confidences(output) == {"test_strict[greedy": confidence(2)}
 
 
 def test_a_teams_own_budgets_are_held_to(project: pytest.Pytester) -> None:
