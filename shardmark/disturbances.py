@@ -27,15 +27,23 @@ _FEWEST = 16
 _CERTAIN = 4.0
 """Standard errors of a change that is no chance."""
 
+GLOO_THREADS = {"gloo_tcp_loop", "pt_gloo_runloop"}
+"""What it and PyTorch call them."""
+
 WAITED, WARMUP, DRIFT, LEVEL, BURSTS = "waited", "warm-up", "drift", "level", "bursts"
 
 
 def seconds_waited() -> float:
-    """Seconds that the threads of this process were ready to run and had no core, so far; 0 where nobody counts."""
+    """Seconds that the threads of this process were ready to run and had no core, so far; 0 where nobody counts.
+
+    Not Gloo's, which wait for their own rank as well, while it computes on the only core that both have. So a neighbour
+    is not seen that keeps only those waiting.
+    """
     waited, tasks = 0, Path("/proc/self/task")
     for thread in os.listdir(tasks) if tasks.exists() else ():
         with suppress(OSError, IndexError, ValueError):  # ended in the meantime; no such statistics
-            waited += int((tasks / thread / "schedstat").read_text().split()[1])
+            if (tasks / thread / "comm").read_text().strip() not in GLOO_THREADS:
+                waited += int((tasks / thread / "schedstat").read_text().split()[1])
     return waited / 1e9
 
 

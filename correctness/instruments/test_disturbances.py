@@ -7,12 +7,25 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from shardmark.disturbances import BURSTS, DRIFT, LEVEL, WAITED, WARMUP, disturbances, in_words, seconds_waited
+from shardmark.disturbances import (
+    BURSTS,
+    DRIFT,
+    GLOO_THREADS,
+    LEVEL,
+    WAITED,
+    WARMUP,
+    disturbances,
+    in_words,
+    seconds_waited,
+)
+from shardmark.world import World
 
 ROUNDS = 100
 
@@ -88,8 +101,50 @@ def waited_beside_another(core: int) -> float:
         other.wait()
 
 
+def waited_as_two_threads(name: str) -> float:
+    """Seconds that two threads of that name waited for a core, which they share for half a second."""
+    core, before, meeting = min(os.sched_getaffinity(0)), seconds_waited(), threading.Barrier(3, timeout=30)
+
+    def multiply() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
+        os.sched_setaffinity(0, {core})
+        matrix, until = torch.rand(200, 200), time.perf_counter() + 0.5
+        while time.perf_counter() < until:
+            torch.mm(matrix, matrix)  # without the interpreter's lock
+        meeting.wait()
+        meeting.wait()  # until it is looked at: a thread that has ended is not counted
+
+    threads = [threading.Thread(target=multiply, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    meeting.wait()
+    waited = seconds_waited() - before
+    meeting.wait()
+    for thread in threads:
+        thread.join()
+    return waited
+
+
+def names_of_threads() -> set[str]:
+    """As the kernel has them."""
+    return {file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")}
+
+
+counted = pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(), reason="this kernel does not count how long a thread waits for a core"
+)
+
+
+@counted
 def test_waiting_for_a_core_is_seen() -> None:
-    if not Path("/proc/self/schedstat").exists():
-        pytest.skip("this kernel does not count how long a thread waits for a core")
     core = min(os.sched_getaffinity(0))
     assert waited_beside_another(core) > 0.1
+
+
+@counted
+def test_gloos_threads_are_not_counted() -> None:
+    """They wait for their own rank as well."""
+    with World(2) as world:
+        assert [GLOO_THREADS - names for names in world.run(names_of_threads)] == [set(), set()]
+    assert waited_as_two_threads("python") > 0.25
+    assert waited_as_two_threads("gloo_tcp_loop") < 0.2
