@@ -31,7 +31,8 @@ from shardmark.report.runfile import LISTS, RunFileError, read_run  # noqa: E402
 RECORDS, DOCUMENTS = ROOT / "perf" / "records", ROOT / "docs"
 
 MACHINE = (
-    *("device", "gpus", "driver", "device_bytes", "cores", "threads", "torch", "triton", "libc"),
+    *("device", "gpus", "driver", "device_bytes", "cores", "threads", "scheduling", "torch"),
+    *("triton", "libc"),
     *("python_version", "machine", "system", "attention_backend"),
 )
 """What a record says of its machine, beside the name of its processor."""

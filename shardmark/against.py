@@ -37,6 +37,7 @@ class Machine:
     processor: str
     cores: int
     threads: int
+    scheduling: str
     torch: str
 
     @classmethod
@@ -44,7 +45,8 @@ class Machine:
         """Raises KeyError where it does not say."""
         processor = str(info["cpu"].get("brand_raw"))
         gpus = ", ".join(map(str, info["gpus"]))
-        return cls(str(info["device"]), gpus, processor, info["cores"], info["threads"], str(info["torch"]))
+        scheduling = str(info.get("scheduling", ""))
+        return cls(str(info["device"]), gpus, processor, info["cores"], info["threads"], scheduling, str(info["torch"]))
 
     def __str__(self) -> str:
         shown = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -218,7 +218,7 @@ def mean_parts(ranks: list[Measured], name: str) -> dict[str, float]:
 
 def describe_machine(device: str) -> Row:
     """What `machine_info` says beside pytest-benchmark's own: GPUs, driver and the device's memory, cores that ranks
-    share and threads of a world of one, torch and triton."""
+    share and threads of a world of one, their scheduling policy, torch and triton."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if device == "cuda" else []
     try:
         from triton import __version__ as triton_version
@@ -231,10 +231,20 @@ def describe_machine(device: str) -> Row:
         "device_bytes": torch.cuda.get_device_properties(0).total_memory if gpus else _memory_bytes(),
         "cores": available_cores(),
         "threads": torch.get_num_threads() if launched() else threads_of_a_rank(1),
+        "scheduling": chosen_policy(),
         "torch": torch.__version__,
         "triton": triton_version,
         "libc": " ".join(platform.libc_ver()),
     }
+
+
+def chosen_policy() -> str:
+    """The scheduling policy that the user has chosen, as with chrt, and that ranks have: empty for Linux's default.
+
+    And for SCHED_BATCH, which they have otherwise.
+    """
+    chosen = {getattr(os, name): name for name in ("SCHED_FIFO", "SCHED_IDLE", "SCHED_RR")}
+    return chosen.get(os.sched_getscheduler(0), "")
 
 
 def _memory_bytes() -> int:

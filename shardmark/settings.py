@@ -163,8 +163,8 @@ SETTINGS: dict[str, Setting] = {
     "a limit of its resources": (_limits, _set_limits),
     "the cores it may run on": (partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0)),
     "its scheduling policy": (
-        partial(os.sched_getscheduler, 0),
-        lambda policy: os.sched_setscheduler(0, policy, os.sched_param(0)),
+        lambda: (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority),
+        lambda policy: os.sched_setscheduler(0, policy[0], os.sched_param(policy[1])),
     ),
     "its priority": (
         partial(os.getpriority, os.PRIO_PROCESS, 0),

@@ -53,6 +53,7 @@ class Summary:
             str((info.get("cpu") or {}).get("brand_raw") or info.get("machine") or "a processor without a name"),
             f"{info.get('cores')} cores",
             f"{info.get('threads')} threads",
+            *([info["scheduling"]] if info.get("scheduling") else []),
             f"torch {info.get('torch')}",
         ]
         return ", ".join(parts)

@@ -115,6 +115,7 @@ def _machine(run: Entry) -> list[tuple[str, str]]:
         "driver": info.get("driver"),
         "processor": cpu.get("brand_raw"),
         "cores": info.get("cores"),
+        "scheduling": info.get("scheduling"),
         "PyTorch": info.get("torch"),
         "Triton": info.get("triton"),
         "Python": info.get("python_version"),
