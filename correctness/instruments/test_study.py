@@ -44,10 +44,14 @@ def test_the_page_counts_what_was_judged(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="requirements-docs.txt")
     folder = tmp_path / "verdicts"
     folder.mkdir()
-    judged = {"neighbour": "busy", "ranks": 1, "slower": 0, "verdict": FAIL, "seconds": 1.0}
-    (folder / "judgements.jsonl").write_text(json.dumps(judged) + "\n" + json.dumps(judged | {"verdict": PASS}) + "\n")
+    judged = {"neighbour": "busy", "ranks": 1, "scheduling": "", "slower": 0, "verdict": FAIL, "seconds": 1.0}
+    lines = [judged, judged | {"verdict": PASS}, judged | {"slower": 3, "scheduling": "SCHED_RR"}]
+    (folder / "judgements.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     summary.write(folder)
     page = (tmp_path / "verdicts.md").read_text()
     assert "1 of 2 judgements of equal steps failed." in page
-    assert "| busy | 0% | 2 | 50.0% | 0.0% | 50.0% | 1 | 1 |" in page
+    in_turns, _, in_real_time = page.partition("One rank in real time:")
+    assert "One rank:" in in_turns and "2 ranks" not in page
+    assert "| busy | 0% | 2 | 50.0% | 0.0% | 50.0% | 1 | 1 |" in in_turns
+    assert "| busy | 3% | 1 | 100.0% | 0.0% | 0.0% | 1 | 1 |" in in_real_time
     assert (tmp_path / "verdicts.svg").exists()

@@ -5,5 +5,6 @@
     python -m perf.verdicts smoke --minutes 20     # whole runs at smoke scale beside a neighbour
     python -m perf.verdicts report                 # docs/verdicts.md and its plot
 
-`tox -e verdicts` does all four. What is measured is added to what there is in docs/verdicts/.
+`tox -e verdicts` does all four, and records in real time too (`chrt --rr 1`) where that is permitted. What is measured
+is added to what there is in docs/verdicts/.
 """

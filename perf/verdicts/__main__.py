@@ -26,7 +26,7 @@ from shardmark.disturbances import in_words
 from shardmark.evidence import FAIL, PASS, UNDECIDED
 from shardmark.plan import IMPLEMENTATION, Plan, Rounds
 from shardmark.registry import Race
-from shardmark.rows import step_seconds, time_entry
+from shardmark.rows import chosen_policy, step_seconds, time_entry
 from shardmark.world import Worlds
 
 WIDTHS = {1: (96, 224), 2: (128, 256)}
@@ -43,6 +43,8 @@ def main() -> None:
     if chosen.what == "report":
         summary.write(FOLDER)
         return
+    if chosen_policy() not in summary.SCHEDULING:
+        parser.error(f"the study has no place for {chosen_policy()}")
     FOLDER.mkdir(parents=True, exist_ok=True)
     worlds, until = Worlds("cpu"), time.monotonic() + 60 * chosen.minutes
     try:
@@ -85,6 +87,7 @@ def judge_live(worlds: Worlds, until: float) -> None:
         line = {
             "neighbour": name,
             "ranks": ranks,
+            "scheduling": chosen_policy(),
             "width": width,
             "slower": slower,
             "verdict": ratio.verdict(tolerated(1.0)),
@@ -105,8 +108,8 @@ def record(worlds: Worlds, seconds: float) -> None:
     for name, ranks, width in settings():
         with neighbours(name, secrets.randbits(32)):
             (taken, *_) = worlds.get(ranks).run(times_in_a_row, plan_of(ranks, Steps(0, width)), each)
-        line = {"neighbour": name, "ranks": ranks, "width": width, "load": os.getloadavg()[0]}
-        add("recordings", {**line, "seconds": [round(s, 6) for s in taken]})
+        setting = {"neighbour": name, "ranks": ranks, "scheduling": chosen_policy(), "width": width}
+        add("recordings", {**setting, "load": os.getloadavg()[0], "seconds": [round(s, 6) for s in taken]})
 
 
 def run_smoke(until: float) -> None:
@@ -122,7 +125,16 @@ def run_smoke(until: float) -> None:
             rows = [entry["extra_info"] for entry in json.loads(out.read_text())["benchmarks"]]
         judged = [row["verdict"] for row in rows if row["time"].get("budget") is not None]
         verdicts = {verdict: judged.count(verdict) for verdict in (PASS, UNDECIDED, FAIL)}
-        add("smoke_runs", {"neighbour": name, "status": ended.returncode, "seconds": seconds, **verdicts})
+        add(
+            "smoke_runs",
+            {
+                "neighbour": name,
+                "scheduling": chosen_policy(),
+                "status": ended.returncode,
+                "seconds": seconds,
+                **verdicts,
+            },
+        )
 
 
 def add(what: str, line: dict[str, Any]) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import chain, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,13 +19,17 @@ from shardmark.evidence import FAIL, PASS, UNDECIDED, decided, fewest_rounds, in
 from shardmark.passes import next_look
 from shardmark.plan import Rounds
 
-JUDGEMENTS = 150
-"""Verdicts of a run, among which its error is shared: as many as a smoke run has."""
+JUDGEMENTS = 59
+"""Verdicts of a run, among which its error is shared: as many as the laptop scale on two ranks may come to."""
 EFFECTS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.1)
 """True slowdowns that recordings are judged with."""
 REPLAYS = {0.0: 400}
 """Judgements of each recording: of equal steps most, as a false alarm is rare."""
 FEWER_REPLAYS = 60
+
+SCHEDULING = ("", "SCHED_RR")
+PANELS = list(product((1, 2), SCHEDULING))
+"""Ranks and scheduling policy, of which each has a table and a curve of its own."""
 
 Judgement = dict[str, Any]
 
@@ -56,22 +63,12 @@ def write(folder: Path) -> None:
     page = folder.with_suffix(".md")
     kinds = ("judgements", "recordings", "smoke_runs")
     judgements, recordings, runs = (_lines(folder / f"{kind}.jsonl") for kind in kinds)
-    again = [
-        {
-            "neighbour": each["neighbour"],
-            "ranks": each["ranks"],
-            "slower": round(100 * slower),
-            "verdict": verdict,
-            "seconds": s,
-        }
-        for i, each in enumerate(recordings)
-        for slower in EFFECTS
-        for seed in range(REPLAYS.get(slower, FEWER_REPLAYS))
-        for verdict, s in [replayed(each["seconds"], slower, random.Random(1000 * i + seed))]
-    ]
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        again = list(chain.from_iterable(pool.map(_judged_again, enumerate(recordings))))
     steps = sum(len(each["seconds"]) for each in recordings)
     page.write_text(
         PAGE.format(
+            judgements=JUDGEMENTS,
             measured=_measured(judgements, runs),
             steps=f"{steps:,}",
             recordings=len(recordings),
@@ -83,6 +80,18 @@ def write(folder: Path) -> None:
         )
     )
     _plot(judgements, again, page.with_suffix(".svg"))
+
+
+def _judged_again(numbered: tuple[int, dict[str, Any]]) -> list[Judgement]:
+    """The judgements of a recording."""
+    number, recording = numbered
+    setting = {name: recording[name] for name in ("neighbour", "ranks", "scheduling")}
+    return [
+        {**setting, "slower": round(100 * slower), "verdict": verdict, "seconds": seconds}
+        for slower in EFFECTS
+        for seed in range(REPLAYS.get(slower, FEWER_REPLAYS))
+        for verdict, seconds in [replayed(recording["seconds"], slower, random.Random(1000 * number + seed))]
+    ]
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
@@ -112,12 +121,17 @@ def _smoke(runs: list[dict[str, Any]]) -> str:
 
 
 def _tables(judgements: Sequence[Judgement]) -> str:
-    """By ranks, neighbour and true slowdown: how many were judged how, and in which time."""
-    parts = []
-    for ranks in sorted({each["ranks"] for each in judgements}):
-        of_ranks = [each for each in judgements if each["ranks"] == ranks]
-        parts += [f"{'One rank' if ranks == 1 else f'{ranks} ranks'}:", _table(of_ranks)]
-    return "\n\n".join(parts)
+    """By ranks, scheduling, neighbour and true slowdown: how many were judged how, and in which time."""
+    parts = [(f"{_title(*key)}:", _table(of_key)) for key in PANELS if (of_key := _of(key, judgements))]
+    return "\n\n".join(chain.from_iterable(parts))
+
+
+def _of(panel: tuple[int, str], judgements: Sequence[Judgement]) -> list[Judgement]:
+    return [each for each in judgements if (each["ranks"], each["scheduling"]) == panel]
+
+
+def _title(ranks: int, scheduling: str) -> str:
+    return " ".join(["One rank" if ranks == 1 else f"{ranks} ranks", *(["in real time"] if scheduling else [])])
 
 
 def _table(judgements: Iterable[Judgement]) -> str:
@@ -154,17 +168,19 @@ def _plot(live: list[Judgement], again: list[Judgement], file: Path) -> None:
     from matplotlib import pyplot
 
     pyplot.rcParams["svg.hashsalt"] = "verdicts"  # the same bytes from the same figures
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    for ranks, axes in zip((1, 2), panels, strict=True):
+    figure, grid = pyplot.subplots(2, 2, figsize=(10, 8), sharex=True, sharey=True, layout="constrained")
+    for axes, panel in zip(grid.T.flat, PANELS, strict=True):
         for name in NEIGHBOURS:
-            of_name = [each for each in again if (each["neighbour"], each["ranks"]) == (name, ranks)]
-            axes.plot(*_shares(of_name), marker="o", label=f"neighbour: {name}")
-        of_ranks = [each for each in live if each["ranks"] == ranks]
-        axes.scatter(*_shares(of_ranks), marker="s", color="black", label="live, all", zorder=3)
-        axes.set(xlabel="true slowdown, %", title="one rank" if ranks == 1 else "two ranks")
+            of_name = [each for each in _of(panel, again) if each["neighbour"] == name]
+            axes.plot(*_shares(of_name), marker="o", label=name)
+        axes.scatter(*_shares(_of(panel, live)), marker="s", color="black", label="live, all", zorder=3)
+        axes.set(title=_title(*panel))
         axes.grid(alpha=0.3)
-    panels[0].set(ylabel="judged as slower, %")
-    panels[0].legend()
+    for axes in grid[:, 0]:
+        axes.set(ylabel="judged as slower, %")
+    for axes in grid[1]:
+        axes.set(xlabel="true slowdown, %")
+    grid[0, 0].legend(title="neighbour")
     figure.suptitle("What a time verdict finds within 50 s")
     figure.savefig(file, metadata={"Date": None})
 
@@ -193,7 +209,10 @@ cores: recordings are in `verdicts/recordings.jsonl`, judgements of rounds, if a
 step is forward and backward of a layer some dozens of times, on one rank, or on two that all-reduce the gradients in
 four buckets; the slower one does a known share more of the same work. Neighbours are processes beside it: one
 that is busy on and off, one that is busier and busier, two that spike. Each verdict has its share of the error of a
-run of 150.
+run of {judgements}, as at laptop scale.
+
+In real time ([`chrt --rr 1 pytest perf`](budgets.md#beside-neighbours)) neighbours have what the ranks leave of the
+cores, and a twentieth of each second; otherwise they take turns with the ranks.
 
 ![The power curve](verdicts.svg)
 
