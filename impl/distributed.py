@@ -1,17 +1,22 @@
-"""What wrappers and sharded optimizers share: modules that agree on every rank, hooks on gradients, plain state."""
+"""What wrappers and sharded optimizers share: modules that agree on every rank, hooks on gradients, checks before
+steps, plain state."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cache
 from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 T = TypeVar("T")
+W = TypeVar("W", bound=nn.Module)
 
 
 def backward_twice(before: str = "finish_gradient_synchronization()") -> RuntimeError:
@@ -110,3 +115,27 @@ def call_on_gradient(parameter: nn.Parameter, method: Callable[[nn.Parameter], N
             alive(parameter)
 
     parameter.register_post_accumulate_grad_hook(hook)
+
+
+_checks: weakref.WeakKeyDictionary[nn.Module, Callable[[Any, Optimizer], None]] = weakref.WeakKeyDictionary()
+
+
+def check_before_steps(wrapper: W, check: Callable[[W, Optimizer], None]) -> None:
+    """Call `check(wrapper, optimizer)` before each step of any optimizer, for as long as the wrapper lives.
+
+    One hook serves every wrapper and stays. A hook of each wrapper's own would have to be removed when the wrapper is
+    freed, and where the garbage collector frees it during a step, torch is iterating over the hooks.
+    """
+    _checks[wrapper] = check
+    _watch_steps()
+
+
+@cache
+def _watch_steps() -> None:
+    """Register the hook; the first wrapper does."""
+
+    def run_checks(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for wrapper, check in _checks.items():
+            check(wrapper, optimizer)
+
+    register_optimizer_step_pre_hook(run_checks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from correctness.support.processes import are_freed
 from correctness.support.whole_batch import DIM
@@ -190,6 +192,27 @@ def let_go_on_rank(device: str) -> bool:
 
 def test_a_model_that_is_let_go_frees_its_parameters(world: World, device: str) -> None:
     assert all(world.run(let_go_on_rank, device))
+
+
+def let_go_during_a_step_on_rank(device: str) -> float:
+    models: list[nn.Module] = []
+
+    def let_go(*_: Any) -> None:
+        models.clear()
+        gc.collect()
+
+    hook = register_optimizer_step_pre_hook(let_go)
+    models.append(FullyShardedDataParallel(nn.Linear(4, 4).to(device)))
+    other = nn.Parameter(torch.ones(1, device=device))
+    other.grad = torch.ones_like(other)
+    torch.optim.SGD([other], lr=1.0).step()
+    hook.remove()
+    return other.item()
+
+
+def test_a_model_may_be_freed_while_an_optimizer_steps(world: World, device: str) -> None:
+    """The garbage collector runs whenever it likes, and torch is then iterating over the hooks before the step."""
+    assert world.run(let_go_during_a_step_on_rank, device) == [0.0] * world.size
 
 
 def made_from_meta_on_rank(device: str) -> tuple[int, int, int, list[str], list[float]]:

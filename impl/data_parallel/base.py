@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -13,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from impl.distributed import (
     PlainStateDict,
     broadcast_state,
     call_on_gradient,
+    check_before_steps,
     check_same_module,
 )
 
@@ -41,8 +39,7 @@ class DataParallel(PlainStateDict):
         self._unaveraged: dict[nn.Parameter, None] = {}  # have a gradient that is this rank's own, in order of arrival
         for parameter in self.trainable:
             call_on_gradient(parameter, self._on_gradient)
-        _wrappers.add(self)
-        _watch_optimizers()
+        check_before_steps(self, _refuse_unaveraged_gradients)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -83,27 +80,17 @@ def row_major(tensor: Tensor) -> Tensor:
     return tensor.contiguous() if tensor.layout == torch.strided else tensor
 
 
-_wrappers: weakref.WeakSet[DataParallel] = weakref.WeakSet()
-
-
-@cache
-def _watch_optimizers() -> None:
-    """Check before every optimizer's step; registered once, by the first wrapper."""
-    register_optimizer_step_pre_hook(_refuse_unaveraged_gradients)
-
-
-def _refuse_unaveraged_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _refuse_unaveraged_gradients(wrapper: DataParallel, optimizer: Optimizer) -> None:
     """Raise RuntimeError for a gradient that was not averaged: the ranks' parameters would become different.
 
     A gradient that has been freed since, as `zero_grad()` does, is no error.
     """
-    for wrapper in _wrappers:
-        if not wrapper._unaveraged:
-            continue
-        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            if parameter in wrapper._unaveraged and parameter.grad is not None:
-                name = next(name for name, p in wrapper.module.named_parameters() if p is parameter)
-                raise RuntimeError(
-                    f"the gradient of {name!r} is this rank's alone: call finish_gradient_synchronization(), outside "
-                    "no_sync(), between backward and optimizer.step()"
-                )
+    if not wrapper._unaveraged:
+        return
+    for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        if parameter in wrapper._unaveraged and parameter.grad is not None:
+            name = next(name for name, p in wrapper.module.named_parameters() if p is parameter)
+            raise RuntimeError(
+                f"the gradient of {name!r} is this rank's alone: call finish_gradient_synchronization(), outside "
+                "no_sync(), between backward and optimizer.step()"
+            )

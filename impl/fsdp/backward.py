@@ -3,12 +3,11 @@ whether an optimizer steps before gradients are synchronized."""
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from impl.fsdp.sharded import FullyShardedDataParallel
@@ -40,17 +39,9 @@ class BackwardPasses:
         self._open.clear()
 
 
-def refuse_unsynchronized_steps(model: FullyShardedDataParallel) -> None:
-    """Raise RuntimeError in `optimizer.step()` on the model's parameters while gradients are not synchronized."""
-    alive = weakref.ref(model)
-
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        model = alive()
-        if model is None or not model._unsynchronized:
-            return
+def refuse_unsynchronized_gradients(model: FullyShardedDataParallel, optimizer: Optimizer) -> None:
+    """Raise RuntimeError for an optimizer of the model's parameters while gradients are not synchronized."""
+    if model._unsynchronized:
         own = set(model._trainable())
         if any(p in own for group in optimizer.param_groups for p in group["params"]):
             raise RuntimeError(NOT_SYNCHRONIZED)
-
-    handle = register_optimizer_step_pre_hook(check)
-    weakref.finalize(model, handle.remove)

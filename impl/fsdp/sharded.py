@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from impl.collectives import collectives_for
-from impl.distributed import PlainStateDict, check_same_module
+from impl.distributed import PlainStateDict, check_before_steps, check_same_module
 from impl.fsdp.accounting import kept_peak, norms_replicated_peak, plain_peak, sharded_peak
-from impl.fsdp.backward import BackwardPasses, backward_runs, refuse_unsynchronized_steps
+from impl.fsdp.backward import BackwardPasses, backward_runs, refuse_unsynchronized_gradients
 from impl.fsdp.flat import Sharding
 from impl.fsdp.nested import changed, tensors_in
 from impl.fsdp.order import Order
@@ -112,7 +112,7 @@ class FullyShardedDataParallel(PlainStateDict):
             unit.module.register_forward_hook(partial(self._after_forward, unit))
         for part in module.modules():  # of whose shards a forward may still be copying
             part.register_load_state_dict_pre_hook(self.sharding.wait_for_host_memory)
-        refuse_unsynchronized_steps(self)
+        check_before_steps(self, refuse_unsynchronized_gradients)
         mark_sharded(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
