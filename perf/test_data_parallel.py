@@ -14,7 +14,7 @@ from perf.answers import best_bucket, what_is_hidden
 from perf.observers.overhead_model import OverheadModel
 from perf.workloads.data_parallel import AllReduces, DataParallelStep, OverheadCase
 from shardmark.grid import MB, Grid
-from shardmark.measure import CASE_DEADLINE, Measure, memory_budget
+from shardmark.measure import Measure, memory_budget
 from shardmark.observers import ExposedCommunication
 from shardmark.passes import measure as measure_on_rank
 from shardmark.plan import Plan, Rounds
@@ -148,7 +148,7 @@ def test_model_of_overhead(
     ranks = measure.attempt(
         plan.identity,
         memory_budget(implementation, case, device),
-        lambda: world.run(measure_on_rank, plan, deadline=CASE_DEADLINE),
+        lambda: world.run(measure_on_rank, plan, deadline=measure.deadline),
     )
     row = measure.record(plan.identity, ranks, observe=[OverheadModel(case)])
     if "model" not in row["time"]:

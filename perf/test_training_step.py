@@ -15,7 +15,7 @@ from perf.workloads.training_step import CONTEXTS, DTYPES, MODELS, LanguageModel
 from shardmark import registry
 from shardmark.clock import Laps
 from shardmark.grid import Grid
-from shardmark.measure import CASE_DEADLINE, Measure, memory_budget
+from shardmark.measure import Measure, memory_budget
 from shardmark.memory import Memory
 from shardmark.observers import Goals, Observer
 from shardmark.passes import timed_steps
@@ -128,7 +128,7 @@ def test_warmups(implementation: Implementation, case: TrainingStepCase, device:
 
     def in_a_fresh_process() -> list[list[Laps]]:
         with World(1, device) as fresh:
-            return fresh.run(timed_steps, plan, count, deadline=CASE_DEADLINE)
+            return fresh.run(timed_steps, plan, count, deadline=measure.deadline)
 
     [laps] = measure.attempt(plan.identity, memory_budget(implementation, case, device), in_a_fresh_process)
     seconds = {n: [lap.seconds for lap in laps[n : n + STEADY.minimum]] for n in WARMUPS}

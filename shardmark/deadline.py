@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 TRIED = 60.0
 """Seconds, by default, for what `--impl` names: its user waits for a verdict."""
+MEASURED = 1800.0
+"""Seconds, by default, for all rounds of a measured case: long, as paper-scale cases are, and short of a night."""
 AFTER_THE_FIRST = 3.0
 """Seconds for an implementation that has hung before: it has failed already, and its other tests are still told."""
+
+
+SOONEST = 1e-3
+"""Seconds to an alarm that is due: zero would put it off for good."""
 
 
 class Hung(Exception):
@@ -19,14 +26,18 @@ class Hung(Exception):
 
 
 class Deadlines:
-    """Seconds for each implementation, by a name that no other has."""
+    """Seconds for each implementation, by a name that no other has; `measured`, for each case that is measured."""
 
-    def __init__(self, first: float) -> None:
+    def __init__(self, first: float, measured: float = MEASURED) -> None:
         self.first = first
+        self.measured = measured
         self._hung: set[str] = set()
 
     def of(self, name: str) -> float:
-        return min(self.first, AFTER_THE_FIRST) if name in self._hung else self.first
+        return min(self.first, AFTER_THE_FIRST) if self.hung(name) else self.first
+
+    def hung(self, name: str) -> bool:
+        return name in self._hung
 
     def has_hung(self, name: str) -> None:
         self._hung.add(name)
@@ -34,8 +45,12 @@ class Deadlines:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raise Hung in what has not ended by then. Code in C is let finish; off the main thread there is no deadline."""
-    if threading.current_thread() is not threading.main_thread():
+    """Raise Hung in what has not ended by then. Code in C is let finish; off the main thread there is no deadline.
+
+    A process has one alarm. If one was set before, as pytest-timeout does, it rings when it would have.
+    """
+    remaining, _ = signal.getitimer(signal.ITIMER_REAL)
+    if threading.current_thread() is not threading.main_thread() or 0 < remaining < seconds:
         yield
         return
 
@@ -43,9 +58,12 @@ def within(seconds: float) -> Iterator[None]:
         raise Hung(f"had not ended after {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, expire)
+    began = time.monotonic()
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if remaining:
+            signal.setitimer(signal.ITIMER_REAL, max(remaining - (time.monotonic() - began), SOONEST))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,24 +74,28 @@ class Judge:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Give the ranks its deadline, and its report the target."""
+        """Give the ranks its deadline, and its report the target; a case whose target has hung is not measured."""
         implementation = implementation_of(item)
-        if implementation is not None:
-            self.session.worlds.deadline = self.session.deadlines.of(_label(implementation))
-            if "measure" not in getattr(item, "fixturenames", ()):
-                item.user_properties += [(TARGET, _label(implementation)), (PLACE, self.places[item.nodeid])]
+        if implementation is None:
+            return
+        label, deadlines = _label(implementation), self.session.deadlines
+        self.session.worlds.deadline = deadlines.of(label)
+        if not _measures(item):
+            item.user_properties += [(TARGET, label), (PLACE, self.places[item.nodeid])]
+        elif deadlines.hung(label):
+            pytest.skip("it hung before")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
         """End a test that hangs; from then on the target's other tests get little time."""
         implementation = implementation_of(pyfuncitem)
-        if implementation is None or "measure" in pyfuncitem.fixturenames:
+        if implementation is None:
             return (yield)
         label, deadlines = _label(implementation), self.session.deadlines
         # Ranks have a deadline of their own, after which they still report where they were.
         seconds = deadlines.of(label) * (2 if "worlds" in pyfuncitem.fixturenames else 1)
         try:
-            with within(seconds):
+            with nullcontext() if _measures(pyfuncitem) else within(seconds):
                 return (yield)
         except Hung:
             deadlines.has_hung(label)
@@ -139,6 +144,10 @@ class Judge:
                 terminalreporter.write_line(printable(f"  {line}"))
         if judged:
             terminalreporter.write_line(f"--seed {self.session.seed} draws the same inputs again")
+
+
+def _measures(item: pytest.Item) -> bool:
+    return "measure" in getattr(item, "fixturenames", ())
 
 
 def _label(implementation: Implementation) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from shardmark import budget, registry
 from shardmark.budget import MEMORY_SLACK, MIB, Limits, MemoryBudget
+from shardmark.deadline import Hung, within
 from shardmark.evidence import SHOWN_CONFIDENCE, fewest_rounds
 from shardmark.excess import Held
 from shardmark.grid import Work
@@ -27,9 +28,6 @@ from shardmark.simulation.worlds import SimulatedWorlds
 from shardmark.world import RankError, World
 
 T = TypeVar("T")
-
-CASE_DEADLINE = 1800.0
-"""Seconds for all rounds of one case: long, as paper-scale cases are, and short of a night."""
 
 
 class Measure(Recorder):
@@ -92,18 +90,19 @@ class Measure(Recorder):
             trace=trace,
         )
 
-        if session.simulated:
-            return self._predict(plan, work, slack, observe)
-        memory, identity = self._budget(plan, slack), plan.identity
+        with within(self.deadline):  # a prediction runs the step here, and not on a rank
+            if session.simulated:
+                return self._predict(plan, work, slack, observe)
+            memory, identity = self._budget(plan, slack), plan.identity
         plan = replace(plan, memory=memory)
         goal = None if time is None else time.goal
         plan = self._with_room_for_peer(plan, self._admit(identity, memory), goal)
         ranks = self._unless_out_of_memory(
-            identity, memory, lambda: session.worlds.get(world_size).run(measure, plan, deadline=CASE_DEADLINE)
+            identity, memory, lambda: session.worlds.get(world_size).run(measure, plan, deadline=self.deadline)
         )
 
         def at_peak() -> list[Held]:
-            held = session.worlds.get(world_size).run(blocks_at_peak, plan, deadline=CASE_DEADLINE)
+            held = session.worlds.get(world_size).run(blocks_at_peak, plan, deadline=self.deadline)
             return max(held, key=lambda rank: sum(each.nbytes for each in rank))
 
         def beside_ref(row: Row) -> list[tuple[str, str]]:
@@ -111,7 +110,7 @@ class Measure(Recorder):
                 return []
             world = session.worlds.get(world_size)
             assert isinstance(world, World)
-            return session.ref.judge(self._benchmark.fullname, plan, row, world, self._confidence(race), CASE_DEADLINE)
+            return session.ref.judge(self._benchmark.fullname, plan, row, world, self._confidence(race), self.deadline)
 
         return self.record(
             identity,
@@ -124,6 +123,11 @@ class Measure(Recorder):
             at_peak=at_peak,
             beside_ref=beside_ref,
         )
+
+    @property
+    def deadline(self) -> float:
+        """Seconds within which the ranks answer for one case."""
+        return self._session.deadlines.measured
 
     def attempt(self, identity: Identity, memory: MemoryBudget | None, run: Callable[[], list[T]]) -> list[T]:
         """What `run` returns, if the case fits and memory does not run out; else its row says so, and the test ends."""
@@ -196,6 +200,8 @@ class Measure(Recorder):
             if session.device == "cpu":  # to the byte, but for what a backend's thread may release late
                 slack = 1.0 if session.simulated or plan.world_size == 1 else NEAR
             return predicted_budget(plan, session.hardware, slack, predicted)
+        except Hung:
+            raise
         except Exception as error:
             if session.simulated and not isinstance(error, registry.Unsupported):
                 raise  # a real run goes on without

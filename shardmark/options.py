@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shardmark import registry, torchrun
+from shardmark.deadline import MEASURED
 from shardmark.rank import WorldError, available_cores
 from shardmark.registry import Implementation
 from shardmark.simulation import worlds
@@ -116,7 +117,8 @@ def add_options(parser: pytest.Parser) -> None:
         "--deadline",
         default=None,
         metavar="SECONDS",
-        help="how long a test may take on what --impl names before it counts as hung: 60; 3 once it has hung",
+        help="how long a test may take on what --impl names before it counts as hung: 60, and 3 once it has hung; "
+        f"how long a measured case may: {MEASURED:g}, and none is measured of what has hung",
     )
 
 

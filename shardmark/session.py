@@ -14,7 +14,7 @@ from shardmark import options, registry, torchrun
 from shardmark.budget import AbsoluteBudget, confidence, read_budgets
 from shardmark.checkout import check_out
 from shardmark.clock import DeviceClock
-from shardmark.deadline import TRIED, Deadlines
+from shardmark.deadline import MEASURED, TRIED, Deadlines
 from shardmark.gate import Gate
 from shardmark.grid import SCALES, Grid
 from shardmark.growing import Entry
@@ -60,7 +60,8 @@ class Session:
         self.selected = options.selected(option("impl"), self.device, self.refused)
         self.model = None if option("model") is None else check(option("model"), bool(self.simulated))
         """The user's own model, of `--model`, which this run is about."""
-        self.deadlines = Deadlines(options.deadline(option("deadline")) or (TRIED if self.selected else DEADLINE))
+        deadline = options.deadline(option("deadline"))
+        self.deadlines = Deadlines(deadline or (TRIED if self.selected else DEADLINE), deadline or MEASURED)
         self.budgets: list[AbsoluteBudget] = (
             [] if option("budgets") is None else read_budgets(options.path("budgets", option))
         )

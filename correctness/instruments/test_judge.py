@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -57,7 +59,43 @@ def test_even(implementation, number):
     assert implementation.target(number) == 2 * number
 """
 
+MEASURED = """
+from dataclasses import dataclass
+
+import pytest
+from shardmark.grid import Grid, Work
+
+pytestmark = pytest.mark.family("double")
+
+
+@dataclass(frozen=True)
+class Number:
+    number: int
+    dtype: str = "float32"
+
+    def __str__(self):
+        return str(self.number)
+
+
+class Doubling:
+    backend = "none"
+
+    def __init__(self, implementation, case, device):
+        self.double, self.number = implementation.target, case.number
+
+    def prepare(self): ...
+
+    def step(self, mark):
+        self.double(self.number)
+
+
+@pytest.mark.cases(Grid(smoke=[Number(1), Number(2), Number(3)], laptop=[], paper=[]))
+def test_cost(implementation, case, measure):
+    measure(Doubling, implementation, case, work=Work(flops=1))
+"""
+
 OWN = """
+import multiprocessing
 import time
 from shardmark.registry import Unsupported
 
@@ -71,6 +109,10 @@ def hangs(x):
     while x != 2:
         time.sleep(0.01)
     while True:
+        time.sleep(0.01)
+
+def hangs_on_ranks(x):
+    while multiprocessing.parent_process() is not None:
         time.sleep(0.01)
 
 def unsupported(x):
@@ -141,6 +183,22 @@ def test_a_hang_costs_one_deadline_and_from_then_on_little(project: pytest.Pytes
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("hangs", "*Hung: had not ended after 3 s"),
+        ("hangs_on_ranks", "*RankError: rank 0 of 1 had not answered after 3.0 s; it was in hangs_on_ranks *"),
+    ],
+)
+def test_of_what_hung_nothing_more_is_measured(project: pytest.Pytester, name: str, line: str) -> None:
+    """Neither where it is predicted what memory it takes, nor where its steps run."""
+    project.makepyfile(test_cost=MEASURED)
+    options = ("--deadline=3", "--scale=smoke", "-rs", "--benchmark-min-rounds=2", "test_cost.py")
+    result = judged(project, name, "plain", options=options)
+    result.assert_outcomes(passed=3, failed=1, skipped=2)
+    result.stdout.fnmatch_lines([f"E * {line}", "SKIPPED ?2? *: it hung before"])
+
+
 def test_what_hung_once_has_little_time() -> None:
     deadlines = Deadlines(20.0)
     deadlines.has_hung("mine")
@@ -154,6 +212,20 @@ def test_what_has_not_ended_in_time_is_hung() -> None:
     with within(0.05):
         pass
     time.sleep(0.1)  # and the alarm is off
+
+
+@pytest.mark.parametrize("inner", [0.1, 5.0])
+def test_a_deadline_within_another_does_not_put_it_off(inner: float) -> None:
+    """Nor within pytest-timeout's, which has the same alarm."""
+
+    def two_naps() -> None:
+        with suppress(Hung), within(inner):
+            time.sleep(0.2)
+        time.sleep(10)
+
+    with pytest.raises(Hung, match=r"had not ended after 0\.3 s"), within(0.3):
+        two_naps()
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 def test_the_seed_repeats_the_inputs_here_and_on_the_ranks(project: pytest.Pytester) -> None:

@@ -59,7 +59,6 @@ import pytest
 import torch
 
 from correctness.support.rank_faults import FAULTS, state
-from shardmark import measure as measuring
 from shardmark.grid import Grid, Work
 from shardmark.plan import Rounds
 
@@ -139,7 +138,7 @@ MEASURED = [Case("first"), *(Case(name) for name, phase in CASES if phase == "me
 @pytest.mark.cases(Grid(smoke=MEASURED, laptop=[], paper=[]))
 def test_row(implementation, case, measure, monkeypatch):
     if case.name in FAULTS:
-        monkeypatch.setattr(measuring, "CASE_DEADLINE", FAULTS[case.name].deadline + TO_IMPORT)
+        monkeypatch.setattr(measure._session.deadlines, "measured", FAULTS[case.name].deadline + TO_IMPORT)
     rounds = Rounds(minimum=3, maximum=3, warmups=1)
     measure(Nap, implementation, case, work=Work(flops=1), world_size=SIZE, rounds=rounds)
 """
