@@ -9,7 +9,7 @@ import pytest
 from shardmark import registry
 from shardmark.clock import DeviceClock
 from shardmark.registry import RegistryError
-from shardmark.session import SESSION, implementation_of
+from shardmark.session import SESSION, implementation_of, measures
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = not session.selected or (implementation is not None and implementation.family in session.selected)
         grid = item.get_closest_marker("cases")
         (kept if chosen and session.asks(grid and grid.args[0]) else dropped).append(item)
-        if "measure" in getattr(item, "fixturenames", ()):
+        if measures(item):
             _use_device_clock(item, session.clock)
             if session.simulated:  # of some rows no time is known
                 item.add_marker(pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"))
@@ -83,7 +83,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     for item in session.items:
         if marker := item.get_closest_marker("question"):
             question = own.questions[marker.args[0]]
-            if isinstance(question.answer, str) or "measure" in getattr(item, "fixturenames", ()):
+            if isinstance(question.answer, str) or measures(item):
                 question.tests.add(item.nodeid)
 
 

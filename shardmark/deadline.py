@@ -11,35 +11,35 @@ from types import FrameType
 
 TRIED = 60.0
 """Seconds, by default, for what `--impl` names: its user waits for a verdict."""
-MEASURED = 1800.0
-"""Seconds, by default, for all rounds of a measured case: long, as paper-scale cases are, and short of a night."""
+MEASURED = 30.0
+"""Times the deadline for a case that is measured: by default half an hour, as cases at paper scale are long."""
 AFTER_THE_FIRST = 3.0
 """Seconds for an implementation that has hung before: it has failed already, and its other tests are still told."""
 
 
-SOONEST = 1e-3
-"""Seconds to an alarm that is due: zero would put it off for good."""
+OVERDUE = 1e-3
+"""Seconds to an alarm that is overdue: zero would disarm it."""
 
 
-class Hung(Exception):
-    """A test that had not ended by its deadline; the traceback ends where it was."""
+class Hung(BaseException):
+    """A test that had not ended by its deadline; the traceback ends where it was. No `except Exception` takes it."""
 
 
 class Deadlines:
-    """Seconds for each implementation, by a name that no other has; `measured`, for each case that is measured."""
+    """Seconds for each implementation, by a name that no other has; `measured`, for a case that is measured."""
 
-    def __init__(self, first: float, measured: float = MEASURED) -> None:
+    def __init__(self, first: float, measured: float) -> None:
         self.first = first
         self.measured = measured
         self._hung: set[str] = set()
 
     def of(self, name: str) -> float:
-        return min(self.first, AFTER_THE_FIRST) if self.hung(name) else self.first
+        return min(self.first, AFTER_THE_FIRST) if self.has_hung(name) else self.first
 
-    def hung(self, name: str) -> bool:
+    def has_hung(self, name: str) -> bool:
         return name in self._hung
 
-    def has_hung(self, name: str) -> None:
+    def note_hang(self, name: str) -> None:
         self._hung.add(name)
 
 
@@ -47,9 +47,10 @@ class Deadlines:
 def within(seconds: float) -> Iterator[None]:
     """Raise Hung in what has not ended by then. Code in C is let finish; off the main thread there is no deadline.
 
-    A process has one alarm. If one was set before, as pytest-timeout does, it rings when it would have.
+    A process has one alarm. One that was set before, as pytest-timeout does, rings when it would have; where that is
+    sooner, it is the deadline.
     """
-    remaining, _ = signal.getitimer(signal.ITIMER_REAL)
+    remaining, interval = signal.getitimer(signal.ITIMER_REAL)
     if threading.current_thread() is not threading.main_thread() or 0 < remaining < seconds:
         yield
         return
@@ -66,4 +67,4 @@ def within(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         if remaining:
-            signal.setitimer(signal.ITIMER_REAL, max(remaining - (time.monotonic() - began), SOONEST))
+            signal.setitimer(signal.ITIMER_REAL, max(remaining - (time.monotonic() - began), OVERDUE), interval)

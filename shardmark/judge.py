@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from shardmark.deadline import Hung, within
 from shardmark.registry import Implementation
 from shardmark.report.layout import printable
 from shardmark.report.outcomes import first_line, reason
-from shardmark.session import Session, implementation_of
+from shardmark.session import Session, implementation_of, measures
 from shardmark.world import RankError
 
 TARGET, PLACE = "target", "place"
@@ -80,10 +80,10 @@ class Judge:
             return
         label, deadlines = _label(implementation), self.session.deadlines
         self.session.worlds.deadline = deadlines.of(label)
-        if not _measures(item):
+        if not measures(item):
             item.user_properties += [(TARGET, label), (PLACE, self.places[item.nodeid])]
-        elif deadlines.hung(label):
-            pytest.skip("it hung before")
+        elif deadlines.has_hung(label):
+            item.add_marker(pytest.mark.skip(reason=f"{implementation.name}: it hung before"))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
@@ -92,17 +92,20 @@ class Judge:
         if implementation is None:
             return (yield)
         label, deadlines = _label(implementation), self.session.deadlines
-        # Ranks have a deadline of their own, after which they still report where they were.
-        seconds = deadlines.of(label) * (2 if "worlds" in pyfuncitem.fixturenames else 1)
+        if measures(pyfuncitem):
+            ending: AbstractContextManager[None] = nullcontext()  # `measure` ends what it runs
+        else:
+            # Ranks have a deadline of their own, after which they still report where they were.
+            ending = within(deadlines.of(label) * (2 if "worlds" in pyfuncitem.fixturenames else 1))
         try:
-            with nullcontext() if _measures(pyfuncitem) else within(seconds):
+            with ending:
                 return (yield)
         except Hung:
-            deadlines.has_hung(label)
+            deadlines.note_hang(label)
             raise
         except RankError as error:
             if error.hung:
-                deadlines.has_hung(label)
+                deadlines.note_hang(label)
             raise
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -144,10 +147,6 @@ class Judge:
                 terminalreporter.write_line(printable(f"  {line}"))
         if judged:
             terminalreporter.write_line(f"--seed {self.session.seed} draws the same inputs again")
-
-
-def _measures(item: pytest.Item) -> bool:
-    return "measure" in getattr(item, "fixturenames", ())
 
 
 def _label(implementation: Implementation) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from shardmark import budget, registry
 from shardmark.budget import MEMORY_SLACK, MIB, Limits, MemoryBudget
-from shardmark.deadline import Hung, within
+from shardmark.deadline import within
 from shardmark.evidence import SHOWN_CONFIDENCE, fewest_rounds
 from shardmark.excess import Held
 from shardmark.grid import Work
@@ -90,10 +90,10 @@ class Measure(Recorder):
             trace=trace,
         )
 
-        with within(self.deadline):  # a prediction runs the step here, and not on a rank
-            if session.simulated:
+        if session.simulated:
+            with within(self.deadline):
                 return self._predict(plan, work, slack, observe)
-            memory, identity = self._budget(plan, slack), plan.identity
+        memory, identity = self._budget(plan, slack), plan.identity
         plan = replace(plan, memory=memory)
         goal = None if time is None else time.goal
         plan = self._with_room_for_peer(plan, self._admit(identity, memory), goal)
@@ -126,7 +126,7 @@ class Measure(Recorder):
 
     @property
     def deadline(self) -> float:
-        """Seconds within which the ranks answer for one case."""
+        """Seconds for one call on the ranks, or one prediction here."""
         return self._session.deadlines.measured
 
     def attempt(self, identity: Identity, memory: MemoryBudget | None, run: Callable[[], list[T]]) -> list[T]:
@@ -194,14 +194,14 @@ class Measure(Recorder):
             return None  # a prediction is no budget for itself; of a model it is, for the steps to come
         from shardmark.simulation.budget import predicted_budget  # as above
 
+        if session.model is not None and session.device == "cpu":
+            # To the byte, but for what a backend's thread may release late.
+            slack = 1.0 if session.simulated or plan.world_size == 1 else NEAR
         try:
-            if session.model is None:
-                return predicted_budget(plan, session.hardware, slack, every_rank=False)
-            if session.device == "cpu":  # to the byte, but for what a backend's thread may release late
-                slack = 1.0 if session.simulated or plan.world_size == 1 else NEAR
-            return predicted_budget(plan, session.hardware, slack, predicted)
-        except Hung:
-            raise
+            with within(self.deadline):  # the step runs here, and not on a rank
+                if session.model is None:
+                    return predicted_budget(plan, session.hardware, slack, every_rank=False)
+                return predicted_budget(plan, session.hardware, slack, predicted)
         except Exception as error:
             if session.simulated and not isinstance(error, registry.Unsupported):
                 raise  # a real run goes on without

@@ -117,8 +117,8 @@ def add_options(parser: pytest.Parser) -> None:
         "--deadline",
         default=None,
         metavar="SECONDS",
-        help="how long a test may take on what --impl names before it counts as hung: 60, and 3 once it has hung; "
-        f"how long a measured case may: {MEASURED:g}, and none is measured of what has hung",
+        help="how long a test may take on what --impl names before it counts as hung: 60, and 3 once it has hung; a "
+        f"measured case may take {MEASURED:g} times as long, and is skipped once it has hung",
     )
 
 

@@ -36,7 +36,7 @@ from shardmark.report.layout import printable
 from shardmark.report.progress import Progress
 from shardmark.report.undecided import Undecided
 from shardmark.rows import describe_machine
-from shardmark.session import SESSION, implementation_of, start_session
+from shardmark.session import SESSION, implementation_of, measures, start_session
 from shardmark.workers import SHARED, Worker
 from shardmark.world import RankError, World
 
@@ -141,7 +141,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.manual_seed(item.config.stash[SESSION].seed + zlib.crc32(item.nodeid.encode()))
     implementation = implementation_of(item)
     if implementation is not None:
-        device, to_measure = item.config.stash[SESSION].device, "measure" in getattr(item, "fixturenames", ())
+        device, to_measure = item.config.stash[SESSION].device, measures(item)
         if reason := implementation.unavailable_reason(device, to_measure):
             item.add_marker(pytest.mark.skip(reason=f"{implementation.name}: {reason}"))
 

@@ -61,7 +61,9 @@ class Session:
         self.model = None if option("model") is None else check(option("model"), bool(self.simulated))
         """The user's own model, of `--model`, which this run is about."""
         deadline = options.deadline(option("deadline"))
-        self.deadlines = Deadlines(deadline or (TRIED if self.selected else DEADLINE), deadline or MEASURED)
+        self.deadlines = Deadlines(
+            deadline or (TRIED if self.selected else DEADLINE), measured=MEASURED * (deadline or TRIED)
+        )
         self.budgets: list[AbsoluteBudget] = (
             [] if option("budgets") is None else read_budgets(options.path("budgets", option))
         )
@@ -154,7 +156,7 @@ class Session:
     def count_judgements(self, items: list[pytest.Item]) -> None:
         """Count the intervals that may decide a verdict in time: of each test's ratio to its peer, and to its own time
         in `--against-ref`; and of its seconds, by `--budgets`."""
-        measured = [item for item in items if "measure" in getattr(item, "fixturenames", ())]
+        measured = [item for item in items if measures(item)]
         if self.gate is not None:
             self.gate.collected([item.nodeid for item in measured])
         run = [item for item in measured if item.get_closest_marker("skip") is None]
@@ -262,6 +264,11 @@ def start_session(config: pytest.Config) -> Session:
         if isinstance(error, KeyboardInterrupt):
             raise pytest.UsageError("interrupted while the options were checked") from None
         raise
+
+
+def measures(item: pytest.Item) -> bool:
+    """Whether the test measures, and judges nothing of a contract."""
+    return "measure" in getattr(item, "fixturenames", ())
 
 
 def implementation_of(item: pytest.Item) -> Implementation | None:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardmark.deadline import within
 from shardmark.failures import Left, RankError, failures_of, rank_error
 from shardmark.heartbeat import CLOSED, LOST, Heartbeat, end_without_store
 from shardmark.rank import (
@@ -264,8 +265,9 @@ class LocalWorld:
     deadline = DEADLINE
 
     def run(self, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> list[Any]:
-        """Call `function(*args)` here. There is no second rank to watch the deadline."""
-        return [function(*args)]
+        """Call `function(*args)` here."""
+        with within(self.deadline if deadline is None else deadline):
+            return [function(*args)]
 
     def close(self) -> None:
         """Nothing to end."""

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from correctness.support.processes import are_freed
 from correctness.support.whole_batch import DIM
+from impl.distributed import check_before_steps
 from impl.fsdp import FullyShardedDataParallel, by_size, by_type, whole
 from impl.fsdp.order import Order
 from impl.model.mlp import MLPBlock, MLPLanguageModel, MLPSize
@@ -198,15 +199,20 @@ def let_go_during_a_step_on_rank(device: str) -> float:
     models: list[nn.Module] = []
 
     def let_go(*_: Any) -> None:
-        models.clear()
-        gc.collect()
+        if models:
+            models.pop()
+            gc.collect()
 
-    hook = register_optimizer_step_pre_hook(let_go)
-    models.append(FullyShardedDataParallel(nn.Linear(4, 4).to(device)))
+    among_hooks, among_checks = register_optimizer_step_pre_hook(let_go), nn.Identity()
+    check_before_steps(among_checks, let_go)
+    models += [FullyShardedDataParallel(nn.Linear(4, 4).to(device)) for _ in range(2)]
     other = nn.Parameter(torch.ones(1, device=device))
     other.grad = torch.ones_like(other)
-    torch.optim.SGD([other], lr=1.0).step()
-    hook.remove()
+    try:
+        torch.optim.SGD([other], lr=1.0).step()
+    finally:
+        among_hooks.remove()
+    assert not models
     return other.item()
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from correctness.support.project import make_project
 from shardmark.deadline import AFTER_THE_FIRST, Deadlines, Hung, within
+from shardmark.torchrun import LocalWorld
 
 pytest_plugins = ["pytester"]
 
@@ -186,24 +187,24 @@ def test_a_hang_costs_one_deadline_and_from_then_on_little(project: pytest.Pytes
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("hangs", "*Hung: had not ended after 3 s"),
-        ("hangs_on_ranks", "*RankError: rank 0 of 1 had not answered after 3.0 s; it was in hangs_on_ranks *"),
+        ("hangs", "*Hung: had not ended after 9 s"),
+        ("hangs_on_ranks", "*RankError: rank 0 of 1 had not answered after 9.0 s; it was in hangs_on_ranks *"),
     ],
 )
 def test_of_what_hung_nothing_more_is_measured(project: pytest.Pytester, name: str, line: str) -> None:
     """Neither where it is predicted what memory it takes, nor where its steps run."""
     project.makepyfile(test_cost=MEASURED)
-    options = ("--deadline=3", "--scale=smoke", "-rs", "--benchmark-min-rounds=2", "test_cost.py")
+    options = ("--deadline=0.3", "--scale=smoke", "-rs", "--benchmark-min-rounds=2", "test_cost.py")
     result = judged(project, name, "plain", options=options)
     result.assert_outcomes(passed=3, failed=1, skipped=2)
-    result.stdout.fnmatch_lines([f"E * {line}", "SKIPPED ?2? *: it hung before"])
+    result.stdout.fnmatch_lines([f"E * {line}", f"SKIPPED ?2? *: {name}: it hung before"])
 
 
 def test_what_hung_once_has_little_time() -> None:
-    deadlines = Deadlines(20.0)
-    deadlines.has_hung("mine")
+    deadlines = Deadlines(20.0, measured=600.0)
+    deadlines.note_hang("mine")
     assert deadlines.of("mine") == AFTER_THE_FIRST and deadlines.of("another") == 20.0
-    assert Deadlines(1.0).of("mine") == 1.0
+    assert Deadlines(1.0, measured=30.0).of("mine") == 1.0
 
 
 def test_what_has_not_ended_in_time_is_hung() -> None:
@@ -214,18 +215,33 @@ def test_what_has_not_ended_in_time_is_hung() -> None:
     time.sleep(0.1)  # and the alarm is off
 
 
-@pytest.mark.parametrize("inner", [0.1, 5.0])
-def test_a_deadline_within_another_does_not_put_it_off(inner: float) -> None:
-    """Nor within pytest-timeout's, which has the same alarm."""
+def test_a_world_of_one_in_this_process_has_a_deadline_too() -> None:
+    """As torchrun's rank 0 has one, for what runs on a single device."""
+    with pytest.raises(Hung, match=r"had not ended after 0\.05 s"):
+        LocalWorld().run(time.sleep, 10, deadline=0.05)
 
-    def two_naps() -> None:
+
+@pytest.mark.parametrize(
+    ("inner", "nap"), [(0.1, 0.2), (5.0, 0.2), (0.1, 0.5)], ids=["hangs", "does_not", "hangs_past_the_outer"]
+)
+def test_a_deadline_within_another_does_not_put_it_off(inner: float, nap: float) -> None:
+    """Nor within pytest-timeout's, which has the same alarm."""
+    before = signal.getitimer(signal.ITIMER_REAL)[0]
+    left: list[float] = []
+
+    def naps() -> None:
         with suppress(Hung), within(inner):
-            time.sleep(0.2)
+            try:
+                time.sleep(nap)
+            except Hung:
+                time.sleep(nap - inner)
+        left.append(signal.getitimer(signal.ITIMER_REAL)[0])
         time.sleep(10)
 
     with pytest.raises(Hung, match=r"had not ended after 0\.3 s"), within(0.3):
-        two_naps()
-    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+        naps()
+    assert max(left, default=0.0) <= 0.3 - 0.2
+    assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (before > 0)
 
 
 def test_the_seed_repeats_the_inputs_here_and_on_the_ranks(project: pytest.Pytester) -> None:

@@ -138,7 +138,7 @@ MEASURED = [Case("first"), *(Case(name) for name, phase in CASES if phase == "me
 @pytest.mark.cases(Grid(smoke=MEASURED, laptop=[], paper=[]))
 def test_row(implementation, case, measure, monkeypatch):
     if case.name in FAULTS:
-        monkeypatch.setattr(measure._session.deadlines, "measured", FAULTS[case.name].deadline + TO_IMPORT)
+        monkeypatch.setattr(type(measure), "deadline", FAULTS[case.name].deadline + TO_IMPORT)
     rounds = Rounds(minimum=3, maximum=3, warmups=1)
     measure(Nap, implementation, case, work=Work(flops=1), world_size=SIZE, rounds=rounds)
 """
