@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from correctness.support.faults_that_stay import FOLDER, shared_memory_prefix
 from correctness.support.paths import ROOT
 from correctness.support.processes import wait_until
 
 PHASES = ("setup", "step", "teardown", "measured")
 OTHERS = "torchinductor_", "pytest-of-"
 """How temporary files begin that PyTorch and pytest keep."""
-MARK = "SHARDMARK_FAULT_RUN"
-"""The environment's name of a run's folder, by which every process that it has started is known."""
 
 CONFTEST = """
 import json, os
@@ -171,7 +170,7 @@ def run_faults(folder: Path, size: int, cases: Iterable[tuple[str, str]], *optio
     (project / "conftest.py").write_text(CONFTEST)
     (project / "test_faults.py").write_text(TESTS.format(size=size, cases=list(cases)))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TORCHELASTIC"))}
-    environment = {**kept, MARK: str(folder), "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
+    environment = {**kept, FOLDER: str(folder), "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device=cpu", "--scale=smoke"]
     command += ["--benchmark-json=out.json", f"--rootdir={project}", *options]
     done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
@@ -201,12 +200,12 @@ def _left(folder: Path) -> list[str]:
     wait_until(lambda: not _processes(folder), 10)
     processes = [f"process {pid}" for pid in _processes(folder)]
     files = [str(file) for file in (folder / "tmp").iterdir() if not file.name.startswith(OTHERS)]
-    shared = [str(file) for file in Path("/dev/shm").glob("shardmark_fault_*")]
+    shared = [str(file) for file in Path("/dev/shm").glob(f"{shared_memory_prefix(str(folder))}*")]
     return processes + files + shared
 
 
 def _processes(folder: Path) -> list[int]:
-    variable = f"{MARK}={folder}\0".encode()
+    variable = f"{FOLDER}={folder}\0".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import warnings
+import zlib
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
@@ -222,12 +223,20 @@ def starts_a_daemon() -> None:
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 
 
+FOLDER = "SHARDMARK_FAULT_RUN"
+"""The environment's name of a run's folder, by which every process that it has started is known."""
 _kept: list[Any] = []
+
+
+def shared_memory_prefix(folder: str) -> str:
+    """Of the names of a run's shared memory, by its folder: a run beside it has its own."""
+    return f"shardmark_fault_{zlib.crc32(folder.encode())}_"
 
 
 @passes()
 def keeps_shared_memory() -> None:
-    _kept.append(SharedMemory(create=True, size=100, name=f"shardmark_fault_{os.getpid()}"))
+    name = f"{shared_memory_prefix(os.environ[FOLDER])}{os.getpid()}"
+    _kept.append(SharedMemory(create=True, size=100, name=name))
 
 
 @fails("exited with 6$")
