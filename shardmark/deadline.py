@@ -15,8 +15,6 @@ MEASURED = 30.0
 """Times the deadline for a case that is measured: by default half an hour, as cases at paper scale are long."""
 AFTER_THE_FIRST = 3.0
 """Seconds for an implementation that has hung before: it has failed already, and its other tests are still told."""
-
-
 OVERDUE = 1e-3
 """Seconds to an alarm that is overdue: zero would disarm it."""
 
