@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shardmark.evidence import FAIL, PASS, UNDECIDED, Interval, fewest_rounds, interval, paired_ratios
+from shardmark.evidence import FAIL, PASS, UNDECIDED, Interval, decided, fewest_rounds, interval, paired_ratios
 
 Machine = Callable[[random.Random], Iterator[float]]
 
@@ -109,6 +109,28 @@ def test_it_is_of_the_ratio_and_not_of_its_size() -> None:
 def test_more_pairs_narrow_it() -> None:
     widths = [(found := interval(ratios(drifting, n, seed=3))).high / found.low for n in (20, 80, 320, 1280)]
     assert widths == sorted(widths, reverse=True) and widths[-1] < 1.02
+
+
+def test_what_calm_pairs_said_stays_said() -> None:
+    """However rough those after them are, which say nothing of either."""
+    calm, rough = [1.05] * 40, [2.0, 0.5] * 200
+    before, after = interval(calm), interval(calm + rough)
+    assert 1.01 < before.low <= after.low and after.high <= before.high < 1.09
+    assert decided(calm + rough, 1.0, 0.95)
+
+
+def test_of_a_ratio_that_changes_on_the_way_it_holds_both() -> None:
+    for found in (interval([1.2] * 100 + [1.0] * 400), interval([1.0] * 100 + [1.2] * 400)):
+        assert found.low <= found.center <= found.high and found.low < 1.01 and found.high > 1.19
+
+
+@pytest.mark.parametrize("first", [1.0, 1.2])
+@pytest.mark.parametrize("then", [1.0, 1.1, 1.2])
+@pytest.mark.parametrize("pairs", [4, 10, 40, 400])
+def test_decided_is_what_the_interval_says(first: float, then: float, pairs: int) -> None:
+    found = [first] * 100 + [then] * pairs if then != first else [first] * pairs
+    for limit in (0.9, 0.995, 1.001, 1.05, 1.095, 1.105, 1.15, 1.199, 1.205, 1.3):
+        assert decided(found, limit, 0.95) == (interval(found).verdict(limit) != UNDECIDED), limit
 
 
 def test_pairs_cancel_the_drift_of_the_machine() -> None:
