@@ -8,13 +8,14 @@ others, that it multiplies their times. Seconds alone, without a peer, have no c
 Of each pair there is the logarithm x of the ratio. If the true one is at most t, then u = (x - t) / scale, cut to ±1,
 is on average at most 0. Who bets a share s of what he has on each pair, and gets s u for it, gains nothing on average
 then; and that he ever has 1 / error times what he began with has a probability of at most `error` (Ville's inequality),
-at whatever moment one looks. What he once had counts, even where he lost it again: pairs of a calm minute are not
-undone by those of a rough one. He bets several shares side by side, as small ones pay for small effects and large ones
-for large; and each at two scales. At the small one a pair that something disturbed counts no more than one of the few
-that nothing did, and those tell a small effect; at the large one pairs that were all disturbed tell by how much. The
-interval is what neither he, nor one who bets that the ratio is smaller, has disproved. Where both disproved the same,
-as one scale sees the median and the other the mean, or as the ratio itself changed on the way, it reaches from one to
-the other; and it always holds the center of all pairs.
+at whatever moment one looks. What he once had counts, even where he lost it again, so that a quiet period is not wasted
+where a rough one follows. He bets several shares side by side, as small ones pay for small effects and large ones for
+large; and each at two scales. At the small one a pair that something disturbed counts no more than one of the few that
+nothing did, and those tell a small effect; at the large one pairs that were all disturbed tell by how much.
+
+The interval is what neither he, nor one who bets that the ratio is smaller, has disproved. Where both once disproved
+the same, as the ratio itself changed on the way (the first steps are slower, say), what they have in the end decides.
+And as one scale sees the median and the other the mean, it always holds the center of all pairs.
 
 Waudby-Smith and Ramdas, Estimating means of bounded random variables by betting (2024); Huber, Robust Statistics, 3.2.
 """
@@ -77,23 +78,20 @@ def interval(samples: Sequence[float], confidence: float = SHOWN_CONFIDENCE) -> 
     pairs = _Pairs(samples, confidence)
     reach = float(np.max(_SCALES))
     bracket = float(np.min(pairs.logs)) - reach, float(np.max(pairs.logs)) + reach
-    low = math.exp(_last(pairs.are_above, *bracket)) if pairs.are_above(bracket[0]) else 0.0
-    high = math.exp(_last(lambda t: not pairs.are_below(t), *bracket)) if pairs.are_below(bracket[1]) else math.inf
-    center = math.exp(_last(pairs.lie_above, *bracket))
-    return Interval(center, min(low, high, center), max(low, high, center), confidence)
+    low = math.exp(_last(lambda t: pairs.side(t) > 0, *bracket)) if pairs.side(bracket[0]) > 0 else 0.0
+    high = math.exp(_last(lambda t: pairs.side(t) >= 0, *bracket)) if pairs.side(bracket[1]) < 0 else math.inf
+    return Interval(math.exp(_last(pairs.lie_above, *bracket)), low, high, confidence)
 
 
 def decided(samples: Sequence[float], limit: float, confidence: float) -> bool:
     """Whether that interval lies on one side of a limit: without finding its ends."""
-    pairs, t = _Pairs(samples, confidence), math.log(limit)
-    above, below = pairs.are_above(t), pairs.are_below(t)
-    return above != below and above == pairs.lie_above(t)
+    return _Pairs(samples, confidence).side(math.log(limit)) != 0
 
 
 def fewest_rounds(confidence: float) -> int:
     """The fewest samples after which an interval of that confidence may have ends."""
     needed, rounds = 2 / (1 - confidence), 1
-    while _most_wealth(np.ones(rounds)) < needed:
+    while _wealth(_payoffs(np.ones(rounds)))[-1] < needed:
         rounds += 1
     return rounds
 
@@ -104,23 +102,24 @@ def paired_ratios(seconds: Sequence[float], peer_seconds: Sequence[float]) -> li
 
 
 class _Pairs:
-    """The logarithms of samples, and what they disprove."""
+    """The logarithms of samples, and what they say of the true one."""
 
     def __init__(self, samples: Sequence[float], confidence: float) -> None:
         self.logs = np.log(np.maximum(samples, np.finfo(float).tiny))
         self._needed = 2 / (1 - confidence)  # half of the error for each end
 
-    def are_above(self, t: float) -> bool:
-        """Whether it is disproved that the true one is at most t."""
-        return _most_wealth(self.logs - t) >= self._needed
-
-    def are_below(self, t: float) -> bool:
-        """Whether it is disproved that the true one is at least t."""
-        return _most_wealth(t - self.logs) >= self._needed
+    def side(self, t: float) -> int:
+        """1 if the true one is above t, -1 if it is below, 0 as long as that is open; the larger t, the less."""
+        payoffs = _payoffs(self.logs - t)
+        above, below = _wealth(payoffs), _wealth(-payoffs)
+        if min(above.max(), below.max()) >= self._needed:  # each was disproved once: the ratio itself changed
+            above, below = above[-1:], below[-1:]
+        known = int(above.max() >= self._needed) - int(below.max() >= self._needed)
+        return known if (payoffs.sum() > 0) == (known > 0) else 0
 
     def lie_above(self, t: float) -> bool:
         """Whether the samples' center is above t."""
-        return bool(np.sum(_payoffs(self.logs - t)) > 0)
+        return bool(_payoffs(self.logs - t).sum() > 0)
 
 
 def _payoffs(above: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -128,11 +127,11 @@ def _payoffs(above: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.clip(above / _SCALES[:, None], -1, 1)
 
 
-def _most_wealth(above: NDArray[np.float64]) -> float:
-    """The most that one ever had who began with 1, in equal parts for each share and scale."""
+def _wealth(payoffs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What one has after each pair who began with 1, in equal parts for each share and scale."""
     with np.errstate(over="ignore"):  # of a thousand pairs that all agree: more than any float, and than is asked for
-        each = np.cumprod(1 + _SHARES[:, None, None] * _payoffs(above), axis=2)  # (share, scale, pair)
-        return float(np.max(np.mean(each, axis=(0, 1))))
+        each = np.cumprod(1 + _SHARES[:, None, None] * payoffs, axis=2)  # (share, scale, pair)
+        return np.asarray(each.mean(axis=(0, 1)))
 
 
 def _last(holds: Callable[[float], bool], low: float, high: float) -> float:
