@@ -13,9 +13,10 @@ where a rough one follows. He bets several shares side by side, as small ones pa
 large; and each at two scales. At the small one a pair that something disturbed counts no more than one of the few that
 nothing did, and those tell a small effect; at the large one pairs that were all disturbed tell by how much.
 
-The interval is what neither he, nor one who bets that the ratio is smaller, has disproved. Where both once disproved
-the same, as the ratio itself changed on the way (the first steps are slower, say), what they have in the end decides.
-And as one scale sees the median and the other the mean, it always holds the center of all pairs.
+The interval is what neither he, nor one who bets that the ratio is smaller, has disproved. Where both once did, because
+the ratio changed on the way (slow first steps, say) or because one scale sees the median and the other the mean, what
+they have in the end decides; if both still have enough, it stays open. The interval never leaves out the center of all
+pairs, where payoffs add up to 0.
 
 Waudby-Smith and Ramdas, Estimating means of bounded random variables by betting (2024); Huber, Robust Statistics, 3.2.
 """
@@ -90,8 +91,8 @@ def decided(samples: Sequence[float], limit: float, confidence: float) -> bool:
 
 def fewest_rounds(confidence: float) -> int:
     """The fewest samples after which an interval of that confidence may have ends."""
-    needed, rounds = 2 / (1 - confidence), 1
-    while _wealth(_payoffs(np.ones(rounds)))[-1] < needed:
+    needed, rounds = math.log(2 / (1 - confidence)), 1
+    while _log_wealth(_payoffs(np.ones(rounds)))[-1] < needed:
         rounds += 1
     return rounds
 
@@ -106,16 +107,16 @@ class _Pairs:
 
     def __init__(self, samples: Sequence[float], confidence: float) -> None:
         self.logs = np.log(np.maximum(samples, np.finfo(float).tiny))
-        self._needed = 2 / (1 - confidence)  # half of the error for each end
+        self._needed = math.log(2 / (1 - confidence))  # half of the error for each end
 
     def side(self, t: float) -> int:
         """1 if the true one is above t, -1 if it is below, 0 as long as that is open; the larger t, the less."""
         payoffs = _payoffs(self.logs - t)
-        above, below = _wealth(payoffs), _wealth(-payoffs)
-        if min(above.max(), below.max()) >= self._needed:  # each was disproved once: the ratio itself changed
+        above, below = _log_wealth(payoffs), _log_wealth(-payoffs)
+        if min(above.max(), below.max()) >= self._needed:  # both were disproved once: the last word counts
             above, below = above[-1:], below[-1:]
         known = int(above.max() >= self._needed) - int(below.max() >= self._needed)
-        return known if (payoffs.sum() > 0) == (known > 0) else 0
+        return known if known * payoffs.sum() > 0 else 0
 
     def lie_above(self, t: float) -> bool:
         """Whether the samples' center is above t."""
@@ -127,11 +128,11 @@ def _payoffs(above: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.clip(above / _SCALES[:, None], -1, 1)
 
 
-def _wealth(payoffs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What one has after each pair who began with 1, in equal parts for each share and scale."""
-    with np.errstate(over="ignore"):  # of a thousand pairs that all agree: more than any float, and than is asked for
-        each = np.cumprod(1 + _SHARES[:, None, None] * payoffs, axis=2)  # (share, scale, pair)
-        return np.asarray(each.mean(axis=(0, 1)))
+def _log_wealth(payoffs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The logarithm of what one has after each pair who began with 1, in equal parts for each share and scale."""
+    each = np.cumsum(np.log1p(_SHARES[:, None, None] * payoffs), axis=2)  # (share, scale, pair)
+    most = each.max(axis=(0, 1))
+    return np.asarray(most + np.log(np.exp(each - most).mean(axis=(0, 1))))
 
 
 def _last(holds: Callable[[float], bool], low: float, high: float) -> float:
