@@ -91,7 +91,7 @@ def decided(samples: Sequence[float], limit: float, confidence: float) -> bool:
 
 def fewest_rounds(confidence: float) -> int:
     """The fewest samples after which an interval of that confidence may have ends."""
-    needed, rounds = math.log(2 / (1 - confidence)), 1
+    needed, rounds = _needed(confidence), 1
     while _log_wealth(_payoffs(np.ones(rounds)))[-1] < needed:
         rounds += 1
     return rounds
@@ -107,7 +107,7 @@ class _Pairs:
 
     def __init__(self, samples: Sequence[float], confidence: float) -> None:
         self.logs = np.log(np.maximum(samples, np.finfo(float).tiny))
-        self._needed = math.log(2 / (1 - confidence))  # half of the error for each end
+        self._needed = _needed(confidence)
 
     def side(self, t: float) -> int:
         """1 if the true one is above t, -1 if it is below, 0 as long as that is open; the larger t, the less."""
@@ -121,6 +121,11 @@ class _Pairs:
     def lie_above(self, t: float) -> bool:
         """Whether the samples' center is above t."""
         return bool(_payoffs(self.logs - t).sum() > 0)
+
+
+def _needed(confidence: float) -> float:
+    """The logarithm of what one must once have had to disprove something: half of the error is for each end."""
+    return math.log(2 / (1 - confidence))
 
 
 def _payoffs(above: NDArray[np.float64]) -> NDArray[np.float64]:

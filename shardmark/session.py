@@ -267,7 +267,7 @@ def start_session(config: pytest.Config) -> Session:
 
 
 def measures(item: pytest.Item) -> bool:
-    """Whether the test measures, and judges nothing of a contract."""
+    """Whether the test takes a case's time and memory; the others check that an implementation is right."""
     return "measure" in getattr(item, "fixturenames", ())
 
 

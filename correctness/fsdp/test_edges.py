@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from correctness.support.processes import are_freed
 from correctness.support.whole_batch import DIM
-from impl.distributed import check_before_steps
 from impl.fsdp import FullyShardedDataParallel, by_size, by_type, whole
 from impl.fsdp.order import Order
 from impl.model.mlp import MLPBlock, MLPLanguageModel, MLPSize
@@ -180,45 +175,6 @@ def test_half_precision_gradients_of_large_norm_are_clipped_and_not_lost(world: 
     rounded = (2 + world.size / 4) * torch.finfo(torch.float32).eps
     assert [norm for norm, _ in ranks] == pytest.approx([128.0 * 4] * world.size, rel=rounded)
     assert sum(clipped for _, clipped in ranks) == 16.0  # each is one in float16, which sees none of those roundings
-
-
-def let_go_on_rank(device: str) -> bool:
-    model = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device))
-    model(torch.ones(1, 4, device=device)).sum().backward()
-    model.finish_gradient_synchronization()
-    parameters = [weakref.ref(p) for p in (*model.parameters(), *model.units[1].flats[0].full)]
-    del model
-    return are_freed(*parameters)
-
-
-def test_a_model_that_is_let_go_frees_its_parameters(world: World, device: str) -> None:
-    assert all(world.run(let_go_on_rank, device))
-
-
-def let_go_during_a_step_on_rank(device: str) -> float:
-    models: list[nn.Module] = []
-
-    def let_go(*_: Any) -> None:
-        if models:
-            models.pop()
-            gc.collect()
-
-    among_hooks, among_checks = register_optimizer_step_pre_hook(let_go), nn.Identity()
-    check_before_steps(among_checks, let_go)
-    models += [FullyShardedDataParallel(nn.Linear(4, 4).to(device)) for _ in range(2)]
-    other = nn.Parameter(torch.ones(1, device=device))
-    other.grad = torch.ones_like(other)
-    try:
-        torch.optim.SGD([other], lr=1.0).step()
-    finally:
-        among_hooks.remove()
-    assert not models
-    return other.item()
-
-
-def test_a_model_may_be_freed_while_an_optimizer_steps(world: World, device: str) -> None:
-    """The garbage collector runs whenever it likes, and torch is then iterating over the hooks before the step."""
-    assert world.run(let_go_during_a_step_on_rank, device) == [0.0] * world.size
 
 
 def made_from_meta_on_rank(device: str) -> tuple[int, int, int, list[str], list[float]]:

@@ -1,0 +1,55 @@
+"""Fully sharded models that are freed: nothing holds their parameters, and an optimizer's step does not mind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from correctness.support.processes import are_freed
+from impl.distributed import check_before_steps
+from impl.fsdp import FullyShardedDataParallel
+from shardmark.world import World
+
+
+def let_go_on_rank(device: str) -> bool:
+    model = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device))
+    model(torch.ones(1, 4, device=device)).sum().backward()
+    model.finish_gradient_synchronization()
+    parameters = [weakref.ref(p) for p in (*model.parameters(), *model.units[1].flats[0].full)]
+    del model
+    return are_freed(*parameters)
+
+
+def test_a_model_that_is_let_go_frees_its_parameters(world: World, device: str) -> None:
+    assert all(world.run(let_go_on_rank, device))
+
+
+def let_go_during_a_step_on_rank(device: str) -> float:
+    models: list[nn.Module] = []
+
+    def let_go(*_: Any) -> None:
+        if models:
+            models.pop()
+            gc.collect()
+
+    among_hooks, among_checks = register_optimizer_step_pre_hook(let_go), nn.Identity()
+    check_before_steps(among_checks, let_go)
+    models += [FullyShardedDataParallel(nn.Linear(4, 4).to(device)) for _ in range(2)]
+    other = nn.Parameter(torch.ones(1, device=device))
+    other.grad = torch.ones_like(other)
+    try:
+        torch.optim.SGD([other], lr=1.0).step()
+    finally:
+        among_hooks.remove()
+    assert not models
+    return other.item()
+
+
+def test_a_model_may_be_freed_while_an_optimizer_steps(world: World, device: str) -> None:
+    """The garbage collector runs whenever it likes, and torch is then iterating over the hooks before the step."""
+    assert world.run(let_go_during_a_step_on_rank, device) == [0.0] * world.size
