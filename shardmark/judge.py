@@ -79,11 +79,13 @@ class Judge:
         if implementation is None:
             return
         label, deadlines = _label(implementation), self.session.deadlines
-        self.session.worlds.deadline = deadlines.of(label)
-        if not measures(item):
+        if measures(item):
+            self.session.worlds.deadline = deadlines.measured  # for the suite's own calls as well
+            if deadlines.has_hung(label):
+                item.add_marker(pytest.mark.skip(reason=f"{implementation.name}: it hung before"))
+        else:
+            self.session.worlds.deadline = deadlines.of(label)
             item.user_properties += [(TARGET, label), (PLACE, self.places[item.nodeid])]
-        elif deadlines.has_hung(label):
-            item.add_marker(pytest.mark.skip(reason=f"{implementation.name}: it hung before"))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
