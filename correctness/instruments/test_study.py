@@ -35,9 +35,10 @@ def test_a_recording_that_ends_is_undecided() -> None:
 
 @pytest.mark.parametrize("name", NEIGHBOURS)
 def test_neighbours_end_with_their_block(name: str) -> None:
+    before = set(multiprocessing.active_children())  # other tests' pools
     with neighbours(name, seed=0):
-        assert len(multiprocessing.active_children()) >= NEIGHBOURS[name][1]
-    assert not [each for each in multiprocessing.active_children() if "Spawn" in type(each).__name__]
+        assert len(set(multiprocessing.active_children()) - before) == NEIGHBOURS[name][1]
+    assert not set(multiprocessing.active_children()) - before
 
 
 def test_the_page_counts_what_was_judged(tmp_path: Path) -> None:
