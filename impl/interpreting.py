@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from shardmark.machine import error_line
+from shardmark.api import error_line
 
 try:
     import triton

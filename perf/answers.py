@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardmark.evidence import UNDECIDED
-from shardmark.grid import MB
-from shardmark.kernels import MATRIX_PRODUCT
+from shardmark.api import MB
+from shardmark.meter.kernels import MATRIX_PRODUCT
 from shardmark.report.answers import at, fastest_and_smallest, largest_case
-from shardmark.report.columns import Entry, Row
-from shardmark.report.layout import mib
 from shardmark.report.ranking import beside, fastest_of, mean_seconds, time_beside, times
+from shardmark.rows.columns import Entry, Row
+from shardmark.text import mib
+from shardmark.verdict.betting import UNDECIDED
 
 
 def what_is_hidden(entries: Sequence[Entry]) -> str:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from perf.schema import complaints
-from shardmark.growing import dumped
-from shardmark.session import SESSION
-from shardmark.workers import share_the_devices
+from shardmark.plugin.session import SESSION
+from shardmark.plugin.workers import share_the_devices
+from shardmark.rows.atomic_json import dumped
 
 FOLDER = Path(__file__).parent
 
@@ -37,7 +37,7 @@ def rows_meet_their_schema(pytestconfig: pytest.Config) -> Iterator[None]:
     if session.scale == "smoke":
         rows = [json.loads(dumped(entry["extra_info"])) for entry in session.rows.rows[before:]]
         if lines := [line for row in rows for line in complaints(row)]:
-            pytest.fail(f"not as shardmark/row.schema.json says: {'; '.join(lines)}", pytrace=False)
+            pytest.fail(f"not as shardmark/rows/row.schema.json says: {'; '.join(lines)}", pytrace=False)
 
 
 @pytest.hookimpl(optionalhook=True)

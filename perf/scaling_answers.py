@@ -22,9 +22,9 @@ from impl.collectives.accounting import (
     ring_meets_tree_bytes,
     tree_all_reduce_seconds,
 )
-from shardmark.report.layout import layout
+from shardmark.meter.hardware import hardware
 from shardmark.report.tables import WIDTH
-from shardmark.simulation.hardware import hardware
+from shardmark.text import layout
 
 GB = 10**9
 MODEL = TwoLinears(blocks=126, dim=16_384, ffn_dim=53_248)
@@ -247,7 +247,7 @@ def all_reduces() -> Part:
             f"Here: the gradients of a block in bfloat16, 4 D F = {nbytes:,} bytes; up to 8 ranks NVLink, "
             f"{node.link / GB:.0f} GB/s and {node.latency * 1e6:.1f} µs, beyond the network, "
             f"{node.network / GB:.0f} GB/s and {node.network_latency * 1e6:.0f} µs (h100-80gb in "
-            "shardmark/simulation/hardware.toml).",
+            "shardmark/meter/hardware.toml).",
         ),
         ("ranks", "ring ms", "trees ms", "ring's corner MB", "trees' corner MB", "they meet at MB"),
         tuple(rows),

@@ -8,7 +8,7 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from shardmark.rows import Row, schema
+from shardmark.rows.row import Row, schema
 
 
 def complaints(row: Row) -> Iterator[str]:

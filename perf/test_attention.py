@@ -8,16 +8,14 @@ import pytest
 
 from impl.attention.accounting import work
 from impl.attention.cases import MODES, AttentionCase
-from perf.workloads.attention import AttentionPass
-from shardmark import registry
-from shardmark.budget import MEMORY_SLACK
-from shardmark.grid import Grid
-from shardmark.measure import Measure
-from shardmark.observers import PeakByLength
-from shardmark.registry import Implementation, Race
+from impl.attention.workload import AttentionPass
+from shardmark.api import Grid, Implementation, Race, registry
+from shardmark.plugin.measure import Measure
 from shardmark.report.answers import goals, most
 from shardmark.report.plots import Lines
-from shardmark.rows import Row
+from shardmark.rows.observers import PeakByLength
+from shardmark.rows.row import Row
+from shardmark.verdict.budget import MEMORY_SLACK
 
 MEMORY = Grid(
     smoke=[AttentionCase(batch=2, seq=seq, head_dim=32, is_causal=False) for seq in (128, 256, 512)],

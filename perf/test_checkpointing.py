@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 
 from impl.checkpointing.accounting import POLICIES
-from impl.model.own import OwnModelCase
 from impl.training_step.accounting import work
 from impl.training_step.cases import TrainingStepCase
-from perf.workloads.training_step import CheckpointedStep
-from shardmark.grid import Grid
-from shardmark.measure import Measure
-from shardmark.registry import Implementation
+from impl.training_step.workload import CheckpointedStep
+from shardmark.api import Grid, Implementation, OwnModelCase
+from shardmark.plugin.measure import Measure
 from shardmark.report.answers import saves
-from shardmark.report.columns import Column
+from shardmark.rows.columns import Column
 
 RECOMPUTED = Column(
     "recomputed", lambda entry, row: f"{row['work']['recomputed']:.0%}" if "recomputed" in row["work"] else None

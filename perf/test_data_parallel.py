@@ -8,20 +8,18 @@ import pytest
 
 from impl.data_parallel.accounting import work
 from impl.data_parallel.cases import ReductionCase
-from impl.model.own import OwnModelCase
+from impl.data_parallel.workload import AllReduces, DataParallelStep, OverheadCase
 from impl.training_step.cases import TrainingStepCase
 from perf.answers import best_bucket, what_is_hidden
 from perf.observers.overhead_model import OverheadModel
-from perf.workloads.data_parallel import AllReduces, DataParallelStep, OverheadCase
-from shardmark.grid import MB, Grid
-from shardmark.measure import Measure, memory_budget
-from shardmark.observers import ExposedCommunication
-from shardmark.passes import measure as measure_on_rank
-from shardmark.plan import Plan, Rounds
-from shardmark.registry import Implementation, Race
+from shardmark.api import MB, Grid, Implementation, OwnModelCase, Race
+from shardmark.meter.measure_case import measure as measure_on_rank
+from shardmark.meter.plan import Plan, Rounds
+from shardmark.plugin.measure import Measure, memory_budget
+from shardmark.ranks.world import World
 from shardmark.report.answers import fastest
 from shardmark.report.plots import Lines
-from shardmark.world import World
+from shardmark.rows.observers import ExposedCommunication
 
 CASES = Grid(
     smoke=[TrainingStepCase("tiny", batch=2, context=32)],

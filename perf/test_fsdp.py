@@ -8,13 +8,11 @@ import pytest
 
 from impl.fsdp.accounting import work
 from impl.fsdp.cases import FSDPCase
-from impl.model.own import OwnModelCase
-from perf.workloads.fsdp import FSDPStep
-from shardmark.grid import Grid
-from shardmark.measure import Measure
-from shardmark.registry import Implementation
+from impl.fsdp.workload import FSDPStep
+from shardmark.api import Grid, Implementation, OwnModelCase
+from shardmark.plugin.measure import Measure
+from shardmark.ranks.world import World
 from shardmark.report.answers import saves
-from shardmark.world import World
 
 CASES = Grid(
     smoke=[FSDPCase("tiny", batch=2, context=32)],

@@ -16,25 +16,23 @@ from typing import Any
 import pytest
 
 from impl.data_parallel.accounting import work
+from impl.data_parallel.link_workload import Communication, Compute
+from impl.data_parallel.workload import DataParallelStep
 from impl.fsdp.accounting import work as fsdp_work
 from impl.fsdp.cases import FSDPCase
+from impl.fsdp.workload import FSDPStep
 from impl.sharded_optimizer.accounting import work as sharded_work
 from impl.sharded_optimizer.accounting import zero_redundancy_work
 from impl.sharded_optimizer.cases import ShardedStepCase
+from impl.sharded_optimizer.workload import ShardedStep
 from impl.training_step.cases import TrainingStepCase
 from perf.answers import what_is_hidden_on_a_link
-from perf.workloads.data_parallel import DataParallelStep
-from perf.workloads.fsdp import FSDPStep
-from perf.workloads.link import Communication, Compute
-from perf.workloads.sharded_optimizer import ShardedStep
-from shardmark import registry
-from shardmark.grid import Grid
-from shardmark.measure import Measure
-from shardmark.observers import ExposedCommunication, HiddenCommunication, Timeline
-from shardmark.passes import timed_steps
-from shardmark.plan import Mark, Plan
-from shardmark.registry import Implementation, Race
-from shardmark.world import World
+from shardmark.api import Grid, Implementation, Mark, Race, registry
+from shardmark.meter.measure_case import timed_steps
+from shardmark.meter.plan import Plan
+from shardmark.plugin.measure import Measure
+from shardmark.ranks.world import World
+from shardmark.rows.observers import ExposedCommunication, HiddenCommunication, Timeline
 
 _BUCKETS_MB = (1, 2, 5, 10, 25)
 

@@ -8,13 +8,12 @@ import pytest
 
 from impl.loss.accounting import eager_peak, work
 from impl.loss.cases import LossCase
-from perf.workloads.loss import LossStep, assert_within_eagers_peak, metered_peak
-from shardmark import registry
-from shardmark.grid import Grid
-from shardmark.measure import Measure
-from shardmark.registry import Implementation, Race
+from impl.loss.workload import LossStep
+from shardmark.api import Grid, Implementation, Race, registry
+from shardmark.meter.measure_case import metered_peak
+from shardmark.plugin.measure import Measure
 from shardmark.report.answers import goals
-from shardmark.rows import Row
+from shardmark.rows.row import Row
 
 CASES = Grid(
     smoke=[LossCase(tokens=256, dim=64, vocab=1000)],
@@ -83,7 +82,9 @@ def test_goals(case: Goal, device: str, measure: Measure) -> None:
     implementation = registry.resolve("loss", case.implementation)
     if reason := implementation.unavailable_reason(device, to_measure=True):
         pytest.skip(f"{implementation}: {reason}")
-    eager = metered_peak(registry.resolve("loss", "eager"), case.case, device)
+    eager = metered_peak(LossStep, registry.resolve("loss", "eager"), case.case, device)
     row = _measure(measure, implementation, case.case, Race("eager", goal=case.time))
     assert row["memory"]["formula"] <= case.memory * eager_peak(case.case)
-    assert_within_eagers_peak(row["memory"], eager, case.memory)
+    tensors, formula = row["memory"]["tensors"], row["memory"]["formula"]
+    assert abs(tensors - formula) <= 0.05 * formula, f"{tensors:,} bytes of tensors, the formula's are {formula:,}"
+    assert tensors <= case.memory * eager, f"{tensors:,} bytes of tensors, eager's are {eager:,}"

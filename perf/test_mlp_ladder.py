@@ -6,17 +6,15 @@ from dataclasses import dataclass
 
 import pytest
 
+from impl.fsdp.ladder_workload import MLP_LADDER
 from impl.training_step.accounting import work
 from impl.training_step.cases import TrainingStepCase
+from impl.training_step.workload import LanguageModelStep
 from perf.published import published
-from perf.workloads.mlp_ladder import MLP_LADDER
-from perf.workloads.training_step import LanguageModelStep
-from shardmark import registry
-from shardmark.grid import Grid
-from shardmark.measure import Measure
-from shardmark.observers import Compile
-from shardmark.registry import Implementation
+from shardmark.api import Grid, Implementation, registry
+from shardmark.plugin.measure import Measure
 from shardmark.report.plots import Points
+from shardmark.rows.observers import Compile
 
 OPTIONS = (
     "compile_no_options",

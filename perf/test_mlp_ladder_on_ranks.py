@@ -7,25 +7,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from impl.accounting.simple_fsdp import peak, peak_of_stages, stages, work
 from impl.fsdp.cases import RankRung
+from impl.fsdp.ladder_workload import MLP_LADDER, RankLadderStep, shard_model
 from impl.training_step.cases import TrainingStepCase
 from perf.answers import fastest_and_smallest_rung, held_while_made
 from perf.published import published
-from perf.workloads.mlp_ladder import MLP_LADDER, RankLadderStep, shard_model
-from perf.workloads.ranks import measured_once
-from shardmark import registry
-from shardmark.clock import Stopwatch
-from shardmark.grid import Grid
-from shardmark.measure import Measure, memory_budget
-from shardmark.memory import meter, release, stage
-from shardmark.observers import Compile, Stages
-from shardmark.plan import Identity, Measured
-from shardmark.registry import Implementation
+from shardmark.api import Grid, Implementation, registry, stage
+from shardmark.meter.clock import Stopwatch
+from shardmark.meter.memory import meter, release
+from shardmark.meter.plan import Identity, Measured
+from shardmark.plugin.measure import Measure, memory_budget
+from shardmark.ranks.world import World
 from shardmark.report.plots import Points
-from shardmark.world import World
+from shardmark.rows.observers import Compile, Stages
 
 RANK_STEPS = ("eager", "compile_model", "compile_forward_backward", "compile_step")
 _PAIRS = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"))
@@ -129,7 +127,7 @@ def made(case: RankRung, device: str) -> Measured:
         watch.start()
         shard_model(case, mesh, stage)
         laps = watch.stop()
-    return measured_once(memory, [laps])
+    return Measured.once(dist.get_backend(), memory, [laps])
 
 
 STAGES = ("model", "data_parallel", "to_empty", "init_weights")

@@ -13,15 +13,14 @@ import pytest
 
 from impl.accounting.nine_linears import STRATEGIES, copying_peak, peak, stages, work
 from impl.fsdp.cases import WRAPS, NineLinearsCase
+from impl.fsdp.nine_linears_workload import SHARDED, NineLinearsStep
 from perf.published import published
-from perf.workloads.nine_linears import SHARDED, NineLinearsStep
-from shardmark.grid import SCALES, Grid
-from shardmark.measure import Measure
-from shardmark.observers import Stages
-from shardmark.registry import Implementation, family
+from shardmark.api import SCALES, Grid, Implementation, family
+from shardmark.plugin.measure import Measure
+from shardmark.ranks.world import World
 from shardmark.report.answers import saves
 from shardmark.report.plots import Points
-from shardmark.world import World
+from shardmark.rows.observers import Stages
 
 PREDICTED = tuple(name for name, each in family("fsdp").implementations.items() if each.memory is None)
 """PyTorch's own, and what applies them; DDP is one of another family."""

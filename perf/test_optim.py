@@ -9,14 +9,12 @@ import pytest
 
 from impl.optim.accounting import work
 from impl.optim.cases import CLIPPING, OptimizerCase
-from perf.workloads.optim import OptimizerStep
-from shardmark import registry
-from shardmark.grid import Grid
-from shardmark.measure import Measure
-from shardmark.observers import Goals, Observer
-from shardmark.registry import Implementation, Race
+from impl.optim.workload import OptimizerStep
+from shardmark.api import Grid, Implementation, Race, registry
+from shardmark.plugin.measure import Measure
 from shardmark.report.answers import goals
-from shardmark.rows import Row
+from shardmark.rows.observers import Goals, Observer
+from shardmark.rows.row import Row
 
 
 def _each_dtype(*models: str) -> list[OptimizerCase]:

@@ -19,15 +19,14 @@ from impl.fsdp.optimizer_order import rewire
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel
 from impl.training_step.cases import TrainingStepCase
 from perf.answers import who_trains
-from perf.workloads.ranks import measured_once
-from shardmark.clock import Stopwatch
-from shardmark.grid import Grid
-from shardmark.measure import Measure
-from shardmark.memory import meter, stage
-from shardmark.observers import Losses, Stages
-from shardmark.passes import MOST_PASSES, NEAR
-from shardmark.plan import Identity, Measured
-from shardmark.world import World
+from shardmark.api import Grid, stage
+from shardmark.meter.clock import Stopwatch
+from shardmark.meter.measure_case import MOST_PASSES, NEAR
+from shardmark.meter.memory import meter
+from shardmark.meter.plan import Identity, Measured
+from shardmark.plugin.measure import Measure
+from shardmark.ranks.world import World
+from shardmark.rows.observers import Losses, Stages
 
 CASES = Grid(
     smoke=[TrainingStepCase("mlp-tiny", batch=2, context=32)],
@@ -119,7 +118,7 @@ def train(variant: str, case: TrainingStepCase, device: str) -> tuple[Measured, 
             stage(f"step_{step}")
         for loss in losses:
             dist.all_reduce(loss)
-    return measured_once(memory, laps), [loss.item() / dist.get_world_size() for loss in losses]
+    return Measured.once(dist.get_backend(), memory, laps), [loss.item() / dist.get_world_size() for loss in losses]
 
 
 @pytest.mark.question(

@@ -17,28 +17,27 @@ import torch
 import torch.distributed as dist
 
 from impl.data_parallel.accounting import work as data_parallel_work
+from impl.data_parallel.workload import DataParallelStep
 from impl.fsdp.accounting import work as fsdp_work
 from impl.fsdp.cases import FSDPCase
+from impl.fsdp.workload import FSDPStep
 from impl.training_step.cases import ScalingCase, TrainingStepCase
 from perf.answers import efficiencies
-from perf.workloads.data_parallel import DataParallelStep
-from perf.workloads.fsdp import FSDPStep
-from shardmark.clock import Laps
-from shardmark.evidence import paired_ratios
-from shardmark.grid import Grid, Work
-from shardmark.measure import Measure
-from shardmark.memory import Memory
-from shardmark.passes import shuffled, timed_steps
-from shardmark.plan import IMPLEMENTATION, PEER, Identity, Measured, Plan
+from shardmark.api import Grid, Implementation, Race, Work
+from shardmark.meter.clock import Laps
+from shardmark.meter.measure_case import shuffled, timed_steps
+from shardmark.meter.memory import Memory
+from shardmark.meter.plan import IMPLEMENTATION, PEER, Identity, Measured, Plan
+from shardmark.meter.tcp import tcp_bytes_sent
 from shardmark.plugin import WorldsBySize
-from shardmark.rank import available_cores
-from shardmark.registry import Implementation, Race
-from shardmark.report.columns import Column
-from shardmark.report.layout import ms
+from shardmark.plugin.measure import Measure
+from shardmark.ranks.rank import available_cores
+from shardmark.ranks.world import World
 from shardmark.report.plots import Lines
-from shardmark.rows import Row, step_seconds
-from shardmark.wire import tcp_bytes_sent
-from shardmark.world import World
+from shardmark.rows.columns import Column
+from shardmark.rows.row import Row, step_seconds
+from shardmark.text import ms
+from shardmark.verdict.betting import paired_ratios
 
 KINDS = ("strong", "weak")
 

@@ -10,16 +10,14 @@ from dataclasses import replace
 
 import pytest
 
-from impl.model.own import OwnModelCase
 from impl.sharded_optimizer.accounting import work, zero_redundancy_work
 from impl.sharded_optimizer.cases import ShardedStepCase
-from perf.workloads.sharded_optimizer import ShardedStep
-from shardmark.grid import Grid
-from shardmark.measure import Measure
-from shardmark.observers import ExposedCommunication, Timeline
-from shardmark.registry import Implementation
+from impl.sharded_optimizer.workload import ShardedStep
+from shardmark.api import Grid, Implementation, OwnModelCase
+from shardmark.plugin.measure import Measure
+from shardmark.ranks.world import World
 from shardmark.report.answers import saves
-from shardmark.world import World
+from shardmark.rows.observers import ExposedCommunication, Timeline
 
 CASES = Grid(
     smoke=[ShardedStepCase("tiny", batch=2, context=32)],

@@ -6,25 +6,22 @@ from collections.abc import Sequence
 
 import pytest
 
-from impl.model.own import OwnModelCase
 from impl.training_step.accounting import work
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
+from impl.training_step.workload import CONTEXTS, DTYPES, MODELS, LanguageModelStep
 from perf.answers import warmed_up
 from perf.observers.after_warmups import AfterWarmups, after_warmups
-from perf.workloads.training_step import CONTEXTS, DTYPES, MODELS, LanguageModelStep
-from shardmark import registry
-from shardmark.clock import Laps
-from shardmark.grid import Grid
-from shardmark.measure import Measure, memory_budget
-from shardmark.memory import Memory
-from shardmark.observers import Goals, Observer
-from shardmark.passes import timed_steps
-from shardmark.plan import IMPLEMENTATION, Measured, Plan, Rounds
-from shardmark.registry import Implementation
+from shardmark.api import Grid, Implementation, OwnModelCase, registry
+from shardmark.meter.clock import Laps
+from shardmark.meter.measure_case import timed_steps
+from shardmark.meter.memory import Memory
+from shardmark.meter.plan import IMPLEMENTATION, Measured, Plan, Rounds
+from shardmark.plugin.measure import Measure, memory_budget
+from shardmark.ranks.world import World
 from shardmark.report.answers import goals
 from shardmark.report.plots import Lines
-from shardmark.rows import Row
-from shardmark.world import World
+from shardmark.rows.observers import Goals, Observer
+from shardmark.rows.row import Row
 
 STEP_TIMES = Grid(
     smoke=[TrainingStepCase("tiny", batch=2, context=32, mode=mode) for mode in STEP_MODES],

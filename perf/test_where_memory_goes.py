@@ -12,12 +12,11 @@ from impl.accounting.model import activations
 from impl.model import SIZES
 from impl.training_step.accounting import work
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
+from impl.training_step.workload import CONTEXTS, DTYPES, LanguageModelStep
 from perf.answers import largest_kinds
-from perf.workloads.training_step import CONTEXTS, DTYPES, LanguageModelStep
-from shardmark.grid import Grid
-from shardmark.measure import Measure
-from shardmark.observers import Timeline
-from shardmark.registry import Implementation
+from shardmark.api import Grid, Implementation
+from shardmark.plugin.measure import Measure
+from shardmark.rows.observers import Timeline
 
 STEP_MEMORY = Grid(
     smoke=[TrainingStepCase("tiny", batch=2, context=32)],

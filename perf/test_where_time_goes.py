@@ -10,12 +10,11 @@ import pytest
 
 from impl.training_step.accounting import work
 from impl.training_step.cases import TrainingStepCase
+from impl.training_step.workload import CONTEXTS, MODELS, LanguageModelStep
 from perf.answers import largest_parts
 from perf.observers.attention_parts import AttentionProfile
-from perf.workloads.training_step import CONTEXTS, MODELS, LanguageModelStep
-from shardmark.grid import Grid
-from shardmark.measure import Measure
-from shardmark.registry import Implementation
+from shardmark.api import Grid, Implementation
+from shardmark.plugin.measure import Measure
 
 STEP_KERNELS = Grid(
     smoke=[TrainingStepCase("tiny", batch=2, context=32, attention="eager")],

@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardmark.clock import Laps
-from shardmark.measure import Measure
-from shardmark.memory import Memory
-from shardmark.passes import shuffled
-from shardmark.plan import IMPLEMENTATION, PEER, Identity, Measured
-from shardmark.registry import Race
+from shardmark.api import Race
+from shardmark.meter.clock import Laps
+from shardmark.meter.measure_case import shuffled
+from shardmark.meter.memory import Memory
+from shardmark.meter.plan import IMPLEMENTATION, PEER, Identity, Measured
+from shardmark.plugin.measure import Measure
+from shardmark.ranks.world import World
 from shardmark.report.answers import fastest
-from shardmark.world import World
 
 pytestmark = pytest.mark.question("What does a test on two real ranks cost?", short="test on two ranks", answer=fastest)
 

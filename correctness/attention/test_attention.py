@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.support.accuracy import assert_as_accurate_as_eager, random_inputs, results
+from correctness.attention.accuracy import assert_as_accurate_as_eager, random_inputs, results
+from correctness.engine.examples import one_beyond_tiles
 from correctness.support.contracts import assert_near, skip_if_slow
-from correctness.support.fuzzing import one_beyond_tiles
 from impl.attention import FlashAttentionPyTorch, as_attention, eager_attention
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
 
 pytestmark = [pytest.mark.family("attention"), pytest.mark.usefixtures("poisoned")]
 

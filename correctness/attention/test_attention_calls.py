@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.support.accuracy import random_inputs, results
+from correctness.attention.accuracy import random_inputs, results
 from correctness.support.contracts import (
     Note,
     assert_near,
@@ -17,7 +17,7 @@ from correctness.support.contracts import (
     is_ours,
 )
 from impl.attention import Attention, eager_attention
-from shardmark.registry import Implementation, Unsupported
+from shardmark.api import Implementation, Unsupported
 
 pytestmark = [pytest.mark.family("attention"), pytest.mark.usefixtures("poisoned")]
 

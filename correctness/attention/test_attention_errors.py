@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.support.accuracy import random_inputs
+from correctness.attention.accuracy import random_inputs
 from correctness.support.contracts import Note, assert_refused, is_ours, may_raise
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
 
 pytestmark = [pytest.mark.family("attention"), pytest.mark.compiled_every_time]
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.support.accuracy import assert_as_accurate_as_eager, random_inputs, results
+from correctness.attention.accuracy import assert_as_accurate_as_eager, random_inputs, results
 from correctness.support.contracts import Note, assert_near, is_ours, may_raise
 from impl.attention import eager_attention
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
 
 pytestmark = [pytest.mark.family("attention"), pytest.mark.usefixtures("poisoned")]
 

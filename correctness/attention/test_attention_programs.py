@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.support.accuracy import assert_accurate
-from correctness.support.attention_programs import PROGRAMS, Call
-from correctness.support.call_programs import MODES, RunningCall, hold, look, play
+from correctness.attention.accuracy import assert_accurate
+from correctness.attention.events import PROGRAMS, Call
+from correctness.engine.calls import MODES, RunningCall, hold, look, play
 from impl.attention import Attention
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
 
 pytestmark = [pytest.mark.family("attention"), pytest.mark.usefixtures("poisoned")]
 

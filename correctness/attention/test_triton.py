@@ -15,9 +15,9 @@ pytest.importorskip("triton", exc_type=ImportError)
 
 import triton
 
-from correctness.support.accuracy import assert_as_accurate_as_eager, random_inputs, results
+from correctness.attention.accuracy import assert_as_accurate_as_eager, random_inputs, results
 from correctness.support.compiling import ARITHMETIC, compile_tile
-from correctness.support.faults import every_fourth, with_fault
+from correctness.support.kernel_faults import every_fourth, with_fault
 from impl.attention import FlashAttentionTriton, as_attention, flash_triton, triton_configurations, triton_kernels
 from impl.attention.triton_configurations import (
     CHIPS,
@@ -30,8 +30,8 @@ from impl.attention.triton_configurations import (
     tile_bytes,
     tiles,
 )
-from shardmark.aot import SHARED_MEMORY, KernelReport
-from shardmark.registry import family
+from shardmark.api import family
+from shardmark.meter.aot import SHARED_MEMORY, KernelReport
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

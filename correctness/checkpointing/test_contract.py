@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from correctness.support.checkpointing import (
+from correctness.checkpointing.models import (
     SIZE,
     Dropping,
     assert_equal,
@@ -22,9 +22,8 @@ from correctness.support.checkpointing import (
 )
 from correctness.support.own_model import OWN, assert_as_in_one_process, own_model, train
 from impl.checkpointing.contract import claims_to_save
-from impl.model.own import OwnModelCase
-from perf.workloads.training_step import checkpointed
-from shardmark.registry import Implementation
+from impl.training_step.workload import checkpointed
+from shardmark.api import Implementation, OwnModelCase
 
 pytestmark = pytest.mark.family("checkpointing")
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from correctness.support.checkpointing import SIZE
+from correctness.checkpointing.models import SIZE
 from impl.accounting.programs.transformer import TransformerStep
 from impl.accounting.strategies.checkpointing import Recursive
 from impl.attention import eager_attention
 from impl.checkpointing.accounting import POLICIES, segment_length
 from impl.model import SIZES, Transformer
 from impl.training_step.cases import TrainingStepCase
-from perf.workloads.training_step import CheckpointedStep
-from shardmark.memory import Memory, meter
-from shardmark.registry import family
+from impl.training_step.workload import CheckpointedStep
+from shardmark.api import family
+from shardmark.meter.memory import Memory, meter
 
 DEPTHS = [1, *(pytest.param(layers, marks=pytest.mark.sweep) for layers in (2, 3, 7)), 5]
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from correctness.support.checkpointing import SIZE, Dropping, Policy, assert_same_bits, gradients, transformer
+from correctness.checkpointing.models import SIZE, Dropping, Policy, assert_same_bits, gradients, transformer
 from impl.attention import FlashAttentionPyTorch, as_attention, sdpa
 from impl.checkpointing import every, full, none, recursive, selective
 from impl.model import Transformer
-from shardmark.memory import meter
-from shardmark.registry import RegistryError, check_contract, family, resolve
+from shardmark.api.registry import RegistryError, check_contract, family, resolve
+from shardmark.meter.memory import meter
 
 
 @pytest.fixture

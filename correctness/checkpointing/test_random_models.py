@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from torch import Tensor, nn
 
-from correctness.support.checkpointing_plans import DROPOUTS, PLANS, Model, Pass, Plan
+from correctness.checkpointing.events import DROPOUTS, PLANS, Model, Pass, Plan
+from correctness.engine.examples import Patience, fuzzed
 from correctness.support.contracts import is_ours
-from correctness.support.fuzzing import Patience, fuzzed
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
 
 pytestmark = pytest.mark.family("checkpointing")
 

@@ -9,13 +9,13 @@ from functools import cache
 import pytest
 import torch
 
-from correctness.support.checkpointing import SIZE, Policy, loss_of
+from correctness.checkpointing.models import SIZE, Policy, loss_of
 from impl.attention import eager_attention
 from impl.checkpointing import none
 from impl.checkpointing.contract import claims_to_save
 from impl.model import Transformer
-from shardmark.memory import meter
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
+from shardmark.meter.memory import meter
 
 pytestmark = pytest.mark.family("checkpointing")
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from correctness.support.fuzzing import BESIDE_LAUNCHES
-from correctness.support.summing import Call, assert_right, small_integers
-from correctness.support.wire import delayed
+from correctness.collectives.summing import Call, assert_right, small_integers
+from correctness.engine.examples import BESIDE_LAUNCHES
+from correctness.support.communication import delayed
 from impl.collectives import Backend, OnGloo, accounting, count_bytes_sent, segments
 from impl.collectives.cases import COLLECTIVES
+from shardmark.api import Implementation
+from shardmark.meter.tcp import tcp_bytes_sent
 from shardmark.plugin import WorldsBySize
-from shardmark.registry import Implementation
-from shardmark.session import SESSION
-from shardmark.wire import tcp_bytes_sent
-from shardmark.world import World, Worlds, available_ranks
+from shardmark.plugin.session import SESSION
+from shardmark.ranks.world import World, Worlds, available_ranks
 
 OURS = ("ring", "direct")
 

@@ -16,16 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from correctness.collectives.summing import Call, assert_right, small_integers
 from correctness.support.averaging import is_ours
+from correctness.support.communication import delayed
 from correctness.support.paths import ROOT
 from correctness.support.processes import wait_until
-from correctness.support.summing import Call, assert_right, small_integers
-from correctness.support.wire import delayed
 from impl.collectives import Ring, collectives_for, count_bytes_sent
 from impl.collectives.cases import COLLECTIVES
 from impl.collectives.messages import GLOO_ALONE
-from shardmark.registry import Implementation, Unsupported
-from shardmark.world import RankError, World
+from shardmark.api import Implementation, Unsupported
+from shardmark.ranks.world import RankError, World
 
 OURS = ("ring", "direct")
 LATE = [pytest.param(0, id="first", marks=pytest.mark.judged), pytest.param(-1, id="last")]

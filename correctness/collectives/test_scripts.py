@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from correctness.collectives.summing import Call, assert_right, largest, small_integers
 from correctness.support.processes import wait_until
-from correctness.support.summing import Call, assert_right, largest, small_integers
 from impl.collectives.cases import COLLECTIVES
-from shardmark.registry import Implementation
-from shardmark.world import World
+from shardmark.api import Implementation
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("collectives")
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from correctness.collectives.summing import Call, Inputs, assert_right, largest, small_integers
 from correctness.support.averaging import is_ours
-from correctness.support.summing import Call, Inputs, assert_right, largest, small_integers
 from impl.collectives.cases import COLLECTIVES
-from shardmark.registry import Implementation
-from shardmark.world import World
+from shardmark.api import Implementation
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("collectives")
 

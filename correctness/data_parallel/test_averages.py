@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from correctness.engine.examples import BESIDE_LAUNCHES
 from correctness.support.averaging import (
     Products,
     assert_nothing_wrong,
@@ -20,9 +21,8 @@ from correctness.support.averaging import (
     wrap,
     wrong_averages,
 )
-from correctness.support.fuzzing import BESIDE_LAUNCHES
-from shardmark.registry import Implementation
-from shardmark.world import World
+from shardmark.api import Implementation
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("data_parallel")
 

@@ -19,9 +19,9 @@ from correctness.support.averaging import (
     wrap,
     wrong_averages,
 )
-from correctness.support.wire import recorded
-from shardmark.registry import Implementation
-from shardmark.world import World
+from correctness.support.communication import recorded
+from shardmark.api import Implementation
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("data_parallel")
 

@@ -14,7 +14,7 @@ from correctness.support.whole_batch import DIM, STEPS, adam, batch, error_line,
 from impl.data_parallel import BucketedDataParallel, TorchDataParallel
 from impl.data_parallel.buckets import partition
 from shardmark.plugin import WorldsBySize
-from shardmark.world import World
+from shardmark.ranks.world import World
 
 
 class Branches(nn.Module):

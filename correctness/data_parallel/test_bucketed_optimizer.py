@@ -24,7 +24,7 @@ from correctness.support.whole_batch import (
     single_process,
 )
 from impl.data_parallel import BucketedDataParallel
-from shardmark.world import World
+from shardmark.ranks.world import World
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -20,10 +20,10 @@ from correctness.support.averaging import (
     wrap,
     wrong_averages,
 )
-from correctness.support.wire import delayed, recorded, slow_gradients
-from shardmark.collectives import Communication
-from shardmark.registry import Implementation
-from shardmark.world import World
+from correctness.support.communication import delayed, recorded, slow_gradients
+from shardmark.api import Implementation
+from shardmark.meter.communication import Communication
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("data_parallel")
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from correctness.support.averaging import is_ours, wrap
 from correctness.support.whole_batch import error_line
+from shardmark.api import Implementation, family
 from shardmark.plugin import WorldsBySize
-from shardmark.registry import Implementation, family
-from shardmark.world import RankError, World
+from shardmark.ranks.world import RankError, World
 
 Raised = tuple[str, str]
 """The name of an exception's class, or "nothing", and its text."""

@@ -16,8 +16,8 @@ from correctness.support.averaging import (
     wrap,
     wrong_averages,
 )
-from shardmark.registry import Implementation
-from shardmark.world import World
+from shardmark.api import Implementation
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("data_parallel")
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from correctness.support.averaging import assert_nothing_wrong, is_ours, wrap
 from correctness.support.processes import are_freed
-from shardmark.registry import Implementation
-from shardmark.world import World
+from shardmark.api import Implementation
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("data_parallel")
 

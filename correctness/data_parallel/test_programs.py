@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from correctness.support.average_programs import OPTIONS, drawn_events, drawn_setting
+from correctness.data_parallel.events import OPTIONS, drawn_events, drawn_setting
+from correctness.data_parallel.played_wrapper import Bits, Played
 from correctness.support.averaging import assert_nothing_wrong, is_torchs, wrap
-from correctness.support.played_wrapper import Bits, Played
-from shardmark.registry import Implementation
-from shardmark.world import World
+from shardmark.api import Implementation
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("data_parallel")
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from correctness.support.averaging import assert_nothing_wrong, wrap
-from shardmark.registry import Implementation
-from shardmark.world import World
+from shardmark.api import Implementation
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("data_parallel")
 

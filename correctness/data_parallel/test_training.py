@@ -22,9 +22,8 @@ from correctness.support.whole_batch import (
     share,
     single_process,
 )
-from impl.model.own import OwnModelCase
-from shardmark.registry import Implementation
-from shardmark.world import World
+from shardmark.api import Implementation, OwnModelCase
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("data_parallel")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmark.session import SESSION
+from shardmark.plugin.session import SESSION
 
 EVERY_TIME = ("sharded", "simple", "fsdp2")
 AT_EVERY_SIZE = "sharded"

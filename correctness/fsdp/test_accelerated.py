@@ -16,7 +16,7 @@ from impl.fsdp.accelerated import AcceleratedFSDP2, requires_accelerate, singled
 from impl.model.layers import Block
 from impl.model.sizes import SIZES
 from impl.model.transformer import Transformer
-from shardmark.world import World
+from shardmark.ranks.world import World
 
 
 def _transformer(device: str) -> Transformer:

@@ -20,7 +20,7 @@ from impl.fsdp import FullyShardedDataParallel, by_size, by_type
 from impl.fsdp.checkpoint import load, save
 from impl.fsdp.pieces import SavePlanner, boxes
 from shardmark.plugin import WorldsBySize
-from shardmark.world import RankError, World
+from shardmark.ranks.world import RankError, World
 
 
 def _train(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, steps: range, device: str) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.support.fully_sharded import (
+from correctness.fsdp.checks import (
     ODD_MODULES,
     Deep,
     Odd,
@@ -41,9 +41,8 @@ from correctness.support.whole_batch import (
     single_process,
 )
 from impl.fsdp import by_type, whole, with_blocks
-from impl.model.own import OwnModelCase
-from shardmark.registry import Implementation
-from shardmark.world import World
+from shardmark.api import Implementation, OwnModelCase
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
 

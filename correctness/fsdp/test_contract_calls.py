@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from correctness.support.fully_sharded import (
+from correctness.fsdp.checks import (
     Odd,
     SGDs,
     as_expected,
@@ -23,8 +23,8 @@ from correctness.support.fully_sharded import (
 )
 from correctness.support.whole_batch import DIM, batch
 from impl.fsdp import by_type
-from shardmark.registry import Implementation
-from shardmark.world import World
+from shardmark.api import Implementation
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from correctness.support.fully_sharded import (
+from correctness.engine.examples import BESIDE_LAUNCHES
+from correctness.fsdp.checks import (
     UNSUPPORTED,
     SGDs,
     as_expected,
@@ -26,11 +27,10 @@ from correctness.support.fully_sharded import (
     whole_backward,
     wrap,
 )
-from correctness.support.fuzzing import BESIDE_LAUNCHES
 from correctness.support.whole_batch import DIM, TiedAndFrozen, batch, loss
 from impl.fsdp import by_type, whole
-from shardmark.registry import Implementation
-from shardmark.world import World
+from shardmark.api import Implementation
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
 

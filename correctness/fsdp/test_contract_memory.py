@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from correctness.support.fully_sharded import SGDs, local, wrap
+from correctness.fsdp.checks import SGDs, local, wrap
 from impl.fsdp import by_type
-from shardmark.memory import meter
-from shardmark.registry import Implementation
-from shardmark.world import World
+from shardmark.api import Implementation
+from shardmark.meter.memory import meter
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
-from correctness.support.fully_sharded import (
+from correctness.fsdp.checks import (
     UNSUPPORTED,
     Odd,
     SGDs,
@@ -32,8 +32,8 @@ from correctness.support.fully_sharded import (
 )
 from correctness.support.whole_batch import DIM, UsedTwice, batch, loss
 from impl.fsdp import by_type
-from shardmark.registry import Implementation
-from shardmark.world import World
+from shardmark.api import Implementation
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from correctness.support.fully_sharded import (
+from correctness.fsdp.checks import (
     Odd,
     SGDs,
     as_expected,
@@ -25,12 +25,12 @@ from correctness.support.fully_sharded import (
     parameters_of,
     wrap,
 )
+from correctness.support.communication import recorded
 from correctness.support.whole_batch import DIM, batch
-from correctness.support.wire import recorded
 from impl.fsdp import by_type
-from shardmark.collectives import Communication
-from shardmark.registry import Implementation
-from shardmark.world import World
+from shardmark.api import Implementation
+from shardmark.meter.communication import Communication
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
 

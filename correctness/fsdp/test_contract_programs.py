@@ -16,11 +16,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from correctness.support.fully_sharded import SGDs, as_expected, assert_none, contains, full, parameters_of, wrap
-from correctness.support.random_models import Rows, random_plan
+from correctness.fsdp.checks import SGDs, as_expected, assert_none, contains, full, parameters_of, wrap
+from correctness.fsdp.random_models import Rows, random_plan
 from impl.fsdp import norms_and_biases
-from shardmark.registry import Implementation
-from shardmark.world import World
+from shardmark.api import Implementation
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from correctness.support.fully_sharded import (
+from correctness.fsdp.checks import (
     HANG,
     ODD_MODULES,
     Odd,
@@ -28,10 +28,10 @@ from correctness.support.fully_sharded import (
     whole_backward,
     wrap,
 )
-from correctness.support.wire import delayed
+from correctness.support.communication import delayed
 from impl.fsdp import by_type, whole
-from shardmark.registry import Implementation
-from shardmark.world import World
+from shardmark.api import Implementation
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
 

@@ -15,9 +15,9 @@ from impl.fsdp import FullyShardedDataParallel, by_size, by_type, whole
 from impl.fsdp.order import Order
 from impl.model.mlp import MLPBlock, MLPLanguageModel, MLPSize
 from impl.sharded_optimizer import ShardedOptimizer
-from shardmark.memory import meter
-from shardmark.registry import family
-from shardmark.world import World
+from shardmark.api import family
+from shardmark.meter.memory import meter
+from shardmark.ranks.world import World
 
 
 class Blocks(nn.Module):

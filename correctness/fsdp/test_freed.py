@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from correctness.support.processes import are_freed
 from impl.distributed import check_before_steps
 from impl.fsdp import FullyShardedDataParallel
-from shardmark.world import World
+from shardmark.ranks.world import World
 
 
 def let_go_on_rank(device: str) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.support.fully_sharded import (
+from correctness.fsdp.checks import (
     Odd,
     SGDs,
     as_expected,
@@ -23,6 +23,7 @@ from correctness.support.fully_sharded import (
     whole_backward,
     wrap,
 )
+from correctness.support.communication import recorded
 from correctness.support.whole_batch import (
     DIM,
     ONE_MODULE,
@@ -33,13 +34,12 @@ from correctness.support.whole_batch import (
     module,
     single_process,
 )
-from correctness.support.wire import recorded
 from impl.fsdp import FullyShardedDataParallel, by_type, norms_and_biases
 from impl.fsdp.checkpoint import load, save
 from impl.model.mlp import MLPBlock, MLPLanguageModel, MLPSize
+from shardmark.api import Implementation
 from shardmark.plugin import WorldsBySize
-from shardmark.registry import Implementation
-from shardmark.world import World
+from shardmark.ranks.world import World
 
 OPTIONS: dict[str, Any] = {"wrap": by_type(nn.Linear), "ignored_params": norms_and_biases}
 

@@ -24,7 +24,7 @@ from correctness.support.whole_batch import (
     single_process,
 )
 from impl.fsdp.optimizer_order import rewire
-from shardmark.world import World
+from shardmark.ranks.world import World
 
 
 def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rows: slice, device: str) -> None:

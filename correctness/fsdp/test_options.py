@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from correctness.support.fully_sharded import backward, full, own_batch, wrap
+from correctness.fsdp.checks import backward, full, own_batch, wrap
 from correctness.support.whole_batch import (
     ONE_MODULE,
     STEPS,
@@ -24,8 +24,8 @@ from correctness.support.whole_batch import (
 from impl.fsdp import FullyShardedDataParallel, by_size, by_type, whole
 from impl.fsdp.checkpoint import load, save
 from impl.fsdp.flat import Sharding
-from shardmark.registry import Implementation, check_contract, family
-from shardmark.world import World
+from shardmark.api.registry import Implementation, check_contract, family
+from shardmark.ranks.world import World
 
 OURS = ("sharded_plain", "sharded", "sharded_kept")
 WRAPS = {"by_size": by_size(100), "whole": whole}

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from correctness.support.whole_batch import DIM, adam, assert_equal_states, batch, error_line, loss, share
 from impl.fsdp import FullyShardedDataParallel, by_type
-from shardmark.world import RankError, World
+from shardmark.ranks.world import RankError, World
 
 CLEAN = (0, 1, 3)
 """Steps, each on its batch; step 2 raises. By then the units are gathered in the order of the step before."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from correctness.support.simple_fsdp import PARAMETERS, TINY, Collectives, mesh_for, ranks_for
+from correctness.fsdp.modes import PARAMETERS, TINY, Collectives, mesh_for, ranks_for
 from correctness.support.training import whole
 from correctness.support.whole_batch import (
     DIM,

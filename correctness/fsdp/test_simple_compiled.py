@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from correctness.support.simple_fsdp import PARAMETERS, TINY, Collectives, mesh_for
+from correctness.fsdp.modes import PARAMETERS, TINY, Collectives, mesh_for
 from correctness.support.training import Results, assert_as_accurate_as_eager, trained, whole
 from impl.checkpointing import full
 from impl.fsdp.simple import data_parallel

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from correctness.loss.accuracy import Inputs, random_inputs, results
 from correctness.support.contracts import (
     Note,
     assert_near,
@@ -17,9 +18,8 @@ from correctness.support.contracts import (
     growth,
     is_ours,
 )
-from correctness.support.losses import Inputs, random_inputs, results
 from impl.loss import Loss, eager_loss
-from shardmark.registry import Implementation, Unsupported
+from shardmark.api import Implementation, Unsupported
 
 pytestmark = [pytest.mark.family("loss"), pytest.mark.usefixtures("poisoned")]
 

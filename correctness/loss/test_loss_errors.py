@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from correctness.loss.accuracy import random_inputs
 from correctness.support.contracts import Note, assert_near, assert_refused, is_ours
-from correctness.support.losses import random_inputs
 from impl.loss import check_inputs, eager_loss
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
 
 pytestmark = [pytest.mark.family("loss"), pytest.mark.compiled_every_time]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from correctness.loss.accuracy import HALF_LOSS, assert_as_accurate_as_eager, random_inputs, results, rounding
 from correctness.support.contracts import Note, is_ours
-from correctness.support.losses import HALF_LOSS, assert_as_accurate_as_eager, random_inputs, results, rounding
 from impl.loss import eager_loss, linear_cross_entropy
-from shardmark.registry import Implementation, family
+from shardmark.api import Implementation, family
 
 pytestmark = [pytest.mark.family("loss"), pytest.mark.usefixtures("poisoned")]
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.support.call_programs import MODES, RunningCall, hold, play
-from correctness.support.loss_programs import PROGRAMS, Call
-from correctness.support.losses import assert_accurate
+from correctness.engine.calls import MODES, RunningCall, hold, play
+from correctness.loss.accuracy import assert_accurate
+from correctness.loss.events import PROGRAMS, Call
 from impl.loss import Loss, linear_cross_entropy
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
 
 pytestmark = [pytest.mark.family("loss"), pytest.mark.usefixtures("poisoned")]
 

@@ -14,12 +14,12 @@ from torch import Tensor
 pytest.importorskip("triton", exc_type=ImportError)
 
 from correctness.support.compiling import compile_loss
-from correctness.support.faults import every_fourth, with_fault
+from correctness.support.kernel_faults import every_fourth, with_fault
 from impl.loss import fused_pytorch, fused_triton, triton_kernels
 from impl.loss.fused import Terms
 from impl.loss.fused_triton import CONFIGURATIONS
-from shardmark.aot import SHARED_MEMORY, KernelReport
-from shardmark.registry import family
+from shardmark.api import family
+from shardmark.meter.aot import SHARED_MEMORY, KernelReport
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from correctness.support.fuzzing import Patience, fuzzed
-from correctness.support.language_models import CONTEXT, assert_logits, copy_weights, draw, models
+from correctness.engine.examples import Patience, fuzzed
+from correctness.model.language_models import CONTEXT, assert_logits, copy_weights, draw, models
 from impl.model import TransformerSize
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
 
 pytestmark = pytest.mark.family("model")
 

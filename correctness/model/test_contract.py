@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from correctness.model.language_models import CLOSE, CONTEXT, SIZE, assert_logits, draw, models
 from correctness.support.contracts import Note, assert_refused, skip_if_slow
-from correctness.support.language_models import CLOSE, CONTEXT, SIZE, assert_logits, draw, models
 from impl.model import PlainTransformer, TransformerSize
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
 
 pytestmark = pytest.mark.family("model")
 

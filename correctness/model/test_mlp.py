@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from correctness.support.mlp import plain
+from correctness.model.mlp_by_formula import plain
 from impl.accounting.programs import mlp
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel, MLPSize
 from impl.precision import PRECISIONS
 from impl.training_step import CheckpointedStep, EagerStep
 from impl.training_step.accounting import checkpointed_peak, eager_peak, work
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
-from shardmark.memory import Memory, meter
+from shardmark.meter.memory import Memory, meter
 
 
 def test_logits_and_gradients_are_the_formulas_in_float64(device: str) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from impl.attention import eager_attention
 from impl.model import SIZES, PlainTransformer, Transformer, TransformerSize
 from impl.model.layers import RotaryEmbedding, truncated_normal_
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
 
 
 @pytest.mark.parametrize(

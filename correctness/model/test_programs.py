@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from correctness.engine.examples import Patience, autocast_takes, fuzzed
+from correctness.model.language_models import CONTEXT, SIZE, assert_logits, copy_weights, draw, models
 from correctness.support.contracts import Note, assert_unchanged, is_ours, may_raise
-from correctness.support.fuzzing import Patience, autocast_takes, fuzzed
-from correctness.support.language_models import CONTEXT, SIZE, assert_logits, copy_weights, draw, models
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
 
 pytestmark = pytest.mark.family("model")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from correctness.support.language_models import CLOSE, CONTEXT, SIZE, assert_logits, draw, models
+from correctness.model.language_models import CLOSE, CONTEXT, SIZE, assert_logits, draw, models
 from impl.model import TransformerSize
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
 
 pytestmark = pytest.mark.family("model")
 

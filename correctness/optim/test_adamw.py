@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from correctness.support.contracts import Note, is_ours
-from correctness.support.fuzzing import BESIDE_LAUNCHES
-from correctness.support.optimizing import (
+from correctness.engine.examples import BESIDE_LAUNCHES
+from correctness.optim.training import (
     ARGUMENTS,
     assert_as_accurate_as_plain,
     assert_near,
@@ -22,8 +21,9 @@ from correctness.support.optimizing import (
     tensors,
     train,
 )
+from correctness.support.contracts import Note, is_ours
 from impl.optim import AdamW
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
 
 pytestmark = [pytest.mark.family("optimizer"), pytest.mark.usefixtures("poisoned")]
 

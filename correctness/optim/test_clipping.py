@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
-from correctness.support.fuzzing import BESIDE_LAUNCHES
-from correctness.support.optimizing import (
+from correctness.engine.examples import BESIDE_LAUNCHES
+from correctness.optim.training import (
     assert_all_near,
     assert_near,
     assert_same,
@@ -20,7 +20,7 @@ from correctness.support.optimizing import (
     train,
 )
 from impl.optim import AdamW
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
 
 pytestmark = [pytest.mark.family("optimizer", option="max_grad_norm"), pytest.mark.usefixtures("poisoned")]
 

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton", exc_type=ImportError)
 
-from correctness.support.optimizing import compile_kernels
+from correctness.optim.training import compile_kernels
 from impl.optim.multi_tensor import ACCESS, CONFIGURATIONS, Configuration
-from shardmark.aot import SHARED_MEMORY
+from shardmark.meter.aot import SHARED_MEMORY
 
 CHIPS = (80, 90, 100)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.support.optimizing import assert_near, train
+from correctness.optim.training import assert_near, train
 from impl.optim import AdamW
-from shardmark.registry import Implementation, RegistryError, check_contract, resolve
+from shardmark.api.registry import Implementation, RegistryError, check_contract, resolve
 
 pytestmark = pytest.mark.family("optimizer")
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from correctness.support.fuzzing import fuzzed
-from correctness.support.optimizing import interpreted
-from correctness.support.training_events import LAYOUTS, Event, plans, scripts
-from correctness.support.training_scripts import assert_leads_where_adamw_does
-from shardmark.registry import Implementation
+from correctness.engine.examples import fuzzed
+from correctness.optim.events import LAYOUTS, Event, plans, scripts
+from correctness.optim.scripts import assert_leads_where_adamw_does
+from correctness.optim.training import interpreted
+from shardmark.api import Implementation
 
 MANY = 500
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.support.optimizing import assert_all_near, assert_same, gradients, leaves, run, tensors, train
+from correctness.optim.training import assert_all_near, assert_same, gradients, leaves, run, tensors, train
 from impl.optim import AdamW
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
 
 pytestmark = [pytest.mark.family("optimizer"), pytest.mark.usefixtures("poisoned")]
 

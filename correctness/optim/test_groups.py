@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from correctness.support.optimizing import assert_all_near, gradients, leaves, run, tensors, train
+from correctness.optim.training import assert_all_near, gradients, leaves, run, tensors, train
 from impl.optim import AdamW
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
 
 pytestmark = [pytest.mark.family("optimizer"), pytest.mark.usefixtures("poisoned")]
 

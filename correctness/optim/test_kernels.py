@@ -15,8 +15,7 @@ import torch
 
 pytest.importorskip("triton", exc_type=ImportError)
 
-from correctness.support.faults import every_fourth, with_fault
-from correctness.support.optimizing import (
+from correctness.optim.training import (
     assert_as_accurate_as_plain,
     assert_same,
     gradients,
@@ -25,9 +24,10 @@ from correctness.support.optimizing import (
     tensors,
     train,
 )
+from correctness.support.kernel_faults import every_fourth, with_fault
 from impl.optim import AdamW, FusedAdamW, multi_tensor, triton_kernels
 from impl.optim.multi_tensor import CONFIGURATIONS, Configuration
-from shardmark.registry import Unsupported, family
+from shardmark.api import Unsupported, family
 
 SMALL = Configuration(block=16, chunk=32, warps=4)
 

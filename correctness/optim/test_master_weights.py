@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from correctness.support.fuzzing import BESIDE_LAUNCHES
-from correctness.support.optimizing import (
+from correctness.engine.examples import BESIDE_LAUNCHES
+from correctness.optim.training import (
     assert_near,
     assert_same,
     gradients,
@@ -19,7 +19,7 @@ from correctness.support.optimizing import (
 )
 from impl.optim import AdamW
 from impl.optim.base import MASTER
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
 
 pytestmark = [pytest.mark.family("optimizer", option="master_weights"), pytest.mark.usefixtures("poisoned")]
 

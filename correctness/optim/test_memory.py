@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from correctness.support.optimizing import leaves, saved, tensors
-from shardmark.memory import meter
-from shardmark.registry import Implementation
+from correctness.optim.training import leaves, saved, tensors
+from shardmark.api import Implementation
+from shardmark.meter.memory import meter
 
 pytestmark = [pytest.mark.family("optimizer"), pytest.mark.usefixtures("poisoned")]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.support.optimizing import (
+from correctness.optim.training import (
     ARGUMENTS,
     assert_all_near,
     assert_same,
@@ -24,7 +24,7 @@ from correctness.support.optimizing import (
     train,
 )
 from impl.optim import AdamW, TorchForeach, TorchForLoop, TorchFused
-from shardmark.registry import Implementation, family
+from shardmark.api import Implementation, family
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

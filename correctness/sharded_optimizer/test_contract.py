@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from correctness.support.fuzzing import BESIDE_LAUNCHES
-from correctness.support.optimizer_outcomes import assert_played, assert_value
-from correctness.support.optimizer_scripts import (
+from correctness.engine.examples import BESIDE_LAUNCHES
+from correctness.sharded_optimizer.events import (
     Add,
     Change,
     Group,
@@ -23,11 +22,12 @@ from correctness.support.optimizer_scripts import (
     playing,
     unsharded,
 )
-from correctness.support.script_optimizers import OPTIMIZERS
-from correctness.support.sharding import parameters, raised, set_gradients
-from correctness.support.wire import delayed
-from shardmark.registry import Implementation
-from shardmark.world import World
+from correctness.sharded_optimizer.outcomes import assert_played, assert_value
+from correctness.sharded_optimizer.sharding import parameters, raised, set_gradients
+from correctness.sharded_optimizer.unusual_optimizers import OPTIMIZERS
+from correctness.support.communication import delayed
+from shardmark.api import Implementation
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("sharded_optimizer")
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Adam
 
-from correctness.support.sharding import parameters, raised, set_gradients
+from correctness.sharded_optimizer.sharding import parameters, raised, set_gradients
 from impl.optim import AdamW, TorchFused
 from impl.sharded_optimizer import ShardedOptimizer
-from shardmark.world import RankError, World
+from shardmark.ranks.world import RankError, World
 
 
 def faults(device: str) -> dict[str, str]:

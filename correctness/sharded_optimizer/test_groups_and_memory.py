@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.support.optimizer_outcomes import assert_played, assert_value
-from correctness.support.optimizer_scripts import Group, Script, Step, play, play_in_groups, unsharded
-from correctness.support.script_optimizers import Heavy
-from correctness.support.sharding import parameters
-from shardmark.memory import meter
-from shardmark.registry import Implementation, Unsupported
-from shardmark.world import World
+from correctness.sharded_optimizer.events import Group, Script, Step, play, play_in_groups, unsharded
+from correctness.sharded_optimizer.outcomes import assert_played, assert_value
+from correctness.sharded_optimizer.sharding import parameters
+from correctness.sharded_optimizer.unusual_optimizers import Heavy
+from shardmark.api import Implementation, Unsupported
+from shardmark.meter.memory import meter
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("sharded_optimizer")
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from correctness.support.optimizer_outcomes import assert_played, assert_state
-from correctness.support.optimizer_scripts import (
+from correctness.sharded_optimizer.events import (
     Add,
     Change,
     Freeze,
@@ -29,9 +28,10 @@ from correctness.support.optimizer_scripts import (
     play_on_rank,
     unsharded,
 )
-from correctness.support.script_optimizers import OPTIMIZERS, Wide
-from shardmark.registry import Implementation
-from shardmark.world import World
+from correctness.sharded_optimizer.outcomes import assert_played, assert_state
+from correctness.sharded_optimizer.unusual_optimizers import OPTIMIZERS, Wide
+from shardmark.api import Implementation
+from shardmark.ranks.world import World
 
 SHAPES = ((5, 3), (7,), (), (1,), (2, 1, 3), (33,), (130,), (64, 9), (0, 4))
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.support.optimizer_outcomes import assert_value
+from correctness.sharded_optimizer.outcomes import assert_value
+from correctness.support.communication import delayed
 from correctness.support.own_model import (
     LEARNING_RATE,
     OWN,
@@ -29,12 +30,10 @@ from correctness.support.whole_batch import (
     share,
     single_process,
 )
-from correctness.support.wire import delayed
 from impl.data_parallel import BucketedDataParallel
-from impl.model.own import OwnModelCase
+from shardmark.api import Implementation, OwnModelCase
 from shardmark.plugin import WorldsBySize
-from shardmark.registry import Implementation
-from shardmark.world import World
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("sharded_optimizer")
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.support.optimizer_outcomes import assert_played, assert_state, assert_value
-from correctness.support.optimizer_scripts import (
+from correctness.sharded_optimizer.events import (
     Change,
     Group,
     Reload,
@@ -24,11 +23,12 @@ from correctness.support.optimizer_scripts import (
     play_on_rank,
     unsharded,
 )
-from correctness.support.script_optimizers import Counting, Wide
-from correctness.support.sharding import parameters, raised, set_gradients
+from correctness.sharded_optimizer.outcomes import assert_played, assert_state, assert_value
+from correctness.sharded_optimizer.sharding import parameters, raised, set_gradients
+from correctness.sharded_optimizer.unusual_optimizers import Counting, Wide
+from shardmark.api import Implementation
 from shardmark.plugin import WorldsBySize
-from shardmark.registry import Implementation
-from shardmark.world import World
+from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("sharded_optimizer")
 

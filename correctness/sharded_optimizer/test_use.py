@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from correctness.sharded_optimizer.sharding import parameters, raised, set_gradients
 from correctness.support.processes import are_freed
-from correctness.support.sharding import parameters, raised, set_gradients
 from impl.optim import AdamW
 from impl.sharded_optimizer import ShardedOptimizer
 from shardmark.plugin import WorldsBySize
-from shardmark.world import World
+from shardmark.ranks.world import World
 
 Adam = torch.optim.Adam
 

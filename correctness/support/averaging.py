@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardmark.registry import Implementation, Unsupported, family
+from shardmark.api import Implementation, Unsupported, family
 
 Own = Callable[[int], list[Tensor | None]]
 """`own(rank)` is what each parameter's gradient is on that rank, None where its loss does not reach the parameter."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardmark.machine import error_line
+from shardmark.api import error_line
 
 ARITHMETIC = {"half": "highest", "ieee": "highest", "tf32x3": "high", "tf32": "medium"}
 """Settings of `torch.set_float32_matmul_precision`, by what they make of float32."""
@@ -34,7 +34,7 @@ def _without_interpreter() -> None:
 def unavailable_reason() -> str | None:
     """Why nothing can be compiled here, if so: ptxas does not run, say, or there is no folder to write to."""
     from impl.interpreting import NO_TRITON, double
-    from shardmark.aot import compile_only
+    from shardmark.meter.aot import compile_only
 
     if NO_TRITON is not None:
         return NO_TRITON
@@ -49,7 +49,7 @@ def unavailable_reason() -> str | None:
 def compile_tile(kernel: str, arithmetic: str, chip: int, columns: int, tile: tuple[int, int, int, int]) -> Any:
     """The `KernelReport` of a causal `kernel` with that tile."""
     from impl.attention import flash_triton, triton_configurations
-    from shardmark.aot import compile_only
+    from shardmark.meter.aot import compile_only
 
     torch.set_float32_matmul_precision(ARITHMETIC[arithmetic])
     dtype = torch.bfloat16 if arithmetic == "half" else torch.float32
@@ -77,7 +77,7 @@ def compile_loss(dtype: str, chip: int, smoothed: bool, configuration: tuple[int
     from impl.loss import fused_triton
     from impl.loss.chunks import row_stride
     from impl.loss.fused import Terms
-    from shardmark import aot
+    from shardmark.meter import aot
 
     machine_code: list[str] = []
     cuobjdump = aot._cuobjdump

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from shardmark.clock import Stopwatch
-from shardmark.machine import error_line
-from shardmark.memory import meter
-from shardmark.registry import Implementation, Unsupported, family
+from shardmark.api import Implementation, Unsupported, error_line, family
+from shardmark.meter.clock import Stopwatch
+from shardmark.meter.memory import meter
 
 Note = Callable[[str, object], None]
 """pytest's `record_property`: what is not in the contract is noted and fails nothing."""

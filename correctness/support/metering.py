@@ -7,13 +7,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardmark.memory import Memory, meter
-from shardmark.observers import Observer
-from shardmark.passes import meter_pass
-from shardmark.plan import Identity, Measured, Plan, Workload
-from shardmark.registry import Implementation, resolve
-from shardmark.rows import Row, new_row, time_entry
-from shardmark.world import World
+from shardmark.api import Implementation, Workload, resolve
+from shardmark.meter.measure_case import meter_pass
+from shardmark.meter.memory import Memory, meter
+from shardmark.meter.plan import Identity, Measured, Plan
+from shardmark.ranks.world import World
+from shardmark.rows.observers import Observer
+from shardmark.rows.row import Row, new_row, time_entry
 
 PASSES = 10
 """The most passes; the smallest of each figure counts, as a late release by the backend's thread is not metered."""

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from impl.model.own import OwnModelCase
-from shardmark.grid import Grid
-from shardmark.ownmodel import Made, make
+from shardmark.api import Grid, Made, OwnModelCase, make
 
 OWN = Grid(smoke=[], laptop=[], paper=[], own=OwnModelCase.of)
 """No cases but that of `--model`."""

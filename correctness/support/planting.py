@@ -6,7 +6,7 @@
     @right("float64 inside: one of many valid ways")
     def einsum_attention(q, k, v, *, is_causal=False): ...
 
-`pytest correctness --impl data_parallel=correctness.defects.data_parallel:DividesByTwo` judges one as a user's own.
+`pytest correctness --impl data_parallel=correctness.data_parallel.wrong:DividesByTwo` judges one as a user's own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from shardmark.registry import FAMILIES
+from shardmark.api import FAMILIES
 
 CAUSES = (
     "world size",  # right on two ranks
@@ -57,7 +57,7 @@ class Planted:
 
 
 def defect(*, cause: str, caught_by: str) -> Callable[[Target], Target]:
-    """Mark a wrong implementation of the family that its module's name begins with."""
+    """Mark a wrong implementation of the family in whose folder its module lies."""
     assert cause in CAUSES, f"{cause!r} is none of {', '.join(CAUSES)}"
     return _planted(cause=cause, caught_by=caught_by)
 
@@ -78,17 +78,21 @@ def of(target: Any) -> Planted | None:
     return getattr(target, "__dict__", {}).get("planted")
 
 
-def family_of(file: str) -> str:
-    """The family that a file of planted implementations is named after: `loss.py`, `loss_of_tiles.py`."""
-    if file == "optim" or file.startswith("optim_"):
-        return "optimizer"
-    return max((name for name in FAMILIES if file == name or file.startswith(f"{name}_")), key=len, default=file)
+def folder_of(family: str) -> str:
+    """The name of a family's folder in impl/ and in correctness/."""
+    return FAMILIES[family].contract.__module__.split(".")[-2]
+
+
+def family_of(module: str) -> str:
+    """The family in whose folder a module of planted implementations lies: "optimizer" of correctness.optim.wrong."""
+    folder = module.split(".")[-2]
+    return next(name for name in FAMILIES if folder_of(name) == folder)
 
 
 def _planted(**what: str) -> Callable[[Target], Target]:
     def mark(target: Target) -> Target:
         named: Any = target
-        named.planted = Planted(family_of(named.__module__.rpartition(".")[2]), named.__name__, **what)
+        named.planted = Planted(family_of(named.__module__), named.__name__, **what)
         return target
 
     return mark

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from correctness.support.paths import ROOT
-from shardmark.memory import available_bytes
-from shardmark.rank import available_cores
-from shardmark.workers import may_have_workers
+from shardmark.meter.memory import available_bytes
+from shardmark.plugin.workers import may_have_workers
+from shardmark.ranks.rank import available_cores
 
-FOLDER = ROOT / "correctness"
+FOLDERS = (ROOT / "correctness", ROOT / "tests")
 
 MOST_WORKERS = 4
 """No more than this, as each takes seconds to import torch."""
@@ -24,7 +24,9 @@ def share_the_cores(config: pytest.Config) -> None:
     if not may_have_workers(config) or torch.cuda.is_available():
         return
     paths = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
-    if available_cores() == 1 or not all(path.is_dir() and path.is_relative_to(FOLDER) for path in paths):
+    if available_cores() == 1 or not all(
+        path.is_dir() and any(path.is_relative_to(folder) for folder in FOLDERS) for path in paths
+    ):
         return
     number = min(available_cores(), MOST_WORKERS, available_bytes("cpu") // BYTES_OF_A_WORKER)
     if number > 1:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from correctness.support.fuzzing import fuzzed
-from correctness.support.stepping import (
+from correctness.engine.examples import fuzzed
+from correctness.training_step.stepping import (
     BATCH,
     SIZE,
     assert_gradients,
@@ -28,7 +28,7 @@ from correctness.support.stepping import (
 from impl.model.mlp import MLPLanguageModel
 from impl.optim import AdamW
 from impl.precision import PRECISIONS
-from shardmark.registry import FAMILIES, Implementation
+from shardmark.api import FAMILIES, Implementation
 
 pytestmark = pytest.mark.family("training_step")
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from correctness.support.step_models import Table
-from correctness.support.stepping import assert_loss, relative_error
+from correctness.training_step.models import Table
+from correctness.training_step.stepping import assert_loss, relative_error
 from impl.optim import AdamW
 from impl.precision import PRECISIONS
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
 
 pytestmark = pytest.mark.family("training_step")
 

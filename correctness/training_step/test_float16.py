@@ -8,9 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.support.stepping import SIZE, assert_gradients, batch, exact, relative_error, setting, taken, values
+from correctness.training_step.stepping import (
+    SIZE,
+    assert_gradients,
+    batch,
+    exact,
+    relative_error,
+    setting,
+    taken,
+    values,
+)
 from impl.model.mlp import MLPLanguageModel
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
 
 pytestmark = pytest.mark.family("training_step")
 

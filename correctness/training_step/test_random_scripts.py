@@ -11,13 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from correctness.support.fuzzing import fuzzed
-from correctness.support.step_models import KINDS, assert_stays, moody_model, set_modes, what_stays
-from correctness.support.step_scripts import EVENTS, OPTIONS, Event, Script, play
-from correctness.support.stepping import assert_gradients, batch, setting, skip_where_graphs_own_gradients, values
-from shardmark.machine import requires_compiler
-from shardmark.memory import meter
-from shardmark.registry import Implementation
+from correctness.engine.examples import fuzzed
+from correctness.training_step.events import EVENTS, OPTIONS, Event, Script, play
+from correctness.training_step.models import KINDS, assert_stays, moody_model, set_modes, what_stays
+from correctness.training_step.stepping import assert_gradients, batch, setting, skip_where_graphs_own_gradients, values
+from shardmark.api import Implementation, requires_compiler
+from shardmark.meter.memory import meter
 
 pytestmark = pytest.mark.family("training_step")
 

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from correctness.support.mlp import plain
+from correctness.model.mlp_by_formula import plain
 from correctness.support.own_model import OWN, Trained, adam, assert_as_in_one_process, on_cpu, own_model
 from correctness.support.own_model import STEPS as OWN_STEPS
 from correctness.support.training import STEPS, Results, assert_as_accurate_as_eager, trained
 from impl.model import SIZES, Transformer
 from impl.model.mlp import MLPLanguageModel, MLPSize
-from impl.model.own import OwnModelCase
 from impl.precision import PRECISIONS, Precision
 from impl.training_step import CheckpointedStep, CompileModel, CompileStep, EagerStep
 from impl.training_step.compiled import OPTIONS, CompileAllOptions, CompileEpilogueFusion, CompileNoOptions
-from shardmark.registry import FAMILIES, Implementation, Unsupported, check_contract
+from shardmark.api import OwnModelCase
+from shardmark.api.registry import FAMILIES, Implementation, Unsupported, check_contract
 
 SIZE = MLPSize(dim=16, layers=2, vocab=64)
 WIDE = Precision(torch.float64, torch.float64, torch.float64)

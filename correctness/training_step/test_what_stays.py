@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from correctness.support.stepping import SIZE, assert_loss, batch, exact, setting, values
+from correctness.training_step.stepping import SIZE, assert_loss, batch, exact, setting, values
 from impl.model.mlp import MLPLanguageModel
 from impl.precision import PRECISIONS
-from shardmark.memory import meter
-from shardmark.registry import Implementation
+from shardmark.api import Implementation
+from shardmark.meter.memory import meter
 
 pytestmark = pytest.mark.family("training_step")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardmark.registry import Family, Race, add_family, register
+from shardmark.api import Family, Race, add_family, register
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from impl.accounting.ledger import Bytes
 from impl.accounting.programs.transformer import TransformerStep
 from impl.accounting.strategies import COUNTS, STATE, Strategy
-from impl.model.own import OwnModelCase
 from impl.model.sizes import SIZES
-from shardmark.grid import Work
+from shardmark.api import OwnModelCase, Work
 
 if TYPE_CHECKING:
     from impl.model.sizes import TransformerSize

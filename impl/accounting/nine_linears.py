@@ -16,7 +16,7 @@ from impl.accounting.simple_fsdp import Simple
 from impl.accounting.strategies import Strategy
 from impl.accounting.strategies.sharded import FullySharded
 from impl.collectives.accounting import all_reduce_bytes_sent
-from shardmark.grid import Work
+from shardmark.api import Work
 
 if TYPE_CHECKING:
     from impl.fsdp.cases import NineLinearsCase

@@ -21,7 +21,7 @@ from impl.accounting.strategies import GRADIENTS, Strategy
 from impl.accounting.unnamed import Unnamed, by_rows
 from impl.model.mlp import MLP_SIZES
 from impl.training_step import accounting as training_step
-from shardmark.grid import Work
+from shardmark.api import Work
 
 if TYPE_CHECKING:
     from impl.fsdp.cases import FSDPCase, RankRung

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from impl.attention.contract import Attention, as_attention, check_inputs, kv_group, per_query_head
 from impl.interpreting import NO_TRITON, requires_triton
-from shardmark.registry import register
+from shardmark.api import register
 
 # Implementations register in this order, the reference first, which is the order in every list and table.
 # isort: off

@@ -9,7 +9,7 @@ import math
 from typing import TYPE_CHECKING
 
 from impl.accounting.ledger import Bytes
-from shardmark.grid import Work
+from shardmark.api import Work
 
 if TYPE_CHECKING:
     from impl.attention.cases import AttentionCase

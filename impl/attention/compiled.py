@@ -12,8 +12,7 @@ from torch import Tensor
 from impl.attention.accounting import compiled_peak
 from impl.attention.contract import check_inputs
 from impl.attention.eager import eager_attention
-from shardmark.machine import requires_compiler
-from shardmark.registry import Race, register
+from shardmark.api import Race, register, requires_compiler
 
 MANY = 4096
 """Recompile limit: more than any run has shapes. Above PyTorch's own limit of 8 calls raise, or are silently eager."""

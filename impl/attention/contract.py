@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from impl.attention.accounting import flash_pytorch_peak
-from shardmark.registry import Family, Race, RegistryError, Unsupported, add_family
+from shardmark.api import Family, Race, RegistryError, Unsupported, add_family
 
 
 class Attention(Protocol):
@@ -36,7 +36,7 @@ class Attention(Protocol):
 
     Without sequences or queries out is empty, and the gradients of k and v are zero, or it raises an error. Our own do
     not, and raise ValueError without keys.
-    ValueError for shapes, dtypes or devices that do not go together. `shardmark.registry.Unsupported`, a ValueError,
+    ValueError for shapes, dtypes or devices that do not go together. `shardmark.api.registry.Unsupported`, a ValueError,
     for inputs that the contract allows and this implementation does not take.
     """
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from impl.attention.accounting import eager_peak
 from impl.attention.contract import check_inputs, kv_group, per_query_head
-from shardmark.registry import register
+from shardmark.api import register
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from impl.attention.accounting import flash_pytorch_peak
 from impl.attention.contract import check_inputs, kv_group, per_query_head
 from impl.autograd import FirstDerivative
-from shardmark.registry import Race, register
+from shardmark.api import Race, register
 
 TILE = 256
 """Queries, and keys, of one tile: 256 is the fastest on CPU from 1,024 tokens on."""

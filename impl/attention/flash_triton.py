@@ -23,7 +23,7 @@ from impl.attention.contract import check_inputs, kv_group
 from impl.attention.triton_configurations import CHIPS, HALF, configuration, nearest_arithmetic, prune, tiles
 from impl.autograd import FirstDerivative
 from impl.interpreting import requires_no_interpreter, requires_triton
-from shardmark.registry import Race, Unsupported, register
+from shardmark.api import Race, Unsupported, register
 
 MAX_HEAD_DIM = 128
 ALIGNMENT = 16

@@ -16,8 +16,7 @@ from impl.attention import accounting, workspace
 from impl.attention.compiled import compile_each_shape
 from impl.attention.contract import Attention, check_inputs, kv_group
 from impl.attention.eager import eager_attention
-from shardmark.machine import requires_compiler
-from shardmark.registry import Race, Unsupported, register, requires_cuda
+from shardmark.api import Race, Unsupported, register, requires_compiler, requires_cuda
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:

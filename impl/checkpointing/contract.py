@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from impl.checkpointing import accounting
-from shardmark.registry import Family, Race, RegistryError, add_family
+from shardmark.api import Family, Race, RegistryError, add_family
 
 
 class Policy(Protocol):

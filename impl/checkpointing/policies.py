@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from impl.checkpointing import accounting
 from impl.checkpointing.contract import Policy
 from impl.checkpointing.segments import segment_length
-from shardmark.registry import Race, register
+from shardmark.api import Race, register
 
 
 def none(model: nn.Module) -> nn.Module:

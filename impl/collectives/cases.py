@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardmark.grid import MB
+from shardmark.api import MB
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.collectives.accounting import buffered_peak
-from shardmark.registry import Family, RegistryError, add_family
+from shardmark.api import Family, RegistryError, add_family
 
 
 class Handle(Protocol):

@@ -11,7 +11,7 @@ from impl.collectives.accounting import direct_peak
 from impl.collectives.base import MessageCollectives, flat, requires_gloo
 from impl.collectives.messages import Peers, Steps
 from impl.collectives.worker import WorkerHandle
-from shardmark.registry import Race, register
+from shardmark.api import Race, register
 
 
 class Direct(MessageCollectives):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from impl.collectives.accounting import backend_peak
 from impl.collectives.contract import Handle
-from shardmark.registry import register
+from shardmark.api import register
 
 
 class Backend:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from impl.collectives.segments import IN_FLIGHT, segments_of
 from impl.collectives.worker import WorkerHandle, worker_of
-from shardmark.registry import Unsupported
+from shardmark.api import Unsupported
 
 TAG = 0x5AD
 """Tag of these messages, so that none is mistaken for one that the caller sends between the same ranks."""

@@ -16,7 +16,7 @@ from impl.collectives.accounting import ring_peak
 from impl.collectives.base import MessageCollectives, requires_gloo
 from impl.collectives.cases import CollectiveCase
 from impl.collectives.messages import Peers, Steps
-from shardmark.registry import Race, register
+from shardmark.api import Race, register
 
 
 class Ring(MessageCollectives):

@@ -13,10 +13,9 @@ from impl.accounting.strategies import Strategy
 from impl.accounting.strategies.data_parallel import Bucketed, Flat
 from impl.collectives.accounting import all_reduce_bytes_sent
 from impl.data_parallel.cases import ReductionCase
-from impl.model.own import OwnModelCase
 from impl.model.sizes import SIZES
 from impl.training_step.cases import TrainingStepCase
-from shardmark.grid import Work
+from shardmark.api import OwnModelCase, Work
 
 
 def work(case: TrainingStepCase | OwnModelCase, ranks: int) -> Work:

@@ -21,7 +21,7 @@ from impl.data_parallel.accounting import bucketed_peak
 from impl.data_parallel.base import DataParallel
 from impl.data_parallel.buckets import Bucket, partition
 from impl.distributed import backward_twice, check_dense
-from shardmark.registry import Race, register
+from shardmark.api import Race, register
 
 CommHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 """`hook(state, bucket)`: here the bucket is a `Bucket`, which has the methods of `torch.distributed.GradBucket`."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from impl.data_parallel.accounting import copying_peak
-from shardmark.registry import Family, Race, RegistryError, add_family
+from shardmark.api import Family, Race, RegistryError, add_family
 
 
 class DataParallelWrapper(Protocol):

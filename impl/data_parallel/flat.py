@@ -11,7 +11,7 @@ from torch import nn
 from impl.data_parallel.accounting import flat_peak
 from impl.data_parallel.base import DataParallel, gradient
 from impl.distributed import check_dense
-from shardmark.registry import Race, register
+from shardmark.api import Race, register
 
 
 class FlatDataParallel(DataParallel):

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from impl.distributed import PlainStateDict, broadcast_state, check_same_module
-from shardmark.registry import Race, register
+from shardmark.api import Race, register
 
 
 class TorchDataParallel(PlainStateDict, DistributedDataParallel):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from impl.data_parallel.accounting import naive_peak
 from impl.data_parallel.base import DataParallel, gradient, row_major
-from shardmark.registry import Race, register
+from shardmark.api import Race, register
 
 
 class NaiveDataParallel(DataParallel):

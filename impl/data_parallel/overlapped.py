@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from impl.data_parallel.accounting import overlapped_peak
 from impl.data_parallel.base import DataParallel, gradient, row_major
 from impl.distributed import backward_twice
-from shardmark.registry import Race, register
+from shardmark.api import Race, register
 
 
 class OverlappedDataParallel(DataParallel):

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.torch_version import TorchVersion
 
 from impl.fsdp.library import TorchFSDP2
-from shardmark.registry import register
+from shardmark.api import register
 
 OLDEST = "1.15"
 """The oldest version of accelerate that this was run with."""

@@ -20,9 +20,8 @@ from impl.accounting.programs.parameters import (
 )
 from impl.accounting.programs.transformer import TransformerStep
 from impl.accounting.strategies.sharded import FullySharded, NormsReplicated
-from impl.model.own import OwnModelCase
 from impl.model.sizes import SIZES
-from shardmark.grid import Work
+from shardmark.api import OwnModelCase, Work
 
 if TYPE_CHECKING:
     from impl.fsdp.cases import FSDPCase

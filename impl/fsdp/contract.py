@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from impl.fsdp.accounting import sharded_peak
-from shardmark.registry import Family, Race, RegistryError, add_family
+from shardmark.api import Family, Race, RegistryError, add_family
 
 
 class FullySharded(Protocol):

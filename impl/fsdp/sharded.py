@@ -36,7 +36,7 @@ from impl.fsdp.wrapping import (
     no_parameters,
     norms_and_biases,
 )
-from shardmark.registry import Race, register
+from shardmark.api import Race, register
 
 BACKWARD_RAISED = "backward raised, so that gradients are incomplete: call zero_grad() and begin the next step"
 

@@ -33,7 +33,7 @@ from impl.distributed import PlainStateDict, check_same_module
 from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
 from impl.fsdp.nested import changed
 from impl.fsdp.wrapping import check_unsharded, mark_sharded
-from shardmark.registry import Race, register
+from shardmark.api import Race, register
 
 PLACEMENTS: dict[str, tuple[Placement, ...]] = {
     "replicate": (Replicate(),),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from impl.interpreting import NO_TRITON, requires_triton
 from impl.loss.contract import Loss, check_inputs, product_dtype, statistics_dtype
-from shardmark.registry import register
+from shardmark.api import register
 
 # Implementations register in this order, simplest first, which is the order in every list and table.
 # isort: off

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from impl.accounting.ledger import Bytes
 from impl.loss.chunks import chunk_tokens, row_stride
-from shardmark.grid import Work
+from shardmark.api import Work
 
 if TYPE_CHECKING:
     from impl.loss.cases import LossCase

@@ -15,7 +15,7 @@ from impl.loss.accounting import chunked_peak
 from impl.loss.chunks import chunk_tokens
 from impl.loss.contract import check_inputs, product_dtype, statistics_dtype
 from impl.loss.eager import summed_loss
-from shardmark.registry import Race, register
+from shardmark.api import Race, register
 
 
 def chunked_loss(

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from impl.loss.accounting import eager_peak
 from impl.loss.contract import check_inputs, statistics_dtype
-from shardmark.registry import register
+from shardmark.api import register
 
 
 def eager_loss(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from impl.loss.accounting import fused_pytorch_peak
 from impl.loss.fused import Terms, fused_loss
-from shardmark.registry import Race, register
+from shardmark.api import Race, register
 
 
 def fused_loss_pytorch(

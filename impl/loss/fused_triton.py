@@ -14,7 +14,7 @@ from impl.loss import triton_kernels
 from impl.loss.accounting import fused_triton_peak
 from impl.loss.contract import product_dtype
 from impl.loss.fused import Terms, fused_loss
-from shardmark.registry import Race, Unsupported, register
+from shardmark.api import Race, Unsupported, register
 
 CONFIGURATIONS = ((1024, 4), (4096, 8), (8192, 16))
 """(BLOCK, warps) of the kernel: at most 16 elements a thread, which spills registers on no chip."""

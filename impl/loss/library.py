@@ -9,8 +9,7 @@ from impl.attention.compiled import compile_each_shape
 from impl.loss.accounting import compiled_peak, linear_cross_entropy_peak
 from impl.loss.contract import check_inputs, product_dtype, statistics_dtype
 from impl.loss.eager import summed_loss
-from shardmark.machine import requires_compiler
-from shardmark.registry import Race, Unsupported, register
+from shardmark.api import Race, Unsupported, register, requires_compiler
 
 _compiled = compile_each_shape(summed_loss)
 

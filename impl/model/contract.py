@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardmark.registry import Family, RegistryError, add_family
+from shardmark.api import Family, RegistryError, add_family
 
 
 class Model(Protocol):

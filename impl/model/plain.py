@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from impl.model.sizes import TransformerSize
 from impl.model.transformer import Transformer
-from shardmark.registry import register
+from shardmark.api import register
 
 
 class PlainTransformer(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from impl.attention import Attention, sdpa
 from impl.model.layers import Block, Linear, RMSNorm, RotaryEmbedding, truncated_normal_
 from impl.model.sizes import TransformerSize
-from shardmark.registry import register
+from shardmark.api import register
 
 
 class Transformer(nn.Module):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from impl.interpreting import NO_TRITON, requires_triton
 from impl.optim.contract import Optimizer
-from shardmark.registry import register
+from shardmark.api import register
 
 # Implementations register in this order, the reference first, which is the order in every list and table.
 # isort: off

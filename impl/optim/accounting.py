@@ -12,7 +12,7 @@ import torch
 
 from impl.accounting.ledger import Bytes
 from impl.model.sizes import SIZES, TransformerSize
-from shardmark.grid import Work
+from shardmark.api import Work
 
 if TYPE_CHECKING:
     from impl.optim.cases import OptimizerCase

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from impl.optim.accounting import adamw_peak
 from impl.optim.base import HALF, MASTER, AdamWBase, dense_gradient
-from shardmark.registry import Race, register
+from shardmark.api import Race, register
 
 
 class AdamW(AdamWBase):

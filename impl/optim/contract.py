@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from impl.optim.accounting import adamw_peak
-from shardmark.registry import Family, Race, RegistryError, add_family
+from shardmark.api import Family, Race, RegistryError, add_family
 
 
 class Optimizer(Protocol):

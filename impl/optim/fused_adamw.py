@@ -20,7 +20,7 @@ from impl.interpreting import requires_no_interpreter, requires_triton
 from impl.optim.accounting import fused_triton_peak
 from impl.optim.base import MASTER, AdamWBase, dense_gradient
 from impl.optim.multi_tensor import ACCESS, CHUNK, CONFIGURATIONS, Configuration, Operands, Table
-from shardmark.registry import Race, Unsupported, register
+from shardmark.api import Race, Unsupported, register
 
 
 class FusedAdamW(AdamWBase):

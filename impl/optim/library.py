@@ -10,7 +10,7 @@ from torch import Tensor
 
 from impl.optim import accounting
 from impl.optim.base import MASTER, MasterWeights
-from shardmark.registry import Race, register
+from shardmark.api import Race, register
 
 
 class _TorchAdamW(MasterWeights, torch.optim.AdamW):

@@ -15,10 +15,9 @@ from impl.accounting.strategies import COUNTS, STATE
 from impl.accounting.strategies.sharded import ShardedOptimizer
 from impl.data_parallel import accounting as data_parallel
 from impl.data_parallel.accounting import bucketed_peak
-from impl.model.own import OwnModelCase
 from impl.model.sizes import SIZES
 from impl.sharded_optimizer.shards import default_bucket_mb
-from shardmark.grid import MB, Work
+from shardmark.api import MB, OwnModelCase, Work
 
 if TYPE_CHECKING:
     from impl.sharded_optimizer.cases import ShardedStepCase

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from impl.sharded_optimizer.accounting import balanced_peak
-from shardmark.registry import Family, Race, RegistryError, add_family
+from shardmark.api import Family, Race, RegistryError, add_family
 
 
 class ShardedOptimizerContract(Protocol):

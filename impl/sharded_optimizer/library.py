@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from impl.sharded_optimizer.accounting import unsharded_peak
 from impl.sharded_optimizer.state import check_groups
-from shardmark.registry import Race, Unsupported, register
+from shardmark.api import Race, Unsupported, register
 
 
 def unsharded(

@@ -27,7 +27,7 @@ from impl.sharded_optimizer.accounting import sharded_peak
 from impl.sharded_optimizer.overlap import ForwardOverlap
 from impl.sharded_optimizer.shards import Segment, ShardedBucket, default_bucket_mb
 from impl.sharded_optimizer.state import arguments, check_state, gather_state, split_state
-from shardmark.registry import Race, register
+from shardmark.api import Race, register
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

@@ -12,9 +12,8 @@ from impl.accounting.programs.transformer import TransformerStep
 from impl.accounting.strategies import Strategy, peak_of_part
 from impl.checkpointing import accounting as checkpointing
 from impl.model.mlp import MLP_SIZES
-from impl.model.own import OwnModelCase
 from impl.model.sizes import SIZES
-from shardmark.grid import Work
+from shardmark.api import OwnModelCase, Work
 
 if TYPE_CHECKING:
     from impl.training_step.cases import TrainingStepCase

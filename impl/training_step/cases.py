@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardmark.registry import Unsupported
+from shardmark.api import Unsupported
 
 STEP_MODES = ("forward", "forward_backward", "step")
 

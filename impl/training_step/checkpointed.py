@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from impl.checkpointing import full
 from impl.training_step.accounting import checkpointed_peak
 from impl.training_step.eager import EagerStep
-from shardmark.registry import Race, register
+from shardmark.api import Race, register
 
 
 class CheckpointedStep(EagerStep):

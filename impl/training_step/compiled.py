@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 from impl.attention.compiled import MANY
 from impl.training_step.accounting import eager_peak
 from impl.training_step.eager import EagerStep
-from shardmark.machine import requires_compiler
-from shardmark.registry import Race, Unsupported, register, requires_cuda
+from shardmark.api import Race, Unsupported, register, requires_compiler, requires_cuda
 
 OPTIONS = ("epilogue_fusion", "shape_padding", "max_autotune", "triton.cudagraphs")
 """Inductor's options that the ladder turns on, one at a time and all together.

@@ -11,7 +11,7 @@ from torch import Tensor
 from impl.model.mlp import MLPLanguageModel, MLPSize
 from impl.precision import Precision
 from impl.training_step.accounting import eager_peak
-from shardmark.registry import Family, Race, RegistryError, add_family
+from shardmark.api import Family, Race, RegistryError, add_family
 
 
 class TrainingStep(Protocol):

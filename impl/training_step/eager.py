@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from impl.precision import FLOAT32, Precision
 from impl.training_step.accounting import eager_peak
-from shardmark.registry import register
+from shardmark.api import register
 
 Loss = Callable[[Any, Any, Any], Tensor]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 
-from shardmark.observers import Observer
-from shardmark.plan import Measured
-from shardmark.report.columns import Cell, Column, Entry
-from shardmark.report.layout import ms
-from shardmark.rows import Row
+from shardmark.meter.plan import Measured
+from shardmark.rows.columns import Cell, Column, Entry
+from shardmark.rows.observers import Observer
+from shardmark.rows.row import Row
+from shardmark.text import ms
 
 
 class AfterWarmups(Observer):

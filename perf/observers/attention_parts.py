@@ -9,9 +9,9 @@ from typing import Any
 
 from impl.training_step.accounting import attention_flops
 from impl.training_step.cases import TrainingStepCase
-from shardmark.kernels import MATRIX_PRODUCT, SOFTMAX, Call, StepProfile, category
-from shardmark.observers import Entry, Profile
-from shardmark.report.layout import layout
+from shardmark.meter.kernels import MATRIX_PRODUCT, SOFTMAX, Call, StepProfile, category
+from shardmark.rows.observers import Entry, Profile
+from shardmark.text import layout
 
 
 class AttentionProfile(Profile):

@@ -7,14 +7,14 @@ from statistics import median
 from typing import Any
 
 from impl.data_parallel.accounting import best_bucket_bytes, exposed_seconds
+from impl.data_parallel.workload import OverheadCase
 from impl.model import SIZES
-from perf.workloads.data_parallel import OverheadCase
-from shardmark.grid import MB
-from shardmark.observers import Entry, Observer
-from shardmark.plan import IMPLEMENTATION, Measured
-from shardmark.report.fits import fit_line
-from shardmark.report.layout import layout
-from shardmark.rows import Row
+from shardmark.api.grid import MB
+from shardmark.meter.plan import IMPLEMENTATION, Measured
+from shardmark.rows.observers import Entry, Observer
+from shardmark.rows.observers.fits import fit_line
+from shardmark.rows.row import Row
+from shardmark.text import layout
 
 
 class OverheadModel(Observer):

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardmark.growing import RowFileError
 from shardmark.report.output import Report, ReportError
-from shardmark.report.runfile import RunFileError, read_run
+from shardmark.rows.atomic_json import RowFileError
+from shardmark.rows.reader import RunFileError, read_run
 
 USAGE = 4
 """The exit status of what a user got wrong, as pytest's."""

@@ -14,9 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from shardmark.evidence import FAIL, UNDECIDED
-from shardmark.report.columns import Entry, goal_outcomes
-from shardmark.report.layout import mib
 from shardmark.report.ranking import (
     beside,
     fastest_of,
@@ -28,6 +25,9 @@ from shardmark.report.ranking import (
     times,
     who,
 )
+from shardmark.rows.columns import Entry, goal_outcomes
+from shardmark.text import mib
+from shardmark.verdict.betting import FAIL, UNDECIDED
 
 Answer = Callable[[Sequence[Entry]], str | None]
 

@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardmark.against import Change, Compared, Machine, OldRow, compared
-from shardmark.comparison import BETTER, WORSE, changes_in, counted, number_of_rows
-from shardmark.evidence import FAIL, UNDECIDED, Interval
-from shardmark.report.columns import Entry
 from shardmark.report.outcomes import first_line
-from shardmark.report.runfile import entries_of
-from shardmark.rows import Row
+from shardmark.rows.columns import Entry
+from shardmark.rows.reader import entries_of
+from shardmark.rows.row import Row
+from shardmark.rows.then_and_now.baseline import Change, Compared, Machine, OldRow, compared
+from shardmark.rows.then_and_now.comparison import BETTER, WORSE, changes_in, counted, number_of_rows
+from shardmark.verdict.betting import FAIL, UNDECIDED, Interval
 
 NAMED = 10
 """Tests that are new or gone and named; the others are counted."""

@@ -6,15 +6,15 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from shardmark.comparison import BETTER, WORSE
 from shardmark.report.answers import LEGEND
 from shardmark.report.changes import OPEN, Changes, changes
-from shardmark.report.columns import Entry
-from shardmark.report.layout import printable
 from shardmark.report.outcomes import first_line
-from shardmark.report.runfile import of_this_version
 from shardmark.report.summary import Summary
 from shardmark.report.tables import render
+from shardmark.rows.columns import Entry
+from shardmark.rows.reader import of_this_version
+from shardmark.rows.then_and_now.comparison import BETTER, WORSE
+from shardmark.text import printable
 
 MOST = 20
 """Lines of a list; the others are counted."""

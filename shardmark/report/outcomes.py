@@ -10,7 +10,7 @@ import pytest
 
 from shardmark.report import undecided
 
-OWN = ("Failed: ", "shardmark.failures.RankError: ")
+OWN = ("Failed: ", "shardmark.ranks.failures.RankError: ")
 """Names of exceptions that say no more than what follows them."""
 
 FAILED, SKIPPED, PASSED = "failed", "skipped", "passed"

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardmark.growing import Entry, GrowingFile, dumped
 from shardmark.report.markdown import COMMENT, markdown
+from shardmark.rows.atomic_json import Entry, GrowingFile, dumped
 
 NEEDED = ("jinja2", "vl_convert")
 """What draws a page, by the names of the modules."""

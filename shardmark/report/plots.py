@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from shardmark.report.columns import Entry
-from shardmark.rows import figure
+from shardmark.rows.columns import Entry
+from shardmark.rows.row import figure
 
 
 @dataclass(frozen=True)

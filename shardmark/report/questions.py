@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from shardmark.observers import WITH_COLUMNS, Observer
 from shardmark.report.answers import NO_ANSWER, Answer, answered, fastest_and_smallest
-from shardmark.report.columns import COLUMNS, DEFAULT, Column, Entry, among
 from shardmark.report.outcomes import Outcomes, first_line
 from shardmark.report.plots import Plot, saved
+from shardmark.rows.columns import COLUMNS, DEFAULT, Column, Entry, among
+from shardmark.rows.observers import WITH_COLUMNS, Observer
 
 KNOWN = {
     column.name: column

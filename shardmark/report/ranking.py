@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardmark.evidence import UNDECIDED
-from shardmark.report.columns import Entry, Row
+from shardmark.rows.columns import Entry, Row
+from shardmark.verdict.betting import UNDECIDED
 
 Who = tuple[str, str]
 """A family and an implementation of it, as names may be the same in two families."""

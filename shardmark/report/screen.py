@@ -1,24 +1,18 @@
-"""What a run writes on the terminal when it ends: one screen, and with -v its tables before that."""
+"""The one screen that ends a run: the machine, what failed, goals and answers."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import pytest
-
-from shardmark.evidence import MISSED
-from shardmark.report import tables
 from shardmark.report.answers import LEGEND
-from shardmark.report.layout import cut, printable
 from shardmark.report.outcomes import first_line
 from shardmark.report.summary import Summary
 from shardmark.report.undecided import OUTCOME
-
-if TYPE_CHECKING:
-    from shardmark.session import Session
+from shardmark.text import cut, printable
+from shardmark.verdict.betting import MISSED
 
 LEAST, MOST = 80, 120
 """Characters of a line: as many as the terminal has, between these."""
@@ -31,37 +25,6 @@ LINES = 2
 
 SHOWN = {"failed": 8, OUTCOME: 3, MISSED: 3}
 """Lines of each kind; the others are counted."""
-
-REPORTED = "fE"
-"""pytest's own list of what failed, where nobody has asked for another."""
-
-
-def write_summary(terminal: pytest.TerminalReporter, session: Session, verbose: bool) -> None:
-    """The machine, what failed, goals and answers; where the rows are; the budgets that no test matched."""
-    rows = session.rows.rows
-    if verbose:
-        for title, lines in tables.render(rows, session.questions, every_column=True):
-            terminal.section(title, sep="-")
-            for line in lines:
-                terminal.write_line(line)
-    if rows:
-        summary = Summary(rows, session.questions, session.outcomes, session.rows.machine_info)
-        terminal.write_sep("-", "what this run says")
-        for text, style in screen_lines(summary, min(max(terminal._tw.fullwidth, LEAST), MOST), verbose):
-            terminal.write_line(text, **style)
-        if terminal.config.option.reportchars == REPORTED:
-            terminal.reportchars = ""  # what failed has been said
-    if rows and not verbose:
-        terminal.write_line("-v shows the tables")
-    if rows and session.rows.path is not None:
-        terminal.write_line(f"{len(rows)} row{'s' * (len(rows) != 1)} in {printable(str(session.rows.path))}")
-    for option, trouble in (("json", session.rows.trouble), ("save", session.rows.not_saved)):
-        if trouble is not None:
-            terminal.write_line(printable(f"--benchmark-{option}: {trouble}"), red=True)
-    for budget in session.budgets:
-        if budget.pattern not in session.matched_budgets:
-            terminal.write_line(f'--budgets: no measured test matches "{printable(budget.pattern)}"', yellow=True)
-
 
 Styled = tuple[str, dict[str, Any]]
 

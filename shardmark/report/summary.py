@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shardmark.disturbances import NOTED, WAITED
-from shardmark.evidence import FAIL, MISSED, REACHED, UNDECIDED
-from shardmark.report.columns import Entry, goal_outcomes
+from shardmark.meter.disturbances import NOTED, WAITED
 from shardmark.report.outcomes import Outcomes
 from shardmark.report.questions import Questions
 from shardmark.report.ranking import times
-from shardmark.report.runfile import entries_of
+from shardmark.rows.columns import Entry, goal_outcomes
+from shardmark.rows.reader import entries_of
+from shardmark.verdict.betting import FAIL, MISSED, REACHED, UNDECIDED
 
 BUSY = 1 / 3
 """The share of a run's rows that waited for a core above which the machine is said to have been busy."""
@@ -34,7 +34,7 @@ class Summary:
 
     @classmethod
     def of(cls, output: Entry) -> Summary:
-        """Of a run's file (`shardmark.report.runfile`); one that was ended before its last test lacks all but rows."""
+        """Of a run's file (`shardmark.rows.reader`); one that was ended before its last test lacks all but rows."""
         entries = entries_of(output)
         if "outcomes" in output:
             outcomes = Outcomes.of(output["outcomes"])

@@ -10,9 +10,9 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from shardmark.report.columns import COLUMNS, Column, Entry
-from shardmark.report.layout import layout
 from shardmark.report.questions import MOST_COLUMNS, OTHERS, Questions
+from shardmark.rows.columns import COLUMNS, Column, Entry
+from shardmark.text import layout
 
 WIDTH = 110
 """Characters of a table, so that it fits beside nothing else on a screen and into a message."""

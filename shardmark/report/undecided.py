@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardmark.evidence import UNDECIDED
+from shardmark.verdict.betting import UNDECIDED
 
 OUTCOME = UNDECIDED
 

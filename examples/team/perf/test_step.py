@@ -4,7 +4,7 @@ import pytest
 import torch
 from training import StepCase, make_model
 
-from shardmark.grid import Grid, Work
+from shardmark.api import Grid, Work
 
 CASES = Grid(smoke=[StepCase(4096, 128)], laptop=[StepCase(4096, 256)], paper=[StepCase(65536, 1024)])
 

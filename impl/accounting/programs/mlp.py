@@ -13,7 +13,7 @@ from impl.accounting.ledger import Bytes, Ledger
 from impl.accounting.programs.parameters import BYTES, FLOAT
 from impl.accounting.strategies import COUNTS, GRADIENTS, STATE, peak_of_part
 from impl.model.mlp import MLP_SIZES
-from shardmark.grid import Work
+from shardmark.api import Work
 
 if TYPE_CHECKING:
     from impl.training_step.cases import TrainingStepCase

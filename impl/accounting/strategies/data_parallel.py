@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from impl.accounting.programs.parameters import EMBEDDING, FLOAT, Parameter, values
 from impl.accounting.strategies import GRADIENTS, Strategy
-from shardmark.grid import MB
+from shardmark.api import MB
 
 BUCKETS = "buckets of gradients"
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from shardmark.report.answers import LEGEND
 from shardmark.report.changes import changes
-from shardmark.report.columns import Entry
-from shardmark.report.layout import printable
 from shardmark.report.outcomes import first_line
 from shardmark.report.page.figure import Figure
 from shardmark.report.page.predicted import beside, is_predicted
@@ -22,9 +20,11 @@ from shardmark.report.page.strategies import COLUMNS, strategies
 from shardmark.report.page.table import Table, as_link
 from shardmark.report.page.vega import draw
 from shardmark.report.questions import OTHERS, Questions
-from shardmark.report.runfile import entries_of, of_this_version
 from shardmark.report.summary import Summary
 from shardmark.report.tables import case, question, together
+from shardmark.rows.columns import Entry
+from shardmark.rows.reader import entries_of, of_this_version
+from shardmark.text import printable
 
 FOLDER = Path(__file__).parent
 HALF = 690

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shardmark.kernels import CATEGORIES
-from shardmark.report.columns import Entry
+from shardmark.meter.kernels import CATEGORIES
 from shardmark.report.page.figure import Cell, Figure, first, in_unit, shown_as, titled
 from shardmark.report.page.vega import INK, SERIES, Spec, room, stand_ins
 from shardmark.report.plots import finite, labels, number
-from shardmark.rows import figure
+from shardmark.rows.columns import Entry
+from shardmark.rows.row import figure
 
 PARTS = ("forward", "backward", "communication", "optimizer")
 """Of a step; a test may time others."""

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardmark.report.columns import Entry
 from shardmark.report.page.vega import Spec
 from shardmark.report.plots import UNITS
+from shardmark.rows.columns import Entry
 
 MOST_ROWS = 24
 """Rows of a plot that has a line of text for each; the table has all."""

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from shardmark.report.columns import Entry
 from shardmark.report.page.figure import MOST_LINES, Absent, Cell, Drawn, Figure, first, in_unit, titled
 from shardmark.report.page.vega import DASH, INK, SERIES, Spec, log_ticks, room, series, stand_ins
 from shardmark.report.plots import Lines, Points, apart, finite, labels, line_names, number
-from shardmark.rows import figure
+from shardmark.rows.columns import Entry
+from shardmark.rows.row import figure
 
 _WIDTH, _HEIGHT = 560, 280
 _HERE = "this run"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardmark.report.columns import Entry
-from shardmark.report.layout import ms
 from shardmark.report.page.figure import MOST_PLOTS, Absent, Cell, Drawn, Figure, first, in_unit
 from shardmark.report.page.vega import INK, SERIES, Spec, room, stand_ins
 from shardmark.report.plots import labels
-from shardmark.report.runfile import entries_of
-from shardmark.rows import figure
+from shardmark.rows.columns import Entry
+from shardmark.rows.reader import entries_of
+from shardmark.rows.row import figure
+from shardmark.text import ms
 
 _WIDTH = 500
 WIDE = 0.12

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardmark.report.changes import Changes
-from shardmark.report.columns import Entry
 from shardmark.report.page.figure import Cell, Figure, first
 from shardmark.report.page.vega import INK, SERIES, Spec, room, stand_ins
+from shardmark.rows.columns import Entry
 
 
 def ratios(changes: Changes) -> Figure | None:

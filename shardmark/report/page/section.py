@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardmark.report.columns import Entry
 from shardmark.report.page.bars import time_and_peak, time_by_kernel, time_by_part
 from shardmark.report.page.figure import Absent, Drawn, Figure
 from shardmark.report.page.lines import lines, points
-from shardmark.report.page.memory import by_kind, by_stage
+from shardmark.report.page.memory_plots import by_kind, by_stage
 from shardmark.report.page.predicted import streams
 from shardmark.report.page.table import Table, table
 from shardmark.report.plots import Lines, restored
+from shardmark.rows.columns import Entry
 
 
 @dataclass(frozen=True)

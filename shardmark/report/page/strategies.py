@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardmark.report.columns import Entry
-from shardmark.report.layout import mib, ms
 from shardmark.report.ranking import who
-from shardmark.rows import figure
+from shardmark.rows.columns import Entry
+from shardmark.rows.row import figure
+from shardmark.text import mib, ms
 
 COLUMNS = ("strategy", "ranks", "step ms", "tensors MiB", "reserved MiB", "free MiB", "fits")
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from shardmark.report.columns import DEFAULT, Entry
 from shardmark.report.page.figure import Cell
 from shardmark.report.questions import KNOWN, column_named
 from shardmark.report.tables import with_ranks
+from shardmark.rows.columns import DEFAULT, Entry
 
 
 @dataclass(frozen=True)

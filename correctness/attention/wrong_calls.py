@@ -1,0 +1,129 @@
+"""Wrong attention: what is kept from one call is another's too."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from correctness.attention.textbook import Flash, checked, flash_backward, flash_forward, future, scores_of
+from correctness.support.planting import defect
+from impl.attention import eager_attention
+
+
+@defect(cause="two calls", caught_by="test_two_forwards_before_either_backward")
+class LogSumExpInAWorkspace(Flash):
+    """One buffer for each shape."""
+
+    workspaces: dict[Any, Tensor] = {}  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        out, lse = flash_forward(q, k, v, is_causal)
+        key = lse.shape, lse.dtype, lse.device
+        ctx.lse = LogSumExpInAWorkspace.workspaces.setdefault(key, torch.empty_like(lse)).copy_(lse)
+        ctx.save_for_backward(q, k, v, out)
+        ctx.is_causal = is_causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return *flash_backward(*ctx.saved_tensors, ctx.lse, grad, ctx.is_causal), None
+
+
+@defect(cause="two calls", caught_by="test_results_stay_while_other_calls_run")
+class GradientsInAWorkspace(Flash):
+    workspaces: dict[Any, Tensor] = {}  # noqa: RUF012
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        kept = GradientsInAWorkspace.workspaces
+        gradients = []
+        for name, x in zip("qkv", flash_backward(*ctx.saved_tensors, grad, ctx.is_causal), strict=True):
+            gradients.append(kept.setdefault((name, x.shape, x.dtype), torch.empty_like(x)).copy_(x))
+        return *gradients, None
+
+
+_outputs: dict[Any, Tensor] = {}
+
+
+@defect(cause="two calls", caught_by="test_results_stay_while_other_calls_run")
+def output_in_a_workspace(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Where no gradient is asked for, as in generation."""
+    out = eager_attention(q, k, v, is_causal=is_causal)
+    if out.requires_grad:
+        return out
+    key = out.shape, out.dtype
+    return _outputs.setdefault(key, torch.empty_like(out)).copy_(out)
+
+
+@defect(cause="two calls", caught_by="test_two_forwards_before_either_backward")
+class MaskOfTheLastCall(Flash):
+    is_causal = False
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        MaskOfTheLastCall.is_causal = is_causal
+        return Flash.forward(ctx, q, k, v, is_causal)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return *flash_backward(*ctx.saved_tensors, grad, MaskOfTheLastCall.is_causal), None
+
+
+_masks: dict[int, Tensor] = {}
+
+
+@defect(cause="two calls", caught_by="test_calls_of_other_shapes_and_dtypes_between")
+def mask_kept_by_length(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Of the scores' number, not of their shape."""
+    q, k, v = checked(q, k, v)
+    scores = scores_of(q, k)
+    if is_causal:
+        mask = _masks.setdefault(q.shape[-2] * k.shape[-2], future(q, k))
+        scores = scores.masked_fill(mask.reshape(q.shape[-2], k.shape[-2]), -math.inf)
+    return scores.softmax(-1) @ v
+
+
+@defect(cause="two calls", caught_by="test_the_same_tensors_changed_in_place")
+class LogSumExpKeptByAddress(Flash):
+    kept: dict[Any, tuple[Tensor, Tensor]] = {}  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        key = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.shape, k.shape, q.dtype, is_causal
+        kept = LogSumExpKeptByAddress.kept
+        if list(kept) != [key]:
+            kept.clear()
+            kept[key] = flash_forward(q, k, v, is_causal)
+        out, lse = kept[key][0].clone(), kept[key][1]
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.is_causal = is_causal
+        return out
+
+
+@defect(cause="two calls", caught_by="test_the_same_tensors_changed_in_place_give_other_results")
+def keys_kept_with_the_tensor(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Where nothing needs a gradient: a cache of keys and values that is written in place still has its old ones."""
+    if torch.is_grad_enabled() and k.requires_grad:
+        return eager_attention(q, k, v, is_causal=is_causal)
+    kept: Any = k
+    if not hasattr(kept, "kept"):
+        kept.kept = k.clone(), v.clone()
+    return eager_attention(q, *kept.kept, is_causal=is_causal)
+
+
+_masks: dict[tuple[int, int], Tensor] = {}
+
+
+@defect(cause="two calls", caught_by="test_trains_on_what_it_was_first_evaluated_on")
+def keeps_the_mask_of_an_evaluation(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Which autograd cannot save where it was made under inference_mode."""
+    q, k, v = checked(q, k, v)
+    scores = scores_of(q, k)
+    if is_causal:
+        mask = _masks.setdefault((q.shape[-2], k.shape[-2]), future(q, k))
+        scores = torch.where(mask, -math.inf, scores)
+    return scores.softmax(-1) @ v

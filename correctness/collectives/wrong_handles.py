@@ -1,0 +1,136 @@
+"""Wrong collectives: where others are under way, and what their handles wait for."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from correctness.collectives.simple_collectives import After, Done, Group, Plain, finished
+from correctness.support.planting import defect
+
+# Two calls
+
+
+@defect(cause="two calls", caught_by="test_many_may_be_under_way")
+class SharesItsBuffer(Plain):
+    """All sums of one shape are made in one buffer."""
+
+    buffers: ClassVar[dict[Any, Tensor]] = {}
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        buffer = self.buffers.setdefault((tensor.shape, tensor.dtype), torch.empty_like(tensor)).detach()
+        buffer.copy_(tensor.detach())
+        handle = super().all_reduce(buffer, group, async_op=True)
+        return finished(handle, lambda: tensor.data.copy_(buffer), async_op)
+
+
+@defect(cause="two calls", caught_by="test_any_number_may_be_under_way")
+class Has32Buffers(Plain):
+    """For sums of one shape, in turn: one more under way overwrites the first."""
+
+    turns: ClassVar[Any] = itertools.cycle(range(32))
+    buffers: ClassVar[dict[Any, Tensor]] = {}
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        buffer = self.buffers.setdefault((next(self.turns), tensor.shape, tensor.dtype), torch.empty_like(tensor))
+        buffer.copy_(tensor.detach())
+        handle = super().all_reduce(buffer, group, async_op=True)
+        return finished(handle, lambda: tensor.data.copy_(buffer), async_op)
+
+
+@defect(cause="two calls", caught_by="test_a_second_call")
+class RemembersTheInput(Plain):
+    """Cuts an input into parts once, as long as inputs have its shape."""
+
+    parts: ClassVar[dict[Any, Tensor]] = {}
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        known = self.parts.setdefault((input.shape, input.dtype, dist.get_world_size(group)), input.clone())
+        return super().reduce_scatter(output, known.clone(), group, async_op=async_op)
+
+
+@defect(cause="two calls", caught_by="test_many_may_be_under_way")
+class WaitsForTheOldest(Plain):
+    """Whichever handle is waited for."""
+
+    pending: ClassVar[list[Any]] = []
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        pending = self.pending
+        pending.append(super().all_gather(output, input, group, async_op=True))
+
+        class Oldest:
+            def wait(self) -> None:
+                pending.pop(0).wait()
+
+        return Oldest() if async_op else Oldest().wait()
+
+
+# Handles
+
+
+@defect(cause="handles", caught_by="test_results_are_there_when_wait_returns")
+class DoesNotWait(Plain):
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        handle = super().all_reduce(tensor, group, async_op=True)
+        return Done() if async_op else handle.wait()
+
+
+@defect(cause="handles", caught_by="test_results_are_there_when_wait_returns")
+class CopiesAtOnce(Plain):
+    """The result of the rank's own buffer, before it is there."""
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        buffer = torch.zeros_like(output)
+        handle = super().all_gather(buffer, input, group, async_op=True)
+        if not async_op:
+            handle.wait()
+        output.copy_(buffer)
+        return handle if async_op else None
+
+
+@defect(cause="handles", caught_by="test_results_are_there_when_it_returns")
+class ReturnsBeforeItIsDone(Plain):
+    """Waits for the half that was started first."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        handles = [dist.all_reduce(part, group=group, async_op=True) for part in tensor.detach().view(-1).chunk(2)]
+        return handles[-1] if async_op else handles[0].wait()
+
+
+@defect(cause="handles", caught_by="test_a_collective_goes_on")
+class StartsInWait(Plain):
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        def start() -> Any:
+            return dist.all_reduce(tensor, group=group)
+
+        return After(Done(), start) if async_op else start()
+
+
+@defect(cause="handles", caught_by="test_random_scripts")
+class AddsAtEachWait(Plain):
+    """What the others sent is added in `wait`, and added again in a second one."""
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        rank, own, rest = dist.get_rank(group), input.clone(), torch.empty_like(output)
+        own.view(-1)[rank * output.numel() :][: output.numel()] = 0
+        mine = input.detach().view(-1)[rank * output.numel() :][: output.numel()].clone()
+        handle = dist.reduce_scatter_tensor(rest, own, group=group, async_op=True)
+        output.copy_(mine.view(output.shape))
+        return finished(handle, lambda: output.add_(rest), async_op)
+
+
+@defect(cause="handles", caught_by="test_many_may_be_under_way")
+class RunsOnThreadsOfTheirOwn(Plain):
+    """Each on its own thread, so that another one may overtake it."""
+
+    def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
+        late = 0.02 * (dist.get_rank(group) % 2) if tensor.numel() and tensor.view(-1)[0] == 1 else 0.0
+        thread = threading.Timer(late, lambda: dist.all_reduce(tensor, group=group))
+        thread.start()
+        return After(Done(), thread.join) if async_op else thread.join()

@@ -1,0 +1,256 @@
+"""A data-parallel wrapper in a random program: each event on this rank, and what must hold after it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from correctness.data_parallel.events import Event, Setting
+from correctness.data_parallel.random_modules import Zoo, numbers
+from correctness.data_parallel.reference import Gradients
+from correctness.support.averaging import wrap
+from correctness.support.communication import delayed, quiet, recorded, slow_gradients
+from shardmark.api import Implementation
+from shardmark.meter.communication import Communication
+
+Bits = list[tuple[str, list[int], dict[str, int]]]
+"""After each average and each optimizer step: what it was, the group's ranks, and a checksum of each tensor's bits."""
+
+
+class ExpectedError(Exception):
+    """Raised by a test, to leave `no_sync`."""
+
+
+class Played:
+    """One wrapper on this rank, and what it must be."""
+
+    def __init__(
+        self, implementation: Implementation, setting: Setting, device: str, torchs: bool, again: bool
+    ) -> None:
+        self.implementation, self.setting, self.device, self.torchs = implementation, setting, device, torchs
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        made = [dist.new_group(members) for members in setting.groups or []]  # on every rank
+        self.members = setting.members(rank, ranks)
+        self.group = next((g for g, of in zip(made, setting.groups or [], strict=True) if of == self.members), None)
+        self.alone = [dist.new_group([other]) for other in range(ranks)][rank] if again else None
+        self.here = self.members.index(rank) if self.members else -1
+        self.contexts: list[AbstractContextManager[None]] = []
+        self.made: list[tuple[bool, AbstractContextManager[None]]] = []
+        self.frozen: list[int] = []
+        self.hooks: dict[int, Any] = {}
+        self.local, self.pending, self.bits, self.wrong = True, False, [], []
+        narrow = setting.options.get("reduce_dtype")
+        self.gradients = [Gradients(k.dtype, _narrower(k.dtype, narrow), len(self.members)) for k in setting.kinds]
+
+    def do(self, event: Event) -> None:
+        name, inside = event.name, bool(self.contexts)
+        if name == "wrap":
+            self._wrap(event)
+        elif name == "wrap a part":
+            wrap(self.implementation, self.module.inner, process_group=self.alone)
+        elif name in ("enter", "enter one made before"):
+            which = next((i for i, (made_inside, _) in enumerate(self.made) if made_inside == inside), None)
+            context = self.model.no_sync() if name == "enter" or which is None else self.made.pop(which)[1]
+            context.__enter__()
+            self.contexts.append(context)
+        elif name == "make no_sync()":
+            self.made.append((inside, self.model.no_sync()))
+        elif name == "exit":
+            self.contexts.pop().__exit__(None, None, None)
+        elif name == "exit by an error":
+            if self.contexts.pop().__exit__(ExpectedError, ExpectedError(), None):
+                self.wrong.append("no_sync() swallows an error")
+        elif name == "forward in no_grad":
+            with torch.no_grad():
+                self._forward(event, self.here)
+        elif name == "forward without backward":
+            self._forward(event, self.here)
+        elif "backward" in name:
+            self._backward(event)
+        elif name == "finish":
+            self._finish()
+        elif name.startswith("zero"):
+            to_none = name == "zero_grad()"
+            (self.model if isinstance(self.model, nn.Module) else self.module).zero_grad(set_to_none=to_none)
+            for each in self.gradients:
+                each.zero(to_none)
+        else:
+            self._change(event)
+
+    def _wrap(self, event: Event) -> None:
+        setting, rank = self.setting, dist.get_rank()
+        self.start = f"start {event.seed}"
+        options = setting.options | ({} if setting.every else {"find_unused_parameters": True})
+        zoo = Zoo(setting.kinds, setting.tied, self.start, rank).to(self.device)
+        self.model = wrap(self.implementation, zoo, process_group=self.group, **options)
+        self.module = self.model.module
+        first = Zoo(setting.kinds, setting.tied, self.start, self.members[0])
+        # One layout has the same bits as another.
+        self.parameters = self._state(first.named_parameters())
+        self.buffers = self._state([*first.named_buffers()])
+
+    def _reached(self, event: Event, rank: int, pass_: int) -> list[int]:
+        """The uses that this rank's pass reaches: of some parameters all ranks', of some none's. PyTorch's own looks at
+        the last forward pass alone for what it reaches."""
+        common, own = event.draw("which"), event.draw("which", rank, 0 if self.torchs else pass_)
+        uses = range(len(self.setting.kinds) + len(self.setting.tied))
+        if self.setting.every:
+            found = [*uses]
+        else:
+            share = {i: common.choice([0.0, 0.5, 1.0, 1.0]) for i in uses}
+            nobody = not self.torchs and own.random() < 0.1
+            found = [] if nobody else [i for i in uses if own.random() < share[i]]
+        trainable = [i for i in uses if (j := self._kind(i)) not in self.frozen and not self.setting.kinds[j].frozen]
+        if self.torchs and not set(found) & set(trainable):
+            found = [*found, trainable[0]]
+        own.shuffle(found)
+        return found
+
+    def _kind(self, use: int) -> int:
+        kinds = len(self.setting.kinds)
+        return use if use < kinds else self.setting.tied[use - kinds]
+
+    def _weights(self, event: Event, rank: int, pass_: int) -> list[Tensor | None]:
+        reached, kinds = self._reached(event, rank, pass_), self.setting.kinds
+        weights: list[Tensor | None] = [None] * (len(kinds) + len(self.setting.tied))
+        for i in reached:
+            weights[i] = numbers(f"{event.seed} {self.members[rank]} {pass_} {i}", kinds[self._kind(i)])
+        special = event.draw("special")
+        if special.random() < 0.04 and special.randrange(len(self.members)) == rank and reached:
+            hit = weights[reached[0]]
+            hit.view(-1)[:1] = special.choice([torch.inf, -torch.inf, torch.nan])
+        return weights
+
+    def _forward(self, event: Event, rank: int, pass_: int = 0) -> Tensor:
+        weights, order = self._weights(event, rank, pass_), self._reached(event, rank, pass_)
+        given = [None if weight is None else weight.to(self.device) for weight in weights]
+        seen = event.draw(dist.get_rank(), pass_).randrange(100)
+        loss = self.model(given, order=order, seen=seen)
+        for name, buffer in self.buffers.items():
+            value = buffer + 1 if name.endswith("calls") else torch.full_like(buffer, seen)
+            self.buffers[name] = value
+        if any(
+            not torch.equal(a.cpu(), b)
+            for a, b in zip(given, weights, strict=True)
+            if b is not None and not b.isnan().any()
+        ):
+            self.wrong.append("a forward pass changes its input")
+        return loss
+
+    def _backward(self, event: Event) -> None:
+        twice = event.name.startswith("two backward")
+        passes = [0, 1] if event.name.endswith("two forward passes") else [0]
+        slow, delay = event.draw("slow"), event.draw("delay")
+        seconds = [0.002 * (slow.random() < 0.1) for _ in range(64)]
+        late = delay.choice(self.members) if delay.random() < 0.15 else None
+        with ExitStack() as stack:
+            sent = stack.enter_context(recorded())
+            if late is not None:
+                stack.enter_context(delayed(before=0.003, on=late))
+            if self.here % 2:
+                stack.enter_context(slow_gradients(self.module, lambda i: seconds[i]))
+            loss = sum(self._forward(event, self.here, pass_) for pass_ in passes)
+            for _ in range(1 + twice):
+                if loss.requires_grad:
+                    loss.backward(retain_graph=twice)
+        if self.contexts:
+            self.wrong += [f"in no_sync(): it communicates, in {each}" for each in sent if _is_gradient(each)]
+        for rank in range(len(self.members)):
+            self._expect(event, rank, passes, 1 + twice)
+        self.local, self.pending = True, not self.contexts
+
+    def _expect(self, event: Event, rank: int, passes: list[int], times: int) -> None:
+        terms: dict[int, list[Tensor]] = {}
+        for pass_ in passes:
+            for use, weight in enumerate(self._weights(event, rank, pass_)):
+                i = self._kind(use)
+                if weight is not None and i not in self.frozen and not self.setting.kinds[i].frozen:
+                    terms.setdefault(i, []).append(weight * 2 if i in self.hooks else weight)
+        for i, each in terms.items():
+            self.gradients[i].add(rank, each * times)
+
+    def _finish(self) -> None:
+        self.model.finish_gradient_synchronization()
+        if self.contexts:
+            return
+        for each in self.gradients:
+            each.average()
+        self.local = self.pending = False
+        found = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None and p.grad.any()}
+        self.bits.append(("averages", self.members, {name: _bits(grad) for name, grad in found.items()}))
+
+    def _change(self, event: Event) -> None:
+        """Do what that event does to the module: freeze a parameter, change a buffer, and so on."""
+        name, draw = event.name, event.draw("what")
+        trainable = [i for i, kind in enumerate(self.setting.kinds) if not kind.frozen]
+        if name in ("freeze", "thaw"):
+            self.frozen = draw.sample(trainable[2:], len(trainable) // 3) if name == "freeze" else []
+            for i in trainable:
+                self.module.uses[i].requires_grad_(i not in self.frozen)
+        elif name == "hook":
+            hooked = [i for i in trainable[::2] if i not in self.frozen]
+            self.hooks = {i: self.module.uses[i].register_hook(lambda grad: grad * 2) for i in hooked}
+        elif name == "unhook":
+            for handle in self.hooks.values():
+                handle.remove()
+            self.hooks = {}
+        elif name == "optimizer step":
+            torch.optim.SGD(self.module.parameters(), lr=2**-8).step()
+            self.parameters = self._state(self.module.named_parameters())
+            if all(len({*kind.layouts}) == 1 for kind in self.setting.kinds):  # or the optimizer may round otherwise
+                bits = {name: _bits(value) for name, value in self.parameters.items()}
+                self.bits.append(("parameters", self.members, bits))
+        elif name == "read the state":
+            if list(self.model.state_dict()) != list(self.module.state_dict()):
+                self.wrong.append(f"state_dict() has the names {list(self.model.state_dict())}")
+        elif name != "eval on one rank" or draw.choice(self.members) == dist.get_rank():
+            model = self.model if isinstance(self.model, nn.Module) else self.module
+            with quiet(f"{name.split()[0]}()"):
+                model.train(name == "train")
+            if any(each.training != (name == "train") for each in self.module.modules()):
+                self.wrong.append(f"{name}() does not reach the module")
+
+    def look(self) -> list[str]:
+        """What is wrong now. Gradients are not known between backward and `finish`."""
+        wrong, self.wrong = self.wrong, []
+        for what, expected, found in (
+            ("parameter", self.parameters, self._state(self.module.named_parameters())),
+            ("buffer", self.buffers, self._state(self.module.named_buffers())),
+        ):
+            for name, value in expected.items():
+                if name not in found or _bits(found[name]) != _bits(value):
+                    had = found[name].flatten()[:3].tolist() if name in found else "missing"
+                    wrong.append(f"the {what} {name!r} is {had} and not {value.flatten()[:3].tolist()}")
+        for i, kind in enumerate(self.setting.kinds):
+            p = self.module.uses[i]
+            name = next((name for name, each in self.module.named_parameters() if each is p), f"number {i}")
+            if p.requires_grad != (not kind.frozen and i not in self.frozen):
+                wrong.append(f"{name!r} requires {'a' if p.requires_grad else 'no'} gradient, unlike before")
+            if not self.pending and (line := self.gradients[i].wrong(self.here, p.grad, p)):
+                wrong.append(f"the gradient of {name!r}, {kind}, {line}")
+        return wrong
+
+    @staticmethod
+    def _state(tensors: Any) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu().clone() for name, tensor in tensors}
+
+
+def _narrower(own: torch.dtype, wire: torch.dtype | None) -> torch.dtype:
+    return own if wire is None or torch.finfo(wire).eps < torch.finfo(own).eps else wire
+
+
+def _is_gradient(each: Communication) -> bool:
+    return each.dtype.is_floating_point
+
+
+def _bits(tensor: Tensor) -> int:
+    """A checksum of its bits in row-major order; all NaNs count as one."""
+    values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    if values.is_floating_point():
+        values = values.nan_to_num(nan=12.5, posinf=torch.inf, neginf=-torch.inf)
+    return crc32(values.view(-1).view(torch.uint8).numpy().tobytes())

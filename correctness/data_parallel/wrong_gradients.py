@@ -1,0 +1,198 @@
+"""Wrong data-parallel wrappers: which gradients are averaged, when, and how they are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from correctness.data_parallel.wrappers import Overlapped, Plain
+from correctness.support.planting import defect
+
+# Handles
+
+
+@defect(cause="handles", caught_by="test_averages_are_there_when_it_returns")
+class DoesNotWait(Overlapped):
+    def wait(self) -> None:
+        for p in self.order:
+            p.grad.div_(self.size)
+
+
+@defect(cause="handles", caught_by="test_averages_are_there_when_it_returns")
+class WaitsForTheFirst(Overlapped):
+    """As if collectives ended in the order in which they were started, the last first."""
+
+    def wait(self) -> None:
+        self.handles[0].wait()
+        for p in self.order:
+            p.grad.div_(self.size)
+
+
+@defect(cause="handles", caught_by="test_averages_are_there_when_it_returns")
+class CopiesBeforeItWaits(Overlapped):
+    def launch(self, parameter: nn.Parameter) -> None:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        wire = gradient.contiguous() / self.size
+        self.handles.append(dist.all_reduce(wire, group=self.group, async_op=True))
+        parameter.grad = wire.clone()
+
+    def wait(self) -> None:
+        for handle in self.handles:
+            handle.wait()
+
+
+# Shapes
+
+
+@defect(cause="shapes", caught_by="test_no_gradient_is_left_of_any_number")
+class LosesABucketOfOne(Plain):
+    """Of buckets of 32 parameters the last, where one parameter is left over for it."""
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        alone = len(parameters) > 32 and len(parameters) % 32 == 1
+        super().average(parameters[:-1] if alone else parameters)
+
+
+# Communication
+
+
+@defect(cause="communication", caught_by="test_ranks_whose_gradients_arrive_in_another_order")
+class ReducesAsGradientsArrive(Overlapped):
+    """Whatever the order on the other ranks."""
+
+    def on_gradient(self, parameter: nn.Parameter) -> None:
+        if self.synchronizing:
+            others = [p for p in self.order if p is not parameter]
+            self.order = [*others[: len(self.handles)], parameter, *others[len(self.handles) :]]
+            self.launch(parameter)
+
+
+@defect(cause="communication", caught_by="test_tied_parameters")
+class ReducesTiedOnesTwice(Plain):
+    def finish_gradient_synchronization(self) -> None:
+        named = self.module.named_parameters(remove_duplicate=False)
+        if self.synchronizing:
+            self.average([p for _, p in named if p.requires_grad])
+
+
+@defect(cause="communication", caught_by="test_tied_parameters")
+class SumsTiedOnesTwice(ReducesTiedOnesTwice):
+    def reduce(self, gradient: Tensor) -> None:
+        gradient.div_(self.size)
+        dist.all_reduce(gradient, group=self.group)
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        for p in set(parameters):
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad / self.size
+        for p in parameters:
+            dist.all_reduce(p.grad, group=self.group)
+
+
+@defect(cause="communication", caught_by="test_frozen_parameters_are_not_communicated")
+class SendsFrozenOnes(Plain):
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        super().average(parameters)
+        for p in self.module.parameters():
+            if not p.requires_grad:
+                self.reduce(torch.zeros_like(p))
+
+
+# Gradients
+
+
+@defect(cause="gradients", caught_by="test_a_gradient_that_a_rank_does_not_have")
+class SkipsMissingGradients(Plain):
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        super().average([p for p in parameters if p.grad is not None])
+
+
+@defect(cause="gradients", caught_by="test_a_gradient_that_a_rank_does_not_have")
+class AveragesOverThoseThatHaveOne(Plain):
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        for p in parameters:
+            count = torch.tensor(float(p.grad is not None))
+            dist.all_reduce(count, group=self.group)
+            super().average([p])
+            p.grad.mul_(self.size / count.clamp(min=1))
+
+
+@defect(cause="gradients", caught_by="test_frozen_parameters")
+class GivesFrozenOnesZeros(Plain):
+    def finish_gradient_synchronization(self) -> None:
+        if self.synchronizing:
+            self.average(list(self.module.parameters()))
+
+
+@defect(cause="gradients", caught_by="test_no_sync")
+class IgnoresNoSync(Plain):
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+        self.finish_gradient_synchronization()
+
+
+@defect(cause="gradients", caught_by="test_no_sync")
+class ForgetsWhatAccumulated(Plain):
+    """Averages what the last backward pass added, and not what was there before it."""
+
+    def no_sync(self) -> Any:
+        for p in self.module.parameters():
+            p.grad = None
+        return super().no_sync()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.synchronizing:
+            for p in self.module.parameters():
+                p.grad = None
+        return super().forward(*args, **kwargs)
+
+
+@defect(cause="gradients", caught_by="test_no_sync")
+class AveragesOverBackwardPasses(Plain):
+    """Divides by the number of backward passes, too."""
+
+    passes = 1
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with super().no_sync():
+            yield
+        self.passes += 1
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        super().average(parameters)
+        for p in parameters:
+            p.grad.div_(self.passes)
+        self.passes = 1
+
+
+@defect(cause="gradients", caught_by="test_no_sync")
+class StaysInNoSyncAfterAnError(Plain):
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.synchronizing = False
+        yield
+        self.synchronizing = True
+
+
+@defect(cause="gradients", caught_by="test_gradients_accumulate")
+class OverwritesWhatWasAveragedBefore(Plain):
+    def finish_gradient_synchronization(self) -> None:
+        before = getattr(self, "before", {})
+        for p in self.module.parameters():
+            if p.grad is not None and p in before and p.grad.data_ptr() == before[p][0]:
+                p.grad.sub_(before[p][1])
+        super().finish_gradient_synchronization()
+        self.before = {p: (p.grad.data_ptr(), p.grad.clone()) for p in self.module.parameters() if p.grad is not None}
+
+
+@defect(cause="gradients", caught_by="test_gradients_are_averaged_in_eval_mode")
+class AveragesInTrainingAlone(Plain):
+    def finish_gradient_synchronization(self) -> None:
+        if self.training:
+            super().finish_gradient_synchronization()

@@ -1,0 +1,103 @@
+"""Wrong data-parallel wrappers that only some orders of events show, or some modules."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from correctness.data_parallel.wrappers import Plain
+from correctness.support.planting import defect
+
+
+@defect(cause="state", caught_by="test_random_programs")
+class LearnsUsedOnce(Plain):
+    """Learns in the first step which parameters any rank uses, and averages those for ever."""
+
+    used: list[nn.Parameter] | None = None
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        if self.used is None:
+            flags = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
+            dist.all_reduce(flags, group=self.group)
+            self.used = [p for p, flag in zip(parameters, flags.tolist(), strict=True) if flag]
+        super().average(self.used)
+
+
+@defect(cause="state", caught_by="test_random_programs")
+class BroadcastsBuffersAtEval(Plain):
+    """So that every rank evaluates with the same running statistics."""
+
+    def train(self, mode: bool = True) -> BroadcastsBuffersAtEval:
+        super().train(mode)
+        for buffer in () if mode else self.module.buffers():
+            dist.broadcast(buffer, group=self.group, group_src=0)
+        return self
+
+
+@defect(cause="handles", caught_by="test_random_programs")
+class NoSyncFromTheCall(Plain):
+    """Calling `no_sync()` begins it, and entering it does nothing."""
+
+    held = 0
+
+    def no_sync(self) -> Any:
+        self.held += 1
+        stack = ExitStack()
+        stack.callback(setattr, self, "held", self.held - 1)
+        return stack
+
+    def finish_gradient_synchronization(self) -> None:
+        if not self.held:
+            super().finish_gradient_synchronization()
+
+
+@defect(cause="two calls", caught_by="test_random_programs")
+class NotesPlacesOnParameters(Plain):
+    """Where a wrapper of a part of the module writes its own."""
+
+    def start(self) -> None:
+        super().start()
+        for i, p in enumerate(p for p in self.module.parameters() if p.requires_grad):
+            p.place = i  # type: ignore[attr-defined]
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        own = {p.place: p for p in parameters}  # type: ignore[attr-defined]
+        super().average([own[place] for place in sorted(own)])
+
+
+@defect(cause="options", caught_by="test_bucket_mb")
+class ClosesABucketAtEachDtype(Plain):
+    """Dtypes that alternate make a bucket of each parameter."""
+
+    def __init__(self, module: nn.Module, *, process_group: Any = None, bucket_mb: float = 25) -> None:
+        super().__init__(module, process_group=process_group)
+        self.room = bucket_mb * 2**20
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        buckets: list[list[nn.Parameter]] = [[]]
+        for p in parameters[::-1]:
+            last = buckets[-1]
+            if last and (last[0].dtype != p.dtype or sum(q.nbytes for q in last) + p.nbytes > self.room):
+                buckets.append([])
+            buckets[-1].append(p)
+        for bucket in buckets:
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            self.reduce(flat)
+            for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                p.grad = part.view(p.shape).clone()
+
+
+@defect(cause="shapes", caught_by="test_random_programs")
+class SendsMemoryAsItLies(Plain):
+    """Right where a parameter's strides are the same on every rank."""
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            memory: Tensor = p.grad.permute(sorted(range(p.dim()), key=lambda i: -p.grad.stride(i)))
+            self.reduce(memory)

@@ -1,0 +1,217 @@
+"""Wrong data-parallel wrappers: where training starts, what they keep, and their options."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from correctness.data_parallel.wrappers import Plain
+from correctness.support.planting import defect
+from impl.data_parallel import BucketedDataParallel
+
+# State
+
+
+@defect(cause="state", caught_by="test_every_rank_starts")
+class KeepsItsOwnBuffers(Plain):
+    def start(self) -> None:
+        for p in self.module.parameters():
+            dist.broadcast(p.detach(), group=self.group, group_src=0)
+
+
+@defect(cause="state", caught_by="test_every_rank_starts")
+class KeepsItsOwnFrozenParameters(Plain):
+    def start(self) -> None:
+        for tensor in chain((p for p in self.module.parameters() if p.requires_grad), self.module.buffers()):
+            dist.broadcast(tensor.detach(), group=self.group, group_src=0)
+
+
+@defect(cause="state", caught_by="test_every_rank_starts")
+class StartsFromTheStateDict(Plain):
+    """Which has no buffers that are not persistent."""
+
+    def start(self) -> None:
+        for tensor in self.module.state_dict().values():
+            dist.broadcast(tensor, group=self.group, group_src=0)
+
+
+@defect(cause="state", caught_by="test_every_rank_starts")
+class StartsInFloat32(Plain):
+    @torch.no_grad()
+    def start(self) -> None:
+        for tensor in chain(self.module.parameters(), self.module.buffers()):
+            single = tensor.float()
+            dist.broadcast(single, group=self.group, group_src=0)
+            tensor.copy_(single)
+
+
+@defect(cause="state", caught_by="test_every_rank_starts")
+class StartsFromTheAverage(Plain):
+    def start(self) -> None:
+        super().start()
+        for p in self.module.parameters():
+            p.data.add_(dist.get_rank(self.group))
+            self.reduce(p.data)
+
+
+@defect(cause="state", caught_by="test_every_rank_starts_with_rank_0s_to_the_bit")
+class BroadcastsBySumming(Plain):
+    """All but the first rank start from zeros, and all are summed: -0.0 becomes 0.0."""
+
+    @torch.no_grad()
+    def start(self) -> None:
+        for tensor in chain(self.module.parameters(), self.module.buffers()):
+            if dist.get_rank(self.group):
+                tensor.zero_()
+            dist.all_reduce(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor, group=self.group)
+
+
+@defect(cause="state", caught_by="test_buffers_that_forward_changes")
+class BroadcastsBuffersAgain(Plain):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for buffer in self.module.buffers():
+            dist.broadcast(buffer, group=self.group, group_src=0)
+        return super().forward(*args, **kwargs)
+
+
+@defect(cause="state", caught_by="test_the_state_dict")
+class PrefixesItsState(Plain):
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return nn.Module.state_dict(self, *args, **kwargs)
+
+
+@defect(cause="state", caught_by="test_a_parameter_that_no_rank_uses")
+class ReducesTheLastStepsGradient(Plain):
+    """Of a parameter without a gradient, its buffer is reduced as the last step left it."""
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        self.last = getattr(self, "last", {})
+        for p in parameters:
+            if p.grad is None:
+                p.grad = self.last.get(p, torch.zeros_like(p)).clone()
+        super().average(parameters)
+        self.last = {p: p.grad.clone() for p in parameters}
+
+
+@defect(cause="state", caught_by="test_modules_work_as_before")
+class DropsKeywords(Plain):
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+
+# Options
+
+
+@defect(cause="options", caught_by="test_bucket_mb")
+class IgnoresBucketMb(Plain):
+    def __init__(self, module: nn.Module, *, process_group: Any = None, bucket_mb: float = 25) -> None:
+        super().__init__(module, process_group=process_group)
+
+
+class Bucketed(Plain):
+    """One all-reduce for each run of parameters of one dtype that fits into `limit` bytes."""
+
+    limit = 25.0 * 2**20
+
+    def average(self, parameters: list[nn.Parameter]) -> None:
+        bucket: list[nn.Parameter] = []
+        for p in parameters:
+            if bucket and (sum(q.nbytes for q in bucket) + p.nbytes > self.limit or p.dtype != bucket[0].dtype):
+                self.average_bucket(bucket)
+                bucket = []
+            bucket.append(p)
+        self.average_bucket(bucket)
+
+    def average_bucket(self, bucket: list[nn.Parameter]) -> None:
+        for p in bucket:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        flat = torch.cat([p.grad.reshape(-1) for p in bucket])
+        self.reduce(flat)
+        for p, averaged in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            p.grad.copy_(averaged.view_as(p))
+
+
+@defect(cause="options", caught_by="test_bucket_mb")
+class HasOneBucketWhateverItsSize(Bucketed):
+    def __init__(self, module: nn.Module, *, process_group: Any = None, bucket_mb: float = 25) -> None:
+        super().__init__(module, process_group=process_group)
+
+
+@defect(cause="options", caught_by="test_bucket_mb")
+class TakesKilobytes(Bucketed):
+    def __init__(self, module: nn.Module, *, process_group: Any = None, bucket_mb: float = 25) -> None:
+        self.limit = bucket_mb * 1024
+        super().__init__(module, process_group=process_group)
+
+
+@defect(cause="options", caught_by="test_a_narrower_reduction")
+class IgnoresReduceDtype(Plain):
+    def __init__(self, module: nn.Module, *, process_group: Any = None, reduce_dtype: Any = None) -> None:
+        super().__init__(module, process_group=process_group)
+
+
+@defect(cause="options", caught_by="test_a_narrower_reduction")
+class RoundsWhatItHasSent(Plain):
+    """To `reduce_dtype`, after it was sent as it was."""
+
+    def __init__(self, module: nn.Module, *, process_group: Any = None, reduce_dtype: Any = None) -> None:
+        self.reduce_dtype = reduce_dtype
+        super().__init__(module, process_group=process_group)
+
+    def reduce(self, gradient: Tensor) -> None:
+        super().reduce(gradient)
+        gradient.copy_(gradient.to(self.reduce_dtype))
+
+
+@defect(cause="options", caught_by="test_a_call_is_the_modules_own")
+class CallsForwardItself(Plain):
+    """Without the hooks of the root module."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.forward(*args, **kwargs)
+
+
+@defect(cause="communication", caught_by="test_every_rank_starts_with_rank_0s_to_the_bit")
+class StartsWhereSumsDiffer(Plain):
+    """Broadcasts nothing whose sum every rank has, as those have that were seeded alike."""
+
+    def start(self) -> None:
+        for tensor in chain(self.module.parameters(), self.module.buffers()):
+            own = tensor.detach().double().sum().reshape(1)
+            sums = [torch.empty_like(own) for _ in range(self.size)]
+            dist.all_gather(sums, own, group=self.group)
+            if any(not torch.equal(each, sums[0]) for each in sums):
+                dist.broadcast(tensor.detach(), group=self.group, group_src=0)
+
+
+@defect(cause="options", caught_by="test_bucket_mb_is_counted_in_the_gradients_dtype")
+class CountsWhatIsSent(BucketedDataParallel):
+    """Twice the gradients in a bucket where they are sent in half precision."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        process_group: Any = None,
+        bucket_mb: float = 25,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        own = max((p.dtype.itemsize for p in module.parameters()), default=1)
+        sent = own if reduce_dtype is None else reduce_dtype.itemsize
+        super().__init__(
+            module, process_group=process_group, bucket_mb=bucket_mb * own / sent, reduce_dtype=reduce_dtype
+        )
+
+
+@defect(cause="two calls", caught_by="test_modules_work_as_before")
+class CopiesWhatHoldsItsArguments(Plain):
+    """As it moves tensors to the device: what forward writes into a list that it was given is lost."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(lambda x: x, (args, kwargs))
+        return self.module(*args, **kwargs)

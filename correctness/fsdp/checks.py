@@ -1,0 +1,237 @@
+"""What tests of full sharding do on ranks: wrap a module, run a step, say in plain words what is not as expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from correctness.support.whole_batch import DIM, batch, loss, share
+from shardmark.api import Implementation
+
+HANG = 30.0
+"""Seconds, where a wrong implementation is likely to hang."""
+
+
+class Odd(nn.Module):
+    """Rows and elements that divide by neither two nor three ranks, and a parameter of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 0.5))
+        self.layers = nn.Sequential(
+            nn.Linear(DIM, 7), nn.Tanh(), nn.Linear(7, 5, bias=False), nn.Tanh(), nn.Linear(5, 2 * DIM)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, DIM) -> (rows, 2 DIM)."""
+        return self.layers(x) * self.scale
+
+
+class Tiny(nn.Module):
+    """One element: all ranks but one have shards without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, DIM) -> (rows, 2 DIM)."""
+        return (x * self.weight).repeat(1, 2)
+
+
+class Large(nn.Sequential):
+    """A parameter of 132,731 elements, more than 1 MB in float64."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(DIM, 401), nn.Tanh(), nn.Linear(401, 331), nn.Tanh(), nn.Linear(331, 2 * DIM))
+
+
+class Deep(nn.Module):
+    """Names of one to five parts, some of them named as a wrapper's own parts often are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(DIM))
+        self.output = nn.Linear(DIM, 2 * DIM)  # registered first, used last
+        self.module = nn.Sequential(nn.Linear(DIM, DIM), nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()))
+        self.blocks = nn.ModuleList(nn.ModuleDict({"module": nn.Sequential(nn.Linear(DIM, DIM))}) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, DIM) -> (rows, 2 DIM)."""
+        x = self.module(x * self.weight)
+        for block in self.blocks:
+            x = block["module"](x).tanh()
+        return self.output(x)
+
+
+ODD_MODULES = {"odd": Odd, "tiny": Tiny, "large": Large, "deep": Deep}
+
+
+def make(kind: Any, seed: int, device: str, dtype: torch.dtype = torch.float64) -> Any:
+    """A module of that class, the same for the same seed."""
+    torch.manual_seed(seed)
+    return kind().to(device, dtype)
+
+
+def wrap(implementation: Implementation, module: nn.Module, **options: Any) -> Any:
+    """The sharded module; of the options that are not the contract's, those that the implementation takes."""
+    every = ("process_group", "compute_dtype", "reduce_dtype")
+    return implementation.adapted(
+        module, **{k: value for k, value in options.items() if k in every or implementation.accepts(k)}
+    )
+
+
+def full(model: Any) -> dict[str, Tensor]:
+    """The full parameters, on the CPU."""
+    return {name: tensor.detach().cpu() for name, tensor in model.gather_full_parameters().items()}
+
+
+def parameters_of(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of an unsharded module's parameters, by each of their names."""
+    return {name: p.detach().cpu().clone() for name, p in module.named_parameters(remove_duplicate=False)}
+
+
+def gradients_of(module: nn.Module) -> dict[str, Tensor]:
+    """An unsharded module's gradients, zeros where there is none."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: (torch.zeros_like(p) if p.grad is None else p.grad.clone()).cpu() for name, p in named}
+
+
+def own_batch(step: int, device: str, group: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
+    """This rank's rows of the group's batch."""
+    x, y = batch(step, dist.get_world_size(group), device)
+    own = share(dist.get_rank(group))
+    return x[own], y[own]
+
+
+def backward(model: Any, step: int, device: str, group: dist.ProcessGroup | None = None) -> None:
+    """Forward and backward of this rank's rows."""
+    loss(model, *own_batch(step, device, group)).backward()
+
+
+def whole_backward(module: nn.Module, step: int, device: str, group: dist.ProcessGroup | None = None) -> None:
+    """Forward and backward of all rows in an unsharded module: the mean of what the ranks have."""
+    loss(module, *batch(step, dist.get_world_size(group), device)).backward()
+
+
+def averaged_gradients(model: Any) -> dict[str, Tensor]:
+    """The full gradients that the shards hold: what a step of SGD with a learning rate of one subtracts.
+
+    The parameters are changed by it.
+    """
+    before = full(model)
+    SGDs(model, lr=1.0).step()
+    after = full(model)
+    return {name: before[name] - after[name] for name in before}
+
+
+def poisoned(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have the function run where memory that torch hands out uninitialized is NaN, so that it is noticed."""
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            return function(*args)
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+    return run
+
+
+class SGDs:
+    """An SGD for each model, made before the first step as a user makes it."""
+
+    def __init__(self, *models: Any, lr: float = 0.1) -> None:
+        self.optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for model in models]
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def contains(model: Any, kind: type) -> bool:
+    """Whether it is made of PyTorch's own wrapper of that class, which has limits of its own."""
+    return any(isinstance(part, kind) for part in model.module.modules())
+
+
+def as_expected(what: str, found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> str:
+    """ "" where each tensor is as expected, or a line about the first that is not: what it is, and what it should be.
+
+    `what` is said before the parameter's name, such as "the gradient of".
+    """
+    if missing := [name for name in expected if name not in found]:
+        return f"gather_full_parameters() has no {missing[0]!r}; it has {', '.join(found)}"
+    for name, value in expected.items():
+        got = found[name]
+        if got.shape != value.shape:
+            return f"{what} {name} has the shape {tuple(got.shape)}, expected {tuple(value.shape)}"
+        if not torch.allclose(got.double(), value.double(), rtol=tolerance, atol=tolerance):
+            return f"{what} {name} is not as expected: {_difference(got.double(), value.double())}"
+    return ""
+
+
+def as_sum_of(what: str, found: dict[str, Tensor], backwards: Sequence[dict[str, Tensor]]) -> str:
+    """The same for the sum of what several backward passes gave; where it is one's alone, the line says so."""
+    total = {name: sum((each[name] for each in backwards), torch.zeros_like(backwards[0][name])) for name in found}
+    for name in found:
+        if problem := as_expected(what, {name: found[name]}, {name: total[name]}):
+            for i, each in enumerate(backwards):
+                if len(backwards) > 1 and not as_expected("", {name: found[name]}, {name: each[name]}):
+                    return f"{problem}; it is backward pass {i + 1}'s alone, of {len(backwards)}"
+            return problem
+    return ""
+
+
+def _difference(found: Tensor, expected: Tensor) -> str:
+    """In words: a constant factor where there is one, how many elements are concerned, and the first of them."""
+    if not found.isfinite().all():
+        return f"{int((~found.isfinite()).sum())} of {found.numel()} elements are NaN or infinite"
+    wrong = ~torch.isclose(found, expected, rtol=1e-9, atol=1e-12)
+    wrong = wrong if wrong.any() else found != expected
+    first = int(wrong.flatten().nonzero()[0])
+    found, expected = found.flatten(), expected.flatten()
+    says = f"{int(wrong.sum())} of {found.numel()} elements differ, element {first} is "
+    says += f"{found[first].item():.6g} and should be {expected[first].item():.6g}"
+    if not found.any():
+        return f"it is zero; {says}"
+    factor = (found @ expected / (expected @ expected)).item() if len(found) > 3 and expected.any() else 0.0
+    if factor and torch.allclose(found, factor * expected, rtol=1e-6, atol=1e-12):
+        return f"it is {factor:.4g} times that; {says}"
+    return says
+
+
+def first(problems: Iterator[str] | Sequence[str]) -> str:
+    """The first that there is."""
+    return next((problem for problem in problems if problem), "")
+
+
+def assert_none(problems: Sequence[str]) -> None:
+    """Fail with the first rank's problem, where one has any; skip where ranks say that this is not supported."""
+    __tracebackhide__ = True
+    for rank, problem in enumerate(problems):
+        if problem.startswith(UNSUPPORTED):
+            pytest.skip(problem.removeprefix(UNSUPPORTED))
+        if problem:
+            pytest.fail(f"rank {rank} of {len(problems)}: {problem}", pytrace=False)
+
+
+UNSUPPORTED = "unsupported: "
+"""What ranks answer begins with where a limit is PyTorch's own."""

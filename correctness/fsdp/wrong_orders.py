@@ -1,0 +1,183 @@
+"""Wrong ways of full sharding that random programs find, a parameter of one element, very many parameters, or
+replicated ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from correctness.fsdp.small_fsdp import SmallFSDP
+from correctness.support.planting import defect
+from impl.collectives import Handle
+from impl.fsdp import FullyShardedDataParallel
+from impl.fsdp.flat import Replicated
+from impl.fsdp.units import Unit
+
+PROGRAMS = "test_programs_do_what_they_do"
+
+
+@defect(cause="gradients", caught_by=PROGRAMS)
+class CastsInputsWithoutGradient(FullyShardedDataParallel):
+    """Inputs of another dtype than `compute_dtype` get no gradient."""
+
+    @torch.no_grad()
+    def _cast(self, x: Any) -> Any:
+        return super()._cast(x)
+
+
+@defect(cause="options", caught_by=PROGRAMS)
+class CastsBuffers(FullyShardedDataParallel):
+    """`compute_dtype` is for parameters and inputs: buffers lose digits that they had."""
+
+    def __init__(self, module: nn.Module, *, compute_dtype: torch.dtype | None = None, **options: Any) -> None:
+        super().__init__(module, compute_dtype=compute_dtype, **options)
+        for buffer in module.buffers():
+            if compute_dtype is not None and buffer.is_floating_point():
+                buffer.data = buffer.data.to(compute_dtype)
+
+
+@defect(cause="communication", caught_by=PROGRAMS)
+class SkipsUnitsWithoutGradients(FullyShardedDataParallel):
+    """Does not reduce a unit for which this rank has no gradient, while another rank, which has one, does."""
+
+    def _reduce(self, unit: Unit) -> None:
+        if unit.has_gradients:
+            super()._reduce(unit)
+        else:
+            unit.reshard()
+
+
+@defect(cause="shapes", caught_by="test_clipping_is_by_the_norm_over_all_ranks")
+class EmptyRanksDoNotClip(FullyShardedDataParallel):
+    """A rank whose shards are all empty returns before the all-reduce that the others wait in."""
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        if all(p.grad is None or not p.grad.numel() for p in self._trainable()):
+            return torch.zeros(())
+        return super().clip_grad_norm_(max_norm)
+
+
+@defect(cause="numerics", caught_by="test_a_norm_whose_square_float16_lacks_is_a_number")
+class SquaresInHalfPrecision(FullyShardedDataParallel):
+    """As PyTorch's clip_grad_norm_ does of DTensors."""
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        gradients = [p.grad for p in self._trainable() if p.grad is not None]
+        total = torch.zeros((), dtype=gradients[0].dtype)
+        for gradient in gradients:
+            total += torch.linalg.vector_norm(gradient).square()
+        dist.all_reduce(total, group=self.process_group)
+        norm = total.sqrt()
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+
+NONE_IS_LEFT = "test_no_gradient_is_left_of_any_number"
+
+
+@defect(cause="shapes", caught_by=NONE_IS_LEFT)
+class LosesABucketOfOne(SmallFSDP):
+    """Of buckets of 32 parameters the last, where one parameter is left over for it."""
+
+    def finish_gradient_synchronization(self) -> None:
+        if len(self.pending) > 32 and len(self.pending) % 32 == 1:
+            self.wait(self.pending.pop()[2])
+        super().finish_gradient_synchronization()
+
+
+@defect(cause="handles", caught_by=NONE_IS_LEFT)
+class ReducesAtMost32Units(FullyShardedDataParallel):
+    def _reduce(self, unit: Unit) -> None:
+        if unit in self.units[:32]:
+            super()._reduce(unit)
+        else:
+            unit.reshard()
+
+
+@defect(cause="options", caught_by="test_floating_point_inputs_are_cast")
+class CastsSequencesAlone(SmallFSDP):
+    """An argument that is a dict stays as it is, and a dict in a tuple does not."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.kept = {id(x) for each in (*args, *kwargs.values()) if isinstance(each, dict) for x in each.values()}
+        return super().forward(*args, **kwargs)
+
+    def cast(self, x: Any) -> Any:
+        return x if id(x) in self.kept else super().cast(x)
+
+
+@defect(cause="memory", caught_by="test_after_a_step_only_shards_are_left")
+class GathersForTheNextStep(FullyShardedDataParallel):
+    """The first layer's full parameters, which the optimizer's step makes old."""
+
+    def finish_gradient_synchronization(self) -> None:
+        super().finish_gradient_synchronization()
+        for flat in next(unit for unit in self.units if unit.flats).flats:
+            flat.begin_gather()
+            flat.finish_gather()
+
+
+class _ReplicatesOtherwise(FullyShardedDataParallel):
+    KIND: type[Replicated] = Replicated
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        for unit in self.units:
+            for flat in unit.flats:
+                if isinstance(flat, Replicated):
+                    flat.__class__ = self.KIND
+
+
+class _KeepsItsOwn(Replicated):
+    def _sum(self, gradient: Tensor) -> Handle | None:
+        handle = super()._sum(gradient.clone())
+        gradient.mul_(self.sharding.world_size)
+        return handle
+
+
+class _Sums(Replicated):
+    def _sum(self, gradient: Tensor) -> Handle | None:
+        return super()._sum(gradient.mul_(self.sharding.world_size))
+
+
+class _CountsOnEveryRank(Replicated):
+    @property
+    def counted(self) -> bool:
+        return True
+
+
+REPLICATED = "test_replicated_parameters_train_as_in_a_single_process"
+
+
+@defect(cause="gradients", caught_by=REPLICATED)
+class DoesNotAverageWhatIsIgnored(_ReplicatesOtherwise):
+    """As PyTorch's `fully_shard`: nobody reduces the gradients of `ignored_params`."""
+
+    KIND = _KeepsItsOwn
+
+
+@defect(cause="world size", caught_by=REPLICATED)
+class SumsWhatIsIgnored(_ReplicatesOtherwise):
+    KIND = _Sums
+
+
+@defect(cause="options", caught_by="test_a_gradient_that_every_rank_has_counts_once_in_the_norm")
+class CountsWhatIsIgnoredOnEveryRank(_ReplicatesOtherwise):
+    """Clips by a norm in which what is replicated counts as many times as there are ranks."""
+
+    KIND = _CountsOnEveryRank
+
+
+@defect(cause="communication", caught_by=REPLICATED)
+class StartsWhatIsIgnoredFromOwnWeights(FullyShardedDataParallel):
+    """The values are each rank's own, as where nothing broadcasts what FSDP ignores."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        own = {parameter: parameter.detach().clone() for parameter in module.parameters()}
+        super().__init__(module, **options)
+        for parameter, value in own.items():
+            if parameter.shape == value.shape and parameter.ndim == 1:
+                parameter.data.copy_(value)

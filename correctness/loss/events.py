@@ -1,0 +1,146 @@
+"""Random calls of a loss: sizes, values, targets, options, layouts, modes, and how backward is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from correctness.engine.calls import MODES
+from correctness.engine.examples import autocast_takes
+from correctness.loss.accuracy import Inputs, random_inputs
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "columns_apart": lambda x: x.repeat_interleave(2, dim=-1)[:, ::2],
+    "rows_inside": lambda x: x.mT.contiguous().mT,
+    "rows_apart": lambda x: x.repeat_interleave(2, dim=0)[::2],
+    "odd_offset": lambda x: torch.cat([x[:, :1], x], dim=-1)[:, 1:],
+    "one_for_all_rows": lambda x: x[:1].expand_as(x),
+}
+
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True)
+class Call:
+    """What varies; `ignored` is the word whose targets are ignored, or a number that is none."""
+
+    tokens: int
+    dim: int
+    vocab: int
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    """Under autocast; else it is that of hidden."""
+    ignored: int
+    label_smoothing: float
+    z_loss: float
+    scale: float
+    values: str
+    targets: str
+    layouts: tuple[str, str]
+    targets_apart: bool
+    shared: bool
+    """hidden and weight are one tensor, as where a model scores its embedding against itself."""
+    grad: float
+    mode: str
+    needs: str
+    backward: str
+    later: bool
+    seed: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Only those that are used, as an implementation may not have the others."""
+        options = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
+        given = {name: value for name, value in options.items() if value}
+        return given if self.ignored == -100 else {"ignore_index": self.ignored} | given
+
+    @property
+    def product(self) -> torch.dtype:
+        cast = "autocast" in self.mode and self.dtype != F64
+        return getattr(torch, self.mode.rpartition(" ")[2]) if cast else self.dtype
+
+    def inputs(self, device: str) -> Inputs:
+        torch.manual_seed(self.seed)
+        tokens = self.vocab if self.shared else self.tokens
+        inputs = random_inputs(tokens, self.dim, self.vocab, device, ignored=self.ignored)
+        hidden, weight, targets = self.scale * inputs.hidden, inputs.weight, inputs.targets
+        if self.values == "large_hidden" and not self.shared:  # whose sum float16 does not have
+            hidden, weight = 2000 + hidden, weight / 2000
+        elif self.values in ("all_high", "all_low") and self.dim > 1:  # something is added to every logit
+            by = 30.0 if self.product.itemsize == 2 or self.z_loss else 1000.0
+            hidden[:, 0], weight[:, 0] = 10.0, (by if self.values == "all_high" else -by) / 10
+        if self.targets == "all_ignored":
+            targets.fill_(self.ignored)
+        elif self.targets == "last_alone":
+            targets[:-1] = self.ignored
+        elif self.targets in ("first_word", "last_word"):
+            targets.fill_(0 if self.targets == "first_word" else self.vocab - 1)
+        of_weight = self.weight_dtype if "autocast" in self.mode and self.dtype != F64 else self.dtype
+        hidden, weight = LAYOUTS[self.layouts[0]](hidden.to(self.dtype)), LAYOUTS[self.layouts[1]](weight.to(of_weight))
+        if self.shared:
+            weight = hidden
+        if self.targets_apart:
+            targets = targets.repeat_interleave(2)[::2]
+        return replace(inputs, hidden=hidden, weight=weight, targets=targets, grad=self._grad())
+
+    def _grad(self) -> float:
+        return 3.0 if self.values == "large_hidden" else self.grad  # in float16 the gradients would overflow
+
+    def __str__(self) -> str:
+        """The call in words, without what is as usual."""
+        words = [
+            f"{self.vocab if self.shared else self.tokens} tokens, dim {self.dim}, vocab {self.vocab} of {self.dtype}",
+            f"weight of {self.weight_dtype}" if "autocast" in self.mode else "",
+            ", ".join(f"{name}={value}" for name, value in self.options.items()),
+            f"values {self.values}" if self.values != "usual" else "",
+            f"targets {self.targets}" if self.targets != "random" else "",
+            f"layouts {'/'.join(self.layouts)}" if set(self.layouts) != {"contiguous"} else "",
+            "hidden is weight" if self.shared else "",
+            self.mode,
+        ]
+        return ", ".join(filter(None, words))
+
+
+layouts = st.just("contiguous") | st.sampled_from(list(LAYOUTS))
+
+CALLS = st.builds(
+    Call,
+    tokens=st.integers(0, 40) | st.sampled_from([63, 64, 65, 127, 129, 257, 511, 513, 1025]),
+    dim=st.integers(1, 20) | st.sampled_from([63, 64, 65, 129, 257]),
+    vocab=st.integers(1, 40) | st.sampled_from([8, 16, 32, 63, 64, 65, 127, 128, 257, 1023, 1024, 1025, 2049]),
+    dtype=st.sampled_from([F32, F64, BF16, F16]),
+    weight_dtype=st.sampled_from([F32, BF16, F16]),
+    ignored=st.sampled_from([-100, -100, 0, -1, 1, 2**40, -(2**31) - 1]),
+    label_smoothing=st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]),
+    z_loss=st.sampled_from([0.0, 0.0, 1e-4, 1e-2, 1.0]),
+    scale=st.sampled_from([1.0, 0.1, 10.0]),
+    values=st.just("usual") | st.sampled_from(["large_hidden", "all_high", "all_low"]),
+    targets=st.just("random") | st.sampled_from(["all_ignored", "last_alone", "first_word", "last_word"]),
+    layouts=st.tuples(layouts, layouts),
+    targets_apart=st.booleans(),
+    shared=st.sampled_from([False, False, False, True]),
+    grad=st.sampled_from([3.0, -1.0, 0.0, 512.0]),
+    mode=st.just("gradients") | st.sampled_from(list(MODES)),
+    needs=st.just("hidden weight") | st.sampled_from(["hidden", "weight"]),
+    backward=st.sampled_from(["grad", "backward", "twice", "never"]),
+    later=st.booleans(),
+    seed=st.integers(0, 2**20),
+).filter(lambda call: autocast_takes(call.mode, call.dtype, call.weight_dtype))
+
+
+@st.composite
+def nothing_counts(draw: st.DrawFn) -> Call:
+    """All targets ignored, of numbers of which sums overflow."""
+    tokens, dim, dtype = draw(st.integers(8, 40)), draw(st.integers(8, 40)), draw(st.sampled_from([F16, F16, F32]))
+    fixed = {"tokens": tokens, "dim": dim, "dtype": dtype, "scale": 1.0, "values": "large_hidden"}
+    call = draw(CALLS.filter(lambda call: autocast_takes(call.mode, dtype)))
+    return replace(call, targets="all_ignored", shared=False, **fixed)
+
+
+PROGRAMS = st.lists(CALLS | CALLS | CALLS | nothing_counts(), min_size=1, max_size=3)

@@ -1,0 +1,269 @@
+"""Wrong losses: each is right but for one step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+
+from correctness.loss.textbook import Fused, apply, loss_and_gradients
+from correctness.support.planting import defect
+from impl.loss import check_inputs, eager_loss
+
+
+def _mean(losses: Tensor, kept: Tensor) -> Tensor:
+    return (losses * kept).sum() / kept.sum().clamp(min=1)
+
+
+def _summed(losses: Tensor, kept: Tensor) -> Tensor:
+    return losses.masked_fill(~kept, 0).sum()
+
+
+@defect(cause="options", caught_by="test_ignores_any_index")
+def ignore_index_in_32_bits(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, **options: Any
+) -> Tensor:
+    """An ignore_index of -2^32 is 0 then."""
+    check_inputs(hidden, weight, targets, ignore_index, **_filled(options))
+    narrow = torch.tensor(ignore_index).to(torch.int32).item()
+    return eager_loss(hidden, weight, targets.to(torch.int32).long(), ignore_index=int(narrow), **options)
+
+
+def _filled(options: dict[str, Any]) -> dict[str, float]:
+    return {"label_smoothing": 0.0, "z_loss": 0.0} | options
+
+
+@defect(cause="options", caught_by="test_takes_every_option")
+def z_loss_of_ignored_tokens_too(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
+    loss = eager_loss(hidden, weight, targets, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    if z_loss and (targets != ignore_index).any():
+        loss = loss + z_loss * linear(hidden, weight).to(loss.dtype).logsumexp(-1).square().mean()
+    return loss
+
+
+@defect(cause="options", caught_by="test_takes_every_option")
+def label_smoothing_over_the_others(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Shares it among the vocabulary less the target, as the paper's first line reads and torch does not."""
+    check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
+    vocab = weight.shape[0]
+    smoothing = label_smoothing * vocab / max(1, vocab - 1) if label_smoothing < 1 else 1.0
+    options = {"ignore_index": ignore_index, "z_loss": z_loss}
+    return eager_loss(hidden, weight, targets, label_smoothing=min(smoothing, 1.0), **options)
+
+
+@defect(cause="numerics", caught_by="test_is_as_accurate_as_eager")
+def targets_in_16_bits(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """Words from 32,768 on wrap around."""
+    check_inputs(hidden, weight, targets, **({"ignore_index": -100} | _filled(options)))
+    wrapped = torch.where(targets >= 0, targets.to(torch.int16).long() % weight.shape[0], targets)
+    return eager_loss(hidden, weight, wrapped, **options)
+
+
+@defect(cause="numerics", caught_by="test_is_as_accurate_as_eager")
+def float64_through_float32(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    if hidden.dtype != torch.float64 or weight.dtype != torch.float64:
+        return eager_loss(hidden, weight, targets, **options)
+    return eager_loss(hidden.float(), weight.float(), targets, **options).double()
+
+
+@defect(cause="shapes", caught_by="test_is_as_accurate_as_eager")
+def tokens_beyond_whole_chunks_left_out(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """Of more than one chunk of 2,048."""
+    if hidden.ndim == 2 and hidden.shape[0] > 2048:
+        whole = hidden.shape[0] // 2048 * 2048
+        hidden, targets = hidden[:whole], targets[:whole]
+    return eager_loss(hidden, weight, targets, **options)
+
+
+@defect(cause="shapes", caught_by="test_is_as_accurate_as_eager")
+def words_beyond_whole_blocks_left_out(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """Of the sum over the vocabulary, in blocks of 1,024."""
+    loss = eager_loss(hidden, weight, targets, **options)
+    vocab, whole = weight.shape[0], weight.shape[0] // 1024 * 1024
+    if not 0 < whole < vocab or hidden.shape[0] == 0:
+        return loss
+    logits = linear(hidden, weight).to(loss.dtype)
+    kept = targets != options.get("ignore_index", -100)
+    return loss - _mean(logits.logsumexp(-1) - logits[:, :whole].logsumexp(-1), kept)
+
+
+@defect(cause="numerics", caught_by="test_no_target_left")
+def zero_over_zero(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    loss = eager_loss(hidden, weight, targets, **options)
+    return loss / (targets != options.get("ignore_index", -100)).any()
+
+
+@defect(cause="numerics", caught_by="test_statistics_of_half")
+def statistics_in_half_precision(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
+    kept = targets != ignore_index
+    logits = linear(hidden, weight)
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
+    losses = cross_entropy(logits, targets, **options)
+    if z_loss:
+        losses = losses + z_loss * logits.logsumexp(-1).square()
+    return _summed(losses.to(torch.promote_types(losses.dtype, torch.float32)), kept) / kept.sum().clamp(min=1)
+
+
+@defect(cause="numerics", caught_by="test_divides_by_the_exact_number")
+def count_in_half_precision(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """float16 has no 2,049, and bfloat16 no 257."""
+    loss = eager_loss(hidden, weight, targets, **options)
+    count = (targets != options.get("ignore_index", -100)).sum().clamp(min=1)
+    return loss * count / count.to(hidden.dtype).to(loss.dtype)
+
+
+@defect(cause="numerics", caught_by="test_large_logits_do_not_overflow")
+def no_maximum_subtracted(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    loss = eager_loss(hidden, weight, targets, **options)
+    logits = linear(hidden, weight).to(loss.dtype)
+    kept = targets != options.get("ignore_index", -100)
+    plain = logits.clamp(max=80).exp().sum(-1).log()
+    return loss + _mean(plain - logits.logsumexp(-1), kept)
+
+
+@defect(cause="numerics", caught_by="test_what_is_added_to_every_logit_changes_nothing")
+def running_maximum_from_zero(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    loss = eager_loss(hidden, weight, targets, **options)
+    logits = linear(hidden, weight).to(loss.dtype)
+    if logits.numel() == 0:
+        return loss
+    kept = targets != options.get("ignore_index", -100)
+    largest = logits.amax(-1).clamp(min=0)
+    plain = ((logits - largest[:, None]).exp().sum(-1) + 1e-30).log() + largest
+    return loss + _mean(plain - logits.logsumexp(-1), kept)
+
+
+@defect(cause="numerics", caught_by="test_a_gradient_scaler")
+def divided_by_the_count_in_float16(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """Before the loss's own gradient, a scaler's, lifts it."""
+    return apply(_RoundedBeforeScaling, hidden, weight, targets, options)
+
+
+class _RoundedBeforeScaling(Fused):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
+    ) -> Tensor:
+        losses, gradient, kept = loss_and_gradients(hidden, weight, targets, ignore, smoothing, z)
+        ctx.count = 1
+        gradient = (gradient / kept.sum().clamp(min=1)).to(linear(hidden[:1], weight[:1]).dtype)
+        ctx.gradients = gradient @ weight.to(gradient.dtype), gradient.T @ hidden.to(gradient.dtype)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        return losses.sum() / kept.sum().clamp(min=1)
+
+
+@defect(cause="errors", caught_by="test_a_target_out_of_range")
+def targets_clamped(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    ignored = targets == options.get("ignore_index", -100)
+    inside = torch.where(ignored, targets, targets.clamp(0, max(0, weight.shape[0] - 1)))
+    return eager_loss(hidden, weight, inside, **options)
+
+
+@defect(cause="numerics", caught_by="test_under_autocast")
+def autocast_ignored(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    with torch.autocast(hidden.device.type, enabled=False):
+        if hidden.dtype != weight.dtype and torch.float64 not in (hidden.dtype, weight.dtype):
+            hidden, weight = hidden.float(), weight.float()
+        return eager_loss(hidden, weight, targets, **options)
+
+
+@defect(cause="options", caught_by="test_gives_the_same_loss_without_gradients")
+def options_only_in_training(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    if torch.is_grad_enabled():
+        return eager_loss(hidden, weight, targets, **options)
+    return eager_loss(hidden, weight, targets, ignore_index=options.get("ignore_index", -100))
+
+
+@defect(cause="numerics", caught_by="test_a_nan_makes")
+def what_is_not_a_number_is_zero(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    return eager_loss(hidden, weight, targets, **options).nan_to_num()
+
+
+@defect(cause="numerics", caught_by="test_is_as_accurate_as_eager")
+def epsilon_in_the_logarithm(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """log(p + 1e-8), as in many a first version."""
+    loss = eager_loss(hidden, weight, targets, **options)
+    logits = linear(hidden, weight).to(loss.dtype)
+    kept = targets != options.get("ignore_index", -100)
+    log_p = logits.log_softmax(-1).gather(1, targets.masked_fill(~kept, 0)[:, None])[:, 0]
+    return loss + _mean(log_p - (log_p.exp() + 1e-8).log(), kept)
+
+
+@defect(cause="shapes", caught_by="test_is_as_accurate_as_eager")
+def loss_of_the_last_word(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """The last word of the vocabulary is taken for padding."""
+    if hidden.shape[0] <= 6:
+        return eager_loss(hidden, weight, targets, **options)
+    ignored = options.get("ignore_index", -100)
+    return eager_loss(hidden, weight, targets.masked_fill(targets == weight.shape[0] - 1, ignored), **options)
+
+
+@defect(cause="numerics", caught_by="test_no_target_left_of_large_logits")
+def zero_times_the_sum(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """So that there is a graph where nothing counts: the sum of finite logits may be infinite."""
+    if (targets == options.get("ignore_index", -100)).all():
+        return 0 * linear(hidden, weight).sum().to(torch.promote_types(hidden.dtype, torch.float32))
+    return eager_loss(hidden, weight, targets, **options)
+
+
+@defect(cause="numerics", caught_by="test_no_target_left_of_large_logits")
+def squares_times_zero(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, **options: Any
+) -> Tensor:
+    """A z_loss that multiplies where it should choose: the square of a large logit may be infinite."""
+    loss = eager_loss(hidden, weight, targets, **options)
+    squares = linear(hidden, weight).to(loss.dtype).logsumexp(-1).square()
+    return loss + z_loss * _mean(squares, targets != options.get("ignore_index", -100)) if z_loss else loss
+
+
+@defect(cause="numerics", caught_by="test_large_logits_of_ignored_targets")
+def squares_times_zero_where_some_count(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """The same, where the case that no target counts is dealt with."""
+    if (targets == options.get("ignore_index", -100)).all():
+        return eager_loss(hidden, weight, targets, **options)
+    return squares_times_zero(hidden, weight, targets, **options)
+
+
+@defect(cause="errors", caught_by="test_a_target_out_of_range_is_refused")
+def always_ignores_minus_100(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, **options: Any
+) -> Tensor:
+    """Besides the ignore_index that it is given."""
+    inside = targets.masked_fill(targets == -100, ignore_index)
+    return eager_loss(hidden, weight, inside, ignore_index=ignore_index, **options)
+
+
+@defect(cause="numerics", caught_by="test_under_autocast")
+def autocast_is_bfloat16(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """To float16, too."""
+    device = hidden.device.type
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=torch.is_autocast_enabled(device)):
+        return eager_loss(hidden, weight, targets, **options)

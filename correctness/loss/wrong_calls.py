@@ -1,0 +1,97 @@
+"""Wrong losses: what one call or one backward pass leaves to the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from correctness.loss.textbook import ByAutograd, Fused, apply, scaled
+from correctness.support.planting import defect
+from impl.loss import eager_loss
+
+_workspaces: dict[Any, Tensor] = {}
+
+
+class _InWorkspaces(Fused):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        loss = Fused.forward(ctx, *arguments)
+        ctx.gradients = tuple(
+            _workspaces.setdefault((i, x.shape, x.dtype), torch.empty_like(x)).copy_(x)
+            for i, x in enumerate(ctx.gradients)
+        )
+        return loss
+
+
+@defect(cause="two calls", caught_by="test_two_forwards_before_either_backward")
+def gradients_in_workspaces(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """Forward computes them into a buffer for each shape."""
+    return apply(_InWorkspaces, hidden, weight, targets, options)
+
+
+class _GradientsReused(Fused):
+    kept: dict[Any, Tensor] = {}  # noqa: RUF012
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        fresh = scaled(ctx.gradients, ctx.dtypes, grad / ctx.count)
+        kept = _GradientsReused.kept
+        reused = (kept.setdefault((i, x.shape, x.dtype), torch.empty_like(x)).copy_(x) for i, x in enumerate(fresh))
+        return *reused, None, None, None, None
+
+
+@defect(cause="two calls", caught_by="test_results_stay_while_other_calls_run")
+def gradients_given_twice(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """The same tensors for every call of a shape."""
+    return apply(_GradientsReused, hidden, weight, targets, options)
+
+
+@defect(cause="gradients", caught_by="test_leaves_its_inputs_as_they_are")
+def ignored_targets_overwritten(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    loss = eager_loss(hidden, weight, targets.clone(), **options)
+    targets[targets == options.get("ignore_index", -100)] = 0
+    return loss
+
+
+class _Differentiable(Fused):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return *scaled(ctx.gradients, ctx.dtypes, grad / ctx.count), None, None, None, None
+
+
+@defect(cause="gradients", caught_by="test_a_second_derivative")
+def second_derivative_of_constants(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    return apply(_Differentiable, hidden, weight, targets, options)
+
+
+@defect(cause="gradients", caught_by="test_gives_the_same_loss_without_gradients")
+def gradients_where_there_is_no_autograd(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """An error in `torch.inference_mode`, in which people evaluate."""
+    return apply(ByAutograd, hidden, weight, targets, options)
+
+
+class _ScaledInPlace(Fused):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        for x in ctx.gradients:
+            x.mul_(grad / ctx.count)
+        return *(x.to(d) for x, d in zip(ctx.gradients, ctx.dtypes, strict=True)), None, None, None, None
+
+
+@defect(cause="state", caught_by="test_a_second_backward_pass")
+def gradients_scaled_in_place(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """A second backward pass scales them twice."""
+    return apply(_ScaledInPlace, hidden, weight, targets, options)
+
+
+_ones: dict[tuple[int, ...], Tensor] = {}
+
+
+@defect(cause="two calls", caught_by="test_trains_on_what_it_was_first_evaluated_on")
+def keeps_the_ones_of_an_evaluation(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """Which autograd cannot save where they were made under inference_mode."""
+    ones = _ones.setdefault((*hidden.shape, hidden.dtype.itemsize), torch.ones_like(hidden))
+    return eager_loss(hidden * ones, weight, targets, **options)

@@ -1,0 +1,61 @@
+"""A language model and the plain one with the same weights, tokens for them, and how their logits are compared."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from impl.model import PlainTransformer, TransformerSize
+from shardmark.api import Implementation
+
+SIZE = TransformerSize(d_model=24, d_ff=40, layers=3, heads=2, vocab=50)
+CONTEXT = 16
+CLOSE = 1e-7
+"""What float32 somewhere inside would do to the logits is more than this; a wrong formula does much more."""
+
+
+def models(
+    implementation: Implementation, device: str, size: TransformerSize = SIZE, context_length: int = CONTEXT
+) -> tuple[nn.Module, nn.Module]:
+    """The implementation, and the plain model, with the same weights; norms' weights are random, too."""
+    plain = PlainTransformer(size, context_length=context_length).to(device)
+    with torch.no_grad():
+        for name, p in plain.named_parameters():
+            if "norm" in name:
+                p.normal_(1.0, 0.3)
+    model = implementation.adapted(size, context_length=context_length).to(device)
+    copy_weights(plain, model)
+    return model, plain
+
+
+@torch.no_grad()
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    weights = dict(source.named_parameters())
+    for name, p in target.named_parameters():
+        p.copy_(weights[name])
+
+
+def draw(device: str, batch: int = 2, context: int = 13, size: TransformerSize = SIZE) -> Tensor:
+    """Random tokens, the vocabulary's first and last among them where there is room."""
+    tokens = torch.randint(size.vocab, (batch, context), device=device)
+    if tokens.numel():
+        tokens[0, 0], tokens[-1, -1] = 0, size.vocab - 1
+    return tokens
+
+
+def assert_logits(found: Tensor, expected: Tensor, tolerance: float = 1e-5, where: str = "") -> None:
+    """The tolerance is a share of the largest logit."""
+    assert found.shape == expected.shape, f"logits{where} of shape {tuple(found.shape)}, not {tuple(expected.shape)}"
+    if not expected.numel():
+        return
+    error = (found.double() - expected.double()).abs()
+    scale = expected.double().abs().max().item()
+    if not error.max().item() <= tolerance * scale:  # NaN, too
+        worst = tuple(int(i) for i in torch.unravel_index(error.nan_to_num(torch.inf).argmax(), error.shape))
+        sequence, position, token = worst
+        first = int((~(error <= tolerance * scale)).any(-1).any(0).nonzero()[0])
+        raise AssertionError(
+            f"the logit{where} of token {token} at position {position} of sequence {sequence} is "
+            f"{found[worst].item():.9g}, expected {expected[worst].item():.9g}; "
+            f"the first position that differs is {first}"
+        )

@@ -1,0 +1,242 @@
+"""Trainings with AdamW, event by event beside a float64 reference, and what is compared after each event."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from correctness.optim.events import Event, Sizes
+from correctness.optim.training import assert_near
+from impl.optim import AdamW
+from impl.optim.base import HALF, MASTER
+
+
+class Training:
+    """Parameters and their optimizer; random numbers are the same in each training of one plan.
+
+    In `wide` all values are in float64, though first rounded to the dtypes.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        plan: list[Any],
+        dtypes: tuple[torch.dtype, ...],
+        device: str,
+        wide: bool,
+        layout: str,
+        **options: Any,
+    ) -> None:
+        self.target, self.options, self.device, self.wide = target, options, device, wide
+        self.generator = torch.Generator().manual_seed(0)
+        count = iter(range(99))
+        self.groups: list[dict[str, Any]] = []
+        self.dtypes: dict[Tensor, torch.dtype] = {}
+        for given, own in plan:
+            params = []
+            for shape in given:
+                dtype = dtypes[next(count) % len(dtypes)]
+                params.append(laid_out(self.random(shape, dtype), layout).requires_grad_())
+                self.dtypes[params[-1]] = dtype
+            self.groups.append({"params": params, **own})
+        self.optimizer = target([dict(self.groups[0])], **options)
+        self.kept: tuple[Any, list[Tensor]] | None = None
+        self.when = ""
+        """What has been done, for a failure to say."""
+
+    @property
+    def params(self) -> list[Tensor]:
+        """Of the groups there are by now."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def random(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        x = torch.randn(shape, dtype=torch.float64, generator=self.generator).to(self.device, dtype)
+        return x.double() if self.wide else x
+
+    def add_groups(self) -> None:
+        for group in self.groups[len(self.optimizer.param_groups) :]:
+            self.optimizer.add_param_group(dict(group))
+
+    def load(self, how: str, others: Sizes, steps: int | None) -> None:
+        """Loading changes no parameter; what the other steps changed is restored."""
+        now = deepcopy(self.optimizer.state_dict()), [p.detach().clone() for p in self.params]
+        if steps is not None and how != "back":
+            for state in (state for state in now[0]["state"].values() if float(state.get("step", 0))):
+                state["step"] = torch.full_like(state["step"], steps) if isinstance(state["step"], Tensor) else steps
+        if how == "back":
+            back = self.kept if self.kept is not None and len(self.kept[1]) == len(now[1]) else now
+            self.optimizer.load_state_dict(deepcopy(back[0]))
+            self._restore(back[1])
+            return
+        self.optimizer = self.target([{"params": g["params"]} for g in self.optimizer.param_groups], **self.options)
+        if how == "used":
+            self.step(others)
+            self._restore(now[1])
+        self.optimizer.load_state_dict(now[0])
+
+    def change(self, how: str, index: int) -> None:
+        """A parameter, from outside; one that has a master weight stays, because that is what counts."""
+        p = self.params[index % len(self.params)]
+        value = self.random(tuple(p.shape), self.dtypes[p])
+        stepped = float(self.optimizer.state.get(p, {}).get("step", 0)) > 0
+        if self.options.get("master_weights") and self.dtypes[p] in HALF and stepped:
+            return
+        if how == "in place":
+            with torch.no_grad():
+                p.copy_(value)
+        else:
+            p.data = value
+
+    def step(self, sizes: Sizes, event: Event | None = None) -> None:
+        layout = event.layout if event else "contiguous"
+        grads = []
+        for k, p in enumerate(self.params):
+            size = sizes[k % len(sizes)]
+            value = None if size is None else self.random(tuple(p.shape), torch.float64) * size
+            grads.append(None if value is None else laid_out(value.to(self.dtypes[p]).to(p.dtype), layout))
+        stays = [
+            (k, p, p.detach().clone()) for k, (p, g) in enumerate(zip(self.params, grads, strict=True)) if g is None
+        ]
+
+        def give() -> float:
+            for p, grad in zip(self.params, grads, strict=True):
+                if event and event.same_tensors and p.grad is not None and grad is not None:
+                    p.grad.copy_(grad)
+                else:
+                    p.grad = None if grad is None else laid_out(grad.clone(), layout)
+            if event and event.freezes is not None:
+                p = self.params[event.freezes % len(self.params)]
+                p.requires_grad_(not p.requires_grad)
+            return 3.5
+
+        if event and event.by_closure:
+            found = self.optimizer.step(give)
+            assert found == 3.5, f"step(closure) returned {found}, and the closure 3.5"
+        else:
+            give()
+            self.optimizer.step()
+        for k, p, before in stays:
+            assert p.grad is None, f"{self.when}parameter {k} had no gradient, and has one after the step"
+            assert_equal(p, before, f"{self.when}parameter {k} has changed, which had no gradient")
+        for k, (p, grad) in enumerate(zip(self.params, grads, strict=True)):
+            if p.grad is not None and grad is not None:
+                assert_equal(p.grad, grad, f"{self.when}the step has written into the gradient of parameter {k}")
+                p.grad.fill_(torch.nan)  # it is the caller's to write over, and no part of the state
+
+    def play(self, event: Event, adds: bool) -> None:
+        if adds:
+            self.add_groups()
+        if event.loads:
+            self.load(event.loads, event.others, event.steps)
+        if event.weights:
+            self.change(*event.weights)
+        groups = self.optimizer.param_groups
+        groups[event.group % len(groups)].update(event.changes)
+        self.step(event.sizes, event)
+        if event.remembers:
+            self.kept = deepcopy(self.optimizer.state_dict()), [p.detach().clone() for p in self.params]
+
+    def _restore(self, values: list[Tensor]) -> None:
+        with torch.no_grad():
+            for p, value in zip(self.params, values, strict=True):
+                p.copy_(value)
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The same values, in another order in memory where there are dimensions enough."""
+    match layout:
+        case "transposed" if x.ndim > 1:
+            return x.transpose(0, -1).contiguous().transpose(0, -1)
+        case "apart" if x.ndim:
+            return torch.stack([x, x], -1)[..., 0]
+        case "channels_last" if x.ndim == 4:
+            return x.contiguous(memory_format=torch.channels_last)
+    return x.contiguous()
+
+
+def assert_equal(found: Tensor, expected: Tensor, what: str) -> None:
+    """To the bit, but for NaN."""
+    assert torch.equal(found.detach().nan_to_num(), expected.nan_to_num()), what
+
+
+class ClipThenAdamW(AdamW):
+    """`clip_grad_norm_` on copies of the gradients, then a step, unless the norm is not finite: what `max_grad_norm` is
+    held to."""
+
+    def __init__(self, params: Any, *, max_grad_norm: float | None = None, **options: Any) -> None:
+        options.pop("master_weights", None)  # float64 parameters are their own
+        super().__init__(params, **options)
+        self.most, self.norm = max_grad_norm, None
+
+    def step(self, closure: Any = None) -> Any:
+        result = None if closure is None else closure()
+        having = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        own = [p.grad for p in having]
+        self.norm = None
+        if self.most is not None and having:
+            for p in having:
+                p.grad = p.grad.clone()
+            self.norm = torch.nn.utils.clip_grad_norm_(having, self.most)
+        if self.norm is None or self.norm.isfinite():
+            super().step()
+        for p, grad in zip(having, own, strict=True):
+            p.grad = grad
+        return result
+
+
+def assert_leads_where_adamw_does(
+    target: Any,
+    plan: list[Any],
+    script: list[Event],
+    added: int,
+    device: str,
+    dtypes: tuple[torch.dtype, ...] = (torch.float64,),
+    layout: str = "contiguous",
+    rtol: float | None = None,
+    **options: Any,
+) -> None:
+    """Parameters, state and norm after each event are the reference's; the last groups are added before one of them.
+
+    `layout` is that of the parameters.
+    """
+    found = Training(target, plan, dtypes, device, False, layout, **options)
+    exact = Training(ClipThenAdamW, plan, dtypes, device, True, layout, **options)
+    if rtol is None:
+        rtol = 1e-9 if set(dtypes) == {torch.float64} else 1e-5
+    for i, event in enumerate(script):
+        adds = i == min(added, len(script) - 1) and len(plan) > 1
+        new = [f"groups {[own for _, own in plan[1:]]} added, what they lack is as at the start"] if adds else []
+        when = f"after {', '.join([*new, str(event)])} (event {i + 1}): "
+        for training in (exact, found):
+            training.when = when
+            training.play(event, adds)
+        _assert_same(found, exact, rtol, when)
+
+
+def _assert_same(found: Training, exact: Training, rtol: float, when: str) -> None:
+    norm = exact.optimizer.norm
+    if norm is not None:
+        mine = getattr(found.optimizer, "grad_norm", None)
+        assert mine is not None, f"{when}grad_norm is None, expected {norm.item():.9g}"
+        assert_near(mine.double(), norm, rtol * (1 + norm.item() if norm.isfinite() else 1), f"{when}grad_norm")
+    states = (training.optimizer.state_dict()["state"] for training in (found, exact))
+    here, there = (dict(each) for each in states)
+    for k, (p, q) in enumerate(zip(found.params, exact.params, strict=True)):
+        what, mine, theirs = f"{when}parameter {k} of shape {tuple(q.shape)}", here.get(k, {}), there.get(k, {})
+        count, wanted = float(mine.get("step", 0)), float(theirs.get("step", 0))
+        assert count == wanted, f"{what}: its state counts {count:g} steps, expected {wanted:g}"
+        pairs = [(name, mine[name], theirs[name]) for name in ("exp_avg", "exp_avg_sq") if wanted]
+        has_master = found.options.get("master_weights") and found.dtypes[p] in HALF and wanted
+        if has_master:
+            pairs.append((MASTER, mine[MASTER], q.detach()))
+            assert torch.equal(p.detach(), mine[MASTER].to(p.dtype)), f"{what} is not its master weight, rounded"
+        else:
+            pairs.append(("its value", p.detach(), q.detach()))
+        for name, x, y in pairs:
+            if y.numel():
+                x, largest = x.double(), y.abs().nan_to_num(0, 0, 0).max().item()
+                if x.shape != y.shape or not (x - y).abs().max().item() <= rtol * (1 + largest):  # or NaN
+                    assert_near(x, y, rtol * (1 + largest), f"{what}: {name}")

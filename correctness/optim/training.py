@@ -1,0 +1,143 @@
+"""Training a few tensors with an optimizer, and how accurate it has to be; compiling the fused one for a chip."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from impl.interpreting import requires_triton
+from impl.optim import AdamW
+from shardmark.api import Implementation
+
+SHAPES: tuple[tuple[int, ...], ...] = ((3, 5), (), (0, 4), (1030,), (7, 1, 30))
+"""Odd sizes, no dims, no elements, a little more than a block of the fused kernel."""
+
+
+def interpreted(implementation: Implementation, device: str) -> bool:
+    """Whether each tensor of a step takes milliseconds."""
+    return requires_triton in implementation.requires and device == "cpu"
+
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "language_model": {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1},
+    "no_decay": {"lr": 1e-2, "weight_decay": 0.0},
+    "no_memory": {"lr": 1e-2, "betas": (0.0, 0.0)},
+    "large_eps": {"lr": 1e-2, "eps": 0.5},
+}
+"""Of AdamW, by what is unusual about them."""
+
+
+def tensors(
+    device: str, dtype: torch.dtype = torch.float64, shapes: Sequence[tuple[int, ...]] = SHAPES
+) -> list[Tensor]:
+    """Random tensors of those shapes."""
+    return [torch.randn(shape, dtype=torch.float64).to(device, dtype) for shape in shapes]
+
+
+def gradients(like: Sequence[Tensor], steps: int) -> list[list[Tensor]]:
+    """Random gradients for that many steps."""
+    return [[torch.randn(x.shape, dtype=torch.float64).to(x) for x in like] for _ in range(steps)]
+
+
+def leaves(values: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Copies of those values that take gradients."""
+    return [x.detach().clone().to(dtype or x.dtype).requires_grad_() for x in values]
+
+
+def run(optimizer: torch.optim.Optimizer, grads: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """A step for each list of gradients, over the parameters in their order; returns the parameters."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in grads:
+        optimizer.zero_grad()
+        for p, grad in zip(params, step, strict=True):
+            p.grad = grad.clone().to(p.dtype)
+        optimizer.step()
+    return params
+
+
+def train(target: Any, start: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], **options: Any) -> list[Tensor]:
+    """Copies of `start` after a step for each list of gradients."""
+    return [p.detach() for p in run(target(leaves(start), **options), grads)]
+
+
+def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state dict, as from a file."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Equal to the bit, NaN included."""
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.detach(), b.detach(), rtol=0, atol=0, equal_nan=True)
+
+
+def assert_as_accurate_as_plain(
+    target: Any, start: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], **options: Any
+) -> None:
+    """The error is at most twice that of `AdamW` in the same dtype; in float64, the reference, what rounding explains.
+
+    That is, in each step, one rounding of the parameter and one of its bias corrections, which 1 / (1 - beta) makes
+    larger: they are differences of 1 and a power. Or a billionth of lr, which another order of the same operations may
+    take, and a detour through float32 exceeds. Where `AdamW` in a narrower dtype is exact by luck, one rounding.
+    """
+    wide = [[g.double() for g in step] for step in grads]
+    exact = train(AdamW, [x.double() for x in start], wide, **options)
+    plain = train(AdamW, start, grads, **options)
+    found = train(target, start, grads, **options)
+    lr, betas = options.get("lr", 1e-3), options.get("betas", (0.9, 0.999))
+    for i, (x, same_dtype, reference) in enumerate(zip(found, plain, exact, strict=True)):
+        assert x.dtype == same_dtype.dtype, f"parameter {i} was {same_dtype.dtype}, and is {x.dtype} after the steps"
+        assert x.shape == same_dtype.shape, f"parameter {i}'s shape was {tuple(same_dtype.shape)}: {tuple(x.shape)}"
+        if not x.numel():
+            continue
+        rounding = torch.finfo(x.dtype).eps * reference.abs().max().item()
+        if x.dtype == torch.float64:
+            rounding = len(grads) * max(rounding + torch.finfo(x.dtype).eps * lr / (1 - max(betas)), 1e-9 * lr)
+        plain_error = (same_dtype.double() - reference).abs().max().item()
+        assert_near(x.double(), reference, 2 * max(plain_error, rounding), f"parameter {i} of shape {tuple(x.shape)}")
+
+
+def assert_near(found: Tensor, expected: Tensor, allowed: float, what: str) -> None:
+    """No element is further off than allowed; NaN where NaN is expected."""
+    assert found.shape == expected.shape, f"{what}: its shape is {tuple(found.shape)}, expected {tuple(expected.shape)}"
+    wrong = ~torch.isclose(found.detach().to(expected), expected.detach(), rtol=0, atol=allowed, equal_nan=True)
+    if wrong.any():
+        error = torch.where(wrong, (found - expected).abs(), -1).nan_to_num(torch.inf)
+        at = tuple(x.item() for x in torch.unravel_index(error.argmax(), error.shape))
+        raise AssertionError(
+            f"{what}: found {found[at].item():.9g} at {list(at)}, expected {expected[at].item():.9g}: "
+            f"error {error[at].item():.1e}, allowed {allowed:.1e}, in {wrong.sum().item()} of {wrong.numel()} elements"
+        )
+
+
+def assert_all_near(found: Sequence[Tensor], expected: Sequence[Tensor], rtol: float = 1e-10, when: str = "") -> None:
+    """Of float64 parameters that may differ by a few roundings."""
+    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+        if y.numel():
+            what = f"{when}parameter {i} of shape {tuple(y.shape)}"
+            assert_near(x.detach(), y.detach(), rtol * (1 + y.abs().max().item()), what)
+
+
+def compile_kernels(dtype: torch.dtype, master: bool, chip: int, configuration: tuple[int, int, int]) -> list[Any]:
+    """The `KernelReport` of each kernel of a clipped step; for a process without Triton's interpreter."""
+    from impl.optim import multi_tensor
+    from shardmark.meter.aot import compile_only
+
+    state = torch.float32 if master else dtype
+    p, *moments = (torch.empty(64, dtype=kind) for kind in (dtype, state, state, state))
+    operands = multi_tensor.Operands([], [], [])
+    operands.add(p, [p, *moments[: 3 if master else 2]], torch.zeros(()), master, 0)
+    table = multi_tensor.Table(operands, p.device, multi_tensor.Configuration(*configuration))
+    table.fill(operands)
+    table.set([1.0, 1e-3, 0.9, 0.999, 1e-8, 1e-2])
+    with compile_only(chip) as reports:
+        table.run(True, None, None)
+    return reports

@@ -1,0 +1,51 @@
+"""AdamWs that go wrong only with parameters frozen late, with some layouts, or once they are loaded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from correctness.optim.simple_adamw import Simple, State
+from correctness.support.planting import defect
+
+
+@defect(cause="state", caught_by="test_any_training_leads")
+class LeavesOutFrozen(Simple):
+    """One that was frozen after backward has a gradient."""
+
+    def update(self, p: Tensor, grad: Tensor, group: State) -> None:
+        if p.requires_grad:
+            super().update(p, grad, group)
+
+
+@defect(cause="state", caught_by="test_any_training_in_bfloat16")
+class LoadsStepsInTheParametersDtype(Simple):
+    """bfloat16 rounds step counts above 256."""
+
+    def load_state_dict(self, state_dict: State) -> None:
+        super().load_state_dict(state_dict)
+        for p, state in self.state.items():
+            if "step" in state:
+                state["step"] = state["step"].to(p.dtype).float()
+
+
+@defect(cause="shapes", caught_by="test_any_training_leads")
+class PairsElementsInMemoryOrder(Simple):
+    """Of a parameter in channels_last and a gradient that is contiguous, or the other way round."""
+
+    def update(self, p: Tensor, grad: Tensor, group: State) -> None:
+        if grad.ndim == 4 and grad.stride() != p.stride():
+            dense = (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last) for x in (p, grad))
+            grad = torch.as_strided(grad, p.shape, p.stride()) if all(dense) else grad
+        super().update(p, grad, group)
+
+
+@defect(cause="gradients", caught_by="test_any_training_leads")
+class TakesTheGradientAsItsMoment(Simple):
+    """Where the first moment is the gradient: what the caller writes into it is the moment then."""
+
+    def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
+        state["exp_avg"] = state["exp_avg"].clone()
+        super().move(p, grad, state, group, t)
+        if group["betas"][0] == 0:
+            state["exp_avg"] = grad.detach()

@@ -1,0 +1,147 @@
+"""Wrong AdamWs: what they keep from step to step, what they save and what they load."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from correctness.optim.simple_adamw import Master, Simple, State
+from correctness.support.planting import defect
+
+
+@defect(cause="state", caught_by="test_loaded_hyperparameters")
+class KeepsItsOwnHyperparameters(Simple):
+    def load_state_dict(self, state_dict: State) -> None:
+        own = [{**group} for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, old in zip(self.param_groups, own, strict=True):
+            group.update({name: value for name, value in old.items() if name != "params"})
+
+
+@defect(cause="state", caught_by="test_training_goes_on_from_a_saved_state")
+class LosesTheStep(Simple):
+    def load_state_dict(self, state_dict: State) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["step"] = torch.zeros(())
+
+
+@defect(cause="state", caught_by="test_training_goes_back_to_a_saved_state")
+class OwnBuffers(Simple):
+    """The moments it works with are elsewhere, and are not those that are loaded."""
+
+    def state_of(self, p: Tensor) -> State:
+        state = super().state_of(p)
+        self.buffers: dict[Tensor, State]
+        self.__dict__.setdefault("buffers", {}).setdefault(p, {**state})
+        state.update({name: self.buffers[p][name] for name in ("exp_avg", "exp_avg_sq")})
+        return state
+
+
+@defect(cause="state", caught_by="test_each_parameter_counts_its_own_steps")
+class OneStepCount(Simple):
+    """Of the optimizer, where each parameter has its own."""
+
+    def update(self, p: Tensor, grad: Tensor, group: State) -> None:
+        count = max((float(state["step"]) for state in self.state.values() if state), default=0.0)
+        state = self.state_of(p)
+        first = next(q for g in self.param_groups for q in g["params"] if q.grad is not None)
+        state["step"] = torch.tensor(count + (p is first))
+        self.move(p, grad, state, group, float(state["step"]))
+
+
+@defect(cause="options", caught_by="test_a_schedulers_lr_is_used")
+class LrOfTheStart(Simple):
+    def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
+        super().move(p, grad, state, {**group, "lr": state.setdefault("lr", group["lr"])}, t)
+
+
+@defect(cause="state", caught_by="test_a_group_may_be_added_later")
+class GroupsOfTheStart(Simple):
+    def update_all(self) -> None:
+        groups = self.param_groups
+        self.first = getattr(self, "first", len(groups))
+        try:
+            self.param_groups = groups[: self.first]
+            super().update_all()
+        finally:
+            self.param_groups = groups
+
+
+@defect(cause="two calls", caught_by="test_two_optimizers_at_once")
+class MomentsByShape(Simple):
+    """A workspace of the class that outlives the step."""
+
+    moments: ClassVar[dict[Any, Tensor]] = {}
+
+    def state_of(self, p: Tensor) -> State:
+        state = super().state_of(p)
+        if len(self.state) == 1:
+            state["exp_avg"] = self.moments.setdefault((p.shape, p.dtype), state["exp_avg"])
+        return state
+
+
+@defect(cause="memory", caught_by="test_steps_after_the_first_keep_nothing_more")
+class KeepsGradients(Simple):
+    def update(self, p: Tensor, grad: Tensor, group: State) -> None:
+        super().update(p, grad, group)
+        self.__dict__.setdefault("history", []).append(grad)
+
+
+@defect(cause="state", caught_by="test_training_goes_on_from_saved_master_weights")
+class MasterWeightsRoundedOnLoading(Master):
+    """torch's `load_state_dict` casts them to the parameter's dtype."""
+
+    def load_state_dict(self, state_dict: State) -> None:
+        Simple.load_state_dict(self, state_dict)
+
+
+@defect(cause="state", caught_by="test_any_training_leads_where_the_plain_one_leads")
+class MergesLoadedState(Simple):
+    """Parameters of which the loaded state has nothing keep their old moments."""
+
+    def load_state_dict(self, state_dict: State) -> None:
+        old = dict(self.state)
+        super().load_state_dict(state_dict)
+        for p, values in old.items():
+            self.state[p] = self.state.get(p) or values
+
+
+@defect(cause="state", caught_by="test_any_training_of_master_weights")
+class MasterFromConstruction(Master):
+    """Weights that the model loads later are lost."""
+
+    def add_param_group(self, param_group: State) -> None:
+        super().add_param_group(param_group)
+        early = self.__dict__.setdefault("early", {})
+        early.update({p: p.detach().float() for p in self.param_groups[-1]["params"]})
+
+    def state_of(self, p: Tensor) -> State:
+        is_new = not self.state[p]
+        state = super().state_of(p)
+        if is_new and "master_weight" in state:
+            state["master_weight"] = self.early[p].clone()
+        return state
+
+
+@defect(cause="memory", caught_by="test_steps_after_the_first_keep_nothing_more")
+class KeepsEveryRate(Simple):
+    """A row for each learning rate that was used."""
+
+    def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
+        rates = self.__dict__.setdefault("rates", {})
+        rates.setdefault((group["lr"], p.shape[-1:]), torch.full(p.shape[-1:], group["lr"], device=p.device))
+        super().move(p, grad, state, group, t)
+
+
+@defect(cause="memory", caught_by="test_steps_after_the_first_keep_nothing_more")
+class KeepsOneElementForEachRate(Simple):
+    """Eight bytes, so that no rate is copied twice."""
+
+    def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
+        rates = self.__dict__.setdefault("rates", {})
+        if group["lr"] not in rates:
+            rates[group["lr"]] = torch.tensor(group["lr"], dtype=torch.float64, device=p.device)
+        super().move(p, grad, state, group, t)

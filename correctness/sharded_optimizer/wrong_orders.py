@@ -1,0 +1,84 @@
+"""Sharded optimizers that go wrong only with some dtypes, some numbers of parameters or groups, some closures, or with
+parameters frozen late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from correctness.sharded_optimizer.simple_zero import SimpleZero
+from correctness.support.planting import defect
+from impl.sharded_optimizer import ShardedOptimizer
+
+MEMORY = "test_a_rank_holds_its_part_of_the_state"
+
+
+@defect(cause="memory", caught_by=MEMORY)
+class BalancesElementsNotBytes(SimpleZero):
+    """Of float64 and bfloat16 in turn, one rank has all that is large."""
+
+    def owner(self, index: int) -> int:
+        loads = [0] * self.ranks
+        for p in self.all_parameters[: index + 1]:
+            rank = min(range(self.ranks), key=loads.__getitem__)
+            loads[rank] += p.numel()
+        return rank
+
+
+@defect(cause="memory", caught_by=MEMORY)
+class DividesEachGroupAnew(ShardedOptimizer):
+    """What does not divide by the ranks is rank 0's, in each of many groups."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._owned = [0] * len(self._owned)
+        super().add_param_group(param_group)
+
+
+@defect(cause="shapes", caught_by="test_no_parameter_is_left_of_any_number")
+class SendsWholeBuckets(SimpleZero):
+    """Of 32 parameters; those left over, where there are more than that, stay what they were on other ranks."""
+
+    def exchange(self, parameters: Sequence[Tensor]) -> None:
+        super().exchange(parameters[: len(parameters) // 32 * 32 or None])
+
+
+@defect(cause="memory", caught_by=MEMORY)
+class PassesTheClosureOn(SimpleZero):
+    """To an optimizer of all parameters, from which the others' gradients are hidden: the closure makes them anew."""
+
+    def add_inner_group(self, group: dict[str, Any]) -> None:
+        super().add_inner_group({**group, "params": self.param_groups[-1]["params"]})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.copy_options()
+        hidden = [(p, p.grad) for i, p in enumerate(self.all_parameters) if self.owner(i) != self.rank]
+        for p, _ in hidden:
+            p.grad = None
+        loss = self.inner.step(closure)
+        for p, grad in hidden:
+            p.grad = grad if p.grad is None else p.grad
+        self.exchange(self.all_parameters)
+        return loss
+
+
+@defect(cause="gradients", caught_by="test_any_script_ends")
+class SendsOnlyTrainable(SimpleZero):
+    """What was frozen after backward is updated on one rank alone."""
+
+    def exchange(self, parameters: Any) -> None:
+        for i, p in enumerate(parameters):
+            if p.requires_grad:
+                dist.broadcast(p.data, group=self.process_group, group_src=self.owner(i))
+
+
+@defect(cause="numerics", caught_by="test_an_optimizer_that_needs_whole_parameters")
+class TakesAnyOptimizer(ShardedOptimizer):
+    """Parts of parameters go to optimizers that look at whole ones."""
+
+    def __init__(self, params: Any, optimizer_cls: type[torch.optim.Optimizer], **options: Any) -> None:
+        super().__init__(params, type("OnShards", (optimizer_cls,), {}), **options)

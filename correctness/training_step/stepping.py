@@ -1,0 +1,121 @@
+"""A small language model, its training step by any implementation, and the loss and gradients in float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from impl.model.mlp import MLPLanguageModel, MLPSize
+from impl.precision import PRECISIONS
+from shardmark.api import Implementation
+
+SIZE = MLPSize(dim=16, layers=2, vocab=64)
+BATCH = (3, 8)
+
+Gradients = dict[str, Tensor]
+
+
+@dataclass
+class Setting:
+    """A model, its optimizer and its step, and a batch."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Any
+    tokens: Tensor
+    targets: Tensor
+
+
+def setting(
+    implementation: Implementation,
+    device: str,
+    precision: str = "float32",
+    model: nn.Module | None = None,
+    all_parameters: bool = False,
+    **options: Any,
+) -> Setting:
+    """With SGD of two param groups, whose updates show the gradients; `lr` is 0 unless `options` have another.
+
+    They are of the trainable parameters, or with `all_parameters` of the frozen ones as well.
+    """
+    model = (MLPLanguageModel(SIZE) if model is None else model).to(device)
+    params = [p for p in model.parameters() if all_parameters or p.requires_grad]
+    groups = [{"params": params[:1]}, {"params": params[1:]}]
+    optimizer = torch.optim.SGD(groups, **{"lr": 0.0, **options})
+    step = implementation.adapted(model, optimizer, precision=PRECISIONS[precision])
+    return Setting(model, optimizer, step, *batch(device))
+
+
+def batch(device: str, shape: tuple[int, int] = BATCH) -> tuple[Tensor, Tensor]:
+    """Random tokens and targets."""
+    tokens, targets = torch.randint(SIZE.vocab, (2, *shape), device=device)
+    return tokens, targets
+
+
+def exact(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[float, Gradients]:
+    """The mean cross entropy and its gradients in float64."""
+    wide = copy.deepcopy(model).double()
+    wide.zero_grad()
+    loss = cross_entropy(wide(tokens).flatten(0, 1), targets.flatten())
+    loss.backward()
+    return loss.item(), gradients(wide)
+
+
+def gradients(model: nn.Module) -> Gradients:
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def values(model: nn.Module) -> Gradients:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_loss(found: Tensor, expected: float, what: str = "the loss") -> None:
+    rounding = 1e-6  # of logits of 10
+    assert found.item() == expected or math.isclose(found.item(), expected, rel_tol=1e-5, abs_tol=rounding), (
+        f"{what} is {found.item():.7g}, expected {expected:.7g}"
+    )
+
+
+def assert_gradients(found: Gradients, expected: Gradients, tolerance: float = 1e-5, what: str = "gradient") -> None:
+    """Of each parameter; the tolerance is a share of its norm."""
+    for name, wanted in expected.items():
+        assert name in found, f"{name} has no {what}"
+        error = relative_error({name: found[name]}, {name: wanted})
+        if error <= tolerance:
+            continue
+        if (times := _times(found[name], wanted)) is not None:
+            raise AssertionError(f"{what} of {name} is {times:.3g} times the expected {what}")
+        norms = f"its norm is {found[name].norm().item():.4g}, expected {wanted.norm().item():.4g}"
+        raise AssertionError(f"{what} of {name}: relative error {error:.2g}, allowed {tolerance:.2g}; {norms}")
+
+
+def _times(found: Tensor, expected: Tensor) -> float | None:
+    """By which factor it is longer, if it has the same direction, or the opposite one."""
+    found, expected = found.double(), expected.double()
+    times = ((found * expected).sum() / expected.square().sum()).item()
+    parallel = (found - times * expected).norm() < 1e-3 * found.norm()
+    return times if parallel and abs(times - 1) > 2e-3 else None
+
+
+def relative_error(found: Gradients, expected: Gradients) -> float:
+    """Of all together, by their norm."""
+    difference = torch.stack([(found[name].double() - wanted).norm() for name, wanted in expected.items()]).norm()
+    return (difference / torch.stack([wanted.double().norm() for wanted in expected.values()]).norm()).item()
+
+
+def taken(before: Gradients, after: Gradients, lr: float) -> Gradients:
+    """The gradients of an SGD step, from what it did to the parameters."""
+    return {name: (value.double() - after[name].double()) / lr for name, value in before.items()}
+
+
+def skip_where_graphs_own_gradients(implementation: Implementation) -> None:
+    options = getattr(implementation.target, "options", None)
+    if options and options.get("triton.cudagraphs"):
+        pytest.skip("a CUDA graph gives its gradients out for one step")

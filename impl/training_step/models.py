@@ -1,0 +1,71 @@
+"""What training steps train: a language model on random tokens, or a user's own model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from impl.model import SIZES, Transformer
+from impl.model.mlp import MLP_SIZES, MLPLanguageModel
+from impl.training_step.cases import TrainingStepCase
+from shardmark.api import Implementation, Loss, Made, OwnModelCase, Unsupported, make, resized, resolve
+
+
+def made(case: TrainingStepCase | OwnModelCase) -> Made:
+    """A new model, batch and loss of the case, on the default device."""
+    if isinstance(case, OwnModelCase):
+        own = make(case.model, torch.get_default_device().type)
+        for dim, size in enumerate((case.batch, case.context)):
+            if size is not None:
+                own.batch = resized(own.batch, dim, size)
+        if case.autocast:
+            own.loss = _under_autocast(own.loss)
+        if case.checkpointed:
+            checkpointed(resolve("checkpointing", "full"), own)
+        return own
+    model = language_model(case)
+    return Made(model, random_tokens(case), next_token_loss, model.blocks)
+
+
+def _under_autocast(loss: Loss) -> Loss:
+    """The same loss of the same model, both under autocast to bfloat16."""
+
+    def autocast(model: nn.Module, *batch: Any) -> Tensor:
+        with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
+            return loss(model, *batch)
+
+    return autocast
+
+
+def checkpointed(implementation: Implementation, made: Made) -> nn.Module:
+    """The module, under the policy; Unsupported where it has no blocks. A policy finds a user's own as `blocks`."""
+    if not len(made.blocks):
+        kind = type(made.module).__name__
+        raise Unsupported(f"{kind} has no blocks: no ModuleList or Sequential with several of one class")
+    named = getattr(made.module, "blocks", None) is made.blocks
+    implementation.adapted(made.module if named else nn.ModuleDict({"blocks": made.blocks}))
+    return made.module
+
+
+def language_model(case: TrainingStepCase) -> Transformer | MLPLanguageModel:
+    """A new model of the case's size, on the default device."""
+    if case.model in MLP_SIZES:
+        return MLPLanguageModel(MLP_SIZES[case.model])
+    attention = resolve("attention", case.attention).adapted
+    return Transformer(SIZES[case.model], context_length=case.context, attention=attention)
+
+
+def random_tokens(case: TrainingStepCase) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, (batch, context) each."""
+    vocab = (MLP_SIZES if case.model in MLP_SIZES else SIZES)[case.model].vocab
+    tokens, targets = (torch.randint(vocab, (case.batch, case.context)) for _ in range(2))
+    return tokens, targets
+
+
+def next_token_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross entropy of the targets. The logits are freed at its end: autograd saves what backward needs."""
+    logits = model(tokens)  # (batch, context, vocab)
+    return cross_entropy(logits.flatten(0, 1), targets.flatten())

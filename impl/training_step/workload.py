@@ -1,0 +1,102 @@
+"""One training step of a model on one device, and the variants that questions about it measure."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from impl.precision import PRECISIONS, Precision
+from impl.training_step.cases import TrainingStepCase
+from impl.training_step.models import checkpointed, made
+from shardmark.api import Implementation, Loss, Mark, OwnModelCase, Unsupported, resolve, trains_own_model
+
+CONTEXTS = (128, 256, 512, 1024)
+MODELS = ("small", "medium", "large", "xl", "2.7b")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class LanguageModelStep:
+    """One AdamW step of a language model on random tokens, or the part of it that the case names; or of a user's own
+    model, with its batch and its loss.
+    """
+
+    def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
+        self.backend = implementation.name
+        self.case = case
+        with torch.device(device):
+            self.made = made(case)
+        self.options: dict[str, Any] = {"precision": _precision(case)}
+        self.batch = self.made.batch
+        if isinstance(case, OwnModelCase):
+            if not implementation.accepts("loss"):
+                raise Unsupported("its signature has no option 'loss'")
+            self.options["loss"] = partial(_of_batch, self.made.loss)
+            self.batch = self.made.batch, None
+        self.model = self.made.module
+        if not isinstance(case, OwnModelCase):  # a user's own keeps its dtypes, which may be several
+            self.model.to(self.options["precision"].parameter)
+        # Fused, so that the optimizer itself needs no temporaries.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        try:
+            self.training_step = implementation.adapted(self.model, self.optimizer, **self.options)
+        except ValueError as error:  # as where it checkpoints `model.blocks`, and there are none
+            if not isinstance(case, OwnModelCase):
+                raise
+            raise Unsupported(str(error)) from None
+        self.loss: torch.Tensor | None = None
+
+    def prepare(self) -> None:
+        """Free the last step's gradients."""
+        self.optimizer.zero_grad()
+        self.loss = None
+
+    def step(self, mark: Mark) -> None:
+        if self.case.mode == "step":
+            self.training_step(*self.batch, mark)
+            return
+        self.loss = self.training_step.forward(*self.batch)
+        mark("forward")
+        if self.case.mode == "forward_backward":
+            self.training_step.backward(self.loss)
+            mark("backward")
+
+    def kinds(self) -> dict[str, list[Tensor]]:
+        """The live tensors by kind."""
+        parameters = list(self.model.parameters())
+        state = [value for entry in self.optimizer.state.values() for value in entry.values()]
+        return {
+            "parameters": parameters,
+            "gradients": [p.grad for p in parameters if p.grad is not None],
+            "optimizer state": [value for value in state if isinstance(value, Tensor)],
+        }
+
+
+def _precision(case: TrainingStepCase) -> Precision:
+    """A user's own model computes in the dtype of its parameters."""
+    if not isinstance(case, OwnModelCase):
+        return PRECISIONS[case.dtype]
+    dtype = getattr(torch, case.dtype)
+    try:
+        return Precision(dtype, dtype, dtype)
+    except ValueError as error:
+        raise Unsupported(str(error)) from None
+
+
+def _of_batch(loss: Loss, model: nn.Module, batch: tuple[Any, ...], targets: None) -> Tensor:
+    return loss(model, *batch)
+
+
+class CheckpointedStep(LanguageModelStep):
+    """The eager step of a model under a checkpointing policy."""
+
+    def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
+        super().__init__(resolve("training_step", "eager"), case, device)
+        checkpointed(implementation, self.made)
+        self.backend = implementation.name
+
+
+trains_own_model("training_step", LanguageModelStep, on_ranks=False, strategies=(("eager", False), ("eager", True)))
+trains_own_model("checkpointing", CheckpointedStep, on_ranks=False)

@@ -1,0 +1,57 @@
+"""Everything that an implementation may import of the tool: families, registration, cases, work and workloads.
+
+from shardmark.api import Race, Unsupported, register
+
+register("loss", "mine", my_loss, time=Race("eager", budget=1.0))
+"""
+
+from shardmark.api.grid import MB, SCALES, Grid
+from shardmark.api.own_model import Loss, Made, OwnModel, OwnModelCase, find_blocks, make, resized
+from shardmark.api.registry import (
+    FAMILIES,
+    Family,
+    Implementation,
+    Race,
+    RegistryError,
+    Unsupported,
+    add_family,
+    family,
+    register,
+    resolve,
+    trains_own_model,
+)
+from shardmark.api.requirements import Requirement, error_line, requires_compiler, requires_cuda
+from shardmark.api.work import Work
+from shardmark.api.workload import Mark, Workload, stage
+
+__all__ = [
+    "FAMILIES",
+    "MB",
+    "SCALES",
+    "Family",
+    "Grid",
+    "Implementation",
+    "Loss",
+    "Made",
+    "Mark",
+    "OwnModel",
+    "OwnModelCase",
+    "Race",
+    "RegistryError",
+    "Requirement",
+    "Unsupported",
+    "Work",
+    "Workload",
+    "add_family",
+    "error_line",
+    "family",
+    "find_blocks",
+    "make",
+    "register",
+    "requires_compiler",
+    "requires_cuda",
+    "resized",
+    "resolve",
+    "stage",
+    "trains_own_model",
+]

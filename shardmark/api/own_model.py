@@ -1,0 +1,180 @@
+"""A user's own model, of `--model FILE:ATTR`: a function that makes a module, a batch, and what their loss is.
+
+    def make():
+        model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+        batch = torch.randn(32, 64), torch.randint(10, (32,))
+        return model, batch, lambda model, x, y: cross_entropy(model(x), y)
+
+Each rank calls it after PyTorch's generator was seeded for that rank: so each has a batch of its own, and the weights
+are the first rank's. `loss(model, *batch)` is given the model as a strategy has wrapped it. A fourth value names the
+blocks, where `find_blocks` would find others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardmark.api.registry import RegistryError, Unsupported, find
+from shardmark.api.work import Work
+
+Loss = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    """A user's own model, of `--model`, as far as a case has to know it."""
+
+    spec: str
+    """What makes it again in another process: FILE:ATTR, with an absolute path."""
+    name: str
+    dtype: str
+    """Of its parameters."""
+    parameters: int = 0
+    flops: int = 0
+    """Of a forward and a backward pass over one rank's batch; 0 where they cannot be counted."""
+
+
+@dataclass(frozen=True)
+class OwnModelCase:
+    """One AdamW step on each of `ranks`; beside what `impl.training_step.cases.TrainingStepCase` has.
+
+    `model` is what makes it; `dtype` is that of its `parameters`, which are so many; `flops` are those of one rank.
+    """
+
+    model: str
+    name: str
+    dtype: str
+    parameters: int
+    flops: int
+    ranks: int = 1
+    mode: str = "step"
+    bucket_mb: int | None = None
+    batch: int | None = None
+    """Rows of each tensor of the batch, where they are to be others than the user's."""
+    context: int | None = None
+    """The same of their second dimension."""
+    checkpointed: bool = False
+    """Whether each block's activations are recomputed, under whatever else the strategy does."""
+    autocast: bool = False
+    """Whether the model and its loss run under autocast to bfloat16."""
+
+    @classmethod
+    def of(cls, own: OwnModel) -> OwnModelCase:
+        return cls(own.spec, own.name, own.dtype, own.parameters, own.flops)
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.dtype}-{self.mode}"
+
+    @property
+    def work(self) -> Work:
+        """Of one rank: every parameter is read twice, its gradient written, and AdamW moves 28 bytes of each."""
+        return Work(flops=self.flops, bytes_moved=40 * self.parameters, model_flops=self.flops)
+
+
+@dataclass
+class Made:
+    """What a training step trains: `loss(module, *batch)` is its loss."""
+
+    module: nn.Module
+    batch: tuple[Any, ...]
+    loss: Loss
+    blocks: nn.ModuleList
+    """Alike, one after the other; perhaps none."""
+
+
+def make(spec: str, device: str) -> Made:
+    """Call the user's function, and have what it makes on that device."""
+    label = f"--model {spec}"
+    target, _ = found(label, spec)
+    if not callable(target):
+        raise RegistryError(f"{label}: it is of type {type(target).__name__}, and not a function that makes a model")
+    with torch.device(device):
+        made = _checked(label, target())
+    made.module.to(device)
+    made.batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), made.batch)
+    return made
+
+
+def found(label: str, spec: str) -> tuple[Any, str]:
+    source, _, attribute = spec.rpartition(":")
+    if not (source and attribute):
+        raise RegistryError(f"{label}: it is given as file.py:attribute or module:attribute")
+    return find(label, source, attribute)
+
+
+def _checked(label: str, returned: Any) -> Made:
+    """What the function returned, if it is of the right shape."""
+    if not isinstance(returned, tuple) or len(returned) not in (3, 4):
+        found = f"{len(returned)} values" if isinstance(returned, tuple) else type(returned).__name__
+        raise RegistryError(f"{label}: it returns (model, batch, loss), and perhaps the model's blocks, not {found}")
+    module, batch, loss, *blocks = returned
+    for what, value, right, wanted in (
+        ("model", module, isinstance(module, nn.Module), "an nn.Module"),
+        ("batch", batch, isinstance(batch, tuple | list), "a tuple of what the loss is given beside the model"),
+        ("loss", loss, callable(loss), "a function of the model and the batch"),
+    ):
+        if not right:
+            raise RegistryError(f"{label}: the {what} that it returns is {wanted}, not {type(value).__name__}")
+    if not any(p.requires_grad for p in module.parameters()):
+        raise RegistryError(f"{label}: its {type(module).__name__} has no parameter to train")
+    if any(p.is_meta for p in module.parameters()):
+        raise RegistryError(f"{label}: its parameters are on meta, without values: make them on the default device")
+    return Made(module, tuple(batch), loss, _as_list(label, module, *blocks) if blocks else find_blocks(module))
+
+
+def _as_list(label: str, module: nn.Module, blocks: Any) -> nn.ModuleList:
+    blocks = list(blocks) if isinstance(blocks, Iterable) and not isinstance(blocks, nn.ModuleList) else blocks
+    if not isinstance(blocks, Iterable) or not {id(block) for block in blocks} <= {
+        id(each) for each in module.modules()
+    }:
+        raise RegistryError(f"{label}: the fourth value that it returns is the model's blocks, a list of its modules")
+    return blocks if isinstance(blocks, nn.ModuleList) else nn.ModuleList(blocks)
+
+
+def find_blocks(module: nn.Module) -> nn.ModuleList:
+    """The outermost modules of one class of which a ModuleList or a Sequential holds several: a transformer's blocks.
+
+    Those without modules in them, such as linears, do not count.
+    """
+    lists = list(_repeated(module))
+    return lists[0] if len(lists) == 1 else nn.ModuleList(block for blocks in lists for block in blocks)
+
+
+def _repeated(module: nn.Module) -> Iterator[nn.ModuleList]:
+    children = list(module.children())
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        kinds = Counter(type(child) for child in children if any(True for _ in child.children()))
+        if blocks := [child for child in children if kinds[type(child)] > 1]:
+            yield module if isinstance(module, nn.ModuleList) and blocks == children else nn.ModuleList(blocks)
+            return
+    for child in children:
+        yield from _repeated(child)
+
+
+def size_of(batch: tuple[Any, ...], dim: int) -> int:
+    """The length of that dimension of all its tensors that have it; Unsupported where they differ."""
+    lengths = {tensor.size(dim) for tensor in tree_leaves(batch) if isinstance(tensor, Tensor) and tensor.dim() > dim}
+    if len(lengths) != 1:
+        which = ("first", "second")[dim]
+        raise Unsupported(f"its batch has no one length: the {which} dimensions of its tensors are {sorted(lengths)}")
+    return lengths.pop()
+
+
+def resized(batch: tuple[Any, ...], dim: int, size: int) -> tuple[Any, ...]:
+    """The batch, so long in that dimension: the first ones there, or all of them again and again."""
+    before = size_of(batch, dim)
+
+    def of(tensor: Tensor) -> Tensor:
+        if tensor.dim() <= dim:
+            return tensor
+        copies = [-(-size // before) if each == dim else 1 for each in range(tensor.dim())]
+        return tensor.repeat(copies).narrow(dim, 0, size).clone()
+
+    return tree_map_only(Tensor, of, batch)

@@ -1,0 +1,312 @@
+"""Families of techniques, the implementations of each, and what each one requires.
+
+A family is a contract (a `typing.Protocol`), a reference that defines what is right, and a check that says in one line
+why a target does not meet the contract. `impl` fills the registry; `--impl` adds a user's own target to it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import sys
+import textwrap
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardmark.api.requirements import Requirement
+
+
+class RegistryError(ValueError):
+    """A family, an implementation or a target that is not there or does not fit, in one line."""
+
+
+class Unsupported(ValueError):
+    """What an implementation raises, in one line, for inputs that its contract allows and it does not take.
+
+    A test that meets it is skipped with that line.
+    """
+
+
+@dataclass(frozen=True)
+class Race:
+    """The peer, an implementation of the same family, whose steps are timed in the same rounds.
+
+        Race("eager")                        # the ratio to eager's step time is shown
+        Race("eager", goal=1.0)              # and reported: at most 1.0 is reached, or missed
+        Race("ddp", budget=2.0, goal=1.0)    # and more than 2.0 fails the test
+
+    A budget holds on every machine by a wide margin, so that over it something is wrong. A goal is what the technique
+    is for and may depend on the machine. Neither is judged for cases and devices that they do not apply to.
+    """
+
+    peer: str
+    budget: float | None = None
+    goal: float | None = None
+    applies: Callable[[Any, str], bool] = lambda case, device: True
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to do what a family does.
+
+    `target` is what the user calls (a function, a class, an object with methods), `time` the peer it is raced against.
+    `memory` is the closed form of its peak in bytes for a case: an int; if it has `entries` (bytes by name), a failed
+    budget lists them. A formula that differs by device has a parameter `device`. Without a
+    formula, as a library's own technique is, it is held to what a simulation predicts. `workspace` is, for a case and a
+    device, what operators take beside that and give back: a case needs room for it. Beyond what it `requires` to run,
+    its times and bytes mean something only where `requires_to_measure` is met. Requirements are asked in turn, so the
+    cheap ones stand first. The target is None where it cannot be imported; a requirement then gives the reason.
+    """
+
+    family: str
+    name: str
+    target: Any
+    memory: Callable[..., int] | None = None
+    workspace: Callable[[Any, str], int] = lambda case, device: 0
+    time: Race | None = None
+    requires: tuple[Requirement, ...] = ()
+    requires_to_measure: tuple[Requirement, ...] = ()
+    spec: str = ""
+    """What finds it again in another process: its name, or an `--impl` target with an absolute path."""
+
+    @property
+    def adapted(self) -> Any:
+        """The target as its family's tests call it."""
+        return FAMILIES[self.family].adapt(self.target)
+
+    def unavailable_reason(self, device: str, to_measure: bool = False) -> str | None:
+        """Why it does not run, or is not measured, on `device`; None where it does."""
+        requirements = (*self.requires, *(self.requires_to_measure if to_measure else ()))
+        return next((reason for requirement in requirements if (reason := requirement(device))), None)
+
+    def peak(self, case: Any, device: str) -> int:
+        """Bytes at the peak of the case on "cpu" or "cuda", by its formula; ValueError where it has none."""
+        if self.memory is None:
+            raise ValueError(f"{self.family}/{self} has no memory formula")
+        return self.memory(case, device=device) if "device" in _parameters(self.memory) else self.memory(case)
+
+    def accepts(self, option: str) -> bool:
+        """Whether the target has a parameter of that name, as far as is known."""
+        return self.target is None or option in _parameters(self.target)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ranks get it by name: they import the family's package, which registers everything in it again.
+        return _restore, (FAMILIES[self.family].contract.__module__, self.family, self.spec)
+
+
+def _parameters(target: Any) -> set[str]:
+    """The names of a call's parameters: of a class that takes `**options`, those of its base classes as well, but for
+    what it gives them itself."""
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except ValueError:  # what is written in C may have no signature
+        return set()
+    names = {p.name for p in parameters}
+    if isinstance(target, type) and any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return names | (set().union(*map(_parameters, target.__bases__)) - _given_to_its_base(target))
+    return names
+
+
+def _given_to_its_base(target: type) -> set[str]:
+    """The names of arguments with which the class calls another `__init__`, as far as its source is there."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(vars(target).get("__init__", target))))
+    except (OSError, TypeError, SyntaxError):
+        return set()
+    return {
+        keyword.arg
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "__init__"
+        for keyword in call.keywords
+        if keyword.arg
+    }
+
+
+@dataclass
+class Family:
+    """A contract, its reference, and the implementations registered for it.
+
+    `check(target, device)` raises with one line when a target does not meet the contract; `memory` and `time` are the
+    budgets that a user's own target is held to; `adapt` turns a target into what tests call.
+    """
+
+    name: str
+    contract: type
+    reference: str
+    check: Callable[[Any, str], None]
+    memory: Callable[..., int] | None = None
+    time: Race | None = None
+    adapt: Callable[[Any], Any] = lambda target: target
+    workload: type[Any] | None = None
+    """What trains a user's own model (`--model`, what fits): a `shardmark.api.Workload`; None where nothing does."""
+    on_ranks: bool = False
+    """Whether that workload needs a process group."""
+    strategies: tuple[tuple[str, bool], ...] = ()
+    """What `shardmark.predict` always shows: implementations, and whether each block is checkpointed as well."""
+    implementations: dict[str, Implementation] = field(default_factory=dict)
+
+
+FAMILIES: dict[str, Family] = {}
+
+
+def add_family(family: Family) -> Family:
+    """Put a family in the registry and give it back."""
+    FAMILIES[family.name] = family
+    return family
+
+
+def family(name: str) -> Family:
+    """The family of that name; RegistryError names the families there are."""
+    if name not in FAMILIES:
+        raise RegistryError(f"no family {name!r}; the families are {', '.join(sorted(FAMILIES)) or 'none'}")
+    return FAMILIES[name]
+
+
+def trains_own_model(
+    family_name: str, workload: type[Any], *, on_ranks: bool, strategies: tuple[tuple[str, bool], ...] = ()
+) -> None:
+    """Declare the workload that trains a user's own model by this family's implementations: see `Family`."""
+    entry = family(family_name)
+    entry.workload, entry.on_ranks, entry.strategies = workload, on_ranks, strategies
+
+
+def register(
+    family_name: str,
+    name: str,
+    target: Any,
+    *,
+    memory: Callable[..., int] | None = None,
+    workspace: Callable[[Any, str], int] = Implementation.workspace,
+    time: Race | None = None,
+    requires: tuple[Requirement, ...] = (),
+    requires_to_measure: tuple[Requirement, ...] = (),
+) -> Implementation:
+    """Add an implementation to a family: the one call that every test, table and listing picks up."""
+    entry = Implementation(family_name, name, target, memory, workspace, time, requires, requires_to_measure, spec=name)
+    family(family_name).implementations[name] = entry
+    return entry
+
+
+def moved(path: str) -> str:
+    """Where a file is whose path a target has; elsewhere on ranks of another version (`shardmark.ranks.checkout`)."""
+    return path
+
+
+def family_and_target(option: str) -> tuple[str, str]:
+    """The two halves of a value of `--impl`; ValueError, in one line, for another value."""
+    family, _, target = option.partition("=")
+    if not (family and target):
+        raise ValueError(f"--impl takes FAMILY=TARGET, not {option!r}")
+    return family, target
+
+
+def resolve(family_name: str, spec: str) -> Implementation:
+    """Find an implementation by registered name, `module:attribute` or `file.py:attribute`.
+
+    Raises RegistryError, in one line, when the target cannot be found or imported. Whether it meets its family's
+    contract is `check_contract`'s to say.
+    """
+    owner = family(family_name)
+    if spec in owner.implementations:
+        return owner.implementations[spec]
+    source, _, attribute = spec.rpartition(":")
+    if not (source and attribute):
+        raise RegistryError(
+            f"{family_name} has no implementation {spec!r}; registered are {', '.join(owner.implementations)}; "
+            "your own is given as module:attribute or file.py:attribute"
+        )
+    target, absolute = find(f"{family_name}={spec}", source, attribute)
+    return Implementation(family_name, attribute, target, owner.memory, time=owner.time, spec=absolute)
+
+
+def find(label: str, source: str, attribute: str) -> tuple[Any, str]:
+    """An attribute of a module or a .py file, and the `source:attribute` that finds it again in another process.
+
+    Raises RegistryError, in one line that begins with the label, where it cannot be imported or has no such attribute.
+    """
+    if source.endswith(".py"):
+        source = moved(str(Path(source).absolute()))
+    module = _import(label, source)
+    try:
+        return getattr(module, attribute), f"{source}:{attribute}"
+    except AttributeError:
+        raise RegistryError(f"{label}: {source} has no {attribute!r}") from None
+
+
+def check_contract(implementation: Implementation, device: str) -> None:
+    """Raise RegistryError, in one line, where the target does not meet its family's contract on `device`."""
+    try:
+        FAMILIES[implementation.family].check(implementation.target, device)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a user's own code raises is the answer to "does it meet the contract?"
+        line = (
+            _first_line(error) if isinstance(error, RegistryError) else f"{type(error).__name__}: {_first_line(error)}"
+        )
+        raise RegistryError(
+            f"{implementation.family}={implementation.spec} does not meet the {implementation.family} contract: {line}"
+        ) from error
+
+
+def listing(device: str) -> str:
+    """What `--implementations` prints: every implementation, whether it runs on `device`, and if not why."""
+    lines = [f"torch {torch.__version__}, device {device}"]
+    width = max((len(name) for owner in FAMILIES.values() for name in owner.implementations), default=0)
+    for owner in FAMILIES.values():
+        lines += ["", f"{owner.name} (reference: {owner.reference})"]
+        for entry in owner.implementations.values():
+            if reason := entry.unavailable_reason(device):
+                says = f"does not run here: {reason}"
+            elif reason := entry.unavailable_reason(device, to_measure=True):
+                says = f"runs here, and is not measured: {reason}"
+            else:
+                says = "runs here"
+            lines.append(f"  {entry.name:<{width}}  {says}")
+    return "\n".join(lines)
+
+
+def _import(label: str, source: str) -> Any:
+    """Import a module by name or by absolute file path."""
+    try:
+        if not source.endswith(".py"):
+            return importlib.import_module(source)
+        # Files of one name in two folders are two modules.
+        name = f"shardmark_user_{Path(source).stem}_{zlib.crc32(source.encode()):08x}"
+        if name in sys.modules and getattr(sys.modules[name], "__file__", None) == source:
+            return sys.modules[name]
+        module_spec = importlib.util.spec_from_file_location(name, source)
+        assert module_spec is not None and module_spec.loader is not None  # a .py path always has a loader
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[name] = module
+        folder = str(Path(source).parent)
+        if folder not in sys.path:  # so that the file finds its neighbours
+            sys.path.append(folder)
+        try:
+            module_spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's module may fail to import in any way
+        raise RegistryError(f"{label}: cannot import {source}: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def _restore(contract_module: str, family_name: str, spec: str) -> Implementation:
+    importlib.import_module(contract_module)
+    return resolve(family_name, spec)

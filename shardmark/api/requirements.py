@@ -1,0 +1,54 @@
+"""What an implementation needs of the machine, found out by trying, once in a process.
+
+Only compiling and running code shows whether there is a C++ compiler that works, with headers that it finds and a
+folder that it may write. That takes seconds, so it is tried when a test that needs it is about to run. Compiled code
+stays on disk, where the next process finds it.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+Requirement = Callable[[str], str | None]
+"""Given the device ("cpu" or "cuda"): None where the implementation runs, else the reason why not."""
+
+
+def requires_cuda(device: str) -> str | None:
+    """Reason unless the run is on CUDA."""
+    return None if device == "cuda" else "needs a CUDA device"
+
+
+@cache
+def requires_compiler(device: str) -> str | None:
+    """Reason unless what `torch.compile` makes for `device` runs there, forward and backward."""
+    dtypes = (torch.float32, torch.bfloat16)
+    x, y = (torch.ones(8, 40, device=device, dtype=dtype, requires_grad=True) for dtype in dtypes)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that no header was found, say, before the error
+            torch.compile(_loss, fullgraph=True, dynamic=False)(x, y).backward()
+    except Exception as error:  # whatever the compiler, the linker or the file system raises is the reason
+        if "InvalidCxxCompiler" in str(error):
+            return "torch.compile finds no C++ compiler that works: install g++, or name one in CXX"
+        return f"torch.compile does not work here: {error_line(error)}"
+    return None
+
+
+def _loss(x: Tensor, y: Tensor) -> Tensor:
+    """What most compiled code is made of: vectors, a reduction, and two dtypes."""
+    return (torch.softmax(x, -1) * torch.nn.functional.silu(y)).sum()
+
+
+def error_line(error: BaseException) -> str:
+    """An error's type and first line; of code that did not compile the first complaint, whatever its language."""
+    _, _, output = str(error).partition("\nOutput:\n")
+    if complaint := re.search(r"^\S.*?:\d+:\d+: (.+)", output, re.MULTILINE) or re.search(r"(.+)", output):
+        return complaint[1]
+    inner = getattr(error, "inner_exception", error)  # Dynamo's errors wrap the backend's
+    first = next(iter(str(inner).strip().splitlines()), "")
+    return f"{type(inner).__name__}: {first}"

@@ -1,0 +1,40 @@
+"""How one case is set up and stepped on a rank, as perf and the prediction run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from shardmark.api.registry import Implementation
+
+Mark = Callable[[str], None]
+"""`mark(part)` ends a part of the step, such as "forward"."""
+
+stage_listeners: list[Mark] = []
+"""Called with the name of each stage of making a workload that ends: the memory meters that run."""
+
+
+def stage(name: str) -> None:
+    """A stage of making a workload ends here: report it to the memory meter, if one runs."""
+    for listener in stage_listeners:
+        listener(name)
+
+
+class Workload(Protocol):
+    """One case made ready to run on one rank: `Workload(implementation, case, device)` makes its tensors and modules.
+
+    `backend` names what runs underneath (a process-group backend, an attention kernel). What an observer needs beyond
+    this, such as the kinds of the tensors, it says itself (`shardmark.rows.observers`).
+    """
+
+    backend: str
+
+    def __init__(self, implementation: Implementation, case: Any, device: str) -> None: ...
+
+    def prepare(self) -> None:
+        """What comes before each step and is not timed."""
+        ...
+
+    def step(self, mark: Mark) -> None:
+        """The work. `mark(part)` ends a part of it, for the stopwatch and for the memory meter."""
+        ...

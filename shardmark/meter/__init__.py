@@ -1,0 +1,1 @@
+"""What one case costs on a rank: its times, its bytes, its counters and its traces."""

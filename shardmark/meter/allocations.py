@@ -1,0 +1,297 @@
+"""What a recording of the profiler says of memory, event by event: each block from when it is taken to when it is given
+back, who took it, and what it is.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._C._profiler import RecordScope, _EventType
+
+MARK = "shardmark_mark:"
+
+END = "end"
+"""The mark after which libraries give back what they keep."""
+
+ALLOCATOR = "allocator: "
+"""Begins the marks that CUDA's caching allocator is followed by, of streams and its cache: they are no phases."""
+
+STREAM = ALLOCATOR + "stream "
+"""Begins the mark that what follows is allocated on another stream, whose name follows; the first one's is empty."""
+
+EMPTY_CACHE = ALLOCATOR + "empty cache"
+"""The mark where the program called `torch.cuda.empty_cache`."""
+
+WAITED = "waited "
+"""Begins the mark that a functional collective's result has been waited for; the result's address follows."""
+
+
+@dataclass(eq=False)
+class Block:
+    """One allocation. `module` is the range it was made in (see `shardmark.meter.trace`), `operator` what ran there."""
+
+    nbytes: int
+    address: int
+    module: str = ""
+    operator: str = ""
+    kind: str = ""
+    line: str = ""
+    """The user's line that allocated it, as "file.py:7"; empty unless lines are recorded."""
+    workspace: str = ""
+    """The operator that took the block and gave it back before it returned; empty for a tensor."""
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """`block` is live from here on."""
+
+    block: Block
+
+
+@dataclass(frozen=True)
+class Released:
+    """`block` is no longer live."""
+
+    block: Block
+
+
+@dataclass(frozen=True)
+class Marked:
+    """Here `mark(name)` was called."""
+
+    name: str
+
+
+Event = Allocated | Released | Marked
+
+
+def replayed(
+    roots: list[Any], device: str, requested: dict[int, deque[int]], module_names: Mapping[int, str]
+) -> list[Event]:
+    """The events below `roots`; sizes are those `requested` at each address in turn, where they are known.
+
+    Modules are known by their ranges. Where Python's calls are recorded, which cut through ranges, they are known by
+    the calls of modules whose `id` is in `module_names`.
+    """
+    live, taken_by, collectives = _Live(), dict[Block, Any](), _Collectives()
+    replayed: list[Event] = []
+    ended = False
+    events, modules, lines = _in_order(roots, module_names)
+    for event, within in events:
+        what, fields = event.typed
+        if what == _EventType.Allocation and fields.device.type == device:
+            if fields.alloc_size < 0:
+                if released := live.pop(fields.ptr):  # a block from before the recording is not ours
+                    taker = taken_by[released]
+                    if taker is not None and (ended or within.operator is taker):
+                        released.workspace = taker.name
+                    replayed.append(Released(released))
+                continue
+            sizes = requested.get(fields.ptr)
+            nbytes = sizes.popleft() if sizes else fields.alloc_size
+            module, operator, backward = _owner(event, modules)
+            line = f"backward of {lines[backward]}" if backward in lines else within.line
+            block = Block(nbytes, fields.ptr, module or within.module, operator, line=line)
+            for gone in live.overlapping(block):
+                live.pop(gone.address)
+                replayed.append(Released(gone))
+            live.add(block)
+            taken_by[block] = within.operator
+            collectives.take(block, within)
+            replayed.append(Allocated(block))
+        elif what != _EventType.TorchOp:
+            continue  # of another device
+        elif event.name == MARK + END:
+            ended = True
+        elif event.name.startswith(MARK + WAITED):
+            for result in live.overlapping(Block(1, int(event.name.removeprefix(MARK + WAITED)))):
+                for block in collectives.end(result):
+                    if live.holds(block):
+                        live.pop(block.address)
+                        replayed.append(Released(block))
+        elif event.name.startswith(MARK):
+            replayed.append(Marked(event.name.removeprefix(MARK)))
+    return replayed
+
+
+class _Live:
+    """The blocks that are live, by address: none overlaps another."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, Block] = {}
+        self._addresses: list[int] = []  # in order
+
+    def add(self, block: Block) -> None:
+        self._blocks[block.address] = block
+        insort(self._addresses, block.address)
+
+    def holds(self, block: Block) -> bool:
+        """Whether it is live."""
+        return self._blocks.get(block.address) is block
+
+    def pop(self, address: int) -> Block | None:
+        block = self._blocks.pop(address, None)
+        if block is not None:
+            del self._addresses[bisect_left(self._addresses, address)]
+        return block
+
+    def overlapping(self, block: Block) -> list[Block]:
+        """Those that lie, in part or whole, where `block` does: at most one of them begins before it."""
+        first = max(0, bisect_right(self._addresses, block.address) - 1)
+        last = bisect_left(self._addresses, block.address + block.nbytes)
+        near = (self._blocks[address] for address in self._addresses[first:last])
+        return [old for old in near if old.address + old.nbytes > block.address]
+
+
+@dataclass(frozen=True)
+class _Within:
+    """What an event is part of: a library operator; a functional collective, and its call of the backend."""
+
+    operator: Any = None
+    collective: Any = None
+    backend: Any = None
+    line: str = ""
+    module: str = ""
+
+
+class _Collectives:
+    """What functional collectives took: each one's result, and what its backend has while it is under way."""
+
+    def __init__(self) -> None:
+        self._by_result: dict[Block, Any] = {}
+        self._of_backend: dict[Any, list[Block]] = defaultdict(list)
+
+    def take(self, block: Block, within: _Within) -> None:
+        """Note a block that was allocated within a collective."""
+        if within.backend is not None:
+            self._of_backend[within.collective].append(block)
+        elif within.collective is not None:
+            self._by_result[block] = within.collective
+
+    def end(self, result: Block) -> list[Block]:
+        """The collective that gave `result` is over: forget it, and return the blocks that its backend took."""
+        return self._of_backend.pop(self._by_result.pop(result, None), [])
+
+
+def _in_order(
+    roots: list[Any], module_names: Mapping[int, str]
+) -> tuple[list[tuple[Any, _Within]], dict[int, str], dict[int, str]]:
+    """Every allocation and every mark below `roots` in the order they began, with what it is part of; then the modules
+    and the lines of operators, by autograd sequence number."""
+    events: list[tuple[Any, _Within]] = []
+    modules: dict[int, str] = {}
+    lines: dict[int, tuple[int, str]] = {}
+    stack = [(root, "", _Within()) for root in roots]
+    while stack:
+        event, module, within = stack.pop()
+        what, fields = event.typed
+        if what == _EventType.Allocation:
+            events.append((event, within))
+        elif what == _EventType.TorchOp:
+            name = event.name
+            if name.startswith(MARK):
+                events.append((event, within))
+            elif _is_range(event):
+                module = name
+            elif fields.scope == RecordScope.FUNCTION and fields.sequence_number >= 0:
+                if module:
+                    modules.setdefault(fields.sequence_number, module)
+                if within.line:  # of all operators with that number, the first is forward's
+                    began = event.start_time_ns, within.line
+                    lines[fields.sequence_number] = min(began, lines.get(fields.sequence_number, began))
+            if within.operator is None and name in _with_kernels():
+                within = replace(within, operator=event)
+            elif name.startswith("_c10d_functional::"):
+                within = replace(within, collective=event)
+            elif within.collective is not None and name.startswith("c10d::"):
+                within = replace(within, backend=event)
+        elif what in (_EventType.PyCall, _EventType.PyCCall):
+            module = module_names.get(fields.module.self_ptr, module) if getattr(fields, "module", None) else module
+            within = replace(within, line=_line(fields) or within.line, module=module)
+        if children := event.children:
+            stack.extend([(child, module, within) for child in children])
+    events.sort(key=lambda pair: (pair[0].start_time_ns, pair[0].id))
+    return events, modules, {number: line for number, (_, line) in lines.items()}
+
+
+def user_line(frame: FrameType | None) -> str:
+    """Where the innermost of the frames is that is neither PyTorch's, Python's nor this plugin's, as "file.py:7"."""
+    while frame is not None:
+        if not _is_foreign(frame.f_code.co_filename):
+            return f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _line(call: Any) -> str:
+    """Where the function of a Python call begins, or else where it is called from; "" where neither is the user's."""
+    for frame in filter(None, (getattr(call, "callsite", None), call.caller)):
+        try:
+            file = frame.file_name
+        except UnicodeDecodeError:  # the profiler reads the names of functions that are gone
+            continue
+        if not _is_foreign(file):
+            return f"{_shown(file)}:{frame.line_number}"
+    return ""
+
+
+@cache
+def _is_foreign(file: str) -> bool:
+    """Whether it is a file of PyTorch, Python or this plugin. The profiler gives paths relative to `sys.path`."""
+    if file.startswith(("<", "torch/", "shardmark/")):
+        return True
+    python, path = Path(os.__file__).parent, Path(file)
+    if not path.is_absolute():
+        return (python / path).is_file() and not path.is_file()
+    return any(path.is_relative_to(folder) for folder in (Path(torch.__file__).parent, python, Path(__file__).parent))
+
+
+@cache
+def _shown(file: str) -> str:
+    """The path, relative to where pytest runs if it is below."""
+    path = Path(file)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+@cache
+def _with_kernels() -> frozenset[str]:
+    """PyTorch's own operators, such as "aten::mm", that have a kernel and are not merely made of other operators.
+
+    What a composite one (matmul, linear, SDPA's math backend) allocates between its parts are tensors, as they would be
+    if its caller had called the parts. So are those of an operator from elsewhere: they are what its author decided.
+    """
+    composite = set(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
+    own = (name for name in torch._C._dispatch_get_all_op_names() if name not in composite)
+    named = (name.partition(".") for name in own if name.startswith("aten::"))
+    return frozenset(name for name, _, overload in named if "out" not in overload.split("_"))
+
+
+def _is_range(event: Any) -> bool:
+    """Whether it is a range that Python opened, other than around the kernel of an operator, whose name it has."""
+    return event.typed[1].scope == RecordScope.USER_SCOPE and event.name not in _with_kernels()
+
+
+def _owner(event: Any, modules: dict[int, str]) -> tuple[str, str, int | None]:
+    """Of an allocation: the innermost range around it, in backward that of the operator whose gradient is computed; the
+    outermost operator within the range; and in backward the autograd sequence number of that operator."""
+    operator = ""
+    parent = event.parent
+    while parent is not None:
+        what, fields = parent.typed
+        if what == _EventType.TorchOp:
+            if _is_range(parent):
+                return parent.name, operator, None
+            operator = parent.name
+            if fields.scope == RecordScope.BACKWARD_FUNCTION:
+                return modules.get(fields.sequence_number, ""), operator, fields.sequence_number
+        parent = parent.parent
+    return "", operator, None

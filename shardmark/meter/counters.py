@@ -1,0 +1,252 @@
+"""What one steady-state step does, counted: figures without noise, the same in every run on the same kind of device and
+version of torch.
+
+    counted = count(workload, "cpu")    # one step under the profiler, and one forward whose saved tensors are weighed
+    counted.operators, counted.saved_bytes
+
+The profiler changes nothing of what runs, as a mode of the dispatcher would: compiled code stays compiled, FSDP's and
+DDP's hooks and checkpointing run as ever. What it cannot see is None, and not a wrong figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch._C._profiler import RecordScope, _EventType
+from torch.autograd.profiler import profile, record_function
+
+from shardmark.api.workload import Workload
+from shardmark.meter.communication import Communication, listening
+from shardmark.meter.kernels import ATTENTION, MATRIX_PRODUCT, category
+from shardmark.meter.saved_tensors import saved_bytes
+
+_STEP = "shardmark_step"
+_COMPILED = ("Torch-Compiled Region", "CompiledFunction")
+"""How names of ranges around compiled code begin, forward and backward: no operator stands for its kernels."""
+_COMMUNICATION = ("c10d", "_c10d_functional")
+"""Namespaces of operators that communicate and compute nothing."""
+_MAKES_NOTHING = ("empty", "new_empty", "_unsafe_view", "lift_fresh", "record_stream")
+"""How names of operators begin whose schema does not say that they compute nothing."""
+_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_MAY_READ = "aten::index"
+"""It reads a mask, which is by another operator within it, and no indices."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What one rank did in one step."""
+
+    collectives: list[tuple[str, str, int, int]]
+    """Operation, dtype, bytes, and how often in a row, in the order in which they began: of collectives, messages and
+    barriers. The bytes are the larger of what goes in and what comes out."""
+    bytes_sent: int
+    """What a rank must send for these (`Communication.sent`): the same over every backend, which may send more."""
+    operators: int | None
+    """PyTorch operators that computed something: no views, no empty tensors, no collectives. One that calls others is
+    one; one that is merely made of others (`matmul`, `linear`) is those. None with compiled code."""
+    kernels: int | None
+    """Kernels that ran on the GPU, without copies and fills; None on CPU."""
+    flops: int | None
+    """By `torch.utils.flop_counter`'s formulas, so of matrix products and fused attention alone. None with compiled
+    code, Triton's kernels, convolutions, and products that have no formula, such as that of a matrix and a vector."""
+    saved_bytes: int | None
+    """What autograd keeps for backward when forward has ended: the storages of saved tensors, each once, without those
+    that the workload had before: its parameters, its buffers, and tensors among its attributes. None where it saves
+    nothing, and with compiled code."""
+    synchronizations: int | None
+    """How often the host waits for the device: on CUDA calls of `cudaStreamSynchronize` and its like, on CPU operators
+    that would make it do so, as they read a value (`item`) or find a shape (`nonzero`)."""
+
+
+def count(workload: Workload, device: str, largest: Callable[[float], float] = lambda own: own) -> Counters | None:
+    """Count one step of a workload that has warmed up; None where it fails. Every rank of a world is in here together;
+    `largest` is of the ranks' own numbers, so that all of them go on alike.
+
+    The workload can do no step afterwards, as the last one ends where its forward does.
+    """
+    counted: dict[str, Any] = {}
+    compiled = True
+    with suppress(Exception):  # whatever it is, no row is lost by it
+        counted, compiled = _profiled(workload, device)
+    if largest(not counted):
+        return None
+    saved = None
+    if not largest(compiled):  # which would compile anew under hooks; and all ranks step, or none
+        with suppress(Exception):
+            saved = saved_bytes(workload)
+    return Counters(**counted, saved_bytes=saved)
+
+
+def _profiled(workload: Workload, device: str) -> tuple[dict[str, Any], bool]:
+    """All of the step's counters but one, and whether compiled code ran."""
+    started: list[Communication] = []
+    workload.prepare()
+    with (
+        listening(lambda each, starting: started.append(each) if starting else None),
+        _triton_launches() as launches,
+        profile(record_shapes=True, use_device="cuda" if device == "cuda" else None) as profiler,
+        record_function(_STEP),
+    ):
+        workload.step(lambda part: None)
+    results = profiler.kineto_results
+    assert results is not None
+    tally = _Tally()
+    for event in results.experimental_event_tree():
+        tally.follow(event)
+    kernels, synchronizations = _of_the_device(results.events()) if device == "cuda" else (None, tally.reads)
+    described = [(each.name, str(each.dtype).removeprefix("torch."), each.nbytes) for each in started]
+    return {
+        "collectives": [(*each, len(list(run))) for each, run in groupby(described)],
+        "bytes_sent": sum(each.sent for each in started),
+        "operators": None if tally.compiled else tally.operators,
+        "kernels": kernels,
+        "flops": None if tally.compiled or launches else tally.flops,
+        "synchronizations": synchronizations,
+    }, tally.compiled
+
+
+class _Tally:
+    """What the profiler's events come to."""
+
+    def __init__(self) -> None:
+        self.operators = 0
+        self.flops: int | None = 0
+        self.products = 0
+        self.reads = 0
+        self.compiled = False
+
+    def follow(self, event: Any, within: bool = False, has_flops: bool = False) -> None:
+        """Count an event and those below it.
+
+        `within` says that an operator around it has been counted, `has_flops` that its FLOPs have.
+        """
+        what, fields = event.typed
+        if what == _EventType.TorchOp and event.name.startswith(_COMPILED):
+            self.compiled = True
+        name = event.name if what == _EventType.TorchOp and fields.scope == RecordScope.FUNCTION else ""
+        if not within and _computes(name):
+            self.operators += 1
+            within = True
+        reads, products = self.reads, self.products
+        if not has_flops and name in _formulas() and not _contains(event, name):  # a DTensor's runs that of its shard
+            self._add_flops(name, fields.inputs)
+            has_flops = True
+        for child in event.children:
+            self.follow(child, within, has_flops)
+        if self.reads == reads and _reads(name):  # `item` is one with what it calls
+            self.reads += 1
+        if self.products == products and not has_flops and _is_product(name):
+            self.flops = None
+
+    def _add_flops(self, name: str, inputs: list[Any]) -> None:
+        self.products += 1
+        try:
+            arguments = [_as_tensor(each) for each in inputs[: _positional(name)]]
+            self.flops = None if self.flops is None else self.flops + _formulas()[name](*arguments)
+        except Exception:  # it needs what the profiler does not record, such as the shape of what comes out
+            self.flops = None
+
+
+def _as_tensor(value: Any) -> Any:
+    """A tensor of the recorded shape, for a formula; anything else as it is."""
+    sizes = getattr(value, "sizes", None)
+    return value if sizes is None else torch.empty(sizes, dtype=value.dtype, device="meta")
+
+
+def _contains(event: Any, name: str) -> bool:
+    return any(child.name == name or _contains(child, name) for child in event.children)
+
+
+@cache
+def _overloads(name: str) -> list[Any]:
+    """The operator's overloads, without TorchScript's own; none of what is no operator, such as a range."""
+    namespace, _, base = name.partition("::")
+    if not (namespace and base.isidentifier()):
+        return []
+    packet = getattr(getattr(torch.ops, namespace), base, None)
+    overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    return [overload for overload in overloads if torch._C._dispatch_has_kernel(overload.name())]
+
+
+@cache
+def _computes(name: str) -> bool:
+    namespace, _, base = name.partition("::")
+    if namespace in _COMMUNICATION or base.startswith(_MAKES_NOTHING):
+        return False
+    return any(map(_is_kernel, _overloads(name)))
+
+
+def _is_kernel(overload: Any) -> bool:
+    """Whether it has a kernel of its own, and writes to an argument or makes a tensor that is no view."""
+    if torch.Tag.out in overload.tags or torch.Tag.inplace_view in overload.tags:
+        return False
+    if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd"):
+        return False
+    schema = overload._schema
+    writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
+    return writes or any("Tensor" in str(each.type) and each.alias_info is None for each in schema.returns)
+
+
+@cache
+def _reads(name: str) -> bool:
+    return name != _MAY_READ and any(not _READS.isdisjoint(overload.tags) for overload in _overloads(name))
+
+
+@cache
+def _is_product(name: str) -> bool:
+    return category(name) in (MATRIX_PRODUCT, ATTENTION) and _computes(name)
+
+
+@cache
+def _positional(name: str) -> int:
+    """How many of the operator's arguments may be given by position."""
+    return sum(not argument.kwarg_only for argument in _overloads(name)[0]._schema.arguments)
+
+
+@cache
+def _formulas() -> dict[str, Callable[..., int]]:
+    """FLOPs by the operator's name and from its arguments; PyTorch has none for its attention on CPU, nor for
+    what adds a product in place."""
+    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop  # imports Triton
+
+    own = {str(target).replace(".", "::", 1): formula for target, formula in flop_registry.items()}
+    in_place = {f"{name}_": formula for name, formula in own.items()}
+    on_cpu = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    return {**own, **in_place, on_cpu: sdpa_flop, f"{on_cpu}_backward": sdpa_backward_flop}
+
+
+@contextmanager
+def _triton_launches() -> Iterator[list[None]]:
+    """One for each launch of a Triton kernel."""
+    launches: list[None] = []
+    try:
+        from triton import knobs
+    except ImportError:
+        yield launches
+        return
+
+    def launched(*_: Any) -> None:
+        launches.append(None)
+
+    knobs.runtime.launch_enter_hook.add(launched)
+    try:
+        yield launches
+    finally:
+        knobs.runtime.launch_enter_hook.remove(launched)
+
+
+def _of_the_device(events: list[Any]) -> tuple[int | None, int | None]:
+    """Kernels that ran on the GPU, and how often the step waited for it; None where CUPTI cannot be used."""
+    kernels = sum(event.activity_type() == "kernel" for event in events)
+    steps = [event for event in events if event.name() == _STEP and event.activity_type() == "user_annotation"]
+    if not kernels or len(steps) != 1:
+        return None, None
+    began, ended = steps[0].start_ns(), steps[0].end_ns()
+    waits = (event.start_ns() for event in events if event.name().endswith("Synchronize"))
+    return kernels, sum(began <= wait <= ended for wait in waits)  # the profiler waits, too, once the step has ended

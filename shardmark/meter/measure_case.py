@@ -1,0 +1,287 @@
+"""The passes over a case: one under the memory meter, timed rounds of it and its peer, and those of the
+observers that the test asks for.
+
+Everything here runs on the ranks of a world, in the process that holds the device; a single-device case is a world of
+one. What comes back are plain numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import fields
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from shardmark.api.registry import Implementation, Unsupported
+from shardmark.api.workload import Mark, Workload
+from shardmark.meter.clock import Laps, Stopwatch
+from shardmark.meter.counters import count
+from shardmark.meter.disturbances import seconds_waited
+from shardmark.meter.gloo_workers import workers_free_first
+from shardmark.meter.memory import Memory, meter, release
+from shardmark.meter.over_budget import STEP, Held, held_at_peak
+from shardmark.meter.plan import IMPLEMENTATION, PEER, Measured, Plan, Rounds
+from shardmark.meter.recording import mark, no_gc, recording
+from shardmark.meter.trace import modules_of, nvtx_range
+from shardmark.verdict.betting import fewest_rounds
+from shardmark.verdict.budget import RANKS_ALIKE
+
+T = TypeVar("T")
+
+WARMUPS = 2
+"""Optimizer state comes with the first step, torch DDP's final buckets with the second."""
+
+FIRST, SECOND, MEDIAN = "first", "second", "median"
+"""Steps whose peaks are metered one by one. Budgets judge the third, the steady-state step that all later ones
+repeat."""
+
+MOST_PASSES = 10
+"""Multi-rank metering repeats at most this often; the smallest peak counts. On a busy machine every second pass of
+PyTorch's DDP is some bytes over."""
+
+PATIENCE = 50
+"""Rounds are added while a verdict is undecided, until all have taken this many times what they usually may: with its
+warm-ups a case takes a minute at most then."""
+
+LOOK = 1.25
+"""A verdict is looked for again whenever there are this many times as many."""
+
+NEAR = 1.001
+"""A peak may be this many times its formula, as formulas leave out single values such as an optimizer's counters."""
+
+
+def measure(plan: Plan) -> Measured:
+    """Meter, time and observe on this rank. Every rank of the world must be in here together.
+
+    A pass of the meter can overstate: on CUDA libraries take workspaces in the first, among ranks a backend's thread
+    may release a tensor unseen. So there are two on CUDA, and among ranks up to ten; the smallest counts.
+    """
+    with nvtx_range(f"{plan.case} {plan.implementation}", plan.device), ExitStack() as observing:
+        for observer in plan.observers:
+            observing.enter_context(observer.around(plan))
+        try:
+            measured = _meter_and_time(plan)
+            for observer in plan.observers:
+                measured.observed[observer] = observer.on_rank(plan, measured)
+            return measured
+        finally:
+            release(plan.device)
+
+
+def _meter_and_time(plan: Plan) -> Measured:
+    workload, memory, first_step = meter_pass(plan)
+    first_peak = memory.peaks[FIRST]
+    for passes in range(1, MOST_PASSES):
+        if not (plan.device == "cuda" and passes == 1) and not _overstated(plan, memory.tensors):
+            break
+        del workload
+        workload, again, _ = meter_pass(plan)
+        memory = min(memory, again, key=lambda memory: memory.tensors)
+    memory.peaks[FIRST] = first_peak
+    measured = timed_rounds(plan, memory, workload)
+    measured.first_step = first_step
+    measured.counters = count(workload, plan.device, partial(_largest, plan))
+    return measured
+
+
+def _overstated(plan: Plan, peak: int) -> bool:
+    """Whether, among ranks, one's peak is over the formula or the older one that it is compared with, or over another's
+    by more than they may differ.
+    """
+    if plan.world_size == 1 or plan.memory is None:
+        return False
+    least, most = -_largest(plan, -peak), _largest(plan, peak)
+    larger = plan.tensors_before is not None and most > plan.tensors_before
+    return larger or most > NEAR * plan.memory.formula or most > RANKS_ALIKE * least
+
+
+Steady = Callable[[Callable[[Mark], None], Mark], None]
+"""Runs the steady-state step with those marks."""
+
+
+def meter_pass(plan: Plan, steady: Steady = lambda step, mark: step(mark)) -> tuple[Workload, Memory, float]:
+    """One pass under the meter, from nothing, so that every byte of the case is seen; and its first step's seconds."""
+    release(plan.device)
+    with meter(plan.device) as memory:
+        workload = plan.workload(plan.implementation, plan.case, plan.device)
+        memory.mark("after_init")
+        workload.prepare()
+        for observer in plan.observers:
+            observer.before_first_step(memory)
+        memory.reset_peak()
+        watch = Stopwatch(plan.device)
+        watch.start()
+        workload.step(watch.mark)
+        first_step = watch.stop().seconds
+        memory.keep_peak(FIRST)
+        memory.reset_peak()
+        for _ in range(WARMUPS - 1):
+            workload.prepare()
+            workload.step(lambda part: None)
+        memory.keep_peak(SECOND)
+        memory.stage("warm-up")
+        workload.prepare()
+        memory.mark("before_step")
+        memory.reset_peak()
+        steady(workload.step, lambda part: memory.mark(f"after_{part}"))
+        memory.mark("after_step")
+        memory.keep_peak(MEDIAN)
+    stages = memory.stages if len(memory.stages) > 1 else {}  # "warm-up" alone where the workload reports none
+    figures = {each.name: getattr(memory, each.name) for each in fields(Memory)}
+    return workload, Memory(**{**figures, "stages": stages}), first_step
+
+
+def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
+    """Rounds in which the implementation, its peer and its parts alone take turns, in random order.
+
+    They are enough for a verdict, where one is asked for; while it is undecided, more are added of those two alone.
+    """
+    steps: dict[str, tuple[Workload, Callable[[Mark], None]]] = {IMPLEMENTATION: (mine, mine.step)}
+    for observer in plan.observers:
+        steps |= {name: (mine, getattr(mine, method)) for name, method in observer.timed.items()}
+    if plan.peer is not None:
+        theirs = plan.workload(plan.peer, plan.case, plan.device)
+        steps[PEER] = (theirs, theirs.step)
+
+    warmup_began = time.perf_counter()
+    for warmup in range(plan.rounds.warmups):  # at least one
+        warm: dict[str, Laps] = {}
+        for name, step in list(steps.items()):
+            if name == IMPLEMENTATION and warmup == 0 and plan.rounds.warmups > 1:
+                continue  # it has made its first steps under the meter
+            try:
+                warm[name] = timed_step(plan, *step)
+            except Unsupported:
+                if name != PEER:
+                    raise
+                del steps[PEER]  # what the implementation takes, its peer may not
+        elapsed = _largest(plan, time.perf_counter() - warmup_began)
+        if warmup > 0 and elapsed > plan.rounds.max_warmup_seconds:
+            break
+    rounds = plan.rounds.count(_largest(plan, warm[IMPLEMENTATION].seconds))
+    if plan.limits is not None and (plan.limits.seconds or PEER in steps):
+        rounds = max(rounds, fewest_rounds(plan.limits.confidence))
+
+    # The same on each rank: one that begins earlier would wait for the others in its first collective.
+    ahead = {name: _largest(plan, host) if (host := warm[name].host) else 0.0 for name in steps}
+    measured = Measured(mine.backend, memory, {name: [] for name in steps}, host=warm[IMPLEMENTATION].host)
+    names = {IMPLEMENTATION: f"{plan.implementation} step", PEER: f"{plan.peer} step"}
+    coin = random.Random(plan.coin)
+    pair = [name for name in (IMPLEMENTATION, PEER) if name in steps]
+    parts = [name for name in steps if name not in pair]
+    with no_gc() if plan.rounds.disable_gc else nullcontext():
+        began, waited = time.perf_counter(), seconds_waited()
+        for i in rounds_while(lambda: _undecided(plan, measured), rounds, plan.rounds, partial(_largest, plan)):
+            for name in [*shuffled(pair, coin), *(shuffled(parts, coin) if i < rounds else ())]:
+                with nvtx_range(names.get(name, f"{plan.implementation} {name}"), plan.device):
+                    measured.laps[name].append(timed_step(plan, *steps[name], ahead[name]))
+        waited, elapsed = seconds_waited() - waited, time.perf_counter() - began
+        measured.waited = waited / (elapsed * torch.get_num_threads())
+    return measured
+
+
+def rounds_while(
+    undecided: Callable[[], bool], first: int, rounds: Rounds, largest: Callable[[float], float] = lambda own: own
+) -> Iterator[int]:
+    """Numbers of rounds: the first ones, and then more while they leave something undecided, and have not taken too
+    long. `largest` is of the ranks' own seconds, so that all of them decide alike."""
+    done, began = 0, time.perf_counter()
+    while done < first:
+        yield from range(done, first)
+        done = first
+        if undecided():
+            first = next_look(done, largest(time.perf_counter() - began), rounds)
+
+
+def next_look(done: int, elapsed: float, rounds: Rounds) -> int:
+    """After how many rounds to look again; `done` where more would take too long."""
+    affordable = math.floor(done * PATIENCE * rounds.max_seconds / elapsed) if elapsed > 0 else math.inf
+    return max(done, int(min(math.ceil(done * LOOK), affordable)))
+
+
+def _undecided(plan: Plan, measured: Measured) -> bool:
+    """Whether the rounds so far leave a verdict open, by each round's slowest rank, so that all ranks say the same."""
+    if plan.limits is None:
+        return False
+    laps = [measured.laps[name] for name in (IMPLEMENTATION, PEER) if name in measured.laps]
+    seconds, *peer_seconds = _largest(plan, [[lap.seconds for lap in each] for each in laps])
+    return plan.limits.undecided(seconds, peer_seconds[0] if peer_seconds else None)
+
+
+def timed_steps(plan: Plan, count: int) -> list[Laps]:
+    """The first `count` steps of a new workload, each timed: what warm-ups would hide is in them."""
+    workload = plan.workload(plan.implementation, plan.case, plan.device)
+    return [timed_step(plan, workload, workload.step) for _ in range(count)]
+
+
+def warmed_up(plan: Plan, count: int = WARMUPS) -> Any:
+    """A new workload that has done so many steps."""
+    workload = plan.workload(plan.implementation, plan.case, plan.device)
+    for _ in range(count):
+        workload.prepare()
+        workload.step(lambda part: None)
+    return workload
+
+
+def blocks_at_peak(plan: Plan, warmups: int = WARMUPS) -> list[Held]:
+    """The tensors live at the peak of the step after so many, on this rank, largest first. Every rank runs it together.
+
+    A pass of its own for when a budget has failed, as following Python's frames takes long.
+    """
+    release(plan.device)
+    with workers_free_first(plan.device), recording(plan.device, lines=True) as recorded:
+        workload = warmed_up(plan, warmups)
+        workload.prepare()
+        modules = modules_of(workload).named_modules()
+        recorded.modules = {id(module): name or type(module).__name__ for name, module in modules}
+        mark(STEP)
+        workload.step(lambda part: None)
+    return held_at_peak(recorded.replay())
+
+
+def shuffled(names: Sequence[T], coin: random.Random | None = None) -> list[T]:
+    """The steps of a round in random order, so that nothing that the machine does favours one of them."""
+    return (coin or random.SystemRandom()).sample(names, len(names))
+
+
+def timed_step(plan: Plan, workload: Workload, step: Callable[[Mark], None], ahead: float = 0.0) -> Laps:
+    """What one step takes on this rank, which begins it together with the others; see `Stopwatch` for `ahead`."""
+    workload.prepare()
+    watch = Stopwatch(plan.device, ahead)
+    if plan.world_size > 1:
+        dist.barrier()  # the ranks begin together
+    watch.start()
+    step(watch.mark)
+    return watch.stop()
+
+
+def _largest(plan: Plan, values: T) -> T:
+    """The largest of the ranks' values, so that all of them decide alike: of a number, or of each in lists of them."""
+    if plan.world_size == 1:
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64, device=plan.device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return cast(T, tensor.tolist())
+
+
+def metered_peak(workload: type[Workload], implementation: Implementation, case: Any, device: str) -> int:
+    """Bytes of tensors at the peak of one step; on CUDA the smaller of two: libraries take workspaces in the first."""
+    peaks = []
+    for _ in range(2 if device == "cuda" else 1):
+        release(device)
+        with meter(device) as memory:
+            made = workload(implementation, case, device)
+            made.prepare()
+            memory.reset_peak()
+            made.step(lambda part: None)
+        peaks.append(memory.tensors)
+        del made
+    release(device)
+    return min(peaks)

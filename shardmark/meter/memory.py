@@ -1,0 +1,252 @@
+"""Bytes live and bytes at the peak, by phase: the CUDA allocator's statistics or the CPU allocator's own events.
+
+    with meter("cpu") as memory:
+        x = torch.randn(1000)
+        memory.mark("after_init")
+        y = x * x
+        memory.mark("after_forward")
+    memory.phases     # {"after_init": 4000, "after_forward": 8000}
+    memory.peak       # 8000
+    memory.tensors    # 8000
+    memory.workspace  # Workspace(nbytes=0, operator="")
+
+A peak has two parts: tensors, what the technique allocates, the same on every machine; and workspace, what a library
+takes inside one operator and gives back before it returns (`shardmark.meter.recording`), which depends on the processor.
+
+On CPU the profiler reports every allocation and release of PyTorch's allocator, so the figures are exact to the byte;
+what a library allocates for itself (Gloo's scratch space, say) is not seen.
+On CUDA they are the bytes requested from the caching allocator, before it rounds them up.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from shardmark.api.workload import stage_listeners
+from shardmark.meter.allocations import ALLOCATOR, Allocated, Event, Marked, Released
+from shardmark.meter.gloo_workers import workers_free_first
+from shardmark.meter.recording import Recording, mark
+
+PHASE, PEAK, STAGE, RESET = "phase ", "peak of ", "stage ", "reset"
+"""What the meter's marks of a phase, of a step's peak, of a stage, and of a new beginning of the peak begin with."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The most that one operator took and gave back before it returned, in bytes, and which operator that was."""
+
+    nbytes: int = 0
+    operator: str = ""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is held when a stage ends, in bytes: live, the most there was since the meter began, and what the caching
+    allocator keeps, which only CUDA has.
+    """
+
+    live: int
+    peak: int
+    reserved: int | None = None
+
+
+@dataclass
+class Memory:
+    """What one metered pass held, in bytes: live at the end of each phase, and at the peak."""
+
+    phases: dict[str, int] = field(default_factory=dict)
+    peak: int = 0
+    """The most there was at once, tensors and workspace together."""
+    tensors: int = 0
+    """The most there was at once of tensors alone: what formulas speak of."""
+    workspace: Workspace = Workspace()
+    peaks: dict[str, int] = field(default_factory=dict)
+    """The peak of tensors in each of the first steps, by name."""
+    stages: dict[str, Stage] = field(default_factory=dict)
+    """Of making the workload and warming it up, as it reports them."""
+    allocated: int = 0
+    """The most that the caching allocator's blocks had at once in the steady-state step, rounded up."""
+    reserved: int = 0
+    """The most that the caching allocator had from the device. Both are CUDA's alone."""
+
+
+class Meter(Memory):
+    """A running meter; its figures are filled in when its `with` block ends."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._recording = Recording(device)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Meter what the block does."""
+        with workers_free_first(self._recording.device), self._recording.running():
+            yield
+
+    def mark(self, phase: str) -> None:
+        """The bytes live now belong to `phase`."""
+        mark(PHASE + phase)
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far: the measured step begins here."""
+        mark(RESET)
+
+    def keep_peak(self, step: str) -> None:
+        """The peak of tensors since it was last reset is that of `step`."""
+        mark(PEAK + step)
+
+    def stage(self, name: str) -> None:
+        """The stage of that name ends here."""
+        mark(STAGE + name)
+
+    def read(self) -> None:
+        """Fill in the figures from what was recorded."""
+        self.follow(self._recording.replay())
+
+    def follow(self, events: list[Event]) -> None:
+        """Fill in the figures from the events."""
+        live = _Live()
+        for event in events:
+            match event:
+                case Allocated() | Released():
+                    live.follow(event)
+                case Marked(name) if name == RESET:
+                    live.begin_again()
+                case Marked(name) if name.startswith(PEAK):
+                    self.peaks[name.removeprefix(PEAK)] = live.peak_of_tensors
+                case Marked(name) if name.startswith(STAGE):
+                    self.stages[name.removeprefix(STAGE)] = Stage(live.total, live.most)
+                case Marked(name) if not name.startswith(ALLOCATOR):
+                    self.phases[name.removeprefix(PHASE)] = live.total
+        self.peak, self.tensors, self.workspace = live.peak, live.peak_of_tensors, live.largest_workspace
+
+
+class _Live:
+    """Bytes live as a recording is replayed, and the most there was since it began and since the peak was reset."""
+
+    def __init__(self) -> None:
+        self.total = self.tensors = self.most = 0
+        self._taken: dict[str, int] = defaultdict(int)  # workspace by operator
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        self.peak, self.peak_of_tensors = self.total, self.tensors
+        held = (Workspace(nbytes, operator) for operator, nbytes in self._taken.items() if nbytes)
+        self.largest_workspace = max(held, key=lambda workspace: workspace.nbytes, default=Workspace())
+
+    def follow(self, event: Allocated | Released) -> None:
+        nbytes = event.block.nbytes if isinstance(event, Allocated) else -event.block.nbytes
+        self.total += nbytes
+        if operator := event.block.workspace:
+            self._taken[operator] += nbytes
+            self.largest_workspace = max(
+                self.largest_workspace,
+                Workspace(self._taken[operator], operator),
+                key=lambda workspace: workspace.nbytes,
+            )
+        else:
+            self.tensors += nbytes
+        self.most, self.peak = max(self.most, self.total), max(self.peak, self.total)
+        self.peak_of_tensors = max(self.peak_of_tensors, self.tensors)
+
+
+@contextmanager
+def meter(device: str) -> Iterator[Meter]:
+    """Meter what the block allocates on `device` ("cpu" or "cuda"), from zero at its start."""
+    running = METERS[device](device)
+    with running.running():
+        stage_listeners.append(running.stage)
+        try:
+            yield running
+        finally:
+            stage_listeners.remove(running.stage)
+    running.read()
+
+
+class _CudaMeter(Meter):
+    """On CUDA phases, stages and the peak as a whole are the caching allocator's own statistics: what a side stream
+    still reads is live there, and already released in a recording.
+    """
+
+    def _live(self, which: str = "current") -> int:
+        return torch.cuda.memory_stats().get(f"requested_bytes.all.{which}", 0)  # empty until the first allocation
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with super().running():  # which first has libraries give back what they kept from before
+            torch.cuda.synchronize()
+            self._base = self._live()
+            torch.cuda.reset_peak_memory_stats()
+            yield
+            torch.cuda.synchronize()
+
+    def mark(self, phase: str) -> None:
+        self.phases[phase] = self._live() - self._base
+
+    def reset_peak(self) -> None:
+        super().reset_peak()
+        torch.cuda.reset_peak_memory_stats()
+
+    def stage(self, name: str) -> None:
+        live, peak = self._live() - self._base, self._live("peak") - self._base
+        peak = max([peak, *(stage.peak for stage in self.stages.values())])
+        self.stages[name] = Stage(live, peak, torch.cuda.memory_reserved())
+
+    def read(self) -> None:
+        super().read()
+        self.peak = self._live("peak") - self._base
+        self.allocated, self.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+METERS = {"cpu": Meter, "cuda": _CudaMeter}
+"""By device."""
+
+
+def release(device: str) -> None:
+    """Free garbage, and on CUDA what the caching allocator keeps: other ranks and cases need the room."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+FRAGMENTED = 0.06
+"""The share of what is free on a GPU that tensors do not fill: the caching allocator rounds blocks up, to 512 bytes and
+large ones to 2 MiB, and leaves gaps between them."""
+
+
+def available_bytes(device: str) -> int:
+    """Bytes that a new case could still allocate: on the current GPU, or available to this process in RAM."""
+    release(device)
+    if device == "cuda":
+        return math.floor((1 - FRAGMENTED) * torch.cuda.mem_get_info()[0])
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    machine = int(fields["MemAvailable"].split()[0]) * 1024
+    return min([machine, *_cgroup_room()])
+
+
+def _cgroup_room() -> Iterator[int]:
+    """Bytes left under the control group's limit, where a container has one (cgroup v2)."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])  # the page cache gives way
+            yield int(limit) - used
+    except (OSError, ValueError, KeyError):
+        return
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether `error` is the allocator's "no more", on CUDA or on CPU (where it is a plain RuntimeError)."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

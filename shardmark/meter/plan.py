@@ -1,0 +1,131 @@
+"""What a rank is asked to measure, and what it answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shardmark.api.registry import Implementation
+from shardmark.meter.clock import Laps
+from shardmark.meter.memory import Memory, Meter
+from shardmark.verdict.budget import Limits, MemoryBudget
+
+if TYPE_CHECKING:
+    from shardmark.meter.counters import Counters
+
+IMPLEMENTATION, PEER, COMPUTE, COMMUNICATION = "implementation", "peer", "compute", "communication"
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How often to measure, in the terms of pytest-benchmark's options."""
+
+    minimum: int = 5
+    maximum: int = 100
+    max_seconds: float = 1.0
+    """Rounds go on past the minimum until the implementation's own steps took this long; and while a verdict is
+    undecided, for many times as long (`shardmark.meter.measure_case.PATIENCE`)."""
+    warmups: int = 1
+    max_warmup_seconds: float = math.inf
+    disable_gc: bool = False
+
+    def count(self, seconds: float) -> int:
+        """Rounds for a step that takes about `seconds`."""
+        wanted = math.ceil(self.max_seconds / max(seconds, 1e-9))
+        return max(self.minimum, min(self.maximum, wanted))
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a row is of: the part of it that is known before anything is measured."""
+
+    family: str
+    implementation: str
+    case: Any
+    device: str
+    world_size: int = 1
+    backend: str | None = None
+    """Known once a rank has made its workload."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The request to a rank: what to run there, how often, and what else to observe."""
+
+    workload: type[Any]  # a Workload
+    implementation: Implementation
+    peer: Implementation | None
+    case: Any
+    device: str
+    world_size: int
+    rounds: Rounds = Rounds()
+    memory: MemoryBudget | None = None
+    """What tensors at the peak are held to."""
+    tensors_before: int | None = None
+    """Bytes of them in the older row that this one is compared with, if there is one."""
+    limits: Limits | None = None
+    """What the rounds are to decide."""
+    observers: tuple[type[RankObserver], ...] = ()
+    coin: int = 0
+    """What decides in which order the steps of each round are taken, the same on all ranks."""
+    trace: Path | None = None
+    """Where the Chrome trace and the memory snapshot go, but for the rank and the ending."""
+
+    @property
+    def identity(self) -> Identity:
+        implementation = self.implementation
+        return Identity(implementation.family, implementation.name, self.case, self.device, self.world_size)
+
+
+class RankObserver:
+    """The part of an observer that runs on ranks. Only the class travels there: what an instance was made with is for
+    the row, which is filled where pytest runs (`shardmark.rows.observers`).
+
+    `needs` names methods that the workload must have; `timed` names those of them that are timed in the same rounds as
+    the step.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ()
+    timed: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def around(cls, plan: Plan) -> AbstractContextManager[Any]:
+        """What all of the measuring happens in."""
+        return nullcontext()
+
+    @classmethod
+    def before_first_step(cls, memory: Meter) -> None:
+        """Called in the metered pass, when the workload is made and prepared."""
+
+    @classmethod
+    def on_rank(cls, plan: Plan, measured: Measured) -> Any:
+        """The observer's own pass, after the timed rounds; what it returns becomes `measured.observed[cls]`."""
+
+
+@dataclass
+class Measured:
+    """What one rank measured: its memory, and the rounds of the implementation, its peer, and its parts alone."""
+
+    backend: str
+    memory: Memory
+    laps: dict[str, list[Laps]] = field(default_factory=dict)
+    first_step: float | None = None
+    """Seconds of the first step, under the memory meter, which adds little where that step compiles."""
+    host: float | None = None
+    """Seconds that its host took to launch the last warm-up, on CUDA: in rounds it may wait for the device."""
+    waited: float = 0.0
+    """The share of the timed rounds for which its threads were ready to run and had no core."""
+    counters: Counters | None = None
+    """Of one more step, after all rounds."""
+    observed: dict[type[RankObserver], Any] = field(default_factory=dict)
+    """What each observer's own pass found on this rank."""
+
+    @classmethod
+    def once(cls, backend: str, memory: Memory, laps: list[Laps]) -> Measured:
+        """Measured of something that is done once: the bytes after each stage and at the peak, and the times."""
+        reported = Memory(peak=memory.peak, tensors=memory.tensors, workspace=memory.workspace, stages=memory.stages)
+        return cls(backend, reported, {IMPLEMENTATION: laps})

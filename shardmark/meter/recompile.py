@@ -1,0 +1,65 @@
+"""The compiler as a new machine has it, so that what compiling costs can be measured.
+
+with cold_compiler():
+    step()  # compiles, whatever was compiled before
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from shardmark.api.requirements import requires_compiler
+
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""Variables that say where the compiler keeps its files."""
+
+
+@contextmanager
+def cold_compiler(device: str) -> Iterator[None]:
+    """Code in the block compiles from nothing: Dynamo forgets what it compiled, and the compiler's folder is empty.
+
+    Loading the compiler itself comes first and takes seconds, once in a process. The ranks of a host share the folder,
+    as they share the usual one in other runs. Every rank calls this.
+    """
+    from torch._inductor.utils import fresh_cache
+
+    _load_compiler(device)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with fresh_cache(), _shared_files():
+        yield
+
+
+@contextmanager
+def _shared_files() -> Iterator[None]:
+    """Have all ranks of this host use the first one's compiler files."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    mine = socket.gethostname(), {name: os.environ[name] for name in CACHES}
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    with patch.dict(os.environ, next(files for host, files in everyone if host == mine[0])):
+        yield
+    dist.barrier()  # the first rank deletes them
+
+
+def has_compiled() -> bool:
+    """Whether anything was compiled since the compiler was made cold."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+@cache
+def _load_compiler(device: str) -> None:
+    requires_compiler(device)  # which compiles
+    gc.collect()
+    gc.freeze()  # it stays: to look through all of it takes each collection a quarter of a second

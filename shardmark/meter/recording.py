@@ -1,0 +1,132 @@
+"""Every block of memory that was allocated and released while recording, in order, and who allocated it.
+
+    with recording("cpu") as recorded:
+        ...
+    for event in recorded.replay(): ...
+
+A block is workspace if one of PyTorch's operators took it and gave it back before it returned: oneDNN's accumulators, a
+fused kernel's tiles. So is what cuBLAS took within one and keeps. How much that is depends on the processor and on the
+library. All other blocks are tensors.
+
+The profiler does not report a release by another thread than the one that allocated. Two rules find these releases. A
+block is gone once a new one is given out at its address. What a functional collective takes for itself, as Gloo copies
+what it reduces to scatter, is gone once its result has been waited for.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from unittest.mock import patch
+
+import torch
+from torch._C._profiler import RecordScope
+from torch.autograd import profiler
+from torch.autograd.profiler import profile, record_function
+
+from shardmark.meter.allocations import END, MARK, WAITED, Event, replayed
+
+_HISTORY = 10_000_000
+"""Allocations and releases that the CUDA allocator remembers for a recording: more than any has."""
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints two lines at every use
+
+
+def mark(name: str) -> None:
+    """Leave `name` in the recording, at this moment."""
+    with record_function(MARK + name):
+        pass
+
+
+def mark_waited(result: torch.Tensor) -> None:
+    """Leave in the recording that the functional collective which gave `result` is done."""
+    mark(f"{WAITED}{result.data_ptr()}")
+
+
+class Recording:
+    """What `recording` has recorded, once it has ended."""
+
+    def __init__(self, device: str, lines: bool = False) -> None:
+        self.device = device
+        self._profile = profile(profile_memory=True, with_stack=lines)
+        self.modules: dict[int, str] = {}
+        """Module names by `id`, used where lines are recorded; otherwise the profiler's ranges name the modules."""
+        self.requested: dict[int, deque[int]] = {}
+        """Bytes requested at each address, in order; blocks at other addresses have the size that the profiler saw."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Record what the block does."""
+        have_libraries_give_back(self.device)  # or a later recording would not see what an earlier one had them take
+        with self._profile, _requests_remembered(self.device) as self.requested:
+            yield
+            mark(END)
+            have_libraries_give_back(self.device)
+
+    def replay(self) -> list[Event]:
+        """Every allocation, release and mark on the device, in order."""
+        assert self._profile.kineto_results is not None, "the recording has not ended"
+        roots = self._profile.kineto_results.experimental_event_tree()
+        requested = {address: deque(sizes) for address, sizes in self.requested.items()}
+        with no_gc():  # or it walks all of what is made here, again and again
+            return replayed(roots, self.device, requested, self.modules)
+
+
+@contextmanager
+def without_operators() -> Iterator[None]:
+    """Recordings of the block have no operators, but for those that have a range: most of their time is these."""
+    scopes = {RecordScope.USER_SCOPE}
+    enabled = partial(profiler._enable_profiler, scopes=scopes)  # type: ignore[call-arg]  # as annotated
+    with patch.object(profiler, "_enable_profiler", enabled):
+        yield
+
+
+@contextmanager
+def no_gc() -> Iterator[None]:
+    """In the block Python looks for no garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def recording(device: str, lines: bool = False) -> Iterator[Recording]:
+    """Record every allocation on `device` ("cpu" or "cuda"), with `lines` also where in Python: that is slow."""
+    recorded = Recording(device, lines)
+    with recorded.running():
+        yield recorded
+
+
+def have_libraries_give_back(device: str) -> None:
+    """Free cuBLAS's workspaces: it keeps one for each thread and stream that ran a matrix product."""
+    if device == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextmanager
+def _requests_remembered(device: str) -> Iterator[dict[int, deque[int]]]:
+    """Bytes that were requested of the CUDA allocator at each address, in order; the profiler sees them rounded up.
+
+    They are there once the block has ended; on CPU there are none, as nothing is rounded.
+    """
+    requested: dict[int, deque[int]] = defaultdict(deque)
+    if device != "cuda":
+        yield requested
+        return
+    torch.cuda.memory._record_memory_history(context=None, max_entries=_HISTORY, clear_history=True)
+    try:
+        yield requested
+        entries = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    for entry in entries:
+        if entry["action"] == "alloc":
+            requested[entry["addr"]].append(entry["size"])

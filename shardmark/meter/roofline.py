@@ -1,0 +1,112 @@
+"""What this machine can do, and so the least time that work can take: the roofline; and what its maker says it can.
+
+The two rates are measured here, in the run itself, with the plainest code that reaches them: one large matrix product
+and one large copy (Williams, Waterman, Patterson, "Roofline", CACM 2009).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from shardmark.api.work import Work
+from shardmark.meter.clock import Stopwatch
+from shardmark.meter.hardware import hardware
+from shardmark.meter.memory import release
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Rates of the whole machine on CPU, of one device on CUDA."""
+
+    flops_per_second: float
+    """As measured. Where no peak is published, in a narrower dtype than float32 that of float32 if it is larger: a
+    machine without fast arithmetic in the dtype, as a CPU in float16, may convert, and is not to reach over 100%."""
+    bytes_per_second: float
+    peak_flops_per_second: float
+    """What MFU is a fraction of: the chip's published dense peak where it is known, else `flops_per_second`."""
+
+    def seconds(self, work: Work) -> float:
+        """The least time that the work takes: whichever of arithmetic and memory traffic is slower."""
+        return max(work.flops / self.flops_per_second, work.bytes_moved / self.bytes_per_second)
+
+
+PEAK_FLOPS = {
+    "GB200": hardware("gb200").flops,
+    "B200": hardware("b200").flops,
+    "GH200": hardware("h100-80gb").flops,  # its GPU
+    "H200 NVL": {"float16": 835.5e12, "bfloat16": 835.5e12, "tf32": 417.5e12, "float32": 60e12},
+    "H200": hardware("h200").flops,
+    "H100 NVL": {"float16": 835.5e12, "bfloat16": 835.5e12, "tf32": 417.5e12, "float32": 60e12},
+    "H100 PCIe": hardware("h100-pcie").flops,
+    "H100": hardware("h100-80gb").flops,
+    "A100": hardware("a100-80gb").flops,
+    "V100": hardware("v100-32gb").flops,
+    "RTX 4090": hardware("rtx-4090").flops,
+    "MI300X": hardware("mi300x").flops,
+    "L40S": {"float16": 362.05e12, "bfloat16": 362.05e12, "tf32": 183e12, "float32": 91.6e12},
+    "L40": {"float16": 181.05e12, "bfloat16": 181.05e12, "tf32": 90.5e12, "float32": 90.5e12},
+    "L4": {"float16": 121e12, "bfloat16": 121e12, "tf32": 60e12, "float32": 30.3e12},
+}
+"""Dense FLOP/s on the makers' data sheets, by words of the device's name; the first that are in it count."""
+
+
+def published_peak(name: str, dtype: torch.dtype) -> float | None:
+    """The published dense FLOP/s of the device of that name, None where the table does not have it, or only a part of
+    the device is ours (MIG).
+
+    Matrix products in float32 count as tf32 where `torch.set_float32_matmul_precision` lets them be.
+    """
+    for part, flops in PEAK_FLOPS.items():
+        if re.search(rf"\b{part}\b", name) and "MIG" not in name:
+            narrow = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" and "tf32" in flops
+            return flops.get("tf32" if narrow else str(dtype).removeprefix("torch."))
+    return None
+
+
+ENOUGH = 1.0
+"""Seconds of repetitions after which another one would show nothing new."""
+
+
+def measure_roofline(device: str, dtype: torch.dtype) -> Roofline:
+    """Measure both rates on `device`: the best of a few repetitions, as a limit should be."""
+    rates = _rates(device, dtype)
+    release(device)
+    return rates
+
+
+def _rates(device: str, dtype: torch.dtype) -> Roofline:
+    # Large enough on CUDA that launching, a few microseconds, is nothing beside it.
+    source = torch.empty(2**31 if device == "cuda" else 2**25, device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    copy = _fastest(device, lambda: target.copy_(source))
+    flops = _products_rate(device, dtype)
+    peak = published_peak(torch.cuda.get_device_name(), dtype) if device == "cuda" else None
+    if peak is None and dtype.itemsize < torch.float32.itemsize:
+        flops = max(flops, _products_rate(device, torch.float32))
+    return Roofline(flops, 2 * source.numel() / copy, peak or flops)  # a copy reads each byte and writes it
+
+
+def _products_rate(device: str, dtype: torch.dtype) -> float:
+    """FLOP/s of one large matrix product."""
+    size = 8192 if device == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _fastest(device, lambda: torch.matmul(a, b))
+
+
+def _fastest(device: str, function: Callable[[], object]) -> float:
+    """Seconds of the best of five; of fewer where one takes long, as half precision does on a CPU without it."""
+    repetitions: list[float] = []
+    while len(repetitions) < 5 and (len(repetitions) < 2 or sum(repetitions) < ENOUGH):
+        repetitions.append(_seconds(device, function))
+    return min(repetitions)
+
+
+def _seconds(device: str, function: Callable[[], object]) -> float:
+    watch = Stopwatch(device)
+    watch.start()
+    function()
+    return watch.stop().seconds

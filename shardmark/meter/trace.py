@@ -1,0 +1,239 @@
+"""One step under the profiler: ranges by phase and by module, Chrome traces, the CUDA memory snapshot.
+
+    with module_ranges(model):                      # blocks.0.attention.query and so on, in profilers and in Nsight
+        model(tokens)
+
+    profile = profile_step(workload, "cpu", trace=Path("step.json"))
+    profile.kernels("backward")                     # what ran in that phase, the longest first
+
+The profiler slows the host, so what it shows is where time goes, in shares; how long a step takes is the stopwatch's to
+say. A memory snapshot is CUDA's alone: there is none on CPU.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from shardmark.meter.kernels import REST, StepProfile, read_profile
+
+if TYPE_CHECKING:
+    from shardmark.api.workload import Workload
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints two lines at every use
+
+ACTIVITIES = {"cpu": [ProfilerActivity.CPU], "cuda": [ProfilerActivity.CPU, ProfilerActivity.CUDA]}
+
+HISTORY = 100_000
+"""Allocations and releases that a memory snapshot keeps at most, the last ones: each is a few KB of the file."""
+
+
+@contextmanager
+def nvtx_range(name: str, device: str) -> Iterator[None]:
+    """A range of that name in NVTX, which Nsight shows; on CPU nothing."""
+    if device == "cuda":
+        torch.cuda.nvtx.range_push(name)
+    try:
+        yield
+    finally:
+        if device == "cuda":
+            torch.cuda.nvtx.range_pop()
+
+
+@contextmanager
+def named_range(name: str) -> Iterator[None]:
+    """A range of that name in PyTorch's profiler, and where there is CUDA in NVTX."""
+    with record_function(name), nvtx_range(name, "cuda" if torch.cuda.is_available() else "cpu"):
+        yield
+
+
+@contextmanager
+def module_ranges(module: nn.Module) -> Iterator[frozenset[str]]:
+    """Give every submodule's forward a range named by its dotted path, and `module`'s own by its class.
+
+    A module that several share is named by the path below the one that called it. What is inside a compiled module is
+    left alone, as it does not run module by module. Yields the names there can be; afterwards no hook is left.
+    """
+    paths: dict[nn.Module, list[str]] = defaultdict(list)
+    _collect(module, "", paths)
+    running: list[tuple[nn.Module, str, ExitStack]] = []  # from the outermost
+
+    def enter(called: nn.Module, args: Any) -> None:
+        above = running[-1][1] if running else ""
+        below = [path for path in paths[called] if path.startswith(f"{above}." if above else "")]
+        path = (below or paths[called])[0]
+        open_range = ExitStack()
+        open_range.enter_context(named_range(_name(path, called)))
+        running.append((called, path, open_range))
+
+    def leave(called: nn.Module, args: Any, output: Any) -> None:
+        if running and running[-1][0] is called:  # or another's hook raised before ours could enter
+            running.pop()[2].close()
+
+    with ExitStack() as hooks:
+        for submodule in paths:
+            # Outermost of all hooks, so that what others do (gathering parameters, say) is in the range.
+            hooks.callback(submodule.register_forward_pre_hook(enter, prepend=True).remove)
+            hooks.callback(submodule.register_forward_hook(leave, always_call=True).remove)
+        try:
+            yield frozenset(_name(path, submodule) for submodule, own in paths.items() for path in own)
+        finally:
+            while running:  # left open by what is no Exception: Ctrl-C
+                running.pop()[2].close()
+
+
+def _collect(module: nn.Module, path: str, paths: dict[nn.Module, list[str]]) -> None:
+    paths[module].append(path)
+    if "_orig_mod" not in module._modules:  # torch.compile's wrapper
+        for name, child in module._modules.items():
+            if child is not None:
+                _collect(child, f"{path}.{name}" if path else name, paths)
+
+
+def _name(path: str, module: nn.Module) -> str:
+    return path or type(module).__name__
+
+
+def profile_step(workload: Workload, device: str, *, trace: Path | None = None) -> StepProfile:
+    """Profile one step, after one that is not: that one names the parts, which become ranges from mark to mark.
+
+    On CUDA each mark waits for the device, so that a phase's kernels lie within its range. What follows the last mark
+    is the phase "rest". `trace` is where to write the Chrome trace. Raises ValueError where the two steps differ in
+    their marks, RuntimeError under another profiler.
+    """
+    if torch.autograd._profiler_enabled():
+        raise RuntimeError("profile_step runs a profiler of its own, and another one is running")
+    marks: list[str] = []
+    workload.prepare()
+    workload.step(marks.append)
+    workload.prepare()
+    _synchronize(device)
+
+    with ExitStack() as ranges, profile(activities=ACTIVITIES[device]) as profiler:
+        names = ranges.enter_context(module_ranges(modules_of(workload)))
+        phases = _Phases([*marks, REST], device)
+        ranges.callback(phases.close)
+        workload.step(phases.mark)
+        phases.finish()
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(trace))
+    return read_profile(profiler, phases.names, names, device)
+
+
+class _Phases:
+    """Ranges from mark to mark. A range is named when it begins, so the names are the marks of an earlier step."""
+
+    def __init__(self, names: list[str], device: str) -> None:
+        self.names = names
+        self.device = device
+        self._ended = 0
+        self._range = ExitStack()
+        self._open()
+
+    def mark(self, part: str) -> None:
+        expected = [*self.names[:-1], None][self._ended]
+        if part != expected:
+            before = repr(expected) if expected else "the step's end"
+            raise ValueError(f"a step marks the same parts each time: {part!r} came where {before} had been")
+        self._end()
+        self._open()
+
+    def finish(self) -> None:
+        """The step is over."""
+        if self._ended != len(self.names) - 1:
+            raise ValueError(f"a step marks the same parts each time: {self.names[self._ended]!r} did not come")
+        self._end()
+
+    def close(self) -> None:
+        """End the open range, if there is one."""
+        self._range.close()
+
+    def _open(self) -> None:
+        self._range.enter_context(named_range(self.names[self._ended]))
+
+    def _end(self) -> None:
+        _synchronize(self.device)
+        self._range.close()
+        self._ended += 1
+
+
+def modules_of(workload: Workload) -> nn.Module:
+    """The workload's module; where it has several, one that holds them by their attributes' names."""
+    found = {name: value for name, value in vars(workload).items() if isinstance(value, nn.Module)}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    together = nn.Module()
+    for name, module in found.items():
+        together.add_module(name, module)
+    return together
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def memory_snapshot(path: Path, device: str) -> Iterator[list[Path]]:
+    """Record what the block allocates and releases, with stacks, into `path` for pytorch.org/memory_viz.
+
+    Yields the files that there are once the block has ended: none on CPU, whose allocator keeps no such history.
+    """
+    files: list[Path] = []
+    if device != "cuda":
+        yield files
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._record_memory_history(stacks="python", max_entries=HISTORY, clear_history=True)
+    try:
+        yield files
+        torch.cuda.memory._dump_snapshot(str(path))
+        files.append(path)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+class TraceFolder:
+    """The folder of `--trace-dir`, made where it is missing: what the files of each test are called in it.
+
+    With `others`, processes of the same run write to it as well. Raises ValueError, in one line, for a path that is no
+    folder and cannot become one.
+    """
+
+    def __init__(self, path: Path, others: bool = False) -> None:
+        try:
+            self._made = [each for each in (path, *path.parents) if not os.path.lexists(each)]
+            path.mkdir(parents=True, exist_ok=True)
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", error)
+            raise ValueError(f"--trace-dir {path}: it is to be a folder, and cannot be: {why}") from None
+        self.path = path.absolute()  # ranks may be elsewhere
+        self._others = others
+        self._tests: dict[str, str] = {}
+
+    def close(self) -> None:
+        """Where nothing was traced, the folders that it has made go."""
+        for each in self._made:
+            with suppress(OSError):
+                each.rmdir()
+
+    def stem(self, test_id: str, wanted: str) -> Path:
+        """The test's files without their endings: `wanted`, and a digest if another test of this run may have that."""
+        name = re.sub(r"[^\w.+=-]+", "_", wanted)[:150]
+        if self._others or self._tests.setdefault(name, test_id) != test_id:
+            name = f"{name}-{hashlib.sha256(test_id.encode()).hexdigest()[:8]}"
+        return self.path / name

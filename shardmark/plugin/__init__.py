@@ -1,0 +1,267 @@
+"""The pytest plugin: options and fixtures, each a few lines over the modules beside it.
+
+    @pytest.mark.family("naps")                            # `implementation` runs over the family's implementations
+    @pytest.mark.cases(Grid(smoke=[...], ...))             # `case` runs over the grid at --scale
+    @pytest.mark.question("What does a nap cost?", columns=["case", "time ms", "verdict"])  # of one table
+    def test_nap(implementation, case, measure): ...
+
+`world` is a warm world of each size in --ranks, `worlds(n)` one of a given size, and `link` what --link put between the
+ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Generator
+from contextlib import closing, suppress
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from shardmark.api import registry
+from shardmark.api.registry import Unsupported
+from shardmark.api.requirements import requires_compiler
+from shardmark.plugin.collection import pytest_collection_finish as pytest_collection_finish
+from shardmark.plugin.collection import pytest_collection_modifyitems as pytest_collection_modifyitems
+from shardmark.plugin.collection import pytest_generate_tests as pytest_generate_tests
+from shardmark.plugin.judge import Judge
+from shardmark.plugin.measure import Measure
+from shardmark.plugin.options import add_options
+from shardmark.plugin.progress import Progress
+from shardmark.plugin.session import SESSION, implementation_of, measures, start_session
+from shardmark.plugin.terminal import write_summary
+from shardmark.plugin.workers import SHARED, Worker
+from shardmark.ranks import torchrun
+from shardmark.ranks.link import Link
+from shardmark.ranks.machine import begin_with_own_device, keep_compiled_code_apart
+from shardmark.ranks.rank import WorldError, WorldLostError
+from shardmark.ranks.world import RankError, World
+from shardmark.report.undecided import Undecided
+from shardmark.rows.row import describe_machine
+from shardmark.text import printable
+
+WorldsBySize = Callable[[int], World]
+"""What the fixture `worlds` is."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options."""
+    add_options(parser)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Print the listing, or serve rank 0 when torchrun started us as another rank; then stop."""
+    if config.getoption("implementations"):
+        keep_compiled_code_apart()
+        with closing(start_session(config)) as session:
+            print(registry.listing(session.device))
+            session.ending.leave()
+        return 0
+    if torchrun.launched() and torchrun.rank() > 0:
+        session = start_session(config)
+        session.ending.leave()
+        torchrun.serve(session.device)
+        return 0
+    return None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Check the options, and have SIGTERM and SIGHUP end the run as Ctrl-C does: rows saved, tables printed."""
+    for marker in (
+        "family(name, option=None, only=None): run over the family's implementations (those whose target takes "
+        "`option`, while one that --impl names is skipped with that reason; those named in `only`, and with the "
+        "reference among them whatever --impl names)",
+        "cases(grid): run over the grid's cases at --scale",
+        "question(text, columns=None, short=None, answer=None, derivation=None, plots=()): the question that the rows "
+        "of these tests answer; they share a table, of those columns, a line of the end of the run, which has the "
+        "question in short and what `answer` reads from its entries, and in the page those plots; an answer may be a "
+        "text instead, which holds if its tests pass, and whose derivation is lines",
+    ):
+        config.addinivalue_line("markers", marker)
+    keep_compiled_code_apart()
+    begin_with_own_device()
+    session = start_session(config)
+    config.stash[SESSION] = session
+    if torchrun.launched():  # at once, as the other ranks are waiting
+        try:
+            session.worlds = torchrun.TorchrunWorlds(session.device, partial(_end_with, config))
+        except WorldError as error:
+            raise pytest.UsageError(str(error)) from None
+    config.pluginmanager.register(LastToFinish(), "shardmark's end")
+    config.pluginmanager.register(Progress(config), "shardmark progress")
+    config.pluginmanager.register(Undecided(), "shardmark undecided")
+    config.pluginmanager.register(session.outcomes, "shardmark outcomes")
+    if session.selected:
+        config.pluginmanager.register(Judge(session), "shardmark judge")
+    for name, compares in (("gate", session.gate), ("ref", session.ref)):
+        if compares is not None:
+            config.pluginmanager.register(compares, f"shardmark {name}")
+    if SHARED in getattr(config, "workerinput", {}):
+        config.pluginmanager.register(Worker(session), "shardmark worker")
+
+
+def _end_with(config: pytest.Config, line: str) -> None:
+    """End the run after the test that is running, whose failure is told whatever torchrun sends by then."""
+    config.stash[SESSION].ending.hold()
+    config.pluginmanager.get_plugin("session").shouldstop = line  # type: ignore[union-attr]
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """The seed, and the link between the ranks, if there is one."""
+    session = config.stash[SESSION]
+    link = [f"link: the ranks live on two hosts, joined at {session.link_rate}"] if session.link_rate else []
+    return [f"inputs: --seed {session.seed}", *link]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End every rank, print the tables where pytest has not come to that, as where its first folder is gone, and last
+    of all where the report is."""
+    session = config.stash.get(SESSION, None)
+    if session is None:
+        return
+    try:
+        session.ending.hold()
+        session.close()
+        terminal = config.pluginmanager.get_plugin("terminalreporter")
+        if session.rows.rows and not session.shown and terminal is not None:
+            with suppress(OSError):  # nobody reads what is printed
+                pytest_terminal_summary(terminal, config)
+        if session.report is not None and terminal is not None:
+            with suppress(OSError):
+                terminal.write_line(printable(session.report.outcome), red=not session.report.written)
+    finally:
+        session.ending.leave()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Seed its inputs, and skip it where its implementation does not run here: not before, as to find that out may
+    take seconds."""
+    torch.manual_seed(item.config.stash[SESSION].seed + zlib.crc32(item.nodeid.encode()))
+    implementation = implementation_of(item)
+    if implementation is not None:
+        device, to_measure = item.config.stash[SESSION].device, measures(item)
+        if reason := implementation.unavailable_reason(device, to_measure):
+            item.add_marker(pytest.mark.skip(reason=f"{implementation.name}: {reason}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, Any, Any]:
+    """Skip a test whose implementation does not take its inputs, or whose world is lost, with what it says."""
+    try:
+        return (yield)
+    except WorldLostError as error:  # no fault of this test
+        pytest.skip(str(error))
+    except (Unsupported, RankError) as error:
+        cause = error.exception if isinstance(error, RankError) else error
+        if not isinstance(cause, Unsupported):
+            raise
+        pytest.skip(str(cause))
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> str:
+    """ "cpu" or "cuda", from --device."""
+    return pytestconfig.stash[SESSION].device
+
+
+@pytest.fixture
+def compiler(device: str) -> None:
+    """For a test that calls `torch.compile` itself: it is skipped where that does not work."""
+    if reason := requires_compiler(device):
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def worlds(pytestconfig: pytest.Config) -> WorldsBySize:
+    """`worlds(n)` is a warm world of n ranks; the test is skipped where the machine has no room for it."""
+
+    def get(size: int) -> Any:
+        try:
+            return pytestconfig.stash[SESSION].worlds.get(size)
+        except WorldError as error:
+            pytest.skip(str(error))
+
+    return get
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest, worlds: WorldsBySize) -> World:
+    """A warm world of each size in --ranks."""
+    return worlds(request.param)
+
+
+@pytest.fixture
+def link(pytestconfig: pytest.Config) -> Link:
+    """The link between the ranks, from --link; without one the test is skipped."""
+    found = pytestconfig.stash[SESSION].link
+    if found is None:
+        pytest.skip("needs a link between the ranks: --link 1gbit, as root")
+    return found
+
+
+@pytest.fixture
+def measure(request: pytest.FixtureRequest, benchmark: Any) -> Measure:
+    """Measure a case, hold it to its budgets, and save its row: see `shardmark.plugin.measure.Measure`."""
+    return Measure(request.config.stash[SESSION], request.node, benchmark)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    """Name the GPUs, driver, torch and triton."""
+    machine_info.update(describe_machine(config.stash[SESSION].device))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
+    """Add the rows without times and what a report has to know of the questions, and write our tests' parameters as
+    their ids."""
+    session = config.stash[SESSION]
+    output_json["unmeasured"] = session.rows.unmeasured
+    output_json["questions"] = session.questions.saved()
+    for entry in output_json["benchmarks"]:
+        if entry["fullname"] in session.rows.names:
+            entry["cells"] = session.questions.own_cells(entry)
+            entry["params"] = {name: str(value) for name, value in (entry["params"] or {}).items()} or entry["params"]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
+    """Save the rows before pytest-benchmark would, and before any test's fixture is torn down."""
+    try:
+        session.config.stash[SESSION].rows.finish()
+    except KeyboardInterrupt:  # it came while they were written, and the run is at its end
+        session.exitstatus = pytest.ExitCode.INTERRUPTED
+    return (yield)
+
+
+class LastToFinish:
+    """What comes after all that is to be done and before the tables, which nothing keeps from being printed."""
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
+        try:
+            return (yield)
+        except KeyboardInterrupt:
+            session.exitstatus = pytest.ExitCode.INTERRUPTED
+        finally:
+            session.config.stash[SESSION].ending.hold()
+            _write_report(session)
+
+
+def _write_report(session: pytest.Session) -> None:
+    """The page of `--report`; where that fails, the run does not pass."""
+    own = session.config.stash[SESSION]
+    older = [] if own.gate is None or own.gate.baseline is None else [(own.gate.name, own.gate.baseline.output)]
+    if own.report is not None and own.rows.rows and not own.report.write_run(own.rows.output(), older):
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """What a run has to say when it ends; with -v, also its tables."""
+    session = config.stash[SESSION]
+    session.shown = True
+    write_summary(terminalreporter, session, verbose=config.option.verbose > 0)

@@ -1,0 +1,95 @@
+"""The plugin's hooks of collection: over what a test runs, which tests run, and what the run is to judge."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from shardmark.api import registry
+from shardmark.api.registry import RegistryError
+from shardmark.meter.clock import DeviceClock
+from shardmark.plugin.session import SESSION, implementation_of, measures
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrize `implementation`, `case` and `world` from markers and options."""
+    session = metafunc.config.stash[SESSION]
+    family, grid = (metafunc.definition.get_closest_marker(name) for name in ("family", "cases"))
+    if "implementation" in metafunc.fixturenames and family is not None:
+        option, only = family.kwargs.get("option"), family.kwargs.get("only")
+        if family.args[0] in session.selected and only and registry.family(family.args[0]).reference in only:
+            only = None  # a user's own runs wherever the reference does
+        try:
+            entries = session.implementations(family.args[0])
+        except RegistryError as error:
+            raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {error}") from None
+        entries = [entry for entry in entries if only is None or entry.name in only]
+        lacking = [] if option is None else [entry for entry in entries if not entry.accepts(option)]
+        if family.args[0] not in session.selected:
+            entries = [entry for entry in entries if entry not in lacking]
+        metafunc.parametrize(
+            "implementation",
+            [
+                pytest.param(
+                    entry,
+                    id=entry.name,
+                    marks=[pytest.mark.skip(reason=f"its signature has no option {option!r}")]
+                    if entry in lacking
+                    else [],
+                )
+                for entry in entries
+            ],
+        )
+    if "case" in metafunc.fixturenames and grid is not None:
+        metafunc.parametrize("case", session.cases(grid.args[0]), ids=str)
+    own = " ".join(str(marker.args[0]) for marker in metafunc.definition.iter_markers("parametrize"))
+    if "world" in metafunc.fixturenames and "world" not in re.findall(r"\w+", own):
+        contract = family is not None and "measure" not in metafunc.fixturenames
+        sizes = session.contract_ranks if contract else session.ranks
+        metafunc.parametrize("world", sizes, ids=[f"{n}ranks" for n in sizes], indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--impl`, keep the tests that run over an implementation of those families; with `--model`, those that run
+    over its case. Give benchmarks our clock.
+
+    Raises pytest.UsageError, in one line, for a question's columns that there are not.
+    """
+    session = config.stash[SESSION]
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
+    for item in items:
+        implementation = implementation_of(item)
+        chosen = not session.selected or (implementation is not None and implementation.family in session.selected)
+        grid = item.get_closest_marker("cases")
+        (kept if chosen and session.asks(grid and grid.args[0]) else dropped).append(item)
+        if measures(item):
+            _use_device_clock(item, session.clock)
+            if session.simulated:  # of some rows no time is known
+                item.add_marker(pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"))
+        if question := item.get_closest_marker("question"):
+            session.questions.state(question)
+    items[:] = kept
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Count what this run is to judge, as its verdicts share one error; note which tests are a question's: those that
+    measure, and of a derived answer all."""
+    own = session.config.stash[SESSION]
+    own.count_judgements(session.items)
+    for item in session.items:
+        if marker := item.get_closest_marker("question"):
+            question = own.questions[marker.args[0]]
+            if isinstance(question.answer, str) or measures(item):
+                question.tests.add(item.nodeid)
+
+
+def _use_device_clock(item: pytest.Item, clock: DeviceClock) -> None:
+    """Set pytest-benchmark's `timer`, and its `group` to the question, on top of the test's own marker."""
+    own = item.get_closest_marker("benchmark")
+    question = item.get_closest_marker("question")
+    options = {"group": question.args[0] if question else None, **(own.kwargs if own else {}), "timer": clock}
+    item.add_marker(pytest.mark.benchmark(**options), append=False)

@@ -1,0 +1,309 @@
+"""The `measure` fixture: admit a case and measure it on a world; its row and verdicts are `shardmark.plugin.recorder`'s."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NoReturn, TypeVar
+
+import pytest
+
+from shardmark.api import registry
+from shardmark.api.registry import Implementation, Race
+from shardmark.api.work import Work
+from shardmark.api.workload import Workload
+from shardmark.meter.measure_case import NEAR, blocks_at_peak, measure
+from shardmark.meter.memory import Memory, available_bytes, is_out_of_memory
+from shardmark.meter.over_budget import Held
+from shardmark.meter.plan import Identity, Plan, Rounds
+from shardmark.plugin.recorder import Rates, Recorder
+from shardmark.predict.entry import predicted_time_entry
+from shardmark.predict.simulation.rates import WITHIN
+from shardmark.predict.worlds import SimulatedWorlds
+from shardmark.ranks.deadline import within
+from shardmark.ranks.world import RankError, World
+from shardmark.rows.observers import Observer, Profile
+from shardmark.rows.row import Row, memory_entry, new_row
+from shardmark.verdict import budget
+from shardmark.verdict.betting import SHOWN_CONFIDENCE, fewest_rounds
+from shardmark.verdict.budget import MEMORY_SLACK, MIB, Limits, MemoryBudget
+
+T = TypeVar("T")
+
+
+class Measure(Recorder):
+    """Measure one case and hold it to its budgets; a test calls it once.
+
+        measure(TrainingStep, implementation, case, work=work(case, world.size), world_size=world.size)
+
+    `workload` is a module-level class (`shardmark.meter.plan.Workload`); `work` is what one step does on all ranks; `rates`
+    turns the mean step time into further figures of the row's work. The memory budget is `slack` times the
+    implementation's own formula; of one that has none, times what a simulation predicts. `time` is the race; without
+    it, the one that the implementation is registered with. A case whose `time` has a goal is not started without room
+    for the peer too. `rounds` are by default those of pytest-benchmark's options; more are added while a verdict is
+    undecided. `observe` is what else is to be seen (`shardmark.rows.observers`). The row is saved whatever the verdict. Over
+    budget, the test fails; where the rounds leave a time budget undecided, so is the test; where the case would not
+    fit, it is skipped.
+
+    A test that measures by its own means saves its row with `record`.
+    """
+
+    def __call__(
+        self,
+        workload: type[Workload],
+        implementation: Implementation,
+        case: Any,
+        *,
+        work: Work,
+        world_size: int = 1,
+        slack: float = MEMORY_SLACK,
+        time: Race | None = None,
+        rounds: Rounds | None = None,
+        rates: Rates = lambda seconds: {},
+        observe: Sequence[Observer] = (),
+    ) -> Row:
+        """Returns the row. Raises TypeError where the workload lacks what an observer needs."""
+        __tracebackhide__ = True
+        session = self._session
+        for observer in observe:
+            observer.check(workload)
+        trace = session.trace.stem(self._item.nodeid, f"{case}-{implementation}") if session.trace else None
+        if trace is not None and not any(isinstance(observer, Profile) for observer in observe):
+            observe = [*observe, Profile()]
+        race = time or implementation.time
+        if race is not None and (session.model is not None or not race.applies(case, session.device)):
+            race = Race(race.peer)
+        least = fewest_rounds(SHOWN_CONFIDENCE) if race is not None and race.goal is not None else 1
+        if race is not None and session.gate is not None:
+            least = fewest_rounds(self._confidence(race))
+        plan = Plan(
+            workload,
+            implementation,
+            self._peer(implementation, race),
+            case,
+            session.device,
+            world_size,
+            self._rounds(rounds, max([least, *(observer.min_rounds for observer in observe)])),
+            tensors_before=None if session.gate is None else session.gate.tensors(self._benchmark.fullname),
+            limits=self._limits(race),
+            observers=tuple(type(observer) for observer in observe),
+            coin=secrets.randbits(64),
+            trace=trace,
+        )
+
+        if session.simulated:
+            with within(self.deadline):
+                return self._predict(plan, work, slack, observe)
+        memory, identity = self._budget(plan, slack), plan.identity
+        plan = replace(plan, memory=memory)
+        goal = None if time is None else time.goal
+        plan = self._with_room_for_peer(plan, self._admit(identity, memory), goal)
+        ranks = self._unless_out_of_memory(
+            identity, memory, lambda: session.worlds.get(world_size).run(measure, plan, deadline=self.deadline)
+        )
+
+        def at_peak() -> list[Held]:
+            held = session.worlds.get(world_size).run(blocks_at_peak, plan, deadline=self.deadline)
+            return max(held, key=lambda rank: sum(each.nbytes for each in rank))
+
+        def beside_ref(row: Row) -> list[tuple[str, str]]:
+            if session.ref is None or self._benchmark.disabled:
+                return []
+            world = session.worlds.get(world_size)
+            assert isinstance(world, World)
+            return session.ref.judge(self._benchmark.fullname, plan, row, world, self._confidence(race), self.deadline)
+
+        return self.record(
+            identity,
+            ranks,
+            work=work,
+            time=race,
+            memory=memory,
+            rates=rates,
+            observe=observe,
+            at_peak=at_peak,
+            beside_ref=beside_ref,
+        )
+
+    @property
+    def deadline(self) -> float:
+        """Seconds for one call on the ranks, or one prediction here."""
+        return self._session.deadlines.measured
+
+    def attempt(self, identity: Identity, memory: MemoryBudget | None, run: Callable[[], list[T]]) -> list[T]:
+        """What `run` returns, if the case fits and memory does not run out; else its row says so, and the test ends."""
+        __tracebackhide__ = True
+        if self._session.simulated:
+            raise registry.Unsupported("it measures by its own means, and --simulate predicts steps alone")
+        self._admit(identity, memory)
+        return self._unless_out_of_memory(identity, memory, run)
+
+    def _predict(self, plan: Plan, work: Work, slack: float, observe: Sequence[Observer]) -> Row:
+        """Judge and save what the case would take on the first rank, and return the row. Times are judged by none:
+        they are estimates.
+        """
+        __tracebackhide__ = True
+        # Imported here because all of PyTorch's FSDP comes with it, which takes a second.
+        from shardmark.predict.simulation.chrome_trace import write_trace
+        from shardmark.predict.simulation.communicator import communicator_bytes, room
+        from shardmark.predict.simulation.predict import predict, predicted_at_peak, predicted_peer
+
+        session = self._session
+        assert session.simulated is not None
+        on = session.simulated.hardware
+        observe = [observer for observer in observe if observer.of_memory]
+        plan = replace(plan, observers=tuple(type(observer) for observer in observe))
+        ranks = [predict(plan, on=on)]
+        memory = self._budget(plan, slack, [rank.memory for rank in ranks])
+        row = new_row(replace(plan.identity, device=on.device, backend=ranks[0].backend), session.scale, None)
+        of_cuda: Row = {}
+        if on.device == "cuda":
+            size = plan.world_size
+            of_cuda = {"communicator": communicator_bytes(on, size), "available": room(on, size)}
+        row |= {
+            "simulated": True,
+            "hardware": on.name,
+            "memory": memory_entry(ranks, memory) | of_cuda,
+            "work": asdict(work),
+            "time": {"ratio": None},
+        }
+        stats = None
+        assert isinstance(session.worlds, SimulatedWorlds)
+        here = session.worlds.machine
+        step = ranks[0].steps.get(on.name) if here is None else here.step(plan)
+        if step is not None and step.seconds:  # a test may have no operators
+            theirs = predicted_peer(plan, on) if here is None else here.peer(plan)
+            row["time"] = predicted_time_entry(step, plan.peer, theirs, WITHIN if here is None else None)
+            if plan.trace is not None:
+                row["trace"] = [write_trace(step, plan.trace.with_name(f"{plan.trace.name}.json")).name]
+            stats = {"mean": step.seconds, "stddev": 0.0, "rounds": 1}
+            self._replay([step.seconds])
+        for observer in observe:
+            observer.fill(row, ranks)
+        absolute = [replace(own, seconds=None) for own in session.budgets_for(self._item.nodeid)]
+        tensors, peaks = row["memory"]["tensors_by_rank"], row["memory"]["peak_by_rank"]
+        verdicts = list(budget.verdicts(tensors, peaks, [], None, None, memory, absolute, self._confidence(None)))
+        self._conclude(row, stats, verdicts, observe, memory, lambda: predicted_at_peak(plan, on))
+        return row
+
+    def _budget(self, plan: Plan, slack: float, predicted: Sequence[Memory] = ()) -> MemoryBudget | None:
+        """By the implementation's own formula, or where none knows the case by a prediction, if there can be one."""
+        session = self._session
+        if session.model is None and plan.implementation.memory is not None:
+            return memory_budget(plan.implementation, plan.case, session.hardware.device, slack)
+        if session.model is None and session.simulated:
+            return None  # a prediction is no budget for itself; of a model it is, for the steps to come
+        from shardmark.predict.memory_budget import predicted_budget  # as above
+
+        if session.model is not None and session.device == "cpu":
+            # To the byte, but for what a backend's thread may release late.
+            slack = 1.0 if session.simulated or plan.world_size == 1 else NEAR
+        try:
+            with within(self.deadline):  # the step runs here, and not on a rank
+                if session.model is None:
+                    return predicted_budget(plan, session.hardware, slack, every_rank=False)
+                return predicted_budget(plan, session.hardware, slack, predicted)
+        except Exception as error:
+            if session.simulated and not isinstance(error, registry.Unsupported):
+                raise  # a real run goes on without
+            self._item.warn(pytest.PytestWarning(f"{plan.implementation} has no memory budget: {error}"))
+            return None
+
+    def _limits(self, race: Race | None) -> Limits | None:
+        """What the rounds are to decide; None where pytest-benchmark is disabled."""
+        ratios: tuple[float, ...] = (race.budget,) if race is not None and race.budget is not None else ()
+        if race is not None and self._session.gate is not None:
+            ratios += self._session.gate.limits(self._benchmark.fullname, race.peer)
+        seconds = [own.seconds for own in self._session.budgets_for(self._item.nodeid) if own.seconds is not None]
+        if self._benchmark.disabled or not (ratios or seconds):
+            return None
+        return Limits(self._confidence(race), ratios, tuple(seconds))
+
+    def _peer(self, implementation: Implementation, race: Race | None) -> Implementation | None:
+        """The implementation that it is raced against, if that is another one and runs here."""
+        if race is None:
+            return None
+        peer = registry.family(implementation.family).implementations[race.peer]
+        return (
+            None
+            if peer.target is implementation.target or peer.unavailable_reason(self._session.device, to_measure=True)
+            else peer
+        )
+
+    def _rounds(self, own_rounds: Rounds | None, least: int) -> Rounds:
+        """The test's own, or by pytest-benchmark's options (a test's marker goes first); at least `least`."""
+        marker = self._item.get_closest_marker("benchmark")
+        own = marker.kwargs if marker else {}
+
+        def option(name: str) -> Any:
+            return own.get(name, self._session.config.getoption(f"benchmark_{name}"))
+
+        if self._benchmark.disabled:
+            return Rounds(minimum=1, maximum=1)
+        if own_rounds is not None:
+            return replace(own_rounds, minimum=max(least, own_rounds.minimum))
+        cases = self._item.get_closest_marker("cases")
+        published = cases.args[0].full_rounds if cases and self._session.scale == "full" else 0
+        return Rounds(
+            minimum=max(least, published, option("min_rounds")),
+            max_seconds=float(option("max_time")),
+            warmups=max(1, option("warmup_iterations")) if option("warmup") else 2,
+            max_warmup_seconds=float(option("max_time")) if option("warmup") else math.inf,
+            disable_gc=option("disable_gc"),
+        )
+
+    def _admit(self, identity: Identity, memory: MemoryBudget | None) -> int:
+        """Bytes available for the case; one that would not fit is skipped, with a row that says what it needs."""
+        needed = 0 if memory is None else memory.needed * _copies(identity)
+        available = min(self._session.worlds.get(identity.world_size).run(available_bytes, identity.device))
+        if needed > available:
+            self._not_started(identity, memory, needed, available)
+        return available
+
+    def _not_started(self, identity: Identity, memory: MemoryBudget | None, needed: int, available: int) -> NoReturn:
+        why = f"needs {needed / MIB:,.0f} MiB of {available / MIB:,.0f} MiB available"
+        self._unmeasured(identity, memory, budget.NOT_STARTED, why, needed=needed, available=available)
+        pytest.skip(f"{budget.NOT_STARTED}: {why}")
+
+    def _with_room_for_peer(self, plan: Plan, available: int, goal: float | None) -> Plan:
+        """The plan, without its peer where there is no room for both; with a goal, it is not started then."""
+        own = plan.memory
+        other = None if plan.peer is None else self._budget(replace(plan, implementation=plan.peer), slack=1)
+        if own is None or other is None:
+            return plan
+        workspace = max(own.expected_workspace, other.expected_workspace)  # they take turns
+        both = (own.formula + other.formula + workspace) * _copies(plan.identity)
+        if both <= available:
+            return plan
+        if goal is not None:
+            self._not_started(plan.identity, own, both, available)
+        self._item.warn(
+            pytest.PytestWarning(
+                f"measured without its peer {plan.peer}: both need {both / MIB:,.0f} MiB of {available / MIB:,.0f} MiB"
+            )
+        )
+        return replace(plan, peer=None)
+
+    def _unless_out_of_memory(self, identity: Identity, memory: MemoryBudget | None, run: Callable[[], T]) -> T:
+        __tracebackhide__ = True
+        try:
+            return run()
+        except Exception as error:
+            cause = error.exception if isinstance(error, RankError) else error
+            if not is_out_of_memory(cause):
+                raise
+            why = f"on rank {getattr(error, 'rank', 0)}: {str(cause) or 'MemoryError'}"
+            self._unmeasured(identity, memory, budget.OUT_OF_MEMORY, why)
+            pytest.fail(f"{budget.OUT_OF_MEMORY} {why}", pytrace=False)
+
+
+def memory_budget(implementation: Implementation, case: Any, device: str, slack: float = MEMORY_SLACK) -> MemoryBudget:
+    """The implementation's peak by its own formula, and the slack that it is given."""
+    return MemoryBudget(implementation.peak(case, device), slack, implementation.workspace(case, device))
+
+
+def _copies(identity: Identity) -> int:
+    """How many ranks share the memory that is available: on CPU, all."""
+    return 1 if identity.device == "cuda" else identity.world_size

@@ -1,0 +1,253 @@
+"""The options: how pytest shows them, and what their values may be. A bad value is a ValueError of one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardmark.api import registry
+from shardmark.api.registry import Implementation
+from shardmark.meter.hardware import THIS
+from shardmark.predict import worlds
+from shardmark.ranks import torchrun
+from shardmark.ranks.deadline import MEASURED
+from shardmark.ranks.rank import WorldError, available_cores
+from shardmark.ranks.world import available_ranks, check_size
+
+DEVICES = ("auto", "cpu", "cuda")
+LARGEST_SEED = 2**63 - 1
+"""A test's own number, and a rank's, are added to it, and torch takes 64 bits."""
+GROUPINGS = ("group", "name", "func", "fullfunc", "fullname", "param")
+MOST_ROUNDS = 10**6
+LONGEST_DEADLINE = 1e6
+"""Seconds, eleven days: the kernel takes no more milliseconds."""
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Add Shardmark's options to pytest's, in the order in which `--help` shows them."""
+    group = parser.getgroup("shardmark")
+    group.addoption("--device", default="auto", help="where tensors live: auto (CUDA where it works), cpu or cuda")
+    group.addoption(
+        "--scale",
+        default="auto",
+        help="grid of cases: auto (paper on CUDA, laptop on CPU), "
+        "smoke (seconds), laptop (minutes), paper (the telling sizes of what people publish) or full (all)",
+    )
+    group.addoption("--ranks", default=None, metavar="N,N", help="world sizes to use, such as 2,4")
+    group.addoption(
+        "--link",
+        default=None,
+        metavar="RATE",
+        help="have the ranks live on two hosts, as two network namespaces, joined by a link of that rate, such as "
+        "1gbit; needs root and iproute2",
+    )
+    group.addoption(
+        "--impl",
+        action="append",
+        default=[],
+        metavar="FAMILY=TARGET",
+        help="run one family alone, on this implementation: a registered name, module:attribute or "
+        "file.py:attribute; repeatable",
+    )
+    group.addoption(
+        "--model",
+        default=None,
+        metavar="FILE:ATTR",
+        help="run on your own model alone: a function that returns (model, batch, loss), as file.py:attribute or "
+        "module:attribute",
+    )
+    group.addoption(
+        "--implementations",
+        action="store_true",
+        help="print every family's implementations and whether each runs here, and stop",
+    )
+    group.addoption(
+        "--budgets",
+        default=None,
+        metavar="FILE",
+        help="your own limits, a TOML table per test-id pattern with `seconds` (of a step) and `bytes` (peak)",
+    )
+    group.addoption(
+        "--against",
+        default=None,
+        metavar="OLD.json",
+        help="fail on what got slower or larger, beyond noise, since the run that wrote that file of --benchmark-json",
+    )
+    group.addoption(
+        "--against-ref",
+        default=None,
+        metavar="REF",
+        help="run each case in that commit, branch or tag as well, in turns, and fail on what is slower or larger now",
+    )
+    group.addoption(
+        "--update-baseline",
+        action="store_true",
+        help="write what this run measures to the file of --against, whatever got slower or larger",
+    )
+    group.addoption(
+        "--report",
+        default=None,
+        metavar="OUT.html",
+        help="write the page of this run: plots and tables in one file; with OUT.md, Markdown for a pull request",
+    )
+    group.addoption(
+        "--simulate",
+        default=None,
+        metavar="HARDWARE[:RANKS]",
+        help="predict each case in place of running it, on that hardware and so many ranks: h100-80gb:8, this:2",
+    )
+    group.addoption(
+        "--trace-dir",  # --trace is pytest's own: it breaks into the debugger
+        default=None,
+        metavar="DIR",
+        help="profile one more step of each measured case: a Chrome trace, and on CUDA a memory snapshot, in DIR",
+    )
+    group.addoption(
+        "--seed",
+        default="0",
+        help="of the inputs that tests draw: the same ones in each run, unless another seed is given",
+    )
+    group.addoption(
+        "--deadline",
+        default=None,
+        metavar="SECONDS",
+        help="how long a test may take on what --impl names before it counts as hung: 60, and 3 once it has hung; a "
+        f"measured case may take {MEASURED:g} times as long, and is skipped once it has hung",
+    )
+
+
+def check_measures(name: str, option: Callable[..., Any]) -> None:
+    disabled = option("benchmark_disable", True) and not option("benchmark_enable", False)
+    if disabled or option("benchmark_skip", False) or option("dist", "no") != "no":
+        raise ValueError(f"{name} needs measurements: not --benchmark-disable, --benchmark-skip or pytest-xdist's -n")
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"{name} is one of {', '.join(allowed)}, not {value!r}")
+    return value
+
+
+def device(value: str, ranks: str | None) -> str:
+    one_of("--device", value, DEVICES)
+    if value == "cuda" and not torch.cuda.is_available():
+        needed = max([int(n) for n in (ranks or "").split(",") if n.strip().isdigit()], default=1)
+        raise ValueError(f"--device cuda needs {needed} CUDA device{'s'[: needed > 1]}, and this machine has 0")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if value == "auto" else value
+
+
+def simulated(option: Callable[..., Any]) -> worlds.Simulated | None:
+    """What `--simulate` asks for; None without it."""
+    if option("simulate") is None:
+        return None
+    on_this = option("simulate").partition(":")[0] == THIS  # which measures its rates, on a link too
+    real = ("ranks", *(() if on_this else ("link",)), "against", "against_ref")
+    asked = worlds.simulated(option("simulate"))
+    if asked.hardware.device == "cpu" and not on_this:  # whose times are not known
+        real = (*real, "trace_dir")
+    if taken := next((name for name in real if option(name) is not None), None):
+        raise ValueError(f"--simulate runs nothing: not with --{taken.replace('_', '-')}")
+    if option("device") == "cuda" or torchrun.launched():
+        raise ValueError(f"--simulate runs nothing: not with {'torchrun' if torchrun.launched() else '--device cuda'}")
+    return asked
+
+
+def path(name: str, option: Callable[[str], str]) -> Path:
+    if not option(name):
+        raise ValueError(f"--{name.replace('_', '-')} takes a path, not ''")
+    return Path(option(name))
+
+
+def check_benchmark(option: Callable[..., Any]) -> None:
+    """What pytest-benchmark would find out when all is measured, or not at all."""
+    for name, most in (("min_rounds", MOST_ROUNDS), ("max_time", LONGEST_DEADLINE), ("warmup_iterations", MOST_ROUNDS)):
+        value = option(f"benchmark_{name}", 0)
+        if not 0 <= float(value) <= most:
+            raise ValueError(f"--benchmark-{name.replace('_', '-')} is a number from 0 to {most:g}, not {value}")
+    for each in (option("benchmark_group_by", None) or "group").split(","):
+        if each not in GROUPINGS and not each.startswith("param:"):
+            raise ValueError(f"--benchmark-group-by is of {', '.join(GROUPINGS)}, param:NAME, not {each!r}")
+    if option("benchmark_compare_fail", None) and not option("benchmark_compare", None):
+        raise ValueError("--benchmark-compare-fail needs --benchmark-compare, which names what to compare with")
+    storage = str(option("benchmark_storage", None) or "")
+    if "://" in storage and not re.match(r"file://|elasticsearch\+https?://", storage):
+        raise ValueError(f"--benchmark-storage is file://PATH or elasticsearch+http://HOST, not {storage!r}")
+
+
+def seed(value: str) -> int:
+    with suppress(ValueError):
+        if 0 <= (seed := int(value)) <= LARGEST_SEED:
+            return seed
+    raise ValueError(f"--seed is a whole number from 0 to {LARGEST_SEED}, not {value!r}")
+
+
+def deadline(value: str | None) -> float | None:
+    if value is None:
+        return None
+    with suppress(ValueError):
+        if 0 < (seconds := float(value)) <= LONGEST_DEADLINE:  # nan is neither
+            return seconds
+    raise ValueError(f"--deadline is seconds, more than 0 and at most {LONGEST_DEADLINE:g}, not {value!r}")
+
+
+def ranks(value: str | None, device: str) -> list[int]:
+    """`--ranks` as numbers; by default torchrun's ranks, else every GPU, else 2 (1 on a single core)."""
+    if value is None:
+        if torchrun.launched():
+            return [torchrun.world_size()]
+        return [torch.cuda.device_count() if device == "cuda" else min(2, available_cores())]
+    try:
+        sizes = [int(part) for part in value.split(",")]
+    except ValueError:
+        raise ValueError(f"--ranks takes world sizes such as 2,4, not {value!r}") from None
+    for size in [] if torchrun.launched() else sizes:  # torchrun's own may be on many machines
+        try:
+            check_size(size, device)
+        except WorldError as error:
+            raise ValueError(f"--ranks {value}: {error}") from None
+    return list(dict.fromkeys(sizes))
+
+
+def contract_ranks(ranks: list[int], device: str) -> list[int]:
+    """With three more: an odd number, that shards rarely divide by."""
+    if torchrun.launched():
+        return ranks
+    sizes = {2, 3} if device == "cpu" else {*ranks, 3}
+    return sorted(size for size in sizes if size <= available_ranks(device))
+
+
+def selected(options: list[str], device: str, refused: dict[str, str]) -> dict[str, list[Implementation]]:
+    """What `--impl` names, by family. What its family's check refuses goes to `refused`, and does not end the others.
+
+    Raises RegistryError where nothing is left.
+    """
+    selected: dict[str, list[Implementation]] = {}
+    for option in dict.fromkeys(options):
+        family, spec = registry.family_and_target(option)
+        implementation = registry.resolve(family, spec)
+        chosen = selected.setdefault(family, [])
+        if implementation.unavailable_reason(device) is None:
+            try:
+                registry.check_contract(implementation, device)
+            except registry.RegistryError as error:
+                refused[option] = str(error)
+                continue
+        chosen.append(_told_apart(implementation, chosen))
+    if refused and not any(selected.values()):
+        raise registry.RegistryError("; ".join(refused.values()))
+    return selected
+
+
+def _told_apart(implementation: Implementation, others: list[Implementation]) -> Implementation:
+    """With its file in its name, and if need be its folder, where another one has the same name."""
+    taken = {other.name for other in others}
+    parts = implementation.spec.replace(".py:", ":").replace(":", "/").split("/")
+    names = [implementation.name, ".".join(parts[-2:]), ".".join(parts[-3:]), implementation.spec]
+    return replace(implementation, name=next(name for name in names if name not in taken))

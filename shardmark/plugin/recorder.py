@@ -1,0 +1,179 @@
+"""What becomes of a measured case: its row, the verdicts on it, and whether its test passes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shardmark.api.registry import Race
+from shardmark.api.work import Work
+from shardmark.meter.disturbances import in_words
+from shardmark.meter.over_budget import Held, excess_lines
+from shardmark.meter.plan import Identity, Measured
+from shardmark.report import undecided
+from shardmark.rows.observers import Observer
+from shardmark.rows.row import (
+    Row,
+    budget_entry,
+    counters_entry,
+    limit_entry,
+    main_figures,
+    memory_entry,
+    new_row,
+    step_seconds,
+    time_entry,
+)
+from shardmark.verdict import budget
+from shardmark.verdict.betting import FAIL, UNDECIDED
+from shardmark.verdict.budget import MemoryBudget
+
+if TYPE_CHECKING:
+    from shardmark.plugin.session import Session
+
+Rates = Callable[[float], dict[str, float]]
+
+MARGIN = 1.1
+"""Times the fastest that this machine was seen to compute: what seems to compute more has left work out."""
+
+
+class Recorder:
+    """Judges what the ranks measured of a test's case, and saves its row."""
+
+    def __init__(self, session: Session, item: pytest.Item, benchmark: Any) -> None:
+        self._session = session
+        self._item = item
+        self._benchmark = benchmark
+
+    def _confidence(self, race: Race | None) -> float:
+        """Of each interval that decides a verdict of the test, which measures that race."""
+        return self._session.confidence(self._item.nodeid, race)
+
+    def record(
+        self,
+        identity: Identity,
+        ranks: list[Measured],
+        *,
+        work: Work | None = None,
+        time: Race | None = None,
+        memory: MemoryBudget | None = None,
+        rates: Rates = lambda seconds: {},
+        observe: Sequence[Observer] = (),
+        at_peak: Callable[[], list[Held]] = lambda: [],
+        beside_ref: Callable[[Row], list[tuple[str, str]]] = lambda row: [],
+    ) -> Row:
+        """Judge and save what each rank measured, and return the row.
+
+        `time` is the race that the ranks' laps hold; `at_peak` finds what was live at the peak, and is called once the
+        row of a failed memory budget is saved; `beside_ref` judges the row beside that of `--against-ref`.
+        """
+        __tracebackhide__ = True
+        session = self._session
+        row = new_row(replace(identity, backend=ranks[0].backend), session.scale, session.link_rate)
+        seconds = step_seconds(ranks)
+        self._replay(seconds)
+        if memory is not None or ranks[0].memory.phases:  # metered, though it has no budget
+            row["memory"] = memory_entry(ranks, memory)
+        if work is not None:
+            row["work"] = asdict(work) | rates(fmean(seconds))
+            row["limit"] = self._limit(identity, work, fmean(seconds))
+        row["counters"] = counters_entry(ranks)
+        confidence = self._confidence(time)
+        row["time"], ratio = time_entry(ranks, time, confidence)
+        for observer in observe:
+            observer.fill(row, ranks)
+        absolute = session.budgets_for(self._item.nodeid)
+        tensors, peaks = (row["memory"].get(f"{name}_by_rank", []) for name in ("tensors", "peak"))
+        verdicts = list(budget.verdicts(tensors, peaks, seconds, ratio, time, memory, absolute, confidence))
+        if "not_done" in row["limit"]:
+            verdicts.append((FAIL, row["limit"]["not_done"]))
+        if session.gate is not None:
+            verdicts += session.gate.judge(self._benchmark.fullname, row, ratio)
+        spread = stdev(seconds) if len(seconds) > 1 else 0.0
+        stats = {"mean": fmean(seconds), "stddev": spread, "rounds": len(seconds)}
+        try:
+            verdicts += beside_ref(row)
+        except BaseException:  # of this version, or the user's Ctrl-C: what was measured stays
+            row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
+            self._save(row, stats)
+            raise
+        self._conclude(row, stats, verdicts, observe, memory, at_peak)
+        return row
+
+    def _conclude(
+        self,
+        row: Row,
+        stats: dict[str, float] | None,
+        verdicts: list[tuple[str, str]],
+        observe: Sequence[Observer],
+        memory: MemoryBudget | None,
+        at_peak: Callable[[], list[Held]],
+    ) -> None:
+        """Save the row with its verdict; a budget that is not met fails the test."""
+        __tracebackhide__ = True
+        session = self._session
+        row["verdict"] = budget.combined([verdict for verdict, _ in verdicts])
+        complaints = {
+            outcome: "; ".join(why for verdict, why in verdicts if verdict == outcome) for outcome in (FAIL, UNDECIDED)
+        }
+        row["why"] = complaints[FAIL] or complaints[UNDECIDED] or None
+        if self._benchmark.disabled:
+            complaints[UNDECIDED] = ""
+        else:
+            session.questions.observe(self._benchmark.group, observe)
+            self._save(row, stats)
+        if complaints[FAIL]:
+            lines: list[str] = []
+            if memory is not None and memory.verdict(max(row["memory"].get("tensors_by_rank", []), default=0)) == FAIL:
+                found: list[Held] = []
+                with suppress(Exception):  # the verdict, and what the formula has, stand without it
+                    found = at_peak()
+                lines = list(excess_lines(memory.formula, found))
+            pytest.fail("\n".join([complaints[FAIL], "", *lines]).rstrip(), pytrace=False)
+        if complaints[UNDECIDED]:
+            machine = in_words(row["time"]["machine"])
+            self._item.stash[undecided.WHY] = "; ".join(each for each in (complaints[UNDECIDED], machine) if each)
+
+    def _limit(self, identity: Identity, work: Work, seconds: float) -> Row:
+        """The row's "limit", of a step that takes so many seconds."""
+        devices = identity.world_size if identity.device == "cuda" else 1
+        dtype = identity.case.dtype
+        limit = limit_entry(work, self._session.roofline(dtype), devices, seconds)
+        needed = work.flops / (devices * seconds) if seconds else 0.0  # FLOP/s of each device
+        beyond = needed > MARGIN * limit["peak_flops_per_second"]
+        most = self._session.most_flops_per_second(dtype) if beyond else math.inf
+        if needed > MARGIN * most:
+            limit["not_done"] = f"{needed / most:.0%} of what this machine can compute: the work was not done"
+        return limit
+
+    def _replay(self, seconds: list[float]) -> None:
+        """Hand the measured times to pytest-benchmark, round by round, through the clock it reads."""
+        clock, remaining = self._session.clock, iter(seconds)
+        # Past the last round there is only what pytest-benchmark's own profiler asks for, and that takes no time.
+        self._benchmark.pedantic(lambda: clock.advance(next(remaining, 0.0)), setup=clock.reset, rounds=len(seconds))
+
+    def _unmeasured(self, of: Identity, memory: MemoryBudget | None, verdict: str, why: str, **found: int) -> None:
+        """Save a row without times."""
+        self._benchmark.skipped = True  # or pytest-benchmark warns of a fixture that was not used
+        row = new_row(of, self._session.scale, self._session.link_rate)
+        row["memory"] = budget_entry(memory) | found
+        row |= {"verdict": verdict, "why": why}
+        self._save(row, None)
+
+    def _save(self, row: Row, stats: dict[str, float] | None) -> None:
+        entry = {
+            "group": self._benchmark.group,
+            "name": self._benchmark.name,
+            "fullname": self._benchmark.fullname,
+            "stats": stats,
+            "extra_info": row,
+        }
+        self._item.user_properties += main_figures(entry)
+        if stats is not None:
+            self._benchmark.extra_info.update(row)
+        self._session.rows.add(entry)

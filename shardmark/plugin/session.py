@@ -1,0 +1,280 @@
+"""One pytest session: its options, checked, and what its tests share. A bad value is one line and exit status 4."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardmark.api import registry
+from shardmark.api.grid import SCALES, Grid
+from shardmark.api.registry import Implementation, Race
+from shardmark.meter.clock import DeviceClock
+from shardmark.meter.hardware import Hardware, of_this_machine
+from shardmark.meter.roofline import Roofline, measure_roofline
+from shardmark.meter.trace import TraceFolder
+from shardmark.plugin import options
+from shardmark.predict.own_model import check
+from shardmark.predict.worlds import SimulatedWorlds
+from shardmark.ranks import torchrun
+from shardmark.ranks.checkout import check_out
+from shardmark.ranks.deadline import MEASURED, TRIED, Deadlines
+from shardmark.ranks.link import Link, LinkError
+from shardmark.ranks.signals import Ending
+from shardmark.ranks.world import DEADLINE, Worlds
+from shardmark.report.outcomes import Outcomes
+from shardmark.report.output import Report
+from shardmark.report.questions import Questions
+from shardmark.rows.atomic_json import Entry
+from shardmark.rows.then_and_now.against import Gate
+from shardmark.rows.then_and_now.against_ref import Ref
+from shardmark.rows.writer import RowFile
+from shardmark.text import printable
+from shardmark.verdict.budget import AbsoluteBudget, confidence, read_budgets
+
+
+class Session:
+    """What the options say, checked, and what the tests share: worlds and the link between them, clock, rows.
+
+    Raises ValueError (of which RegistryError, WorldError, LinkError and BudgetFileError are kinds), in one line, for a
+    bad value.
+    """
+
+    def __init__(self, config: pytest.Config, ending: Ending) -> None:
+        option = config.getoption
+        self.config = config
+        self.simulated = options.simulated(option)
+        """The hardware and ranks of `--simulate`; None in a real run."""
+        self.device = "cpu" if self.simulated else options.device(option("device"), option("ranks"))
+        self.scale = options.one_of("--scale", option("scale"), ("auto", *SCALES))
+        if self.scale == "auto":
+            self.scale = "paper" if self.device == "cuda" else "laptop"
+        self.ranks = [self.simulated.ranks] if self.simulated else options.ranks(option("ranks"), self.device)
+        self.contract_ranks = self.ranks if option("ranks") else options.contract_ranks(self.ranks, self.device)
+        """World sizes of tests that measure nothing: what is right on two ranks alone is wrong."""
+        self.seed = options.seed(str(option("seed")))
+        self.refused: dict[str, str] = {}
+        """The `--impl` targets that do not meet their contract, and in one line why, where others do."""
+        self.selected = options.selected(option("impl"), self.device, self.refused)
+        self.model = None if option("model") is None else check(option("model"), bool(self.simulated))
+        """The user's own model, of `--model`, which this run is about."""
+        deadline = options.deadline(option("deadline"))
+        self.deadlines = Deadlines(
+            deadline or (TRIED if self.selected else DEADLINE), measured=MEASURED * (deadline or TRIED)
+        )
+        self.budgets: list[AbsoluteBudget] = (
+            [] if option("budgets") is None else read_budgets(options.path("budgets", option))
+        )
+        self.matched_budgets: set[str] = set()
+        self.judgements = 1
+        self._judged: set[str] = set()
+        self._others = 0
+        self.trace: TraceFolder | None = None
+        self.gate: Gate | None = None
+        self.ref: Ref | None = None
+        self.report: Report | None = None
+        self.ending = ending
+        self.questions = Questions()
+        self.outcomes = Outcomes()
+        self.shown = False
+        """Whether the tables have been printed."""
+        self.clock = DeviceClock()
+        self.link = _link(option("link"), self.device)
+        self.worlds: Worlds | torchrun.TorchrunWorlds | SimulatedWorlds = Worlds(self.device, self.link)
+        if self.simulated:
+            self.worlds = SimulatedWorlds(self.simulated.hardware, self.link)
+        # Last, as what it opens has to be closed again.
+        self.rows = RowFile(config, self.ending, self._said, writes=not _is_helping())
+        try:
+            options.check_benchmark(option)
+            self.gate = _gate(option, self.rows)
+            self.ref = _ref(option, self.device, config.rootpath)
+            if option("report") is not None and not _is_helping():
+                self.report = Report(options.path("report", option))
+            if option("trace_dir") is not None:
+                self.trace = TraceFolder(options.path("trace_dir", option), others=_is_helping())
+        except BaseException:
+            self._close_files()
+            raise
+        self._rooflines: dict[str, Roofline] = {}
+
+    @property
+    def link_rate(self) -> str | None:
+        """The rate of the link between the ranks, if there is one."""
+        return None if self.link is None else self.link.rate
+
+    @property
+    def hardware(self) -> Hardware:
+        """Whose rules formulas and predictions follow: the simulated one's, else this machine's."""
+        return self.simulated.hardware if self.simulated else of_this_machine(self.device)
+
+    def implementations(self, family: str) -> list[Implementation]:
+        """The family's implementations that this run is about: those of `--impl`, else all registered."""
+        registered = registry.family(family).implementations
+        return self.selected[family] if family in self.selected else list(registered.values())
+
+    def cases(self, grid: Grid) -> Sequence[Any]:
+        """The grid's cases that this run is about: that of `--model`, else those at `--scale`."""
+        if self.model is None:
+            return grid.at(self.scale)
+        return [] if grid.own is None else [grid.own(self.model)]
+
+    def asks(self, grid: Grid | None) -> bool:
+        """Whether tests over that grid run, or with None tests that have no grid."""
+        if self.model is None:
+            return grid is None or grid.own is None or any(grid.at(scale) for scale in SCALES)
+        return grid is not None and grid.own is not None
+
+    def roofline(self, dtype: str) -> Roofline:
+        """This machine's rates for that dtype, measured once a session."""
+        if dtype not in self._rooflines:
+            self._rooflines[dtype] = self._measured_roofline(dtype)
+        return self._rooflines[dtype]
+
+    def most_flops_per_second(self, dtype: str) -> float:
+        """What this machine computes at most for an implementation in that dtype, which may convert to float32.
+
+        Measured now, as noise may have slowed what the roofline was measured by; never less than that.
+        """
+        rooflines = [self.roofline(dtype), *(self._measured_roofline(each) for each in {dtype, "float32"})]
+        return max(max(each.flops_per_second, each.peak_flops_per_second) for each in rooflines)
+
+    def _measured_roofline(self, dtype: str) -> Roofline:
+        return self.worlds.get(1).run(measure_roofline, self.device, getattr(torch, dtype))[0]
+
+    def confidence(self, test_id: str, race: Race | None = None) -> float:
+        """The confidence of each interval that decides a verdict of that test: each has an equal share of the error.
+
+        A test may have a time budget that its implementation is not registered with, which comes to light when it
+        measures. All such tests together have one share.
+        """
+        unforeseen = race is not None and race.budget is not None and test_id not in self._judged
+        return confidence(self.judgements * (max(1, self._others) if unforeseen else 1))
+
+    def count_judgements(self, items: list[pytest.Item]) -> None:
+        """Count the intervals that may decide a verdict in time: of each test's ratio to its peer, and to its own time
+        in `--against-ref`; and of its seconds, by `--budgets`."""
+        measured = [item for item in items if measures(item)]
+        if self.gate is not None:
+            self.gate.collected([item.nodeid for item in measured])
+        run = [item for item in measured if item.get_closest_marker("skip") is None]
+        counts = {item.nodeid: self._count_judgements(item) for item in run}
+        self._judged = {test_id for test_id, count in counts.items() if count}
+        self._others = len(counts) - len(self._judged)
+        self.judgements = sum(counts.values()) + (self._others > 0)
+
+    def _count_judgements(self, item: pytest.Item) -> int:
+        """How many of a test's intervals are known to decide a verdict, before it measures."""
+        implementation = implementation_of(item)
+        race = implementation.time if implementation is not None else None
+        budget = self.model is None and (implementation is None or (race is not None and race.budget is not None))
+        older = self.gate is not None and self.gate.compares_time(item.nodeid)  # by the same interval
+        beside = (self.ref is not None) + sum(
+            each.seconds is not None and each.matches(item.nodeid) for each in self.budgets
+        )
+        return beside + (budget or older or beside > 0)  # as the test may have a budget of its own
+
+    def budgets_for(self, test_id: str) -> list[AbsoluteBudget]:
+        """The budgets of `--budgets` whose pattern matches that test; they count as matched from now on."""
+        found = [budget for budget in self.budgets if budget.matches(test_id)]
+        self.matched_budgets.update(budget.pattern for budget in found)
+        return found
+
+    def _said(self, entries: list[Entry]) -> Entry:
+        """What the run's file has beside its rows: how the tests ended, and the answers to the questions."""
+        return {"outcomes": self.outcomes.saved(), "questions": self.questions.answered(entries, self.outcomes)}
+
+    def close(self) -> None:
+        """Save the rows, and end the worlds and the link between their ranks."""
+        self._close_files()
+        self.worlds.close()
+        if self.trace is not None:
+            self.trace.close()
+        if self.link is not None:
+            self.link.close()
+
+    def _close_files(self) -> None:
+        self.rows.finish()
+        if self.ref is not None:
+            self.ref.close()
+        if self.gate is not None:
+            self.gate.close()
+        if self.report is not None:
+            self.report.close()
+
+
+SESSION = pytest.StashKey[Session]()
+
+
+def _is_helping() -> bool:
+    """Whether another process writes the rows: one of torchrun's other ranks, a worker of pytest-xdist."""
+    return "PYTEST_XDIST_WORKER" in os.environ or (torchrun.launched() and torchrun.rank() > 0)
+
+
+def _gate(option: Callable[..., Any], rows: RowFile) -> Gate | None:
+    """What `--against` names, opened."""
+    if option("against") is None:
+        if option("update_baseline"):
+            raise ValueError("--update-baseline needs --against, which names the file")
+        return None
+    options.check_measures("--against", option)
+    return None if _is_helping() else Gate(options.path("against", option), option("update_baseline"), rows)
+
+
+def _ref(option: Callable[..., Any], device: str, folder: Path) -> Ref | None:
+    """The version that `--against-ref` names, checked out."""
+    ref = option("against_ref")
+    if ref is None:
+        return None
+    if torchrun.launched() or option("link") is not None:
+        raise ValueError(f"--against-ref {ref} has ranks of its own on this machine: not with torchrun or --link")
+    options.check_measures("--against-ref", option)
+    return None if _is_helping() else Ref(check_out(ref, folder), device)
+
+
+def _link(rate: str | None, device: str) -> Link | None:
+    """The link of `--link`, made."""
+    if rate is None:
+        return None
+    if device == "cuda":
+        raise LinkError(f"--link {rate} is for --device cpu: GPUs of one machine talk past the network")
+    if torchrun.launched():
+        raise LinkError(f"--link {rate} does not go with torchrun, whose ranks are where it started them")
+    try:
+        return Link(rate)
+    except LinkError as error:
+        raise LinkError(f"--link {rate}: {error}") from None
+
+
+def start_session(config: pytest.Config) -> Session:
+    """The session's state, which a signal now ends; what a user got wrong becomes pytest's one-line usage error, exit
+    status 4.
+    """
+    ending = Ending()
+    ending.handle()
+    try:
+        return Session(config, ending)
+    except BaseException as error:
+        ending.leave()
+        if isinstance(error, ValueError):
+            line = printable(str(error))
+            raise pytest.UsageError(line if len(line) <= 600 else f"{line[:400]} ... {line[-100:]}") from None
+        if isinstance(error, KeyboardInterrupt):
+            raise pytest.UsageError("interrupted while the options were checked") from None
+        raise
+
+
+def measures(item: pytest.Item) -> bool:
+    """Whether the test takes a case's time and memory; the others check that an implementation is right."""
+    return "measure" in getattr(item, "fixturenames", ())
+
+
+def implementation_of(item: pytest.Item) -> Implementation | None:
+    """The one that a test is parametrized with, if any."""
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    found = parameters.get("implementation")
+    return found if isinstance(found, Implementation) else None

@@ -1,0 +1,186 @@
+"""A worker of pytest-xdist for each GPU, so that the cases that take one device run on all of them at once.
+
+    share_the_devices(config, 4)  # in a conftest's `pytest_cmdline_main`, before pytest-xdist reads its options
+
+The process that the user started collects as ever, and has the row file and the tables: each worker's rows come to it
+with the reports of their tests. Once the workers have ended it runs the tests on worlds itself, which so have every
+device, and nothing beside them.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Generator
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass
+from itertools import zip_longest
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardmark.plugin.session import SESSION, Session
+from shardmark.ranks import torchrun
+from shardmark.rows.atomic_json import Entry
+from shardmark.rows.observers import Observer
+
+SHARED = "shardmark_shared"
+"""In a worker's input: it measures what takes one device."""
+ROWS = "shardmark rows"
+"""The property of a report that has the rows of its test."""
+
+
+def may_have_workers(config: pytest.Config) -> bool:
+    """Not where the user says how many, or wants to see this process: --pdb, -s. Not under torchrun, which starts one
+    set of ranks, and not in a worker."""
+    option = config.option
+    if getattr(option, "numprocesses", 0) is not None or option.tx:  # given, or there is no pytest-xdist
+        return False
+    if option.usepdb or option.trace or option.capture == "no" or option.collectonly:
+        return False
+    return "PYTEST_XDIST_WORKER" not in os.environ and not torchrun.launched()
+
+
+def share_the_devices(config: pytest.Config, devices: int) -> None:
+    """Have a worker for each of them, if there are several and anything is measured. Not where rows are compared with
+    older ones, which one process does."""
+    option = config.option
+    compares = option.against is not None or option.against_ref is not None
+    if devices > 1 and may_have_workers(config) and not (option.benchmark_disable or option.benchmark_skip or compares):
+        option.numprocesses, option.dist = devices, "load"
+        option.maxschedchunk = 1  # cases take from a second to minutes
+        config.pluginmanager.register(Controller(config), "shardmark controller")
+
+
+def takes_world(item: pytest.Item) -> bool:
+    """Whether the test runs on a world, and so on more devices than its worker's own."""
+    return not {"world", "worlds"}.isdisjoint(getattr(item, "fixturenames", ()))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a worker's test has measured."""
+
+    entries: list[Entry]
+    benchmarks: list[Any]
+    """What pytest-benchmark has of it."""
+    observers: list[tuple[str | None, list[Observer]]]
+    """Each row's question, and those of its observers that go by pickle: the others' lines are not shown."""
+
+
+class Controller:
+    """The plugin of the process that the user started."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Have the worker know what it is for."""
+        node.workerinput[SHARED] = True
+
+    def pytest_sessionstart(self) -> None:
+        """Measure."""
+        _enable_benchmarks(self._config)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self, session: pytest.Session) -> None:
+        """Collect, which pytest-xdist leaves to the workers, for what tests say of their questions and for worlds."""
+        session.perform_collect()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
+        """What the workers run, and once they have ended what runs on worlds."""
+        result = yield
+        _plugin(self._config, "dsession").nodemanager.teardown_nodes()  # and wait
+        session.testscollected = len(session.items)
+        items = [item for item in session.items if takes_world(item)]
+        for item, following in zip_longest(items, items[1:]):
+            self._config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+        return result
+
+    @pytest.hookimpl(tryfirst=True)  # before anybody prints its properties
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Save the rows that came with it."""
+        session, benchmarks = self._config.stash[SESSION], _benchmarks(self._config)
+        for name, value in report.user_properties:
+            if name == ROWS:
+                rows: Rows = pickle.loads(value)  # type: ignore[arg-type]
+                benchmarks.benchmarks += rows.benchmarks
+                for question, observers in rows.observers:
+                    session.questions.observe(question, observers)
+                for entry in rows.entries:
+                    session.budgets_for(entry["fullname"])  # which have matched, in that worker
+                    session.rows.add(entry)
+        report.user_properties = [(name, value) for name, value in report.user_properties if name != ROWS]
+
+
+class Worker:
+    """The plugin of a worker."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._sent = 0, 0
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Measure, and leave the files to the controller."""
+        _enable_benchmarks(session.config)
+        benchmarks = _benchmarks(session.config)
+        benchmarks.json = benchmarks.save = benchmarks.autosave = None
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> Generator[None, None, None]:
+        """Leave tests on worlds to the controller; the error that verdicts share is that of all tests."""
+        everything = list(session.items)
+        session.items[:] = [item for item in everything if not takes_world(item)]
+        yield
+        self._session.count_judgements(everything)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Send what is new."""
+        report = yield
+        entries, benchmarks = self._session.rows.rows, _benchmarks(item.config).benchmarks
+        new = entries[self._sent[0] :]
+        questions = [entry["group"] for entry in new]
+        observed = [(name, [*filter(_pickles, self._session.questions[name].observers.values())]) for name in questions]
+        rows = Rows(new, [_portable(each) for each in benchmarks[self._sent[1] :]], observed)
+        if rows.entries or rows.benchmarks:
+            report.user_properties.append((ROWS, pickle.dumps(rows)))
+            self._sent = len(entries), len(benchmarks)
+        return report
+
+
+def _pickles(observer: Observer) -> bool:
+    with suppress(Exception):  # pickle raises as many kinds as there are things it cannot pickle
+        return bool(pickle.dumps(observer))
+    return False
+
+
+def _plugin(config: pytest.Config, name: str) -> Any:
+    return config.pluginmanager.get_plugin(name)
+
+
+def _benchmarks(config: pytest.Config) -> Any:
+    return _plugin(config, "pytest-benchmark")
+
+
+def _enable_benchmarks(config: pytest.Config) -> None:
+    """pytest-benchmark measures nothing beside pytest-xdist, as processes would share a device; ours do not."""
+    benchmarks = _benchmarks(config)
+    benchmarks.disabled = benchmarks.xdist_warning = False
+
+
+def _portable(benchmark: Any) -> Any:
+    """Without its test's fixture; its parameters are what the JSON says of them."""
+    result = copy(benchmark)
+    result.fixture = SimpleNamespace(has_error=benchmark.has_error)
+    result.params = benchmark.params and {name: str(value) for name, value in benchmark.params.items()}
+    result.cprofile_stats = None  # of a clock that is moved
+    return result

@@ -1,0 +1,66 @@
+"""The memory budget of a case that no closed form knows: what the simulation predicts for a steady-state step of it.
+
+A model that keeps more with every step does so in a simulation, too. So the budget, which the third step is held to, is
+the second step's peak, by when the optimizer's state and torch DDP's buckets are there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, Self
+
+from shardmark.api.registry import Unsupported
+from shardmark.meter.hardware import Hardware
+from shardmark.meter.measure_case import MEDIAN, NEAR, SECOND, WARMUPS
+from shardmark.meter.memory import Memory
+from shardmark.meter.over_budget import Held
+from shardmark.meter.plan import Plan
+from shardmark.predict.simulation.predict import predict, predicted_at_peak
+from shardmark.ranks import torchrun
+from shardmark.verdict.budget import MemoryBudget
+
+
+class Predicted(int):
+    """So many bytes at the peak; `held()` finds the tensors that would be live there, largest first."""
+
+    held: Callable[[], list[Held]]
+
+    def __new__(cls, nbytes: int, held: Callable[[], list[Held]]) -> Self:
+        predicted = super().__new__(cls, nbytes)
+        predicted.held = held
+        return predicted
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (int(self),)  # to ranks and rows go the bytes alone
+
+
+def predicted_budget(
+    plan: Plan, on: Hardware, slack: float = NEAR, of_ranks: Sequence[Memory] = (), *, every_rank: bool = True
+) -> MemoryBudget:
+    """Of the rank that needs most, or of those ranks whose predictions there are already; not of `every_rank` but the
+    first, where that one has the most, or nearly (where whole parameters are assigned, within 0.4%).
+
+    Raises Unsupported where there is no prediction: of a program whose operators depend on values, say.
+    """
+    if torchrun.launched():
+        raise Unsupported("torchrun's first rank has a process group, and a simulation needs one of its own")
+    bare = Plan(plan.workload, plan.implementation, None, plan.case, "cpu", plan.world_size)
+    peaks = [memory.peaks for memory in of_ranks or _predictions(bare, on, plan.world_size if every_rank else 1)]
+    rank = max(range(len(peaks)), key=lambda rank: _steady(peaks[rank]))
+    warmups = WARMUPS - 1 if peaks[rank][SECOND] <= peaks[rank][MEDIAN] else WARMUPS
+    held = partial(predicted_at_peak, bare, on, rank, warmups)
+    workspace = plan.implementation.workspace(plan.case, on.device)
+    return MemoryBudget(Predicted(_steady(peaks[rank]), held), slack, workspace, source="prediction")
+
+
+@cache  # the peer's is asked for beside each
+def _predictions(plan: Plan, on: Hardware, ranks: int) -> list[Memory]:
+    with warnings.catch_warnings(action="ignore"):  # the real run gives them
+        return [predict(plan, rank, on).memory for rank in range(ranks)]
+
+
+def _steady(peaks: dict[str, int]) -> int:
+    """The smaller one: torch DDP's second step has its old buckets beside the new ones."""
+    return min(peaks[SECOND], peaks[MEDIAN])

@@ -1,0 +1,87 @@
+"""Check a user's own model, of `--model`, by following a forward and a backward pass of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardmark.api.own_model import Made, OwnModel, found, make
+from shardmark.api.registry import RegistryError, Unsupported
+from shardmark.meter.allocations import user_line
+
+
+def check(spec: str, simulated: bool) -> OwnModel:
+    """What cases have to know of the model, once a forward and a backward pass of it have been followed.
+
+    Kernels are left out there, so it costs no more for a large model; those of a program that depends on values run,
+    unless it is to be simulated. Raises RegistryError, in one line, for what is no such function, and for what it
+    raises.
+    """
+    label = f"--model {spec}"
+    _, absolute = found(label, spec)
+    try:
+        return _followed(label, absolute, kernels=False)
+    except Unsupported as refused:
+        if simulated:
+            raise RegistryError(f"{label}: {refused}") from None
+        return _followed(label, absolute, kernels=True)
+
+
+def _followed(label: str, spec: str, kernels: bool) -> OwnModel:
+    # Imported here because all of PyTorch's FSDP comes with it, which takes a second.
+    from shardmark.predict.simulation.group import one_rank_of
+    from shardmark.predict.simulation.predict import simulation
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(_in_one_line(label))
+        stack.enter_context(one_rank_of(1) if kernels else simulation())
+        made = make(spec, "cpu")
+        with FlopCounterMode(display=False) as counter:
+            loss = made.loss(made.module, *made.batch)
+            _check_loss(label, made, loss)
+            loss.backward()
+    parameters = list(made.module.parameters())
+    source, _, attribute = spec.rpartition(":")
+    return OwnModel(
+        spec,
+        name=f"{source.removesuffix('.py').replace('/', '.').rpartition('.')[2]}.{attribute}",
+        dtype=str(parameters[0].dtype).removeprefix("torch."),
+        parameters=sum(p.numel() for p in parameters),
+        flops=counter.get_total_flops(),
+    )
+
+
+def _check_loss(label: str, made: Made, loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise RegistryError(f"{label}: its loss is of type {type(loss).__name__}, and not a tensor of one number")
+    if loss.numel() != 1:
+        raise RegistryError(f"{label}: its loss is of shape {tuple(loss.shape)}, and not one number: take its mean")
+    if not loss.requires_grad:
+        raise RegistryError(f"{label}: its loss depends on no parameter of its {type(made.module).__name__}")
+
+
+@contextmanager
+def _in_one_line(label: str) -> Iterator[None]:
+    """Whatever the user's code raises in the block becomes a RegistryError that says what, and in which line."""
+    try:
+        yield
+    except (KeyboardInterrupt, RegistryError, Unsupported):
+        raise
+    except BaseException as error:
+        where = user_line(_innermost(error.__traceback__).tb_frame)
+        said = next(iter(str(error).strip().splitlines()), "")
+        raise RegistryError(f"{label}: {where or 'PyTorch'}: {type(error).__name__}: {said}") from error
+
+
+def _innermost(traceback: TracebackType | None) -> TracebackType:
+    assert traceback is not None, "what was raised has a traceback"
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback

@@ -1,0 +1,232 @@
+"""CUDA's caching allocator, as a model: which blocks it gives out, how large they are, and what it has from the device.
+
+    allocator = CachingAllocator()
+    block = allocator.allocate(1000)
+    allocator.allocated, allocator.reserved  # 1024, 2 MiB
+    allocator.free(block)
+
+It rounds sizes up to 512 bytes, takes segments of 2 MiB for what is at most 1 MiB, of 20 MiB for what is smaller than
+10 MiB, and of a multiple of 2 MiB for the rest, gives out the smallest free block that is large enough, splits off what
+is left over, and merges neighbours that are free. (PyTorch's documentation, "CUDA semantics: memory management"; the
+figures are those of its header c10/core/AllocatorConfig.h.) With expandable segments there is one segment for small
+blocks and one for large ones, which grow. Each stream has pools of its own. Segments that are wholly free are given
+back by `empty_cache`, and where the device has no more than `limit` bytes. A block that other streams use stays taken
+until the host sees that they are done with it (`shardmark.predict.simulation.streams`).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from shardmark.meter.allocations import ALLOCATOR, EMPTY_CACHE, STREAM, Allocated, Block, Event, Marked, Released
+from shardmark.predict.simulation.streams import FIRST, USED, Host, Progress
+
+MIB = 2**20
+ROUND = 512
+"""Sizes are multiples of it."""
+SMALL = MIB
+"""The largest block of the small pool; a large block is split only if more than this is left over."""
+SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
+LARGE = 10 * MIB
+"""A block of this size and more has a segment of its own size, in multiples of 2 MiB."""
+
+
+@dataclass(eq=False)
+class _Piece:
+    """A part of a segment, free or given out; its neighbours there."""
+
+    nbytes: int
+    pool: _Pool
+    address: int
+    """Of free pieces of one size, the one that lies first is given out."""
+    before: _Piece | None = None
+    after: _Piece | None = None
+    free: bool = True
+
+    def __lt__(self, other: _Piece) -> bool:
+        return (self.nbytes, self.address) < (other.nbytes, other.address)
+
+
+@dataclass
+class _Pool:
+    """Free pieces by size; `last` is the end of its growing segment, where segments are expandable."""
+
+    small: bool
+    pieces: list[_Piece] = field(default_factory=list)
+    last: _Piece | None = None
+
+    def remove(self, piece: _Piece) -> None:
+        del self.pieces[bisect_left(self.pieces, piece)]
+
+
+class CachingAllocator:
+    """Bytes that its blocks have, and bytes that it has from the device; the most of both since `reset_peaks`."""
+
+    def __init__(self, expandable_segments: bool = False, limit: float = math.inf) -> None:
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self._expandable = expandable_segments
+        self._limit = limit
+        self._pools: dict[tuple[str, bool], _Pool] = {}
+        self._in_use: list[tuple[_Piece, Progress]] = []
+        """Blocks that were freed, and how far streams must be."""
+        self._address = 0
+
+    def allocate(self, nbytes: int, stream: str = "") -> _Piece | None:
+        """A block of at least so many bytes on that stream; None for none."""
+        if nbytes == 0:
+            return None
+        size = -(-nbytes // ROUND) * ROUND
+        pool = self._pools.setdefault((stream, size <= SMALL), _Pool(size <= SMALL))
+        at = bisect_left(pool.pieces, size, key=lambda piece: piece.nbytes)
+        piece = pool.pieces.pop(at) if at < len(pool.pieces) else self._reserve(pool, size)
+        left = piece.nbytes - size
+        if left >= ROUND if pool.small or self._expandable else left > SMALL:
+            rest = _Piece(left, pool, piece.address + size, before=piece, after=piece.after)
+            piece.nbytes, piece.after = size, rest
+            if rest.after is not None:
+                rest.after.before = rest
+            if pool.last is piece:
+                pool.last = rest
+            insort(pool.pieces, rest)
+        piece.free = False
+        self.allocated += piece.nbytes
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return piece
+
+    def free(self, piece: _Piece | None, needed: Progress | None = None) -> None:
+        """Take a block back; where other streams use it, to give it out once they are as far as is needed."""
+        if piece is None:
+            return
+        self.allocated -= piece.nbytes
+        if needed:
+            self._in_use.append((piece, needed))
+        else:
+            self._pool(piece)
+
+    def see(self, has_seen: Callable[[Progress], bool] = lambda needed: True) -> None:
+        """Blocks that streams are done with can be given out again: all of them, or as far as the host has seen."""
+        in_use, self._in_use = self._in_use, []
+        for piece, needed in in_use:
+            if has_seen(needed):
+                self._pool(piece)
+            else:
+                self._in_use.append((piece, needed))
+
+    def _pool(self, piece: _Piece) -> None:
+        pool = piece.pool
+        for near in (piece.before, piece.after):
+            if near is not None and near.free:
+                pool.remove(near)
+                piece = self._merged(*((near, piece) if near is piece.before else (piece, near)))
+        piece.free = True
+        insort(pool.pieces, piece)
+
+    def empty_cache(self) -> None:
+        """Wait for all streams, and give back to the device what no block is in, as `torch.cuda.empty_cache` does:
+        segments, not pages of one.
+        """
+        self.see()
+        for pool in self._pools.values():
+            for piece in [piece for piece in pool.pieces if piece.before is piece.after is None]:
+                pool.remove(piece)
+                self.reserved -= piece.nbytes
+                pool.last = None
+
+    def reset_peaks(self) -> None:
+        """First give back free segments, if more than the limit is reserved."""
+        if self.reserved > self._limit:
+            self.empty_cache()
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+
+    def _reserve(self, pool: _Pool, size: int) -> _Piece:
+        """Take a segment from the device, or of an expandable one the pages that are missing at its end."""
+        page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
+        if self._expandable:
+            last = pool.last if pool.last is not None and pool.last.free else None
+            grown = -(-(size - (last.nbytes if last else 0)) // page) * page
+            address = 0 if pool.last is None else pool.last.address + pool.last.nbytes
+            piece = _Piece(grown, pool, address, before=pool.last)
+            if pool.last is not None:
+                pool.last.after = piece
+            pool.last = piece
+            if last is not None:
+                pool.remove(last)
+                piece = self._merged(last, piece)
+        else:
+            grown = page if size < LARGE else -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
+            piece = _Piece(grown, pool, self._address)
+            self._address += grown
+        if self.reserved + grown > self._limit:
+            self.empty_cache()
+        self.reserved += grown
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return piece
+
+    def _merged(self, first: _Piece, second: _Piece) -> _Piece:
+        first.nbytes, first.after = first.nbytes + second.nbytes, second.after
+        if second.after is not None:
+            second.after.before = first
+        if first.pool.last is second:
+            first.pool.last = first
+        return first
+
+
+@dataclass(frozen=True)
+class AtMark:
+    """In bytes: what the allocator's blocks have at a moment, the most since the peaks were reset, and the same of what
+    it has from the device.
+    """
+
+    allocated: int
+    peak_allocated: int
+    reserved: int
+    peak_reserved: int
+
+
+def held_at_marks(
+    events: Iterable[Event],
+    resets: tuple[str, ...] = (),
+    *,
+    expandable: bool = False,
+    limit: float = math.inf,
+    slowest: bool = False,
+) -> dict[str, AtMark]:
+    """What the allocator would hold at each mark of a recording, with streams as expected or as slow as can be; the
+    peaks begin anew after the marks in `resets`.
+    """
+    allocator, host = CachingAllocator(expandable, limit), Host(slowest)
+    pieces: dict[Block, tuple[_Piece | None, str]] = {}
+    by_address: dict[int, Block] = {}
+    used_by: dict[Block, set[str]] = defaultdict(set)
+    held: dict[str, AtMark] = {}
+    stream = FIRST
+    for event in events:
+        host.step(computes=isinstance(event, Allocated) and stream == FIRST)
+        match event:
+            case Allocated(block):
+                allocator.see(host.has_seen)
+                by_address[block.address] = block
+                pieces[block] = allocator.allocate(block.nbytes, stream), stream
+            case Released(block):
+                piece, own = pieces.pop(block)
+                allocator.free(piece, host.needed(used_by.pop(block, set()) - {own}))
+            case Marked(name) if name.startswith(STREAM):
+                stream = name.removeprefix(STREAM)
+            case Marked(name) if name == EMPTY_CACHE:
+                allocator.empty_cache()
+            case Marked(name) if name.startswith(USED):
+                address, _, user = name.removeprefix(USED).partition(" ")
+                used_by[by_address[int(address)]].add(user)
+            case Marked(name) if name.startswith(ALLOCATOR):
+                host.follow(name)
+            case Marked(name):
+                held[name] = AtMark(
+                    allocator.allocated, allocator.peak_allocated, allocator.reserved, allocator.peak_reserved
+                )
+                if name in resets:
+                    allocator.reset_peaks()
+    return held

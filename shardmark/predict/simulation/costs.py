@@ -1,0 +1,144 @@
+"""What an operator has to do on a device: matrix products, and bytes that it reads and writes.
+
+Counted from the shapes of what goes in and what comes out. Operators that only look at a tensor otherwise (views) or
+lay out memory have nothing to do there. FLOPs of products are PyTorch's own counts (`torch.utils.flop_counter`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
+
+from shardmark.predict.simulation.kinds import Kind, kind_of, tensors_in
+
+aten = torch.ops.aten
+
+SECTOR = 32
+"""Bytes that a GPU reads at least, of which a strided tensor uses a part."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """So many matrix products of (m, k) with (k, n)."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether m, n or k is at most 128, so that a single tile of the matrix product spans it."""
+        return min(self.m, self.n, self.k) <= 128
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one operator does on its device. `dtype` is that of its numbers, with which products are made."""
+
+    dtype: torch.dtype
+    flops: float
+    """Of products; others count none, as bytes bound them."""
+    nbytes: float
+    """Read and written, once each."""
+    products: tuple[Product, ...] = ()
+    """Where FLOPs are those of plain products, their shapes."""
+    reduces: bool = False
+    """Whether values of a row are combined: sums, norms, softmax."""
+    scattered: bool = False
+    """Whether single rows are read or written, wherever they lie."""
+    attends: bool = False
+    """Whether it is a kernel of attention, whose products have other work between them."""
+
+
+_OF_ROWS = ("embedding", "index_select", "gather", "index", "take")
+"""They read, of their first tensor, what they give back."""
+_INTO_ROWS = ("index_put_", "_index_put_impl_", "scatter_", "scatter_add_", "index_add_", "index_copy_", "scatter")
+"""They write, of their first tensor, what they are given."""
+_REDUCE = ("softmax", "norm", "sum", "mean", "amax", "amin", "max", "min", "var", "std", "logsumexp", "argmax", "nll")
+"""What the names of operators have in them that combine values of a row."""
+_ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
+_WRITE_ALONE = ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_", "zeros_like", "ones_like")
+"""What they write into they do not read."""
+
+
+def cost_of(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], results: Any) -> Cost | None:
+    """None where the device has nothing to do."""
+    kind = kind_of(operator)
+    if kind in (Kind.RUN, Kind.SEND, Kind.READ):
+        return None
+    given = list(tensors_in([*args, *kwargs.values()]))
+    made = [each for each in tensors_in([results]) if not any(each is one for one in given)]
+    numbers = [each for each in (*given, *made) if each.is_floating_point()] or [*given, *made]
+    if not numbers or numbers[0].is_meta:
+        return None
+    name = operator._schema.name.partition("::")[2]
+    flops = _flops(operator, args, kwargs, results)
+    return Cost(
+        numbers[0].dtype,
+        flops,
+        _bytes(operator, name, args, kwargs, given, made),
+        tuple(_products(name, args)) if flops else (),
+        reduces=any(part in name for part in _REDUCE) and not name.startswith(_ATTENTION),
+        attends=name.startswith(_ATTENTION),
+        scattered=name in _OF_ROWS or name in _INTO_ROWS,
+    )
+
+
+def _flops(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], results: Any) -> float:
+    """Of attention that is causal half: its kernels leave out what the mask does, and PyTorch's count does not."""
+    count = flop_registry.get(operator.overloadpacket)
+    if count is None:
+        return 0.0
+    names = [argument.name for argument in operator._schema.arguments]
+    causal = dict(zip(names, args, strict=False)) | kwargs
+    return float(count(*args, **kwargs, out_val=results)) / (2 if causal.get("is_causal") else 1)
+
+
+def _products(name: str, args: Sequence[Any]) -> Iterator[Product]:
+    a, b = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
+    if name in ("mm", "addmm"):
+        yield Product(1, a.size(0), b.size(1), a.size(1))
+    elif name in ("bmm", "baddbmm"):
+        yield Product(a.size(0), a.size(1), b.size(2), a.size(2))
+
+
+def _bytes(
+    operator: OpOverload,
+    name: str,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    given: Sequence[Tensor],
+    made: Sequence[Tensor],
+) -> float:
+    if name in _OF_ROWS:
+        return sum(2 * touched(each) for each in made) + sum(map(touched, given[1:]))
+    if name in _INTO_ROWS:
+        return sum(map(touched, given[1:])) + 2 * touched(given[-1]) + sum(2 * touched(each) for each in made)
+    schema = operator._schema.arguments
+    written = [
+        args[i] if i < len(args) else kwargs.get(each.name)
+        for i, each in enumerate(schema)
+        if each.is_write and each.name != "grads"  # fused optimizers may scale them, and do not
+    ]
+    outs = any(each.is_out for each in schema)
+    reads = sum(map(touched, given))
+    writes = sum(map(touched, tensors_in(written)))
+    if outs or name.startswith(_WRITE_ALONE):
+        reads -= writes
+    return max(reads, 0.0) + writes + sum(map(touched, made))
+
+
+def touched(tensor: Tensor) -> float:
+    """Bytes of the tensor that a device reads or writes: an expanded value once, of a strided one whole sectors."""
+    of_own = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0)
+    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and stride]
+    apart = min(strides, default=1)
+    return float(of_own * tensor.element_size() * min(apart, max(SECTOR // tensor.element_size(), 1)))

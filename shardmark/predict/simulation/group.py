@@ -1,0 +1,222 @@
+"""One rank of a process group whose other ranks are not there: collectives send nothing, and allocate what Gloo does.
+
+Every rank is taken to do what this one does, and to have the same small numbers: they arrive as this rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PythonCallbackWork, Work, _create_work_from_future  # type: ignore[attr-defined]
+from torch._ops import OpOverload
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import GroupName
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+
+from shardmark.api.registry import Unsupported
+from shardmark.meter.communication import described
+from shardmark.predict.simulation.kinds import is_called_by_autograd
+from shardmark.predict.simulation.schedule import Schedule
+from shardmark.predict.simulation.shortcuts import shortcuts
+
+UNTIMED = Schedule()
+
+_new_group, _wait, _future = c10d._new_process_group_helper, Work.wait, Work.get_future
+
+
+def gloo(operator: OpOverload, args: tuple[Any, ...], schedule: Schedule = UNTIMED) -> Any:
+    """What a collective on Gloo gives: what it writes, and a handle, which holds what Gloo allocates for itself.
+
+    It is freed once the handle has been waited for; the copy of what is reduced to scatter with the handle itself.
+    """
+    name = _collective(operator)
+    held: list[Tensor] = []
+    match name:
+        case "_allgather_base" | "allgather":
+            outputs = [args[0]] if isinstance(args[0], Tensor) else args[0][0]
+            _flat(outputs)  # once to look at shapes, and once more to receive
+            held = [_flat(outputs)]
+        case "allgather_into_tensor_coalesced":
+            for each in args[1]:
+                _flat([each])
+            held = [_flat(args[0])]
+        case "allreduce_coalesced":
+            held = [_flat(args[0])]
+        case "_reduce_scatter_base":
+            held = [_flat([args[1]])]
+        case "reduce_scatter_tensor_coalesced":
+            held = [_flat([each]) for each in args[1]]
+        case "reduce_scatter":
+            rank = dist.ProcessGroup.unbox(args[2]).rank()
+            held = [_flat([each]) for i, each in enumerate(args[1][0]) if i != rank]
+        case "gather" if args[0]:  # on the rank that receives
+            _flat(args[0][0])
+            held = [_flat(args[0][0])]
+        case "scatter" if args[1]:  # on the rank that sends
+            _flat(args[1][0])
+    return _handle(operator, args, held, schedule, frees="reduce_scatter" not in name)
+
+
+def nccl(operator: OpOverload, args: tuple[Any, ...], schedule: Schedule = UNTIMED) -> Any:
+    """The same on NCCL, which works in place but where a list of tensors is one end of a collective."""
+    name = _collective(operator)
+    listed = args[0][0] if name == "allgather" else args[1][0] if name == "reduce_scatter" else []
+    held = [_flat(listed)] if listed and not _of_fsdp1(operator, args) else []
+    return _handle(operator, args, held, schedule)
+
+
+_OF_NCCL = torch.cpu.Stream()
+
+
+def nccl_recording_streams(operator: OpOverload, args: tuple[Any, ...], schedule: Schedule = UNTIMED) -> Any:
+    """The same as PyTorch did it until 2025: `record_stream` has the caching allocator keep blocks for NCCL's stream,
+    but for `all_gather_into_tensor` and `reduce_scatter_tensor`, which are taken to be waited for. Since then c10d
+    holds the tensors themselves until the handle is waited for (pytorch/pytorch#147168).
+
+    Whole numbers are what DDP's ranks tell each other, and the host reads, and so waits for.
+    """
+    tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+    if _collective(operator) not in ("_allgather_base", "_reduce_scatter_base") and not _of_fsdp1(operator, args):
+        _OF_NCCL.wait_stream(torch.cpu.current_stream())
+        for tensor in tensors:
+            tensor.record_stream(_OF_NCCL)  # type: ignore[arg-type]  # as annotated
+        if not any(map(torch.is_floating_point, tensors)):
+            torch.cpu.synchronize()
+    return nccl(operator, args, schedule)
+
+
+def _of_fsdp1(operator: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether it is FSDP1's all-gather: on a CPU into a list of a tensor's parts, where on CUDA into that tensor."""
+    if _collective(operator) != "allgather":
+        return False
+    listed = args[0][0]
+    return len(listed) > 1 and len({each.untyped_storage().data_ptr() for each in listed}) == 1
+
+
+def _collective(operator: OpOverload) -> str:
+    """The name of the collective: "allreduce" of "c10d::allreduce_"."""
+    return operator.name().removeprefix("c10d::").rstrip("_")
+
+
+def _handle(
+    operator: OpOverload, args: tuple[Any, ...], held: list[Tensor], schedule: Schedule, frees: bool = True
+) -> Any:
+    """What the operator returns, with a handle in it. Waiting for this `frees` what is held; DDP reads the tensors of
+    an all-reduce there.
+    """
+    over = _launched(operator, args, schedule)
+
+    def waited(timeout: timedelta) -> bool:
+        if frees:
+            held.clear()
+        schedule.wait(over)
+        return True
+
+    work = _done(args[0]) if _collective(operator) == "allreduce" else PythonCallbackWork(waited)
+    returns = operator._schema.returns
+    return None if not returns else work.boxed() if len(returns) == 1 else (args[0], work.boxed())
+
+
+def _launched(operator: OpOverload, args: tuple[Any, ...], schedule: Schedule) -> float:
+    """When the collective is over, of whose group the schedule takes note."""
+    if not schedule.running:
+        return 0.0
+    names = [argument.name for argument in operator._schema.arguments]
+    given = dict(zip(names, args, strict=False))
+    each = described(operator.name().removeprefix("c10d::"), given)
+    name = GroupName(dist.ProcessGroup.unbox(given["process_group"]).group_name)
+    over = schedule.collective(each.name, each.nbytes, _ranks(name), name)
+    if each.name == "all_reduce":
+        schedule.reduced(args[0], over)
+        if is_called_by_autograd():  # by DDP's reducer
+            schedule.wait_after_backward(args[0])
+    return over
+
+
+@cache
+def _ranks(group: GroupName) -> Sequence[int]:
+    """The group's ranks; of many, a range where they are evenly apart."""
+    ranks = dist.get_process_group_ranks(c10d._resolve_process_group(group))
+    apart = range(ranks[0], ranks[-1] + 1, max((ranks[-1] - ranks[0]) // max(len(ranks) - 1, 1), 1))
+    return apart if list(apart) == ranks else tuple(ranks)
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """As much memory as they have, in one tensor."""
+    return torch.empty(sum(each.numel() for each in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
+
+
+def _done(tensors: list[Tensor]) -> Any:
+    """The handle of a collective whose future gives those tensors: DDP reads it there."""
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result(tensors)
+    return _create_work_from_future(future)
+
+
+def _without_ranks(name: str, size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+    """PyTorch's own function that makes a group, of its fake backend, which goes by that name."""
+    group, store = _new_group(size, rank, ranks, "fake", *args, **kwargs)
+    if isinstance(group, dist.ProcessGroup):  # this rank is in it
+        _, own_store = c10d._world.pg_map[group]
+        c10d._world.pg_map[group] = dist.Backend(name), own_store
+        c10d._world.pg_backend_config[group] = f"cpu:{name}"
+    return group, store
+
+
+def _gathered(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    """`all_gather_object` where every rank has the same."""
+    object_list[:] = [obj] * len(object_list)
+
+
+def _received(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+    """`broadcast_object_list` where every rank has the same."""
+    if None in object_list:
+        raise Unsupported(
+            "broadcast_object_list: this rank receives what only another one knows, and that is not there"
+        )
+
+
+@contextmanager
+def one_rank_of(size: int, rank: int = 0, backend: str = "gloo", schedule: Schedule = UNTIMED) -> Iterator[None]:
+    """Be that rank of a process group of so many, in the block; every rank is taken to do the same. Waiting for an
+    all-reduce is told the schedule.
+    """
+
+    def wait(work: Work, *timeout: Any) -> bool:
+        waited = _wait(work, *timeout)
+        if schedule.running and type(work) is Work:
+            schedule.wait_for(_future(work).value())
+        return waited
+
+    def get_future(work: Work) -> Any:
+        """A communication hook that a user gives DDP asks for the future, and DDP waits for it after backward."""
+        future = _future(work)
+        if schedule.running and type(work) is Work:
+            schedule.wait_after_backward(future.value())
+        return future
+
+    _ranks.cache_clear()
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(Work, "wait", wait))
+        patches.enter_context(patch.object(Work, "get_future", get_future))
+        for module in (dist, c10d):
+            patches.enter_context(patch.object(module, "all_gather_object", _gathered))
+            patches.enter_context(patch.object(module, "broadcast_object_list", _received))
+        patches.enter_context(patch.object(c10d, "_new_process_group_helper", partial(_without_ranks, backend)))
+        # PyTorch puts it into what it says of an error on a group of NCCL, and a build without CUDA has none.
+        patches.enter_context(patch("torch.cuda.nccl.version", lambda: (0, 0, 0)))
+        patches.enter_context(shortcuts())
+        dist.init_process_group("gloo", store=FakeStore(), rank=rank, world_size=size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

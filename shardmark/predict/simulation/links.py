@@ -1,0 +1,55 @@
+"""How long a collective takes: by its steps' latency, and by the bytes that the narrowest link carries.
+
+Inside a node all links of a device together; where a group has ranks in several nodes, its ranks in a node share
+these nodes' adapters, but for messages and all-to-all, whose bytes go by the sender's own. A ring or two trees,
+whichever is faster (Sanders, Speck and Träff, "Two-tree algorithms", 2009); trees are for all-reduces alone, as in
+NCCL.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import log2
+
+from shardmark.meter.hardware import Hardware
+
+_MESSAGES = ("send", "receive")
+
+
+def collective_seconds(hardware: Hardware, name: str, nbytes: int, ranks: Sequence[int]) -> float:
+    """Seconds of one collective; `nbytes` is the larger of what goes in and what comes out on a rank."""
+    if len(ranks) == 1:
+        return 0.0
+    reached, size = hardware.reached, len(ranks)
+    in_node, nodes = _nodes(hardware, ranks)
+    link, network = hardware.link * reached.link, hardware.network * reached.network
+    if name in _MESSAGES:
+        latency = hardware.network_latency if nodes > 1 else hardware.latency
+        return reached.collective + latency + nbytes / (network if nodes > 1 else link)
+    inside, between = (size - nodes) * hardware.latency, (nodes - 1) * hardware.network_latency
+    if name == "all_to_all":
+        own = max((in_node - 1) / size * nbytes / link, (size - in_node) / size * nbytes / network)
+        return reached.collective + inside + between + own
+    bandwidth = min(link, in_node * network) if nodes > 1 else link
+    times = 2 if name == "all_reduce" else 1
+    seconds = times * (inside + between) + times * (size - 1) / size * nbytes / bandwidth
+    if name == "all_reduce":  # trees of nodes, in each of which ranks are a chain
+        latency = (in_node - 1) * hardware.latency + log2(nodes) * hardware.network_latency
+        seconds = min(seconds, 2 * (latency + nbytes / bandwidth))
+    return reached.collective + seconds
+
+
+def least_collective_seconds(hardware: Hardware, name: str, nbytes: int, ranks: Sequence[int]) -> float:
+    """What the data sheets' links allow, whose latency is nothing. Switches may reduce: then each byte is sent once."""
+    if len(ranks) == 1:
+        return 0.0
+    in_node, nodes = _nodes(hardware, ranks)
+    bandwidth = min(hardware.link, in_node * hardware.network) if nodes > 1 else hardware.link
+    return (len(ranks) - 1) / len(ranks) * nbytes / bandwidth
+
+
+def _nodes(hardware: Hardware, ranks: Sequence[int]) -> tuple[int, int]:
+    """Of the group's ranks, how many are in a node, the one that has fewest; and in how many nodes they are."""
+    nodes = Counter(rank // hardware.devices_per_node for rank in ranks)
+    return min(nodes.values()), len(nodes)

@@ -1,0 +1,310 @@
+"""Run a program without its kernels: each operator allocates what it would, and computes nothing.
+
+    with no_kernels():
+        loss = model(tokens).sum()  # a loss of the right shape, and of no value
+        loss.backward()
+
+Tensors are PyTorch's own, on the CPU: autograd, hooks, wrappers and the allocator do what they always do, and so the
+memory meter sees every allocation of the real run, at the same moment. As nothing is written, the kernel gives them no
+pages: they may be far larger than the machine's memory.
+
+Small tensors that are made from the program's own numbers (indices, sizes, loss scales) are computed. Whatever a kernel
+that was left out would have written has no value, and a program that asks for it is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.autograd.profiler import record_function
+from torch.utils._pytree import tree_map_only
+
+from shardmark.api.registry import Unsupported
+from shardmark.meter.allocations import user_line
+from shardmark.predict.simulation.kinds import (
+    LEFT_AMONG_ELEMENTS,
+    Kind,
+    is_called_by_autograd,
+    kind_of,
+    made_of_others,
+    of_finite_numbers,
+    tensors_in,
+)
+from shardmark.predict.simulation.schedule import Schedule
+
+SMALL = 2**14
+"""Tensors of up to so many elements have values, where these follow from the program's own."""
+INDICES = 2**20
+"""The same of whole numbers: a mesh has one for each rank."""
+
+_KEY = torch._C._dispatch_key_parse("FPGA")
+"""Operators with this key come here. It lies above the CPU's kernels and below all that decides what is called:
+autograd, autocast, DTensor, a user's modes. PyTorch has nothing there: others support the device of that name.
+"""
+_KEYS = torch._C.DispatchKeySet(_KEY)
+
+aten = torch.ops.aten
+
+_FINITE = aten._amp_foreach_non_finite_check_and_unscale_.default
+"""Looks for infinite gradients, and writes what it found: none, in a simulation."""
+
+
+_PASSED_BY = (aten.as_strided.default, aten.view.default, aten.empty.memory_format, aten.empty_strided.default)
+"""They compute nothing, and need not come here one by one: FSDP cuts a tensor into as many views as there are ranks."""
+
+Take = Callable[[OpOverload, tuple[Any, ...]], None]
+"""Takes what an operator has for itself until it returns, and gives it back."""
+
+Collective = Callable[[OpOverload, tuple[Any, ...]], Any]
+"""What a collective of c10d gives for those arguments: it allocates what a backend would."""
+
+
+class _Kernels:
+    """What runs in place of kernels, for one simulation."""
+
+    def __init__(self, collective: Collective, take: Take | None, schedule: Schedule) -> None:
+        self._collective = collective
+        self._take = take
+        self._schedule = schedule
+        self._fake = FakeTensorMode()
+        self._layouts: dict[Any, Any] = {}
+        self._one_at_a_time = threading.Lock()  # fake tensors are for one thread
+        self._alone: tuple[int, ...] | None = None
+        """Use counts of a gradient that only autograd holds: to such a one it adds in place. Here Python holds it too
+        while we look at it, and of a small one the storage, so that autograd takes a new tensor.
+        """
+
+    def learn(self) -> None:
+        """Find out how many references a gradient has that autograd alone has, from the first sum of two."""
+        with torch.enable_grad():
+            x = torch.ones((), requires_grad=True) * 1
+            _forget_value(x)  # gradients that have a value are autograd's alone, until we look at them
+            (x.sin() + x.cos()).backward()
+
+    def __call__(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        if self._schedule.running:
+            self._schedule.arrived(operator, args)
+        if operator is aten.add.Tensor and _is_autograds_own(*args[:2]):
+            references = _references(args[0])
+            self._alone = self._alone or references
+            if references == self._alone:
+                return args[0].add_(args[1])
+        results = self._results(keys, operator, *args, **kwargs)
+        if self._take is not None:
+            self._take(operator, args)  # results are there before a kernel begins
+        if self._schedule.running and not keys.has(DispatchKey.Meta):
+            self._schedule.operator(operator, args, kwargs, results)
+        return results
+
+    def _results(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        kind = kind_of(operator)
+        if kind is Kind.SEND:
+            return self._send(keys, operator, args)
+        if kind is Kind.RUN:
+            return operator.redispatch(keys.remove(_KEY), *args, **kwargs)
+        tensors = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
+        if keys.has(DispatchKey.Meta) or (kind is not Kind.ALLOCATE and all(map(has_value, tensors))):
+            with _off(operator):
+                return operator(*args, **kwargs)
+        if kind is Kind.READ:
+            raise _depends_on_values(operator)
+        if kind is Kind.WRITE:
+            return self._write(operator, args, kwargs)
+        results = tree_map_only(_Layout, _Layout.allocate, self._layout(operator, args, kwargs))
+        finite = of_finite_numbers(operator, args)
+        if finite is not None and _is_small(results):
+            del results.untyped_storage().no_value
+            results.fill_(finite)
+        return results
+
+    def _send(self, keys: Any, operator: OpOverload, args: tuple[Any, ...]) -> Any:
+        if all(map(has_value, tensors_in(args))):
+            with past_kernels():  # it copies for each rank
+                operator.redispatch(keys.remove(_KEY), *args)
+        else:
+            for tensor in tensors_in(args[:1]):  # what a collective writes comes first
+                _forget_value(tensor)
+        return self._collective(operator, args)
+
+    def _write(self, operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Nothing, into the arguments that the operator writes; what an `out` of another shape becomes is its shape."""
+        arguments = enumerate(operator._schema.arguments)
+        given: list[tuple[Any, Any]] = [
+            (a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in arguments if a.is_write
+        ]
+        if any(argument.is_out for argument, _ in given):
+            results = self._layout(operator, args, kwargs)
+            layouts = results if isinstance(results, tuple) else (results,)
+            for (_, out), layout in zip(given, layouts, strict=False):
+                if isinstance(layout, _Layout) and out.shape != layout.shape:
+                    out.resize_(layout.shape)
+        written = [tensor for _, tensor in given]
+        if operator is not _FINITE:
+            for tensor in tensors_in(written):
+                _forget_value(tensor)
+        count = len(operator._schema.returns)
+        return None if count == 0 else written[0] if count == 1 else tuple(written[:count])
+
+    def _layout(self, operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The operator's results, with a `_Layout` for each tensor; remembered, as steps repeat themselves."""
+        key = operator, _described(args), tuple((name, _described(value)) for name, value in kwargs.items())
+        if key not in self._layouts:
+            try:
+                with self._one_at_a_time, _off(operator), self._fake:
+                    fake_args, fake_kwargs = tree_map_only(Tensor, _empty_like, (tuple(args), kwargs))
+                    results = operator(*fake_args, **fake_kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                raise _depends_on_values(operator) from None
+            room = max(map(Tensor.numel, tensors_in(args))) if operator in LEFT_AMONG_ELEMENTS else 0
+            self._layouts[key] = tree_map_only(Tensor, partial(_Layout, room=room), results)
+        return self._layouts[key]
+
+
+@contextmanager
+def _off(operator: OpOverload) -> Iterator[None]:
+    """In the block the operator runs as always. In a range, by which the meter knows what it takes and gives back."""
+    with past_kernels(), record_function(operator._schema.name):
+        yield
+
+
+class _Layout:
+    """How a result lies in memory."""
+
+    def __init__(self, tensor: Tensor, room: int = 0) -> None:
+        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self.room = room
+        """Elements of its storage, where these are more than its own."""
+
+    def allocate(self) -> Tensor:
+        if self.room > self.shape.numel():
+            tensor = torch.empty(self.room, dtype=self.dtype, device="cpu").as_strided(self.shape, self.stride)
+        else:
+            tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+        _forget_value(tensor)
+        return tensor
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def _described(value: Any) -> Any:
+    """What a result's layout depends on; hashable."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_described, value))
+    return type(value), value
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() <= (SMALL if tensor.is_floating_point() else INDICES)
+
+
+def past_kernels() -> Any:
+    """In the block operators run as if there were no simulation."""
+    return torch._C._ExcludeDispatchKeyGuard(_KEYS)
+
+
+def has_value(tensor: Tensor) -> bool:
+    """Whether its numbers are computed in a simulation: it is small, and no number it was made from was left out."""
+    return _is_small(tensor) and not hasattr(tensor.untyped_storage(), "no_value")
+
+
+def _forget_value(tensor: Tensor) -> None:
+    if _is_small(tensor):
+        setattr(tensor.untyped_storage(), "no_value", True)  # noqa: B010  (PyTorch's type has no such attribute)
+
+
+def _is_autograds_own(old: Tensor, new: Any) -> bool:
+    """Whether autograd itself adds up gradients of one tensor, and no line of the program."""
+    return isinstance(new, Tensor) and old.shape == new.shape and is_called_by_autograd()
+
+
+def _references(tensor: Tensor) -> tuple[int, ...]:
+    """To the tensor, to its storage, and to its object in Python."""
+    of_storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return tensor._use_count(), of_storage, sys.getrefcount(tensor)  # type: ignore[attr-defined]
+
+
+def _depends_on_values(operator: OpOverload) -> Unsupported:
+    where = user_line(sys._getframe(1)) or "PyTorch"
+    return Unsupported(f"{operator.name()} in {where} depends on values, and a simulation has none")
+
+
+def _read(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of Tensor that reads values past the dispatcher."""
+
+    def reading(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not tensor.is_meta and not has_value(tensor):
+            where = user_line(sys._getframe(1)) or "PyTorch"
+            raise Unsupported(f"Tensor.{method.__name__} in {where} depends on values, and a simulation has none")
+        return method(tensor, *args, **kwargs)
+
+    return reading
+
+
+def _in_threads(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    """Threads that start meanwhile run no kernels either."""
+
+    def running(thread: threading.Thread) -> None:
+        with torch._C._IncludeDispatchKeyGuard(_KEY):
+            run(thread)
+
+    return running
+
+
+def _fake_alone(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """Fake tensors, with which DTensor asks for shapes, come past us."""
+
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        with past_kernels():
+            return dispatch(*args, **kwargs)
+
+    return alone
+
+
+@contextmanager
+def no_kernels(collective: Collective, take: Take | None = None, schedule: Schedule | None = None) -> Iterator[None]:
+    """Leave out the kernels of what the block runs on the CPU, in this thread and those that it starts; its collectives
+    are `collective`'s, for its operators `take` is called, and `schedule` takes note of them.
+    """
+    kernels = _Kernels(collective, take, schedule or Schedule())
+    everything, named = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    everything.fallback(kernels, "FPGA", with_keyset=True)
+    for operator in made_of_others():
+        named.impl(operator, _named(kernels, operator), "FPGA", with_keyset=True)
+    for operator in _PASSED_BY:
+        named.impl(operator, torch.library.fallthrough_kernel, "FPGA")
+    patches = [patch.object(Tensor, name, _read(getattr(Tensor, name))) for name in ("tolist", "numpy")]
+    patches.append(patch.object(threading.Thread, "run", _in_threads(threading.Thread.run)))
+    patches.append(patch.object(FakeTensorMode, "__torch_dispatch__", _fake_alone(FakeTensorMode.__torch_dispatch__)))
+    try:
+        with ExitStack() as stack:
+            for each in patches:
+                stack.enter_context(each)
+            stack.enter_context(torch._C._IncludeDispatchKeyGuard(_KEY))
+            kernels.learn()
+            yield
+    finally:
+        everything._destroy()
+        named._destroy()
+
+
+def _named(kernels: _Kernels, operator: OpOverload) -> Callable[..., Any]:
+    return lambda keys, *args, **kwargs: kernels(keys, operator, *args, **kwargs)

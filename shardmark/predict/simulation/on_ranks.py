@@ -1,0 +1,269 @@
+"""What each operator and each collective takes on this machine's ranks, all of which measure at once, as they run."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from shardmark.meter.measure_case import timed_step, warmed_up
+from shardmark.meter.plan import Plan
+from shardmark.predict.simulation.program import GROUP, SUM, Call, Layout
+
+MOST_ROUNDS, LEAST_ROUNDS = 30, 5
+MOST_ROUNDS_OF_COLLECTIVES = 200
+BEFORE = 5e-4
+"""Seconds for which the ranks compute before a collective, as they do in a step: its threads wake up later then."""
+SILENT = {"c10d::recv_", "c10d::_reduce_scatter_base_", "c10d::reduce_scatter_"}
+"""Whose handles on Gloo do not say that they are over until they are waited for."""
+MOST_POOLS = 16
+COLD = 2**26
+"""Bytes that a rank's collectives go through before they meet a tensor again: more than caches hold."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a collective takes, in seconds."""
+
+    launch: float
+    """Of the host, to start it."""
+    alone: float
+    """From then on, where the host waits for it."""
+    beside: float
+    """The same, where the host computes meanwhile."""
+    pace: float
+    """What the host gets done meanwhile, beside what it would."""
+
+
+def operator_seconds(calls: Sequence[Call], budget: float, device: str, seed: int = 0) -> list[float]:
+    """Median seconds of each, in rounds of random order."""
+    coin = random.Random(seed)
+    pool = _Pool(device)
+    made = [(call.operator, pool.tensors(call.args), dict(pool.tensors(call.kwargs))) for call in calls]
+    found: list[list[float]] = [[] for _ in calls]
+    began = time.perf_counter()
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        for done in range(MOST_ROUNDS):
+            late = torch.tensor(float(done >= LEAST_ROUNDS and time.perf_counter() - began > budget))
+            if _together(late):
+                break
+            for i in coin.sample(range(len(calls)), len(calls)):
+                found[i].append(_seconds(*made[i], device=device))
+    return [median(each[1:]) if len(each) > 1 else 0.0 for each in found]
+
+
+def _seconds(operator: Any, args: Any, kwargs: Any, device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    before = waited()
+    began = time.perf_counter()
+    result = operator(*args, **kwargs)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    del result
+    return seconds - (waited() - before)
+
+
+def step_seconds(plan: Plan, count: int) -> list[tuple[float, float]]:
+    """Of so many steps on this rank: seconds, and those of them for which its thread waited for a core."""
+    workload = warmed_up(plan)
+    found = []
+    for _ in range(count):
+        before = waited()
+        seconds = timed_step(plan, workload, workload.step).seconds
+        found.append((seconds, waited() - before))
+    return found
+
+
+def waited() -> float:
+    """Seconds so far for which this thread was ready to run and others had its core; 0 where nobody counts."""
+    try:
+        if not hasattr(_open, "file"):
+            _open.file = open("/proc/thread-self/schedstat", "rb", buffering=0)  # noqa: SIM115 (for the thread's life)
+        return int(os.pread(_open.file.fileno(), 100, 0).split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
+_open = threading.local()
+
+
+def collective_seconds(calls: Sequence[Call], budget: float, device: str) -> list[Sent]:
+    """Of each, on all ranks."""
+    unit = torch.randn(96, 96, device=device)
+    out = torch.empty_like(unit)
+
+    def compute() -> None:
+        torch.mm(unit, unit, out=out)
+
+    each_alone = _seconds_of(compute)
+
+    def before() -> None:
+        for _ in range(round(BEFORE / each_alone)):
+            compute()
+
+    made = [[(_sender(call), pool.tensors(call.args)) for call in calls] for pool in _cold_pools(calls, device)]
+    found: list[list[Sent]] = [[] for _ in calls]
+    began = time.perf_counter()
+    for done in range(MOST_ROUNDS_OF_COLLECTIVES):
+        late = torch.tensor(float(done >= LEAST_ROUNDS and time.perf_counter() - began > budget))
+        if _together(late):
+            break
+        calls_now = made[done % len(made)]
+        order = random.Random(done).sample(range(len(calls)), len(calls))
+        alone = {i: _alone(*calls_now[i], before) for i in order}
+        for i in order:
+            found[i].append(
+                Sent(
+                    *alone[i], *_beside(*calls_now[i], compute, each_alone, sum(alone[i]), calls[i].name not in SILENT)
+                )
+            )
+    return [mean_of(rounds[1:]) for rounds in found]
+
+
+def _cold_pools(calls: Sequence[Call], device: str) -> list[_Pool]:
+    """As many as it takes for a tensor to have left the caches when its turn comes again."""
+    nbytes = sum(layout.elements * layout.dtype.itemsize for call in calls for layout in _layouts(call.args))
+    return [_Pool(device) for _ in range(min(MOST_POOLS, -(-COLD // max(1, nbytes))))]
+
+
+def _layouts(value: Any) -> Iterator[Layout]:
+    if isinstance(value, Layout):
+        yield value
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from _layouts(each)
+
+
+def mean_of(measured: Sequence[Sent]) -> Sent:
+    """What one takes in the mean, as a step is a sum of many: Gloo's threads are woken at once, or milliseconds later
+    where others hold the core, so that no quantile stands for both.
+    """
+    beside = mean(each.beside for each in measured)
+    pace = mean(each.pace * each.beside for each in measured) / beside
+    return Sent(mean(each.launch for each in measured), mean(each.alone for each in measured), beside, pace)
+
+
+def _alone(operator: Any, args: Any, before: Callable[[], None]) -> tuple[float, float]:
+    """Seconds to launch it, and from then on. No barrier comes before, whose own threads would be awake still."""
+    before()
+    began = time.perf_counter()
+    handle = _handle(operator(*args))
+    launched = time.perf_counter()
+    handle.wait()
+    return launched - began, time.perf_counter() - launched
+
+
+def _beside(
+    operator: Any, args: Any, compute: Callable[[], None], each_alone: float, alone: float, says: bool
+) -> tuple[float, float]:
+    """Seconds that it takes where the host computes, and the host's pace meanwhile. One that never `says` that it
+    is over, as a message, is computed beside for as long as it takes alone.
+    """
+    dist.barrier()
+    handle = _handle(operator(*args))
+    began, units = time.perf_counter(), 0
+    while not handle.is_completed() and (says or time.perf_counter() - began < alone):
+        compute()
+        units += 1
+    handle.wait()
+    seconds = time.perf_counter() - began
+    return seconds, min(1.0, units * each_alone / seconds)
+
+
+def _sender(call: Call) -> Callable[..., Any]:
+    """What starts the collective. Ranks exchange messages: to receive one takes as long as that, to send one nothing
+    more.
+    """
+    if call.name == "c10d::send":
+        return lambda *args: _Message([])
+    return _exchange if call.name == "c10d::recv_" else call.operator
+
+
+@dataclass(frozen=True)
+class _Message:
+    works: Sequence[Any]
+
+    def is_completed(self) -> bool:
+        return not self.works
+
+    def wait(self) -> None:
+        for each in self.works:
+            each.wait()
+
+
+def _exchange(tensors: list[Tensor], group: Any, source: int, tag: int) -> _Message:
+    """Receive as the first rank does, from as many ranks further on, and send as many back."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    received = torch.ops.c10d.recv_(tensors, group, (rank + source) % ranks, tag)
+    sent = torch.ops.c10d.send([torch.empty_like(each) for each in tensors], group, (rank - source) % ranks, tag)
+    return _Message([Work.unbox(received), Work.unbox(sent)])
+
+
+def _seconds_of(compute: Callable[[], None]) -> float:
+    found = []
+    for _ in range(200):
+        began = time.perf_counter()
+        compute()
+        found.append(time.perf_counter() - began)
+    return median(found)
+
+
+def _handle(result: Any) -> Any:
+    if isinstance(result, _Message):
+        return result
+    return Work.unbox(result[-1] if isinstance(result, tuple) else result)
+
+
+def _together(value: Tensor) -> bool:
+    """Whether it is so on any rank."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+    return bool(value)
+
+
+class _Pool:
+    """Tensors by layout: calls share them, as each is measured alone."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._made: dict[tuple[Layout, int], Tensor] = {}
+
+    def tensors(self, value: Any) -> Any:
+        """The arguments, with tensors for layouts."""
+        return self._filled(value, {})
+
+    def _filled(self, value: Any, used: dict[Layout, int]) -> Any:
+        if isinstance(value, Layout):
+            used[value] = used.get(value, 0) + 1
+            key = value, used[value]
+            if key not in self._made:
+                self._made[key] = _tensor(value, self.device)
+            return self._made[key]
+        if isinstance(value, tuple):
+            return [self._filled(each, used) for each in value]
+        if value == GROUP:
+            return dist.group.WORLD.boxed()  # type: ignore[union-attr]
+        if value == SUM:
+            return torch.classes.c10d.ReduceOp()
+        return value
+
+
+def _tensor(layout: Layout, device: str) -> Tensor:
+    room = layout.elements
+    if layout.dtype.is_floating_point or layout.dtype.is_complex:
+        flat = torch.rand(room, device=device).add_(0.5).to(layout.dtype)
+    else:
+        flat = torch.randint(0, layout.largest + 1, (room,), device=device).to(layout.dtype)
+    return flat.as_strided(layout.shape, layout.stride)

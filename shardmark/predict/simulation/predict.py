@@ -1,0 +1,186 @@
+"""What a case would take, in bytes and in seconds: the passes over it, as they are, where no kernel runs and no other
+rank is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+
+import numpy as np
+import torch
+
+from shardmark.api.registry import Unsupported
+from shardmark.api.workload import Mark
+from shardmark.meter.clock import MOST_AHEAD
+from shardmark.meter.hardware import CPU, Hardware
+from shardmark.meter.measure_case import WARMUPS, blocks_at_peak, meter_pass
+from shardmark.meter.memory import is_out_of_memory, release
+from shardmark.meter.over_budget import Held
+from shardmark.meter.plan import Measured, Plan
+from shardmark.meter.recording import without_operators
+from shardmark.predict.simulation.cuda import rules_of_cuda
+from shardmark.predict.simulation.group import gloo, nccl, nccl_recording_streams, one_rank_of
+from shardmark.predict.simulation.no_kernels import no_kernels
+from shardmark.predict.simulation.rates import GPU
+from shardmark.predict.simulation.schedule import Schedule, Step
+from shardmark.ranks.left_behind import seed_rank
+
+
+@dataclass
+class Predicted(Measured):
+    """What one rank would measure, and when each operator of a step would run, by the hardware's name."""
+
+    steps: dict[str, Step] = field(default_factory=dict)
+
+
+def predict(plan: Plan, rank: int = 0, on: Hardware = CPU, alike: Sequence[Hardware] = ()) -> Predicted:
+    """What that rank of the plan's world would meter on that hardware, what its observers of memory would see, and what
+    a step would take; with that on hardware that is `alike` but for its rates, by name.
+
+    Unsupported, in one line, for a program whose operators depend on values.
+    """
+    steps: dict[str, Step] = {}
+    with simulation(plan.world_size, rank, on) as schedule:
+
+        def steady(step: Callable[[Mark], None], mark: Mark) -> None:
+            """As the stopwatch has it, the device begins when the first operators are launched."""
+            if schedule.rates is None:
+                step(mark)
+            elif timed := schedule.step(partial(_marking, step, mark), MOST_AHEAD):
+                steps[on.name] = timed
+
+        with without_operators():
+            workload, memory, _ = meter_pass(plan, steady)
+        for other in alike if schedule.rates is not None else ():
+            schedule.rates = GPU(other)
+            workload.prepare()
+            if timed := schedule.step(workload.step, MOST_AHEAD):
+                steps[other.name] = timed
+        measured = Predicted(workload.backend, memory, steps=steps)
+        del workload
+        for observer in plan.observers:
+            measured.observed[observer] = observer.on_rank(plan, measured)
+    return measured
+
+
+def predicted_peer(plan: Plan, on: Hardware = CPU) -> Step | None:
+    """A step of the plan's peer; None where it has none, or one that cannot be predicted."""
+    if plan.peer is None:
+        return None
+    return _step(Plan(plan.workload, plan.peer, None, plan.case, "cpu", plan.world_size), on)
+
+
+@cache  # many implementations have the same peer
+def _step(plan: Plan, on: Hardware) -> Step | None:
+    try:
+        return predict(plan, on=on).steps.get(on.name)
+    except Unsupported:
+        return None
+
+
+def _marking(step: Callable[[Mark], None], mark: Mark, and_mark: Mark) -> None:
+    """The step, each part of which is told both."""
+
+    def both(part: str) -> None:
+        mark(part)
+        and_mark(part)
+
+    step(both)
+
+
+def predicted_at_peak(plan: Plan, on: Hardware = CPU, rank: int = 0, warmups: int = WARMUPS) -> list[Held]:
+    """The tensors that would be live on that rank at the peak of the step after so many, largest first."""
+    with simulation(plan.world_size, rank, on):
+        return blocks_at_peak(plan, warmups)
+
+
+@contextmanager
+def simulation(
+    ranks: int = 1,
+    rank: int = 0,
+    on: Hardware = CPU,
+    *,
+    records_streams: bool = False,
+    schedule: Schedule | None = None,
+) -> Iterator[Schedule]:
+    """In the block no kernels run: this process is that rank of so many on that hardware. All tensors are on "cpu".
+    `records_streams` where c10d is to do so for NCCL, as it did until 2025. `schedule` takes note of what is
+    launched, by default with that hardware's rates.
+
+    Yields what says how long a step takes there. Unsupported, in one line, where one of them is larger than this
+    machine's memory.
+    """
+    of_cuda = on.device == "cuda"
+    schedule = schedule or Schedule(GPU(on) if of_cuda else None)
+    with ExitStack() as stack:
+        stack.enter_context(_garbage_is_new())
+        stack.enter_context(_mapped_one_by_one())
+        stack.enter_context(_drawing(rank))
+        stack.enter_context(one_rank_of(ranks, rank, "nccl" if of_cuda else "gloo", schedule))
+        if of_cuda:
+            collective = nccl_recording_streams if records_streams else nccl
+            take = stack.enter_context(rules_of_cuda(on, schedule)).take
+            stack.enter_context(no_kernels(partial(collective, schedule=schedule), take, schedule))
+        else:
+            stack.enter_context(no_kernels(partial(gloo, schedule=schedule), None, schedule))
+        try:
+            yield schedule
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise Unsupported("one of its tensors is larger than this machine's memory") from error
+        finally:
+            release("cpu")
+
+
+_MMAP_THRESHOLD, _MAPPED, _USUAL = -3, 2**20, 2**25
+"""Of glibc's mallopt: the option, the size from which blocks are mapped one by one here, and the most it is else."""
+
+
+@contextmanager
+def _mapped_one_by_one() -> Iterator[None]:
+    """Blocks of tensors go back to the system as they are freed. A heap would stay as large as they were together,
+    though it has no pages: and of a process that is larger than the machine's memory the system refuses a fork.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # another C library
+        yield
+        return
+    mallopt(_MMAP_THRESHOLD, _MAPPED)
+    try:
+        yield
+    finally:
+        mallopt(_MMAP_THRESHOLD, _USUAL)
+
+
+@contextmanager
+def _garbage_is_new() -> Iterator[None]:
+    """What there is already need not be searched for garbage each time."""
+    frozen = gc.get_freeze_count() > 0
+    if frozen:  # a program's own, which would be thawed with ours
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def _drawing(rank: int) -> Iterator[None]:
+    """What the block draws it draws again each time, and each rank its own, as ranks do."""
+    own, numpys = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        seed_rank(torch.initial_seed() + rank)
+        try:
+            yield
+        finally:
+            random.setstate(own)
+            np.random.set_state(numpys)

@@ -1,0 +1,195 @@
+"""What a step launches, in its order: each operator with its layout, each collective, each wait.
+
+A simulation runs all of a step but its kernels, so the time between two of them is that of the program itself: Python,
+autograd, the dispatcher, views. It is measured here, as the step is simulated.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from shardmark.predict.simulation.costs import Cost, cost_of
+from shardmark.predict.simulation.kinds import Kind, kind_of
+from shardmark.predict.simulation.no_kernels import has_value, past_kernels
+from shardmark.predict.simulation.schedule import Schedule
+
+GROUP = "a process group"
+SUM = "a sum"
+"""What stands for a process group among a collective's arguments, and for what is done to reduce."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor lies in memory; `largest` of whole numbers, which may be indices."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    largest: int = 0
+
+    @property
+    def elements(self) -> int:
+        """How many elements of storage it needs."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator and what it is called with: equal ones take equally long."""
+
+    name: str
+    overload: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def operator(self) -> OpOverload:
+        namespace, _, name = self.name.partition("::")
+        found: OpOverload = getattr(getattr(getattr(torch.ops, namespace), name), self.overload)
+        return found
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that a step does, and what the program does before it."""
+
+    between: float = 0.0
+    """Seconds of the program since the last event."""
+    launches: int = 0
+    """Operators that it called meanwhile, those that only look at tensors too, this one among them."""
+    call: Call | None = None
+    cost: Cost | None = None
+    """Of an operator with a kernel."""
+    ranks: int = 0
+    """Of a collective, those in its group."""
+    name: str = ""
+    """Of the operator or the collective; of a part of the step, which ends here."""
+    nbytes: int = 0
+    wait: int = 0
+    """For the collectives up to that one, counted from 1."""
+
+
+class Recorder(Schedule):
+    """Takes note of a step's events, with no rates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._events_of_step: list[Event] = []
+        self._between, self._launches, self._last = 0.0, 0, 0.0
+        self._of_thread = threading.local()
+        self._host_thread = threading.get_ident()
+        self._collectives = 0
+
+    def record(self, step: Callable[[Callable[[str], None]], None]) -> list[Event]:
+        """Run the step, and return its events."""
+        self._events_of_step, self._between, self._launches, self._collectives = [], 0.0, 0, 0
+        self._reduced, self._after_backward = {}, 0.0
+        self._host_thread = threading.get_ident()
+        self._running = True
+        self._last = time.perf_counter()
+        try:
+            step(self._mark)
+            self._end_backward()
+            self._note()
+        finally:
+            self._running = False
+        return self._events_of_step
+
+    def arrived(self, operator: OpOverload, args: tuple[Any, ...]) -> None:
+        self._between += time.perf_counter() - self._last
+        self._launches += 1
+        self._of_thread.called = operator, args  # of this thread, as some implementations send from one of their own
+        if torch._C._current_graph_task_id() == -1:
+            self._end_backward()
+        self._last = time.perf_counter()
+
+    def operator(self, operator: OpOverload, args: Any, kwargs: dict[str, Any], results: Any) -> None:
+        kind = kind_of(operator)
+        if kind in (Kind.RUN, Kind.READ):
+            self._between += time.perf_counter() - self._last
+        elif kind is not Kind.SEND:
+            schema = operator._schema
+            call = Call(schema.name, schema.overload_name or "default", _described(args), _named(kwargs))
+            cost = cost_of(operator, args, kwargs, results)
+            self._note(call=call, cost=cost, name=schema.name.partition("::")[2])
+        self._last = time.perf_counter()
+
+    def collective(self, name: str, nbytes: int, ranks: Sequence[int], group: str) -> float:
+        """Returns its number, which takes the place of when it is over."""
+        if not self._running:
+            return 0.0
+        operator, args = self._of_thread.called
+        schema = operator._schema
+        call = Call(schema.name, schema.overload_name or "default", tuple(_plain(each) for each in args))
+        self._collectives += 1
+        self._note(call=call, ranks=len(ranks), name=name, nbytes=nbytes)
+        return float(self._collectives)
+
+    def wait(self, until: float, stream: str | None = None) -> None:
+        """A thread beside the host's, as some implementations have, waits while the host goes on."""
+        if self._running and until and threading.get_ident() == self._host_thread:
+            self._between += time.perf_counter() - self._last
+            self._note(wait=int(until))
+            self._last = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """The host is the device."""
+
+    def _end_backward(self) -> None:
+        if self._after_backward:
+            until, self._after_backward = self._after_backward, 0.0
+            self._note(wait=int(until))
+
+    def _mark(self, part: str, of_host: bool = False) -> None:
+        self._between += time.perf_counter() - self._last
+        self._end_backward()
+        self._note(name=part)
+        self._last = time.perf_counter()
+
+    def _note(self, **figures: Any) -> None:
+        self._events_of_step.append(Event(self._between, self._launches, **figures))
+        self._between, self._launches = 0.0, 0
+
+
+def typical(steps: Sequence[Sequence[Event]]) -> list[Event]:
+    """The last of these steps; where they do the same, with the median of what their programs take."""
+    last = list(steps[-1])
+    alike = [each for each in steps if len(each) == len(last)]
+    return [
+        replace(event, between=median(each[i].between for each in alike), launches=event.launches)
+        for i, event in enumerate(last)
+    ]
+
+
+def _named(kwargs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, _described(value)) for name, value in sorted(kwargs.items()))
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        whole = not value.is_floating_point() and not value.is_complex()
+        counts = whole and value.numel() and value.dtype != torch.bool and value.device.type == "cpu"
+        with past_kernels():
+            largest = int(value.max()) if counts and has_value(value) else 0
+        return Layout(tuple(value.shape), value.stride(), value.dtype, max(largest, 0))
+    if isinstance(value, list | tuple):
+        return tuple(map(_described, value))
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Of a collective's argument: what can be sent to a rank."""
+    if isinstance(value, torch.ScriptObject):
+        return SUM if "ReduceOp" in str(value._type()) else GROUP
+    return _described(value)

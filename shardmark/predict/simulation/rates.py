@@ -1,0 +1,104 @@
+"""How long an operator takes on a GPU: by its products and its bytes, at rates that such a device reaches.
+
+Products run in tiles, as many at once as there are multiprocessors: of a small or narrow one, tiles stand idle or are
+partly empty. All else is bound by the device's memory (Williams, Waterman, Patterson, "Roofline", CACM 2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from math import ceil
+
+import torch
+
+from shardmark.meter.hardware import Hardware
+from shardmark.predict.simulation.costs import Cost, Product
+from shardmark.predict.simulation.links import collective_seconds, least_collective_seconds
+
+WIDE = ((256, 128), (128, 256), (128, 128))
+TILES = (*WIDE, (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (64, 32), (32, 64))
+"""Rows and columns of the result that a multiprocessor makes at once. Before Hopper float32 takes only
+the wide ones, as published times show: a narrow product takes as long there as one of 128 columns.
+"""
+FULL = 64
+"""Products for each value that a tile reads, from which on its multiprocessor is kept busy: that of 128 x 128."""
+SPLIT = 256
+"""The least of a sum's length that one multiprocessor gets, where several share it; of batches none do."""
+
+
+WITHIN = (0.75, 1.52)
+"""Nine of ten published times lie between so many times the predicted one: those of `docs/published-times.md` that no
+rate was fitted to, one in twenty below and one in twenty above.
+"""
+
+
+class GPU:
+    """`Rates` of a GPU."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+
+    def seconds(self, cost: Cost) -> float:
+        reached = self.hardware.reached
+        bandwidth = self.hardware.bandwidth * reached.bandwidth
+        if cost.reduces:
+            bandwidth *= reached.reduction
+        if cost.scattered:
+            bandwidth *= reached.scattered
+        moving = cost.nbytes / bandwidth
+        if not cost.flops:
+            return reached.kernel + moving
+        dtype = dtype_of_products(cost.dtype, self.hardware)
+        rate = self.hardware.flops[dtype] * reached.products[dtype]
+        if cost.products:
+            tiles = WIDE if dtype == "float32" and self._is_before_hopper else TILES
+            making = sum(
+                _product_seconds(each, rate, self.hardware.sm_count, tiles)
+                / (reached.narrow if each.is_narrow else 1.0)
+                for each in cost.products
+            )
+        else:
+            making = cost.flops / (rate * (reached.attention if cost.attends else 1.0))
+        return reached.kernel + max(moving, making)
+
+    @property
+    def _is_before_hopper(self) -> bool:
+        return self.hardware.capability is not None and self.hardware.capability < (9, 0)
+
+    def least(self, cost: Cost) -> float:
+        """Seconds at the data sheet's FLOP/s. Bytes do not count, as they could be in a cache."""
+        return cost.flops / self.hardware.flops[dtype_of_products(cost.dtype, self.hardware)]
+
+    def launch(self, in_backward: bool) -> float:
+        return self.hardware.reached.backward_launch if in_backward else self.hardware.reached.launch
+
+    def collective(self, name: str, nbytes: int, ranks: Sequence[int]) -> float:
+        return collective_seconds(self.hardware, name, nbytes, ranks)
+
+    def least_of_collective(self, name: str, nbytes: int, ranks: Sequence[int]) -> float:
+        return least_collective_seconds(self.hardware, name, nbytes, ranks)
+
+
+def dtype_of_products(dtype: torch.dtype, hardware: Hardware) -> str:
+    """The key of `hardware.flops` by which products of that dtype are made."""
+    name = str(dtype).removeprefix("torch.")
+    if name == "float32" and torch.get_float32_matmul_precision() != "highest" and "tf32" in hardware.flops:
+        return "tf32"
+    if name.startswith("float8"):
+        name = "float8"
+    return name if name in hardware.flops else "float32"
+
+
+@cache
+def _product_seconds(product: Product, rate: float, sm_count: int, tiles: tuple[tuple[int, int], ...]) -> float:
+    """With the tile that is fastest."""
+    return min(_in_tiles(product, rate / sm_count, sm_count, *tile) for tile in tiles)
+
+
+def _in_tiles(product: Product, rate: float, sm_count: int, rows: int, columns: int) -> float:
+    tiles = product.batch * ceil(product.m / rows) * ceil(product.n / columns)
+    shared = max(1, min(sm_count // tiles, product.k // SPLIT)) if tiles < sm_count and product.batch == 1 else 1
+    busy = min(1.0, rows * columns / (rows + columns) / FULL) ** 0.5
+    waves = ceil(tiles * shared / sm_count)
+    return waves * 2 * rows * columns * ceil(product.k / shared) / (rate * busy)

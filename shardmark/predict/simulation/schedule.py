@@ -1,0 +1,264 @@
+"""When the host launches each operator, and when the device runs it: the step of a simulation, in seconds.
+
+The host launches one operator after another, each onto the current stream; a stream runs its own in order, and begins
+one when it is launched and the last is over. Collectives have a stream of their own for each process group. Where the
+program waits for an event, for a stream or for a collective, the current stream waits, as on CUDA; a CPU has one
+stream, which is the host.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from shardmark.predict.simulation.costs import Cost, cost_of
+from shardmark.predict.simulation.kinds import Kind, kind_of
+
+FIRST_STREAM = ""
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+class Mark(Protocol):
+    """Ends a part of a step: by the device's clock, or by the host's, which may be ahead of it."""
+
+    def __call__(self, part: str, of_host: bool = False) -> None: ...
+
+
+class Rates(Protocol):
+    """How fast a device and its links are."""
+
+    def seconds(self, cost: Cost) -> float:
+        """Seconds that an operator takes on the device."""
+
+    def launch(self, in_backward: bool) -> float:
+        """Seconds that the host takes to launch an operator."""
+
+    def collective(self, name: str, nbytes: int, ranks: Sequence[int]) -> float:
+        """Seconds of a collective among those ranks; `nbytes` is the larger of what goes in and what comes out."""
+
+    def least(self, cost: Cost) -> float:
+        """The lower bound of `seconds`."""
+
+    def least_of_collective(self, name: str, nbytes: int, ranks: Sequence[int]) -> float:
+        """The lower bound of `collective`."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a stream runs from one second to another."""
+
+    name: str
+    stream: str
+    begin: float
+    end: float
+    least: float
+    """Its lower bound, in seconds."""
+    cost: Cost | None = None
+    """None of a collective."""
+    nbytes: int = 0
+    """Of a collective."""
+
+
+@dataclass
+class Step:
+    """One step: when it is over, its parts, and what ran when. Seconds from its beginning."""
+
+    seconds: float
+    host: float
+    """What the host took to launch it."""
+    parts: dict[str, float]
+    spans: list[Span] = field(repr=False)
+
+    @property
+    def at_least(self) -> float:
+        """Seconds of the data sheet: products one after another, or a group's collectives, whichever takes longer."""
+        of_collectives: dict[str, float] = {}
+        for span in self.spans:
+            if span.cost is None:
+                of_collectives[span.stream] = of_collectives.get(span.stream, 0.0) + span.least
+        products = sum(span.least for span in self.spans if span.cost is not None)
+        return max(products, *of_collectives.values(), 0.0)
+
+    def lanes(self, most: int = 200) -> dict[str, list[list[float]]]:
+        """By stream, from when to when it is busy: neighbours together until there are no more than so many."""
+        lanes: dict[str, list[list[float]]] = {}
+        for span in sorted(self.spans, key=lambda span: span.begin):
+            lanes.setdefault(span.stream or "compute", []).append([span.begin, span.end])
+        return {name: _joined(busy, most) for name, busy in lanes.items()}
+
+
+class Schedule:
+    """Takes note of what is launched, while `step` runs."""
+
+    def __init__(self, rates: Rates | None = None) -> None:
+        self.rates = rates
+        self._running = False
+        self._compiled = False
+        self._host = 0.0
+        self._free: dict[str, float] = {}
+        self._current = [FIRST_STREAM]
+        self._reduced: dict[int, float] = {}
+        """When all-reduces are over, by the address of each tensor; they have no other handle of ours."""
+        self._after_backward = 0.0
+        self._spans: list[Span] = []
+        self._marks: list[tuple[str, float]] = []
+
+    @property
+    def running(self) -> bool:
+        return self._running
+
+    def step(self, step: Callable[[Mark], None], ahead: float = 0.0) -> Step | None:
+        """Run the step, and say what it would take. The device begins `ahead` seconds later than the host.
+
+        None of what a compiler made: its kernels are not PyTorch's operators. ValueError where there are no rates.
+        """
+        if self.rates is None:
+            raise ValueError("a schedule needs rates")
+        began = self._over()
+        self._host, self._free = began, dict.fromkeys(self._free, began + ahead)
+        self._free[FIRST_STREAM] = began + ahead
+        self._spans, self._marks = [], []
+        self._running, self._compiled = True, False
+        try:
+            with self._noticing_compiled():
+                step(self._mark)
+            launched = self._host - began
+            self.synchronize()
+        finally:
+            self._running = False
+        if self._compiled:
+            return None
+        began += ahead
+        parts: dict[str, float] = {}
+        before = began
+        for name, at in self._marks:
+            parts[name] = parts.get(name, 0.0) + at - before
+            before = at
+        return Step(self._over() - began, launched, parts, [_later(span, -began) for span in self._spans])
+
+    def arrived(self, operator: OpOverload, args: tuple[Any, ...]) -> None:
+        """The program calls it; `operator` comes once its results are allocated."""
+
+    def operator(self, operator: OpOverload, args: Any, kwargs: dict[str, Any], results: Any) -> None:
+        """Take note of an operator that the host launches onto the current stream."""
+        assert self.rates is not None
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward:
+            self._end_backward()
+        self._host += self.rates.launch(in_backward)
+        if kind_of(operator) is Kind.READ:
+            self.synchronize()
+        if operator is _WAIT:
+            self.wait_for(args)
+        cost = cost_of(operator, args, kwargs, results)
+        if cost is not None:
+            name = operator._schema.name.partition("::")[2]
+            self._run(Span(name, self._current[-1], 0.0, self.rates.seconds(cost), self.rates.least(cost), cost))
+
+    def collective(self, name: str, nbytes: int, ranks: Sequence[int], group: str) -> float:
+        """It is launched onto its group's stream, after what the current one has; returns when it is over."""
+        if not self._running:
+            return 0.0
+        assert self.rates is not None
+        stream = f"collectives {group}"
+        self.wait(self.free(self._current[-1]), stream)
+        seconds, least = (of(name, nbytes, ranks) for of in (self.rates.collective, self.rates.least_of_collective))
+        return self._run(Span(name, stream, 0.0, seconds, least, None, nbytes))
+
+    def free(self, stream: str) -> float:
+        """When that stream has run what was launched onto it."""
+        return self._free.get(stream, 0.0)
+
+    def wait(self, until: float, stream: str | None = None) -> None:
+        """That stream waits, or the current one."""
+        stream = self._current[-1] if stream is None else stream
+        self._free[stream] = max(self.free(stream), until)
+
+    def host_waits(self, until: float) -> None:
+        """The host waits, as for an event."""
+        self._host = max(self._host, until)
+
+    def reduced(self, tensors: Sequence[Tensor], over: float) -> None:
+        """An all-reduce of them is over then."""
+        for tensor in tensors:
+            self._reduced[tensor.data_ptr()] = over
+
+    def wait_for(self, tensors: Sequence[Tensor]) -> None:
+        """The current stream waits for all-reduces of them."""
+        for tensor in tensors:
+            self.wait(self._reduced.pop(tensor.data_ptr(), 0.0))
+
+    def synchronize(self) -> None:
+        """The host waits for the device."""
+        self._end_backward()
+        self._host = self._over()
+
+    def wait_after_backward(self, tensors: Sequence[Tensor]) -> None:
+        """The first stream waits for all-reduces of them when backward is over, as PyTorch's DDP does in C++."""
+        self._after_backward = max([self._after_backward, *(self._reduced.get(x.data_ptr(), 0.0) for x in tensors)])
+
+    def _end_backward(self) -> None:
+        self.wait(self._after_backward, FIRST_STREAM)
+
+    def _over(self) -> float:
+        return max([self._host, *self._free.values()])
+
+    def _mark(self, part: str, of_host: bool = False) -> None:
+        self._end_backward()
+        self._marks.append((part, self._host if of_host else max(self._host, self._free[FIRST_STREAM])))
+
+    def _run(self, span: Span) -> float:
+        """It begins when it is launched and its stream is free; returns when it is over."""
+        began = max(self._host, self.free(span.stream))
+        self._free[span.stream] = began + span.end
+        self._spans.append(_later(span, began))
+        return began + span.end
+
+    @contextmanager
+    def _noticing_compiled(self) -> Iterator[None]:
+        """Notice whether what Inductor has compiled runs in the block."""
+        inductor = sys.modules.get("torch._inductor.output_code")
+        if inductor is None:  # nothing was compiled in this process
+            yield
+            return
+        run = inductor.CompiledFxGraph.__call__
+
+        def noticed(graph: Any, *args: Any) -> Any:
+            self._compiled = True
+            return run(graph, *args)
+
+        with patch.object(inductor.CompiledFxGraph, "__call__", noticed):
+            yield
+
+    @contextmanager
+    def on_stream(self, name: str) -> Iterator[None]:
+        """In the block the stream of that name is the current one."""
+        self._current.append(name)
+        try:
+            yield
+        finally:
+            self._current.pop()
+
+
+def _later(span: Span, seconds: float) -> Span:
+    return replace(span, begin=span.begin + seconds, end=span.end + seconds)
+
+
+def _joined(busy: list[list[float]], most: int) -> list[list[float]]:
+    """Joined where less than a part of the whole lies between two, so that no more than so many stay."""
+    gap = (busy[-1][1] - busy[0][0]) / most
+    joined = [busy[0]]
+    for begin, end in busy[1:]:
+        if begin - joined[-1][1] < gap:
+            joined[-1] = [joined[-1][0], end]
+        else:
+            joined.append([begin, end])
+    return joined

@@ -1,0 +1,92 @@
+"""When the host sees that a stream is done with a block of another one.
+
+A block that another stream reads too is marked by `Tensor.record_stream`. Once it is freed, the caching allocator gives
+it out again only when it sees that stream to be past it (insert_events and process_events in PyTorch's
+c10/cuda/CUDACachingAllocator.cpp). The host is far ahead of the GPU, and so it sees that only where it waits: for an
+event, as the rate limiter of PyTorch's FSDP1 does, or for all that it has enqueued.
+
+Two readings of a recording, each from what it says of streams, events and waits:
+
+- expected: what a stream is given takes no time of its own, beside that of the first stream, which computes. Messages
+  and copies are done as soon as what they waited for is.
+- slowest: no stream is past anything that no wait of the host is known to have followed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from shardmark.meter.allocations import ALLOCATOR
+
+USED = ALLOCATOR + "used "
+"""Begins the mark that another stream uses a block: the block's address and the stream follow."""
+RECORDED = ALLOCATOR + "event "
+"""Begins the mark that an event is recorded: its number and the stream follow."""
+FOLLOWED = ALLOCATOR + "follows "
+"""Begins the mark that a stream waits for what another one has been given so far: both follow, parted by a slash."""
+AWAITED = ALLOCATOR + "host waits for event "
+"""Begins the mark that the host waits for an event: its number follows."""
+ALL_AWAITED = ALLOCATOR + "host waits"
+"""The mark that the host waits for all that it has enqueued."""
+ALL_AWAITED_AS_KERNELS_LOAD = ALLOCATOR + "host waits as kernels are loaded"
+"""The same, which drivers may do and need not."""
+
+FIRST = ""
+"""The stream that computes."""
+
+Progress = dict[str, int]
+"""How far streams are, by name: a stream that is not there has done nothing."""
+
+
+class Host:
+    """What the host has seen of the streams' progress, as a recording is replayed; by the `slowest` reading or the
+    expected one."""
+
+    def __init__(self, slowest: bool = False) -> None:
+        self._slowest = slowest
+        self._position = 0
+        """Counts steps of the recording, or by the expected reading what was allocated to compute."""
+        self._waited_for: dict[str, Progress] = defaultdict(dict)
+        self._at_events: dict[str, Progress] = {}
+        self._seen: Progress = {}
+        self._all_seen = 0
+
+    def step(self, computes: bool) -> None:
+        """Something was allocated, freed or marked; `computes` where it was allocated on the first stream."""
+        self._position += self._slowest or computes
+
+    def needed(self, streams: Iterable[str]) -> Progress:
+        """How far streams are when these are through all that they have been given."""
+        needed: Progress = {}
+        for stream in streams:
+            _advance(needed, self._given(stream))
+        return needed
+
+    def has_seen(self, progress: Progress) -> bool:
+        return all(max(self._seen.get(stream, 0), self._all_seen) >= position for stream, position in progress.items())
+
+    def follow(self, mark: str) -> None:
+        """Take note of a mark; those that are about something else change nothing."""
+        if mark.startswith(RECORDED):
+            event, _, stream = mark.removeprefix(RECORDED).partition(" ")
+            self._at_events[event] = self._given(stream)
+        elif mark.startswith(FOLLOWED):
+            stream, _, other = mark.removeprefix(FOLLOWED).partition("/")
+            _advance(self._waited_for[stream], self._given(other))
+        elif mark.startswith(AWAITED):
+            _advance(self._seen, self._at_events[mark.removeprefix(AWAITED)])
+        elif mark == ALL_AWAITED or (mark == ALL_AWAITED_AS_KERNELS_LOAD and not self._slowest):
+            self._all_seen = self._position
+
+    def _given(self, stream: str) -> Progress:
+        given = dict(self._waited_for[stream])
+        if self._slowest or stream == FIRST:
+            given[stream] = self._position
+        return given
+
+
+def _advance(progress: Progress, further: Progress) -> None:
+    """Each stream as far as either of the two says."""
+    for stream, position in further.items():
+        progress[stream] = max(progress.get(stream, 0), position)

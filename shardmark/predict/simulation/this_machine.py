@@ -1,0 +1,218 @@
+"""How long a step takes on this machine: each of its operators and collectives measured by itself, and added up.
+
+    here = Machine(Worlds("cpu"))
+    here.step(plan).seconds
+
+The step is simulated first, which tells what it launches and what the program takes between; ranks of this machine then
+measure what they have not measured before. A CPU is its own host: operators run one after another, and a collective
+beside them, as far as the cores and the link allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from shardmark.api.registry import Implementation, Unsupported
+from shardmark.api.workload import Mark
+from shardmark.meter.measure_case import WARMUPS
+from shardmark.meter.plan import Plan
+from shardmark.predict.simulation.on_ranks import Sent, collective_seconds, mean_of, operator_seconds, step_seconds
+from shardmark.predict.simulation.predict import simulation
+from shardmark.predict.simulation.program import Call, Event, Recorder, typical
+from shardmark.predict.simulation.schedule import FIRST_STREAM, Span, Step
+from shardmark.ranks.world import Worlds
+
+STEPS = 9
+"""Simulated steps, whose median is what the program takes."""
+SECONDS = 2.0
+"""For which a rank measures the operators of one program."""
+_COLLECTIVES = "collectives"
+
+
+class Machine:
+    """This machine's rates, as far as they have been asked for."""
+
+    def __init__(self, worlds: Worlds) -> None:
+        self.worlds = worlds
+        self._operators: dict[tuple[int, Call], float] = {}
+        self._collectives: dict[tuple[int, Call], Sent] = {}
+        self._launch: float | None = None
+
+    def forget(self) -> None:
+        """Measure operators and collectives anew."""
+        self._operators.clear()
+        self._collectives.clear()
+
+    def step(self, plan: Plan) -> Step:
+        """The steady-state step of the plan on the first rank."""
+        events = events_of(plan)
+        self.measure(events, plan.world_size)
+        return self._assembled(events, plan.world_size, self._per_launch())
+
+    def peer(self, plan: Plan) -> Step | None:
+        """The same of the plan's peer; None where it has none, or one that cannot be predicted."""
+        if plan.peer is None:
+            return None
+        try:
+            return self.step(replace(plan, implementation=plan.peer, peer=None))
+        except Unsupported:
+            return None
+
+    def measure(self, events: Sequence[Event], ranks: int) -> None:
+        """Measure those of the operators and collectives that have no rate yet."""
+        calls = list(dict.fromkeys(each.call for each in events if each.call is not None))
+        operators = [
+            each for each in calls if not each.name.startswith("c10d::") and (ranks, each) not in self._operators
+        ]
+        collectives = [
+            each for each in calls if each.name.startswith("c10d::") and (ranks, each) not in self._collectives
+        ]
+        if not (operators or collectives):
+            return
+        world = self.worlds.get(ranks)
+        if operators:
+            found = world.run(operator_seconds, operators, SECONDS, world.device)
+            for call, *seconds in zip(operators, *found, strict=True):
+                self._operators[ranks, call] = max(seconds)
+        if collectives:
+            sent = world.run(collective_seconds, collectives, SECONDS, world.device)
+            for call, *each in zip(collectives, *sent, strict=True):
+                self._collectives[ranks, call] = mean_of(each)
+
+    def _per_launch(self) -> float:
+        """Seconds by which a simulated launch, with the operator's own, takes longer than a real one: of a program that
+        is known.
+        """
+        if self._launch is None:
+            plan = Plan(Small, cast(Implementation, None), None, None, self.worlds.device, 1)
+            events = events_of(plan)
+            self.measure(events, 1)
+            [steps] = self.worlds.get(1).run(step_seconds, plan, 60)
+            real = median(seconds - waited for seconds, waited in steps[10:])
+            self._launch = (self._assembled(events, 1, 0.0).seconds - real) / sum(each.launches for each in events)
+        return self._launch
+
+    def _assembled(self, events: Sequence[Event], ranks: int, per_launch: float) -> Step:
+        timeline = Timeline()
+        for event in events:
+            timeline.compute(event.between - per_launch * event.launches)
+            if event.wait:
+                timeline.wait(event.wait)
+            elif event.ranks:
+                assert event.call is not None
+                timeline.send(event, self._collectives[ranks, event.call])
+            elif event.call is not None:
+                began = timeline.now
+                timeline.compute(self._operators[ranks, event.call])
+                timeline.spans.append(Span(event.name, FIRST_STREAM, began, timeline.now, 0.0, event.cost))
+            elif event.name:
+                timeline.mark(event.name)
+        timeline.wait(len(events))  # what nobody was seen to wait for: the next step is not faster either
+        return Step(timeline.now, timeline.now, timeline.parts, timeline.spans)
+
+
+@dataclass
+class _Pending:
+    event: Event
+    sent: Sent
+    left: float = 1.0
+    """The share of it that is not done."""
+    began: float | None = None
+
+
+class Timeline:
+    """A host that computes, and collectives that go on meanwhile, one after another."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.spans: list[Span] = []
+        self.parts: dict[str, float] = {}
+        self._marked = 0.0
+        self._pending: list[_Pending] = []
+        self._done = 0
+
+    def compute(self, seconds: float) -> None:
+        """The host works for so many seconds; while a collective goes on it takes longer."""
+        while seconds > 0 and self._pending:
+            first = self._first()
+            rest = first.left * first.sent.beside
+            pace = max(first.sent.pace, 1e-3)
+            if seconds / pace < rest:
+                first.left -= seconds / pace / first.sent.beside
+                self.now += seconds / pace
+                return
+            self.now += rest
+            seconds -= rest * pace
+            self._end()
+        self.now = max(self.now, self.now + seconds)
+
+    def send(self, event: Event, sent: Sent) -> None:
+        self.compute(sent.launch)
+        self._pending.append(_Pending(event, sent))
+
+    def wait(self, number: int) -> None:
+        while self._pending and self._done < number:
+            first = self._first()
+            self.now += first.left * first.sent.alone
+            self._end()
+
+    def mark(self, part: str) -> None:
+        self.parts[part] = self.parts.get(part, 0.0) + self.now - self._marked
+        self._marked = self.now
+
+    def _first(self) -> _Pending:
+        first = self._pending[0]
+        if first.began is None:
+            first.began = self.now
+        return first
+
+    def _end(self) -> None:
+        first = self._pending.pop(0)
+        self._done += 1
+        began = self.now if first.began is None else first.began
+        self.spans.append(Span(first.event.name, _COLLECTIVES, began, self.now, 0.0, None, first.event.nbytes))
+
+
+def events_of(plan: Plan) -> list[Event]:
+    """What the plan's steady-state step does on the first rank."""
+    recorder = Recorder()
+    with simulation(plan.world_size, schedule=recorder):
+        workload = plan.workload(plan.implementation, plan.case, "cpu")
+        for _ in range(WARMUPS):
+            workload.prepare()
+            workload.step(lambda part: None)
+        steps = []
+        for _ in range(STEPS):
+            workload.prepare()
+            steps.append(recorder.record(workload.step))
+        del workload
+    return typical(steps)
+
+
+class Small:
+    """A known program of operators that take no time to speak of, by which launching is measured."""
+
+    backend = "eager"
+
+    def __init__(self, implementation: Implementation, case: Any, device: str) -> None:
+        blocks = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(16)]
+        self.model = nn.Sequential(*blocks).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.x = torch.randn(8, 16, device=device)
+
+    def prepare(self) -> None:
+        self.optimizer.zero_grad()
+
+    def step(self, mark: Mark) -> None:
+        loss = self.model(self.x).square().mean()
+        mark("forward")
+        loss.backward()
+        mark("backward")
+        self.optimizer.step()
+        mark("optimizer")

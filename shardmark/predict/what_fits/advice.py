@@ -1,0 +1,189 @@
+"""Whether a strategy fits, how fast it is, what makes it fit if not, and with which batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from shardmark.api.registry import resolve
+from shardmark.meter.hardware import Hardware
+from shardmark.predict.simulation.communicator import room
+from shardmark.predict.what_fits.prediction import Prediction, Refused, StepTime, Strategy
+from shardmark.predict.what_fits.processes import Predictions
+
+MOST_LENGTH = 2**20
+SHARDED = (("sharded_optimizer", "sharded"), ("fsdp", "fsdp2"))
+"""What a strategy may be changed to, the cheaper one first."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One strategy on so many of one kind of device."""
+
+    strategy: Strategy
+    ranks: int
+    hardware: Hardware
+    found: Prediction | Refused
+    change: str | None = None
+    """The cheapest that makes it fit, where it does not."""
+    rows: int | str | None = None
+    """Of the largest batch that fits, where that was asked for, or why there is none."""
+    context: int | str | None = None
+    """The longest that fits, likewise."""
+
+    @property
+    def room(self) -> int:
+        """Bytes of the device for PyTorch's allocator."""
+        return room(self.hardware, self.ranks)
+
+    @property
+    def free(self) -> int | None:
+        """Bytes left on the device, less than none where some are missing; None where it is not known."""
+        if isinstance(self.found, Prediction):
+            return self.room - self.found.reserved
+        missing = self.room - self.found.nbytes
+        return missing if missing < 0 else None
+
+    @property
+    def step(self) -> StepTime | None:
+        """A step's time; None where it is not known."""
+        return self.found.steps.get(self.hardware.name) if isinstance(self.found, Prediction) else None
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.free is None else self.free >= 0
+
+
+def outcomes(
+    predictions: Predictions,
+    strategies: Sequence[Strategy],
+    ranks: Sequence[int],
+    devices: Sequence[Hardware],
+    batch: bool,
+    context: bool,
+) -> list[Outcome]:
+    """One for each device, strategy and number of ranks; with the largest `batch` and the longest `context` where they
+    fit. Of each device what fits comes first, the fastest at the top: who trains most rows in a second.
+    """
+    sizes = sorted(ranks)
+    wanted = [
+        (strategy, size, on)
+        for on in devices
+        for strategy in strategies
+        for size in ([1] if not strategy.on_ranks else sizes)
+    ]
+    for each in wanted:
+        predictions.ask(*each)
+
+    def outcome(strategy: Strategy, size: int, on: Hardware) -> Outcome:
+        found = _predicted(predictions, strategy, size, on)
+        change = rows = length = None
+        if found.fits is False:
+            change = next(_changes(predictions, found, sizes), None)
+        if (batch and found.fits) or (found.fits is False and change is None and _could_fit(found)):
+            rows = _largest_size(predictions, found, 0)
+        if context and found.fits:
+            length = _largest_size(predictions, found, 1)
+        return replace(found, change=change, rows=rows, context=length)
+
+    with ThreadPoolExecutor(len(wanted)) as threads:  # they wait for the processes
+        found = list(threads.map(outcome, *zip(*wanted, strict=True)))
+    return [each for on in devices for each in sorted((o for o in found if o.hardware == on), key=place)]
+
+
+def place(outcome: Outcome) -> tuple[bool, float]:
+    """In the table: what fits before what does not, and there the fastest first. Each rank has a batch of its own."""
+    if not outcome.fits or outcome.step is None:
+        return not outcome.fits, math.inf
+    return False, outcome.step.seconds / outcome.ranks
+
+
+def _predicted(
+    predictions: Predictions, strategy: Strategy, ranks: int, on: Hardware, dim: int = 0, size: int | None = None
+) -> Outcome:
+    """What is predicted for it, once that is there; with a batch of that `size` in that dimension."""
+    return Outcome(strategy, ranks, on, predictions.ask(strategy, ranks, on, dim, size)())
+
+
+def _could_fit(found: Outcome) -> bool:
+    """Whether less activations could make it fit."""
+    return isinstance(found.found, Prediction) and found.found.before_step <= found.room
+
+
+def _changes(predictions: Predictions, found: Outcome, sizes: Sequence[int]) -> Iterator[str]:
+    """What makes it fit, the cheapest first: checkpointing, autocast to bfloat16, sharded optimizer state, all of it
+    sharded.
+    """
+    mine = found.strategy
+    checkpoints = mine.checkpointed or mine.family == "checkpointing"
+    if _could_fit(found):
+        for checkpointed, autocast in ((True, False), (False, True), (True, True)):
+            if (checkpoints and checkpointed) or (autocast and predictions.case.dtype != "float32"):
+                continue
+            more = Strategy(mine.implementation, mine.checkpointed or checkpointed, autocast)
+            if _predicted(predictions, more, found.ranks, found.hardware).fits:
+                yield " + ".join(["checkpointing"] * checkpointed + ["autocast"] * autocast)
+    families = [family for family, _ in SHARDED]
+    after = families.index(mine.family) + 1 if mine.family in families else 0
+    for family, name in SHARDED[after:]:
+        for size in sizes if not mine.on_ranks else [found.ranks]:
+            for checkpointed in (False, True):
+                other = Strategy(resolve(family, name), checkpointed)
+                there = _predicted(predictions, other, size, found.hardware)
+                if there.fits:
+                    yield f"{other}" + f" on {size} ranks" * (size != found.ranks)
+                if not _could_fit(there):
+                    break
+
+
+def _largest_size(predictions: Predictions, found: Outcome, dim: int) -> int | str:
+    """The largest size of the batch in that dimension with which it fits; or why none was found.
+
+    A size that the model refuses is too large, where it takes another one than the user's.
+    """
+    start = predictions.sizes[dim]
+    if isinstance(start, str):
+        return start
+    taken: set[int] = set()
+    refused: list[str] = []
+
+    def needed(size: int) -> int:
+        there = _predicted(predictions, found.strategy, found.ranks, found.hardware, dim, size)
+        if there.free is not None:
+            taken.add(size)
+            return -there.free
+        assert isinstance(there.found, Refused)
+        refused.append(there.found.reason)
+        return 1
+
+    most = largest(needed, start)
+    return refused[0] if refused and not taken - {start} else most
+
+
+def largest(excess: Callable[[int], int], start: int) -> int:
+    """The largest number from 1 to MOST_LENGTH whose excess is at most 0, or 0; `start` is where the search begins.
+
+    The excess grows almost evenly: so the search looks where a line through two numbers says, in turns with the middle.
+    """
+    known = {start: excess(start)}
+    low, high = (start, None) if known[start] <= 0 else (0, start)
+    by_line = True
+    while high is None or high - low > 1:
+        if high is None:
+            probe = min(2 * low, MOST_LENGTH)
+        elif low and by_line:
+            probe = low + int((high - low) * -known[low] / max(1, known[high] - known[low]))
+        else:
+            probe = (low + high) // 2
+        probe = probe if high is None else min(max(probe, low + 1), high - 1)
+        by_line = not by_line
+        known[probe] = excess(probe)
+        if known[probe] > 0:
+            high = probe
+        elif probe == MOST_LENGTH:
+            return probe
+        else:
+            low = probe
+    return low

@@ -1,0 +1,101 @@
+"""python -m shardmark.predict mine.py:make --hardware a100-40gb,h100-80gb --ranks 8,64,512"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+from shardmark.api.registry import FAMILIES, family_and_target, resolve
+from shardmark.meter.hardware import Hardware, hardware
+from shardmark.predict.what_fits.advice import outcomes
+from shardmark.predict.what_fits.prediction import Strategy
+from shardmark.predict.what_fits.processes import Predictions
+from shardmark.predict.what_fits.table import lines, saved
+from shardmark.predict.worlds import MOST_RANKS, ranks_of
+
+COMMAND = "python -m shardmark.predict"
+USAGE = 4
+"""The exit status of what a user got wrong, as pytest's."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the tables; or say in one line what is wrong, with exit status 4."""
+    given = _parser().parse_args(arguments)
+    predictions = None
+    try:
+        devices, ranks, strategies = _devices(given.hardware), _ranks(given.ranks), _strategies(given.impl)
+        if given.json is not None:
+            given.json.touch()  # what cannot be written is said before minutes of work
+        predictions = Predictions(given.model, devices)
+        found = outcomes(predictions, strategies, ranks, devices, given.batch, given.context)
+        if given.json is not None:
+            given.json.write_text(json.dumps(saved(predictions.case, predictions.sizes, found), indent=1) + "\n")
+    except (ValueError, OSError, BrokenProcessPool) as error:
+        print(f"{COMMAND}: {str(error).removeprefix('--model ')}", file=sys.stderr)
+        return USAGE
+    finally:
+        if predictions is not None:
+            predictions.close()
+    print("\n".join(lines(predictions.case, predictions.sizes, found)))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(COMMAND, description="What of your own model fits on which hardware.")
+    parser.add_argument("model", metavar="FILE:ATTR", help="a function that returns (model, batch, loss)")
+    parser.add_argument("--hardware", required=True, metavar="NAME,NAME", help="known devices, or TOML files of yours")
+    parser.add_argument("--ranks", default="8", metavar="N,N", help="numbers of ranks: 8,64,512")
+    parser.add_argument(
+        "--impl",
+        action="append",
+        default=[],
+        metavar="FAMILY=TARGET",
+        help="one more strategy: a registered name, module:attribute or file.py:attribute; repeatable",
+    )
+    parser.add_argument("--batch", action="store_true", help="find the largest batch that fits, of each strategy")
+    parser.add_argument("--context", action="store_true", help="find the longest context that fits, of each strategy")
+    parser.add_argument("--json", type=Path, metavar="OUT.json", help="write all of it, in bytes")
+    return parser
+
+
+def _devices(value: str) -> list[Hardware]:
+    devices = [hardware(name) for name in dict.fromkeys(value.split(","))]
+    names = [each.name for each in devices]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"--hardware {value}: two of them are called {twice[0]}")
+    for each in devices:
+        if not (each.memory_bytes > 0 and math.isfinite(each.memory_bytes)):
+            raise ValueError(f"--hardware {each.name}: how much memory it has is not known; describe it in a TOML file")
+    return devices
+
+
+def _ranks(value: str) -> list[int]:
+    ranks = []
+    for part in value.split(","):
+        if (number := ranks_of(part)) is None:
+            raise ValueError(f"--ranks takes numbers from 1 to {MOST_RANKS:,} such as 8,64, not {value!r}")
+        ranks.append(number)
+    return list(dict.fromkeys(ranks))
+
+
+def _strategies(own: Sequence[str]) -> list[Strategy]:
+    """Those that are always shown, and the user's."""
+    training = {name: family for name, family in FAMILIES.items() if family.workload is not None}
+    ordered = sorted(training.items(), key=lambda pair: pair[1].on_ranks)  # one device first
+    strategies = [
+        Strategy(resolve(name, implementation), checkpointed)
+        for name, family in ordered
+        for implementation, checkpointed in family.strategies
+    ]
+    for option in own:
+        name, spec = family_and_target(option)
+        if name not in training:
+            known = ", ".join(name for name, _ in ordered)
+            raise ValueError(f"--impl {option}: {known} train a model of your own, not {name}")
+        strategies.append(Strategy(resolve(name, spec)))
+    return list(dict.fromkeys(strategies))

@@ -1,0 +1,148 @@
+"""The memory of a user's own model under one strategy, and a step's time, on the first of so many ranks."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from shardmark.api.own_model import OwnModelCase, make, size_of
+from shardmark.api.registry import Implementation, RegistryError, Unsupported, family
+from shardmark.meter import memory
+from shardmark.meter.hardware import Hardware
+from shardmark.meter.plan import Plan
+from shardmark.predict.own_model import check
+from shardmark.predict.simulation.predict import predict, simulation
+from shardmark.rows.observers import Observer
+
+_TOO_LARGE = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
+"""What PyTorch says of a tensor for which this machine has not even addresses."""
+
+
+MOST = 2**62
+"""Bytes of the device that is predicted for: what is reserved there is an upper bound, and alike on all of its kind."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """An implementation, and perhaps each block's activations recomputed, and autocast to bfloat16."""
+
+    implementation: Implementation
+    checkpointed: bool = False
+    autocast: bool = False
+
+    @property
+    def family(self) -> str:
+        return self.implementation.family
+
+    @property
+    def on_ranks(self) -> bool:
+        """Whether it needs a process group."""
+        return family(self.family).on_ranks
+
+    def __str__(self) -> str:
+        more = ["checkpointing"] * self.checkpointed + ["autocast"] * self.autocast
+        return " + ".join([f"{self.family}={self.implementation}", *more])
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """In seconds, of one of many steps: the host launches the next while the device runs."""
+
+    seconds: float
+    at_least: float
+    """The lower bound: by the data sheet alone."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """In bytes, on the first rank, which has the most where ranks differ."""
+
+    tensors: int
+    """The most at once in a step."""
+    reserved: int
+    """The most that steps take from the device, with what the caching allocator has free between its blocks."""
+    before_step: int
+    """What is there already when a steady-state step begins: no batch and no checkpointing makes it less."""
+    made: int
+    """The most that is taken from the device until the model is made and sharded."""
+    steps: dict[str, StepTime] = field(default_factory=dict)
+    """A step's time, by hardware; of what is compiled none is known."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why there is no prediction; where that is one tensor, its bytes."""
+
+    reason: str
+    nbytes: int = 0
+
+
+class _Made(Observer):
+    """What making the model took is given back before the first step: PyTorch does so itself when memory runs out."""
+
+    of_memory = True
+
+    @classmethod
+    def before_first_step(cls, memory: memory.Meter) -> None:
+        memory.stage("made")
+        torch.cuda.empty_cache()
+
+
+def predicted(
+    strategy: Strategy, case: OwnModelCase, on: Hardware, alike: Sequence[Hardware] = ()
+) -> Prediction | Refused:
+    """What the case takes under that strategy, on that hardware, and on others that need the same memory."""
+    case = replace(case, checkpointed=strategy.checkpointed, autocast=strategy.autocast)
+    workload = family(strategy.family).workload
+    assert workload is not None, "a strategy is of a family that trains a user's own model"
+    plan = Plan(workload, strategy.implementation, None, case, "cpu", case.ranks, observers=(_Made,))
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of PyTorch, to who wrote the strategy
+            measured = predict(plan, on=replace(on, memory_bytes=MOST), alike=alike)
+    except Exception as error:  # a strategy that does not take the model is a line of the table
+        return _refused(error)
+    taken = measured.memory
+    made = taken.stages["made"]
+    return Prediction(
+        tensors=max(taken.peaks.values()),
+        reserved=taken.reserved or taken.peak,  # a CPU's allocator keeps nothing
+        before_step=taken.phases["before_step"],
+        made=made.reserved or made.peak,
+        steps={name: StepTime(max(step.seconds, step.host), step.at_least) for name, step in measured.steps.items()},
+    )
+
+
+def _refused(error: Exception) -> Refused:
+    if found := _TOO_LARGE.search(str(error.__cause__ or error)):
+        nbytes = int(found[1])
+        return Refused(f"one tensor of it has {nbytes / 2**30:,.1f} GiB, more than this machine can lay out", nbytes)
+    said = next(iter(str(error).strip().splitlines()), "")
+    kind = "" if isinstance(error, Unsupported | RegistryError) else f"{type(error).__name__}: "
+    return Refused(kind + said.removeprefix("--model "))
+
+
+Sizes = tuple[int | str, int | str]
+"""Of a batch: rows and context, the lengths of its tensors' first and second dimensions, or why there is no one."""
+
+
+def followed(spec: str) -> tuple[OwnModelCase, Sizes]:
+    """The model's case, and the sizes of its batch.
+
+    RegistryError, in one line, for what is no function that makes a model, and what no strategy could train.
+    """
+    case = OwnModelCase.of(check(spec, simulated=True))
+    with simulation(), torch.random.fork_rng(devices=[]):
+        batch = make(case.model, "cpu").batch
+    return case, (_size(batch, 0), _size(batch, 1))
+
+
+def _size(batch: tuple[Any, ...], dim: int) -> int | str:
+    try:
+        return size_of(batch, dim)
+    except Unsupported as error:
+        return str(error)

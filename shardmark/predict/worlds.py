@@ -1,0 +1,94 @@
+"""What stands in for worlds where cases are predicted: nothing runs on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from shardmark.api.registry import Unsupported
+from shardmark.meter.hardware import THIS, Hardware, hardware
+from shardmark.ranks.link import Link
+from shardmark.ranks.world import WorldError, Worlds, check_size
+
+if TYPE_CHECKING:
+    from shardmark.predict.simulation.this_machine import Machine
+
+MOST_RANKS = 100_000
+
+
+def ranks_of(text: str) -> int | None:
+    """The number of ranks that it says, from 1 to MOST_RANKS; None where it says none."""
+    plain = text.isascii() and text.isdecimal() and len(text) < 10
+    return int(text) if plain and 1 <= int(text) <= MOST_RANKS else None
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The hardware that is predicted for, and how many ranks of it."""
+
+    hardware: Hardware
+    ranks: int
+
+
+def simulated(value: str) -> Simulated:
+    """What a value of `--simulate`, HARDWARE[:RANKS], stands for; ValueError, in one line, for another value."""
+    name, colon, ranks = value.rpartition(":") if ":" in value else (value, "", "1")
+    try:
+        known = hardware(name)
+    except ValueError as error:
+        raise ValueError(f"--simulate {value}: {error}") from None
+    if not colon:
+        return Simulated(known, 1)
+    if (number := ranks_of(ranks)) is None:
+        raise ValueError(f"--simulate {value}: the ranks are a number from 1 to {MOST_RANKS:,}, not {ranks!r}")
+    if name == THIS:  # they measure
+        try:
+            check_size(number, known.device)
+        except WorldError as error:
+            raise ValueError(f"--simulate {value}: {error}") from None
+    return Simulated(known, number)
+
+
+class SimulatedWorld:
+    """So many ranks that are not there."""
+
+    device = "cpu"
+    alive = True
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.deadline = 0.0
+
+    def run(self, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> NoReturn:
+        """Raises Unsupported: what is not `measure`'s own passes is not predicted."""
+        raise Unsupported(f"{function.__name__} is for ranks that run, and --simulate predicts steps alone")
+
+
+class SimulatedWorlds:
+    """`shardmark.ranks.world.Worlds`' interface: any size, at once."""
+
+    device = "cpu"
+    deadline = 0.0
+
+    def __init__(self, hardware: Hardware, link: Link | None = None) -> None:
+        self._hardware = hardware
+        self._link = link
+        self._machine: Machine | None = None
+
+    def get(self, size: int) -> SimulatedWorld:
+        return SimulatedWorld(size)
+
+    @property
+    def machine(self) -> Machine | None:
+        """What measures the rates of the machine at hand, where that is the hardware."""
+        if self._machine is None and self._hardware.name == THIS:
+            from shardmark.predict.simulation.this_machine import Machine  # all of PyTorch's FSDP comes with it
+
+            self._machine = Machine(Worlds(self._hardware.device, self._link))
+        return self._machine
+
+    def close(self) -> None:
+        """End the ranks that measure, if any."""
+        if self._machine is not None:
+            self._machine.worlds.close()

@@ -1,0 +1,84 @@
+"""Messages that only the processes of one launch can have written.
+
+A store listens on every interface, and what it carries is unpickled: so each message has a code made with a key that is
+no other's (HMAC, RFC 2104).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+from shardmark.ranks.rank import WorldError
+
+VARIABLE = "SHARDMARK_KEY"
+"""The environment's key, where processes are on several machines."""
+WAIT = 60.0
+"""Seconds until the first process has written the key."""
+_CODE = hashlib.sha256().digest_size
+
+
+class Seal:
+    """Seals messages and opens those that were sealed with the same key."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def seal(self, message: bytes, name: str) -> bytes:
+        """The message with its code; under another name it does not open."""
+        return self._code(message, name) + message
+
+    def open(self, sealed: bytes, name: str) -> bytes:
+        """The message; WorldError where it was not sealed with this key, under this name."""
+        code, message = sealed[:_CODE], sealed[_CODE:]
+        if not hmac.compare_digest(code, self._code(message, name)):
+            raise WorldError(f"a message ({name}) that no process of this launch has written")
+        return message
+
+    def _code(self, message: bytes, name: str) -> bytes:
+        return hmac.digest(self._key, name.encode() + b"\0" + message, "sha256")
+
+
+def launch_key(first: bool, one_machine: bool) -> bytes:
+    """The key of this launch: the environment's, or, on one machine, one that the `first` process writes to a file that
+    only its user can read. WorldError, in one line, where there is none.
+    """
+    if given := os.environ.get(VARIABLE):
+        return given.encode()
+    if not one_machine:
+        raise WorldError(f"ranks on several machines need a secret of their own: set {VARIABLE} to the same on each")
+    file = _file()
+    if first:
+        new = file.with_suffix(".new")
+        new.unlink(missing_ok=True)
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as text:
+            text.write(secrets.token_hex(32))
+        os.replace(new, file)
+    end = time.monotonic() + WAIT
+    while not file.exists():
+        if time.monotonic() > end:
+            raise WorldError(f"rank 0 has not written {file}")
+        time.sleep(0.01)
+    about = file.stat()
+    if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) != 0o600:
+        raise WorldError(f"{file} is not this user's alone")
+    return file.read_bytes()
+
+
+def forget_key() -> None:
+    """Remove the file, once every process has read it."""
+    _file().unlink(missing_ok=True)
+
+
+def _file() -> Path:
+    """Of this launch alone: by the process that started it, and when that was started."""
+    launcher = os.getppid()
+    started = Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[19]
+    return Path(tempfile.gettempdir()) / f"shardmark-{os.getuid()}-{launcher}-{started}.key"

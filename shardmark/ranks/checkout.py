@@ -1,0 +1,99 @@
+"""An earlier version of the code that is measured: a copy of its files, and ranks that import from there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from shardmark.api import registry
+
+INSTALLED = ("site-packages", "dist-packages")
+"""Folders of what is installed, which is of no version, also where it lies in the repository."""
+
+
+class CheckoutError(ValueError):
+    """A version that cannot be had, in one line."""
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """The files of one version: `copy` has what it has of `root`."""
+
+    ref: str
+    commit: str
+    root: Path
+    copy: Path
+
+    def moved(self, path: str) -> str:
+        """Where what lies in the root is in the copy; what lies elsewhere, or is installed, stays."""
+        absolute = Path(os.path.realpath(path))
+        if not absolute.is_relative_to(self.root) or not set(INSTALLED).isdisjoint(absolute.parts):
+            return path
+        return str(self.copy / absolute.relative_to(self.root))
+
+    def enter(self) -> None:
+        """Have this process import the code that is measured from the copy, whatever it has imported before.
+
+        The instruments stay the ones that there are: both versions are measured by the same ones.
+        """
+        for name in [name for name, module in sys.modules.items() if self._has(name, module)]:
+            del sys.modules[name]
+        registry.FAMILIES.clear()
+        registry.moved = self.moved
+        sys.path[:] = [self.moved(folder or os.getcwd()) for folder in sys.path]
+        os.chdir(self.moved(os.getcwd()))
+
+    def _has(self, name: str, module: Any) -> bool:
+        """Whether a module is of what is measured."""
+        spec = getattr(module, "__spec__", None)
+        places = [*(getattr(spec, "submodule_search_locations", None) or [])]
+        if spec is not None and getattr(spec, "has_location", False):  # not what is built in
+            places.append(spec.origin)
+        own = name == "__main__" or name.partition(".")[0] == "shardmark"
+        return not own and any(self.moved(place) != place for place in places)
+
+    def remove(self) -> None:
+        """Remove the copy."""
+        shutil.rmtree(self.copy, ignore_errors=True)
+
+
+def check_out(ref: str, folder: Path) -> Checkout:
+    """A copy of that commit, branch or tag of the repository that `folder` is in, in a new folder for temporary files.
+
+    Raises CheckoutError where there is no repository, or no such version in it.
+    """
+    root = Path(_git(ref, folder, "rev-parse", "--show-toplevel").decode().rstrip("\n"))
+    commit = _git(ref, folder, "rev-parse", "--verify", "--end-of-options", f"{ref}^{{commit}}").decode().strip()
+    archive = _git(ref, root, "archive", commit)
+    copy = Path(tempfile.mkdtemp(prefix="shardmark-ref-")).resolve()
+    checkout = Checkout(ref, commit, root.resolve(), copy)
+    try:
+        with tarfile.open(fileobj=BytesIO(archive)) as files:
+            files.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 has it
+            files.extractall(copy)
+    except BaseException as error:
+        checkout.remove()
+        if not isinstance(error, Exception):
+            raise
+        raise CheckoutError(f"--against-ref {ref}: its files cannot be written: {error}") from None
+    return checkout
+
+
+def _git(ref: str, folder: Path, *arguments: str) -> bytes:
+    try:
+        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=True).stdout
+    except FileNotFoundError:
+        raise CheckoutError(f"--against-ref {ref} needs git, and there is none") from None
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip().splitlines() or ["git failed"]
+        raise CheckoutError(f"--against-ref {ref}: {said[0].removeprefix('fatal: ')}") from None
+    except ValueError as error:  # a null character in the name
+        raise CheckoutError(f"--against-ref {ref}: {error}") from None

@@ -1,0 +1,168 @@
+"""How a rank ended, or where it is while it does not answer; and what it has started, which must not outlive it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import sysconfig
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardmark.ranks.rank import WORLD_VARIABLE
+
+HINTS = {
+    "SIGSEGV": ": was a tensor read after its memory was freed?",
+    "SIGKILL": ": did the machine run out of memory?",
+}
+"""What may be behind a signal."""
+
+PYTHON = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")]
+OWN = os.path.dirname(__file__)
+OTHERS = (*PYTHON, *torch.__path__, OWN, "<")
+"""How files begin whose code is not the user's."""
+
+
+def end_of_process(process: Any) -> int:
+    """A descriptor that can be read once the process has ended: its children do not hold it, as they do a pipe."""
+    try:
+        return os.pidfd_open(process.pid)
+    except (AttributeError, OSError):  # no Linux of 2019 or later
+        return os.dup(process.sentinel)
+
+
+class RankFiles:
+    """What rank `rank` leaves in its world's private folder."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._stacks = folder / f"rank{rank}.stacks"
+        self._end = folder / f"rank{rank}.end"
+
+    def stacks(self) -> str:
+        return self._stacks.read_text(errors="replace") if self._stacks.exists() else ""
+
+    def why_it_ended(self) -> str:
+        return self._end.read_text(errors="replace") if self._end.exists() else ""
+
+
+def how_it_ended(process: Any, files: RankFiles, grace: float) -> str:
+    """With the stack that faulthandler left if a signal like SIGSEGV ended it."""
+    process.join(grace)
+    code = process.exitcode
+    names = {number.value: number.name for number in signal.Signals}
+    if code is None:
+        end = "closed its connection to the test"
+    elif code < 0:
+        name = names.get(-code, str(-code))
+        end = f"was killed by {name}{HINTS.get(name, '')}"
+    else:
+        why = files.why_it_ended()
+        end = f"exited with {code}" + (f": {why}" if why else "")
+    stack = files.stacks()
+    return f"{end}\n{stack}" if stack else end
+
+
+def where_they_are(ranks: dict[int, Any], files: dict[int, RankFiles], seconds: float, grace: float) -> dict[int, str]:
+    """What each process that has not answered does, those first that are likely to be the cause: stopped ones, and
+    those that wait for no other rank.
+
+    The handler that writes the stacks of its threads is in C, so a rank stuck in C answers too.
+    """
+    stopped = [rank for rank, process in ranks.items() if _is_stopped(process.pid)]
+    stacks = _ask_for_stacks({r: process for r, process in ranks.items() if r not in stopped}, files, grace)
+    found: dict[int, tuple[int, str]] = {}
+    for rank in ranks:
+        silent = f"had not answered after {seconds:.1f} s"
+        stack = stacks.get(rank, "").strip("\n")
+        if rank in stopped:
+            found[rank] = (0, f"{silent}; a signal such as SIGSTOP has stopped it")
+        elif not stack:
+            found[rank] = (1, f"{silent}; it does not react to signals, so there is no stack")
+        else:
+            found[rank] = (2 if _waits_for_others(stack) else 1, f"{silent}; it was in {_place(stack)}\n{stack}")
+    return {rank: text for rank, (_, text) in sorted(found.items(), key=lambda item: (item[1][0], item[0]))}
+
+
+def _ask_for_stacks(ranks: dict[int, Any], files: dict[int, RankFiles], grace: float) -> dict[int, str]:
+    for process in ranks.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGUSR1)
+    stacks: dict[int, str] = {}
+    end = time.monotonic() + grace
+    while ranks and time.monotonic() < end:
+        time.sleep(0.05)
+        before, stacks = stacks, {rank: files[rank].stacks() for rank in ranks}
+        if all(stacks.values()) and stacks == before:  # written, and to the end
+            break
+    # what lies below `perform` is the same for every rank and every call
+    return {r: re.sub(r"(?<= in perform\n).*?(?=\n\n|\Z)", "", text, flags=re.DOTALL) for r, text in stacks.items()}
+
+
+def _frames(stack: str) -> list[tuple[str, str, str]]:
+    """File, line and function of each frame of the thread that does the call, the innermost first."""
+    threads = [re.findall(r'^  File "(.*)", line (\S+) in (.*)$', part, re.MULTILINE) for part in stack.split("\n\n")]
+    called = [frames for frames in threads if frames and frames[-1][2] == "perform"]
+    return (called or [frames for frames in threads if frames] or [[]])[0]
+
+
+def _place(stack: str) -> str:
+    """The function that it is in, and the user's own line that led there."""
+    frames = [frame for frame in _frames(stack) if not frame[0].startswith(OWN)]
+    if not frames:
+        return "code without a Python stack"
+    for i, (file, line, name) in enumerate(frames):
+        if not file.startswith(OTHERS):
+            inside = f"{frames[0][2]}, called in " if i else ""
+            return f"{inside}{name} ({os.path.basename(file)}:{line})"
+    return frames[0][2]
+
+
+def _waits_for_others(stack: str) -> bool:
+    inside = itertools.takewhile(lambda frame: frame[0].startswith(OTHERS), _frames(stack))
+    return any("torch/distributed/" in file for file, _, _ in inside)
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
+def end_ranks(processes: Sequence[Any], folder: Path) -> None:
+    """End every rank, and what it has started, in its own process group or, as a daemon is, in another."""
+    for process in processes:
+        # A rank holds nothing that needs saving, and a hung one would ignore anything softer.
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # where it had not come to lead its group
+    for process in processes:
+        process.join()
+        process.close()
+    for pid in _started_by_ranks_of(folder) if processes else ():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _started_by_ranks_of(folder: Path) -> list[int]:
+    """Processes that have that folder in their environment, as programs that a rank has started do, or a file of it
+    open, as a rank's forks do."""
+    variable, inside = f"{WORLD_VARIABLE}={folder}\0".encode(), f"{folder}/"
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if process.stat().st_uid != os.getuid() or int(process.name) == os.getpid():
+                continue
+            if (
+                (process / "comm").read_text().startswith("torch_shm")
+            ):  # ends once its ranks have, and removes their memory
+                continue
+            files = (os.readlink(file) for file in (process / "fd").iterdir())
+            if variable in (process / "environ").read_bytes() or any(file.startswith(inside) for file in files):
+                found.append(int(process.name))
+    return found

@@ -1,0 +1,336 @@
+"""A rank's side of a world: join the process group, then do what is asked until the world is gone.
+
+In the world's private folder a rank leaves where it was (rank0.stacks), for when it hangs or dies, and why it could not
+go on (rank0.end).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import gc
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardmark.ranks.channel import receive, send
+from shardmark.ranks.checkout import Checkout
+from shardmark.ranks.left_behind import Messages, RankState, seed_rank
+from shardmark.ranks.link import Host
+from shardmark.ranks.machine import keep_compiled_code_apart
+
+
+class WorldError(ValueError):
+    """A world that cannot be, or work that cannot be sent to one, in one line."""
+
+
+class WorldLostError(WorldError):
+    """A world that an earlier test has ended, and that cannot be replaced."""
+
+
+def available_cores() -> int:
+    """Cores this process may run on, or as many as its control group (cgroup v2) has time for, as in a container."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return cores
+
+
+def threads_of_a_rank(ranks: int) -> int:
+    """One rank's share of the cores, where each worker of pytest-xdist has as many ranks."""
+    return max(1, available_cores() // (ranks * _workers()))
+
+
+def _workers() -> int:
+    """Processes of pytest-xdist that share the machine."""
+    return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+
+def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """A call as bytes, with the seed it is made under; WorldError, in one line, for what cannot be sent."""
+    try:
+        return pickle.dumps((function, args, torch.initial_seed()))
+    except Exception as error:  # pickle raises as many kinds as there are things it cannot pickle
+        raise WorldError(f"a world runs module-level functions with arguments that pickle: {error}") from error
+
+
+LONGEST_REPORT = 20_000
+"""Characters of a rank's failure that are shown: an exception may hold a whole tensor's text."""
+LONGEST_LINE = 500
+"""Characters of the line that says what it raised."""
+LONGEST_EXCEPTION = 2**20
+"""Bytes of an exception that is sent along."""
+AT_REST = 0.5
+"""Seconds that a GPU gets to end what a failed call has begun: less than other ranks get to answer."""
+WORLD_VARIABLE = "SHARDMARK_WORLD"
+"""The environment's name of a rank's private folder, by which what the rank has started is known."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank says to a call: its `value`, or how it failed (a traceback, and the exception, pickled, if it can
+    be)."""
+
+    value: Any = None
+    failure: tuple[str, bytes | None] | None = None
+    left: list[str] = field(default_factory=list)
+    """What the call changed on the rank and did not put back, by name; the rank has put it back."""
+    broken: str | None = None
+    """What cannot be put back."""
+    collectives: int = 0
+    """How many the world's process group has begun."""
+    sent: dict[int, int] = field(default_factory=dict)
+    """How many messages the call has sent to each rank by `send` or `isend`."""
+    received: dict[int, int] = field(default_factory=dict)
+
+
+def perform(work: bytes | bytearray, keep: bool = False) -> bytes:
+    """Do a pickled call; its `Answer`, as bytes. With `keep` what it changes on the rank stays."""
+    own_process = os.getpid()
+    before = RankState()
+    try:
+        try:
+            function, args, seed = pickle.loads(work)
+            seed_rank(seed + (dist.get_rank() if dist.is_initialized() else 0))  # each rank draws its own
+            result = function(*args)
+            if torch.cuda.is_initialized():  # what is still to be done may fail or hang, and is this call's
+                torch.cuda.synchronize()
+        finally:
+            if os.getpid() != own_process:  # a child that the call has forked: its parent answers
+                os._exit(0)
+        left = {} if keep else _left_behind(before)
+        try:
+            return pickle.dumps(Answer(result, **left))
+        except Exception as error:
+            error.add_note("This is what the call has returned: results go by pickle.")
+            raise
+    except BaseException as error:
+        # BaseException: a function that exits (argparse, pytest.skip) is reported, and does not end the rank.
+        failure = _report(error), _pickled_exception(error)
+        try:
+            left = _left_behind(before)
+        except BaseException:
+            left = {"broken": "what cannot be told"}
+        return pickle.dumps(Answer(failure=failure, **left))
+
+
+def _report(error: BaseException) -> str:
+    """The exception and its traceback. Whatever a user's own exception does when it is asked for its text is left out,
+    and so is what is too long."""
+    try:
+        own = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of `perform`
+        report = traceback.TracebackException(type(error), error, own)
+        text = f"raised {''.join(report.format_exception_only()).strip()}\n{''.join(report.format())}"
+    except BaseException:
+        traceback.clear_frames(error.__traceback__)  # what they hold may be all the memory there is
+        frames = "".join(traceback.format_tb(error.__traceback__)[1:])
+        text = f"raised {type(error).__qualname__}, which cannot be shown\n{frames}"
+    first, _, rest = text.partition("\n")
+    if len(first) > LONGEST_LINE:
+        first = f"{first[:LONGEST_LINE]}... ({len(first):,} characters)"
+    if len(rest) > LONGEST_REPORT:
+        rest = f"...\n{rest[-LONGEST_REPORT:]}"
+    return f"{first}\n{rest}"
+
+
+def _pickled_exception(error: BaseException) -> bytes | None:
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except BaseException:  # an exception of unusual construction travels as text alone
+        return None
+    return pickled if len(pickled) <= LONGEST_EXCEPTION else None
+
+
+def _left_behind(before: RankState) -> dict[str, Any]:
+    left = before.restore()
+    broken = before.is_broken() or _unrest_on_gpu()
+    joined = dist.is_initialized() and broken is None
+    sent, received = Messages.since_last()
+    collectives = dist.group.WORLD._get_sequence_number_for_group() if joined else 0  # type: ignore[union-attr]
+    if joined and dist.get_backend() == "gloo":
+        collectives -= Messages.total  # which Gloo numbers too
+    return {"left": left, "broken": broken, "collectives": collectives, "sent": sent, "received": received}
+
+
+def _unrest_on_gpu() -> str | None:
+    """An error on the GPU stays with its process; a collective that other ranks never begin does not end."""
+    if not torch.cuda.is_initialized():
+        return None
+    errors: list[RuntimeError] = []
+
+    def wait(device: int) -> None:
+        try:
+            torch.cuda.set_device(device)  # the current device is each thread's own
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait, args=(torch.cuda.current_device(),), daemon=True)
+    waiting.start()
+    waiting.join(AT_REST)
+    if waiting.is_alive():
+        return "work on its GPU that does not end"
+    return f"an error on its GPU ({str(errors[0]).partition(chr(10))[0]})" if errors else None
+
+
+def ranks_met(device: str) -> list[int]:
+    """The ranks whose messages arrive in a collective of all."""
+    own = torch.tensor([dist.get_rank()], device=device)
+    found = [torch.full_like(own, -1) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return [int(rank) for rank in found]
+
+
+def serve(
+    rank: int,
+    size: int,
+    device: str,
+    directory: Path,
+    host: Host | None,
+    checkout: Checkout | None,
+    end: socket.socket,
+) -> None:
+    """A rank's life: join the group, from that host and with that version of the code where they are given, then answer
+    each call until nobody asks."""
+    os.setpgid(0, 0)  # with what it starts, so that all of them end together
+    _die_with_parent()
+    gc.freeze()  # what was imported before the fork stays: to look through it takes a quarter of a second each time
+    # A daemon may not have children, and a data loader's workers are some.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us, which then ends us
+    os.environ[WORLD_VARIABLE] = str(directory)
+    _keep_temporary_files_in(directory)
+    stacks = (directory / f"rank{rank}.stacks").open("w")
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks)
+    if checkout is not None:
+        checkout.enter()
+    send(end, 0, perform(pickled_call(_join, (rank, size, device, directory, host)), keep=True))
+    try:
+        _answer_calls(end)
+    except BaseException as error:
+        with suppress(OSError):
+            (directory / f"rank{rank}.end").write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _answer_calls(end: socket.socket) -> None:
+    while True:
+        try:
+            call, work = receive(end)
+        except EOFError:
+            return
+        answer = perform(work)
+        with suppress(Exception):  # a call may have closed it
+            sys.stdout.flush()
+        try:
+            send(end, call, answer)
+        except BrokenPipeError:
+            return
+        except OSError as error:
+            raise OSError(f"its connection to the test is closed ({error.strerror})") from None
+
+
+def _keep_temporary_files_in(directory: Path) -> None:
+    """Those of a rank that is killed go with the world; what PyTorch has compiled stays where it was."""
+    compiler = sys.modules.get("torch._inductor.runtime.cache_dir_utils")  # the server has imported it
+    if compiler is not None:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiler.default_cache_dir())
+    tempfile.tempdir = str(directory)
+
+
+def _join(rank: int, size: int, device: str, directory: Path, host: Host | None) -> None:
+    if host is not None:
+        host.enter()  # while this is the only thread, so that the group's own will be there too
+    interface = "lo" if host is None else host.interface
+    os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
+    threads = threads_of_a_rank(size)
+    # Beside other workers cores would idle, and with a link the link decides.
+    if device == "cpu" and _workers() == 1 and host is None:
+        _bind_to_cores(rank, size)  # before the group's threads are there
+    join_group(dist.FileStore(str(directory / "rendezvous"), size), rank, size, device, rank, threads)
+
+
+def _bind_to_cores(rank: int, size: int) -> None:
+    """Run on this rank's share of the cores, and preempt no other thread on waking (SCHED_BATCH).
+
+    Ranks that communicate wake each other's threads all the time. As Linux schedules by default, a thread that wakes
+    preempts another, here or on another rank's core: an all-reduce of half a megabyte between two ranks on two cores
+    took 0.3 or 3 ms, as it happened, and a step's time had a standard deviation of 31%; bound, without preemption, 15%.
+    """
+    cores = sorted(os.sched_getaffinity(0), key=_place)
+    with suppress(OSError):  # a sandbox may forbid it
+        if len(cores) >= size:
+            os.sched_setaffinity(0, cores[rank * len(cores) // size : (rank + 1) * len(cores) // size])
+    with suppress(OSError):
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # unless the user has chosen one
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _place(cpu: int) -> tuple[int, int, int]:
+    """Where Linux's `cpu` is: its socket and its core, so that those of one core stay together where it has two."""
+    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+    try:
+        socket_, core = (int((topology / name).read_text()) for name in ("physical_package_id", "core_id"))
+    except (OSError, ValueError):  # not said, as in a sandbox
+        socket_, core = 0, cpu
+    return socket_, core, cpu
+
+
+def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank: int, threads: int) -> None:
+    """Join the process group (NCCL or Gloo); each of a machine's ranks has its GPU, and that many threads."""
+    torch.set_num_threads(threads)
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 2000))  # as torch.compile does when it first compiles
+    keep_compiled_code_apart()
+    # The flight recorder keeps the last 2,000 collectives, which grows like a leak; who wants it sets the variable.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+    Messages.count()
+    gpu = None
+    if device == "cuda":
+        let_segments_grow()
+        gpu = torch.device("cuda", local_rank)
+        torch.cuda.set_device(gpu)
+    dist.init_process_group("gloo" if gpu is None else "nccl", store=store, rank=rank, world_size=size, device_id=gpu)
+
+
+def let_segments_grow() -> None:
+    """Before CUDA starts, have its allocator map memory into segments that grow, unless the user has set it up.
+
+    Of segments of fixed size, what one case leaves may be too small for any tensor of the next.
+    """
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the one that asked for it ends, however it ends and whatever we do.
+
+    The parent holds the write end of a pipe whose read end is its sentinel here; the pipe signals us when it closes.
+    A thread that watches the sentinel would do the same only while something releases the interpreter lock.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpid())  # the whole process group
+    fcntl.fcntl(parent.sentinel, getattr(fcntl, "F_SETSIG", 10), signal.SIGKILL)
+    flags = fcntl.fcntl(parent.sentinel, fcntl.F_GETFL)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if select.select([parent.sentinel], [], [], 0)[0]:  # it was gone before the signal was armed
+        os._exit(1)

@@ -1,0 +1,287 @@
+"""Ranks in a process group, kept warm between tests, replaced when they fail.
+
+    with World(2, "cpu") as world:
+        world.run(all_reduce_of_ones, 1024)  # [result of rank 0, result of rank 1]
+
+Ranks come from a forkserver that has torch imported already, meet through a file in a private directory, and talk over
+the loopback interface, or over a `shardmark.ranks.link.Link` between two hosts. Whatever happens to the process that started
+them, they do not outlive it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import multiprocessing.forkserver  # it keeps the server; pytest in a test would forget it, and start another
+import os
+import pickle
+import shutil
+import socket
+import struct
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from shardmark.api.registry import FAMILIES
+from shardmark.ranks.channel import Channel, GarbledError, ready
+from shardmark.ranks.checkout import Checkout
+from shardmark.ranks.endings import RankFiles, end_of_process, end_ranks, how_it_ended, where_they_are
+from shardmark.ranks.failures import Failure, Left, failures_of, rank_error
+from shardmark.ranks.failures import RankError as RankError  # what `run` raises
+from shardmark.ranks.link import Link
+from shardmark.ranks.rank import Answer, WorldError, available_cores, pickled_call, ranks_met, serve
+
+DEADLINE = 120.0
+"""Seconds that a call may take on a world before its ranks count as hung."""
+GRACE = 1.0
+"""Seconds that the other ranks get to answer once one has failed."""
+PRELOADED = ["__main__", "torch", "torch.distributed.tensor", "torch._dynamo", "torch.distributed.optim"]
+PRELOADED += ["shardmark.ranks.rank", "pytest"]
+"""Imported once in the server instead of once in every rank, as are the registered families: DTensor's operators need
+dynamo, test modules pytest, and what torch.distributed.optim compiles as it is imported takes half a second."""
+LONGEST_FOLDER = 107 - len("/pymp-01234567/listener-01234567")
+"""Bytes of the longest folder path in which multiprocessing can make a socket: a socket's own path has 107 at most."""
+_SIOCGIFFLAGS = 0x8913
+PROBE = 5.0
+"""Seconds that ranks get to meet in a collective that says whether they are in step."""
+RANKS_PER_CORE = 8
+"""Ranks that may share a core: enough for correctness at any world size, too many to measure."""
+
+
+def available_ranks(device: str) -> int:
+    """The largest world this machine allows: a rank per GPU on CUDA, `RANKS_PER_CORE` per core on CPU."""
+    return torch.cuda.device_count() if device == "cuda" else RANKS_PER_CORE * available_cores()
+
+
+def check_size(size: int, device: str) -> None:
+    """Raise WorldError, in one line, for a world larger than the machine allows."""
+    allowed = available_ranks(device)
+    if size > allowed and device == "cuda":
+        raise WorldError(f"{size} ranks need {size} CUDA devices, and this machine has {allowed}")
+    if size > allowed:
+        raise WorldError(
+            f"{size} ranks are more than this machine allows: {allowed} "
+            f"({RANKS_PER_CORE} for each of {available_cores()} cores)"
+        )
+    if size < 1:
+        raise WorldError(f"a world has at least one rank, not {size}")
+
+
+class World:
+    """`size` ranks of one process group (NCCL on "cuda", Gloo on "cpu"), each a process that waits for work.
+
+    With a `link`, half of them live on each of its hosts; with a `checkout`, what they measure is of another version.
+    Raises WorldError when the machine does not allow that many, RankError when they do not come up.
+    """
+
+    def __init__(
+        self, size: int, device: str = "cpu", link: Link | None = None, checkout: Checkout | None = None
+    ) -> None:
+        check_size(size, device)
+        if device == "cpu" and link is None and not _loopback_is_up():
+            raise WorldError("ranks talk over the loopback interface, and it is down: ip link set lo up")
+        self.size = size
+        self.device = device
+        self.deadline = DEADLINE
+        self._directory = Path(tempfile.mkdtemp(prefix="shardmark-"))  # readable by this user only
+        # At the interpreter's end too, for a world that nobody closed.
+        self._remove_directory = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
+        self._files = {rank: RankFiles(self._directory, rank) for rank in range(size)}
+        self._call = 0
+        """The number of the call that is under way; joining the group is call 0."""
+        self._channels: list[Channel] = []
+        self._processes: list[Any] = []
+        self._ends: list[int] = []
+        """A descriptor for each rank that can be read once the rank has ended, whoever holds its socket."""
+        _make_room_for_sockets()
+        context = multiprocessing.get_context("forkserver")
+        families = {family.contract.__module__: None for family in FAMILIES.values()}
+        context.set_forkserver_preload([*PRELOADED, *families])
+        try:
+            for rank in range(size):
+                ours, theirs = socket.socketpair()
+                self._channels.append(Channel(ours))
+                host = link.host(rank, size) if link else None
+                with theirs:
+                    process = context.Process(
+                        target=serve, args=(rank, size, device, self._directory, host, checkout, theirs), daemon=True
+                    )
+                    process.start()
+                self._processes.append(process)
+                self._ends.append(end_of_process(process))
+            joined = self._collect(time.monotonic(), DEADLINE)  # each rank answers once it has joined the group
+            if failures := failures_of(joined):
+                raise rank_error(size, failures, {})
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> list[Any]:
+        """Call `function(*args)` on every rank and return the results in rank order.
+
+        `function` is module-level and, like `args` and the results, goes by pickle: tensors are copied. RankError
+        reports a rank that raised, died, or had not answered after `deadline` seconds, by default the world's own. The
+        world is closed then, unless every rank raised and all are fit for the next call.
+        """
+        __tracebackhide__ = True  # pytest shows the test's line, and what the ranks say
+        if not self._processes:
+            raise WorldError("this world is closed: a rank failed, or close() was called")
+        work = pickled_call(function, args)
+        start = time.monotonic()
+        try:
+            self._send(work)
+            answers = self._collect(start, self.deadline if deadline is None else deadline)
+            failures = failures_of(answers)
+            left = Left(function, answers, len(failures) in (0, self.size) and self._in_step(answers))
+        except BaseException:  # Ctrl-C too: ranks that are still at work are of no use to the next test
+            self.close()
+            raise
+        if left.broken:
+            self.close()
+        if failures:
+            raise rank_error(self.size, failures, {})
+        left.warn()  # last, as a warning may be an error
+        return [answers[rank].value for rank in range(self.size)]
+
+    def _in_step(self, answers: dict[int, Answer]) -> bool:
+        """Whether the ranks meet in the next collective: asked of them where they raised, or have begun different
+        numbers."""
+        same = len({answer.collectives for answer in answers.values()}) == 1 and not failures_of(answers)
+        if same or any(answer.broken for answer in answers.values()):
+            return True
+        self._send(pickled_call(ranks_met, (self.device,)))
+        try:
+            met = self._collect(time.monotonic(), PROBE)
+        except RankError:
+            return False
+        return all(answer.value == list(range(self.size)) for answer in met.values())
+
+    def _send(self, work: bytes) -> None:
+        self._call += 1
+        for channel in self._channels:
+            channel.send(self._call, work)
+
+    @property
+    def alive(self) -> bool:
+        """Whether every rank is there to take work."""
+        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' process ids."""
+        return [process.pid for process in self._processes]
+
+    def close(self) -> None:
+        """End every rank and remove the private directory. A closed world stays closed."""
+        end_ranks(self._processes, self._directory)
+        for channel in self._channels:
+            channel.close()
+        for end in self._ends:
+            os.close(end)
+        self._processes, self._channels, self._ends = [], [], []
+        self._remove_directory()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _collect(self, start: float, deadline: float) -> dict[int, Answer]:
+        """Each rank's answer, the first that came first; RankError where one has died, which is told before those that
+        missed it, or has not answered."""
+        __tracebackhide__ = True
+        answers: dict[int, Answer] = {}
+        dead: dict[int, Failure] = {}
+        end = start + deadline
+        while waiting := [rank for rank in range(self.size) if rank not in answers.keys() | dead.keys()]:
+            moved = ready([self._channels[r] for r in waiting], [self._ends[r] for r in waiting], end)
+            for rank in waiting:
+                try:
+                    message = self._channels[rank].move() if self._channels[rank].fileno() in moved else None
+                    if message is None and self._ends[rank] in moved and self._channels[rank].fileno() not in moved:
+                        raise EOFError  # it has ended, and nothing that it sent is left
+                except EOFError:
+                    dead[rank] = (how_it_ended(self._processes[rank], self._files[rank], GRACE), None)
+                    continue
+                except GarbledError:
+                    answers[rank] = _unusable("wrote to the socket of its answers")
+                    continue
+                if message is not None and message[0] == self._call:
+                    answers[rank] = _unpickled(message[1])
+            if dead or failures_of(answers):  # the others are likely to be waiting for it in a collective
+                end = min(end, time.monotonic() + GRACE)
+            if time.monotonic() >= end:
+                break
+        if len(answers) < self.size:
+            seconds = time.monotonic() - start
+            silent = {r: self._processes[r] for r in range(self.size) if r not in answers.keys() | dead.keys()}
+            where = where_they_are(silent, self._files, seconds, GRACE)
+            raise rank_error(self.size, dead | failures_of(answers), where)
+        return answers
+
+
+def _unpickled(message: bytearray) -> Answer:
+    try:
+        answer = pickle.loads(message)
+    except (Exception, SystemExit) as error:  # whatever its own types do when they are made here
+        return _unusable(f"answered what cannot be read here: {error!r}")
+    return answer if isinstance(answer, Answer) else _unusable("answered what is no answer")
+
+
+def _unusable(what: str) -> Answer:
+    return Answer(failure=(what, None), broken="what cannot be told")
+
+
+def _loopback_is_up() -> bool:
+    """Whether the interface "lo" may carry traffic; also where nobody can tell."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("16sH14x", b"lo", 0))
+        except OSError:
+            return True
+    return bool(struct.unpack_from("H", answer, 16)[0] & 1)
+
+
+def _make_room_for_sockets() -> None:
+    """Have multiprocessing keep its sockets in /tmp where TMPDIR is too long for one, as Python does from 3.14 on."""
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_FOLDER:
+        with patch.object(tempfile, "tempdir", "/tmp"):
+            util.get_temp_dir()  # made once, and then kept until the process ends
+
+
+class Worlds:
+    """The worlds of a session, on one link if any, and of one version: one of each size, started when first asked for
+    and replaced when it has failed.
+    """
+
+    def __init__(self, device: str, link: Link | None = None, checkout: Checkout | None = None) -> None:
+        self.device = device
+        self.link = link
+        self.checkout = checkout
+        self.deadline = DEADLINE
+        """Seconds that a call may take on the worlds it hands out."""
+        self._worlds: dict[int, World] = {}
+
+    def get(self, size: int) -> World:
+        """A live world of `size` ranks; WorldError when the machine does not allow that many."""
+        world = self._worlds.get(size)
+        if world is None or not world.alive:
+            if world is not None:
+                world.close()
+            world = self._worlds[size] = World(size, self.device, self.link, self.checkout)
+        world.deadline = self.deadline
+        return world
+
+    def close(self) -> None:
+        """End every rank of every world."""
+        for world in self._worlds.values():
+            world.close()
+        self._worlds.clear()

@@ -1,0 +1,34 @@
+"""What else may be seen of a case, beside its step time and its peak memory: a test asks for it with `observe`.
+
+    measure(Step, implementation, case, work=work, observe=[Timeline(activations=formulas), Compile()])
+
+An observer owns what runs on each rank, its part of the row, the columns that show it, and its lines under the
+question's table. A question's own observer is a subclass of `Observer`; the suite's are in `perf/observers/`.
+"""
+
+from shardmark.rows.columns import Entry
+from shardmark.rows.observers.communication import ExposedCommunication, HiddenCommunication
+from shardmark.rows.observers.compile import Compile
+from shardmark.rows.observers.goals import Goals
+from shardmark.rows.observers.losses import Losses
+from shardmark.rows.observers.observer import Observer
+from shardmark.rows.observers.profile import Profile
+from shardmark.rows.observers.where_memory_goes import PeakByLength, Stages, Timeline, timeline_pass
+
+__all__ = [
+    "Compile",
+    "Entry",
+    "ExposedCommunication",
+    "Goals",
+    "HiddenCommunication",
+    "Losses",
+    "Observer",
+    "PeakByLength",
+    "Profile",
+    "Stages",
+    "Timeline",
+    "timeline_pass",
+]
+
+WITH_COLUMNS: tuple[type[Observer], ...] = (HiddenCommunication, Compile, Losses, Timeline)
+"""Those whose columns any question may name, in the order of their columns."""

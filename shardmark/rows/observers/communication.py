@@ -1,0 +1,63 @@
+"""How much of the communication a step hides behind its computation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import ClassVar
+
+from shardmark.meter.plan import COMMUNICATION, COMPUTE, IMPLEMENTATION, Measured
+from shardmark.rows.columns import Cell, Column, Entry
+from shardmark.rows.observers.observer import Observer
+from shardmark.rows.row import Row, mean_parts, step_seconds
+from shardmark.text import ms
+
+
+def _alone(name: str) -> Cell:
+    return lambda entry, row: ms(row["time"][name]) if name in row["time"] else None
+
+
+def _hidden(entry: Entry, row: Row) -> str | None:
+    return f"{row['time']['hidden']:.0%}" if "hidden" in row["time"] else None
+
+
+class ExposedCommunication(Observer):
+    """The communication that computation did not hide: what a step's parts take beyond those of computation alone.
+
+    The workload's `compute_step(mark)` is its step without communication.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("compute_step",)
+    timed: ClassVar[Mapping[str, str]] = {COMPUTE: "compute_step"}
+
+    def fill(self, row: Row, ranks: list[Measured]) -> None:
+        """The row's time by part: computation's own, and all that the ranks took beyond them as "communication"."""
+        parts, compute = mean_parts(ranks, IMPLEMENTATION), mean_parts(ranks, COMPUTE)
+        together = sum(parts[part] for part in {*compute, "communication"})
+        row["time"]["parts"] = parts | compute | {"communication": together - sum(compute.values())}
+
+
+class HiddenCommunication(ExposedCommunication):
+    """Also the share of communication that the step hides: all of it where it takes no longer than computation alone.
+
+    The workload's `communication_step(mark)` is its communication without the rest.
+    """
+
+    needs = ("compute_step", "communication_step")
+    timed: ClassVar[Mapping[str, str]] = {COMPUTE: "compute_step", COMMUNICATION: "communication_step"}
+    columns: ClassVar[tuple[Column, ...]] = (
+        Column("compute alone", _alone("compute_alone"), after="optimizer"),
+        Column("comm. alone", _alone("communication_alone"), after="optimizer"),
+        Column("hidden", _hidden, after="optimizer"),
+    )
+
+    def fill(self, row: Row, ranks: list[Measured]) -> None:
+        """In the row's time: the medians of "compute_alone" and "communication_alone", and the share "hidden"."""
+        super().fill(row, ranks)
+        names = (IMPLEMENTATION, COMPUTE, COMMUNICATION)
+        step, compute, communication = (median(step_seconds(ranks, name)) for name in names)
+        row["time"] |= {
+            "compute_alone": compute,
+            "communication_alone": communication,
+            "hidden": 1 - (step - compute) / communication,
+        }

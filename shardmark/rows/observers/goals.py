@@ -1,0 +1,29 @@
+"""How much of the machine a step should use."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from shardmark.meter.plan import Measured
+from shardmark.rows.observers.observer import Observer
+from shardmark.rows.row import Row, step_seconds
+from shardmark.verdict.betting import SHOWN_CONFIDENCE, fewest_rounds, interval
+from shardmark.verdict.budget import WORTH
+
+
+class Goals(Observer):
+    """Ambitions of the row's limit: at least so much of "mfu" or of "fraction". Reported, and nothing fails by them."""
+
+    min_rounds = fewest_rounds(SHOWN_CONFIDENCE)
+
+    def __init__(self, **goals: float) -> None:
+        self.goals = goals
+
+    def fill(self, row: Row, ranks: list[Measured]) -> None:
+        """In the row's "limit". Each figure is work over step time, so the interval of the step time decides."""
+        seconds, limit = step_seconds(ranks), row["limit"]
+        step = interval(seconds)
+        longest = {name: (1 + WORTH) * limit[name] * fmean(seconds) / goal for name, goal in self.goals.items()}
+        limit["goals"] = {
+            name: {"goal": goal, "outcome": step.outcome(longest[name])} for name, goal in self.goals.items()
+        }

@@ -1,0 +1,101 @@
+"""A run's file, as `--benchmark-json` wrote it, or compressed (`.json.gz`): read, or refused in one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardmark.rows.atomic_json import Entry
+from shardmark.rows.row import SCHEMA, Row
+
+T = TypeVar("T")
+
+LISTS = ("benchmarks", "unmeasured")
+"""A file's rows: those with times, and those without."""
+
+
+def entries_of(run: Entry) -> list[Entry]:
+    """The entries of all rows of a run's file; one that was ended before its last test may lack a list."""
+    return [entry for each in LISTS for entry in run.get(each, ())]
+
+
+class RunFileError(ValueError):
+    """A file that is no run of this suite, in one line."""
+
+
+def read_run(path: Path) -> Entry:
+    """The output of a run: its "machine_info", and in "benchmarks" and "unmeasured" the entries that have a row.
+
+    Somebody else's benchmarks are left out. Raises RunFileError for a file that is not there, no whole JSON, of
+    another program, or of a version of this suite whose rows are others.
+    """
+    output = read_json(path, str(path))
+    try:
+        rows = {each: [entry for entry in output.get(each, []) if _is_ours(entry)] for each in LISTS}
+    except (KeyError, TypeError, AttributeError):
+        rows = {}
+    if not any(rows.values()):
+        raise RunFileError(f"{path} has no rows that a run of this suite wrote with --benchmark-json")
+    if lacking := sorted({each for entries in rows.values() for entry in entries for each in _lacking(entry)}):
+        raise RunFileError(f"{path} is of another version of this suite, its rows without {', '.join(lacking)}")
+    if not isinstance(output.get("machine_info"), dict):
+        raise RunFileError(f"{path} is of another version of this suite, without machine_info")
+    return {**output, **rows}
+
+
+def read_json(path: Path, shown: str) -> Any:
+    """What a file says. Raises RunFileError, which calls it `shown`, where it is no file or no whole JSON."""
+    try:
+        if path.exists() and not path.is_dir() and not path.is_file():
+            raise RunFileError(f"{shown}: not a regular file")
+        data = path.read_bytes()
+        return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise RunFileError(f"{shown} is not whole, or not compressed: {error}") from None
+    except OSError as error:
+        raise RunFileError(f"{shown}: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RunFileError(f"{shown} is not whole JSON: {error}") from None
+    except RunFileError:
+        raise
+    except ValueError as error:  # no path, or a number of thousands of digits
+        raise RunFileError(f"{shown}: {error}") from None
+
+
+def _is_ours(entry: Entry) -> bool:
+    return isinstance(entry["extra_info"], dict) and "family" in entry["extra_info"]
+
+
+def of_this_version(make: Callable[..., T], name: str, *args: Any) -> T:
+    """What `make` makes of a run. Raises RunFileError, in one line, where the run of that name lacks what it reads."""
+    try:
+        return make(*args)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise RunFileError(f"{name} is of another version of this suite ({type(error).__name__}: {error})") from error
+
+
+def lacks_schema(row: Row) -> str | None:
+    """What to say of a row that another version's schema describes."""
+    theirs = row.get("schema")
+    return None if theirs == SCHEMA else f"schema {SCHEMA} (it has {theirs})"
+
+
+def _lacking(entry: Entry) -> Iterator[str]:
+    """What every entry and every row has, and this one has not, or of another type."""
+    row, stats = entry["extra_info"], entry.get("stats")
+    if schema := lacks_schema(row):
+        yield schema
+    texts = {"name": entry.get("name"), "fullname": entry.get("fullname"), "implementation": row.get("implementation")}
+    sections = {name: row.get(name) for name in ("case", "memory", "time", "work", "limit", "counters")}
+    yield from (name for name, text in texts.items() if not isinstance(text, str))
+    yield from (name for name, section in sections.items() if not isinstance(section, dict))
+    if isinstance(sections["case"], dict) and not isinstance(sections["case"].get("id"), str):
+        yield "case.id"
+    if not isinstance(row.get("world_size"), int):
+        yield "world_size"
+    if stats is not None and not (isinstance(stats, dict) and {"mean", "stddev"} <= stats.keys()):
+        yield "stats.mean"

@@ -1,0 +1,234 @@
+"""Rows: what one measured case says. A row is the `extra_info` of a pytest-benchmark entry."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import os
+import platform
+import subprocess
+from dataclasses import asdict, is_dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from shardmark.api.registry import Race
+from shardmark.api.work import Work
+from shardmark.meter.disturbances import disturbances
+from shardmark.meter.memory import Memory
+from shardmark.meter.plan import IMPLEMENTATION, PEER, Identity, Measured
+from shardmark.meter.roofline import Roofline
+from shardmark.ranks.rank import available_cores, threads_of_a_rank
+from shardmark.ranks.torchrun import launched
+from shardmark.verdict.betting import SHOWN_CONFIDENCE, Interval, interval, paired_ratios
+from shardmark.verdict.budget import WORTH, MemoryBudget
+
+Row = dict[str, Any]
+
+SCHEMA = 1
+"""The version of `row.schema.json`: one more whenever a program that reads rows has to change."""
+
+NO_RACE = dict.fromkeys(("peer", "ratio", "interval", "budget", "goal", "outcome"))
+"""Of a row's "time", where there is no peer."""
+
+MAIN_FIGURES = (
+    "stats.mean",
+    "family",
+    "implementation",
+    "case.id",
+    "world_size",
+    "verdict",
+    "time.peer",
+    "time.ratio",
+    "memory.tensors",
+    "memory.peak",
+    "memory.budget",
+)
+"""Where these stand in an entry."""
+
+
+def schema() -> Row:
+    """The JSON Schema of a row, which is installed with the package."""
+    text = importlib.resources.files("shardmark.rows").joinpath("row.schema.json").read_text(encoding="utf-8")
+    found: Row = json.loads(text)
+    return found
+
+
+def new_row(identity: Identity, scale: str, link: str | None) -> Row:
+    """A row of which nothing is measured yet; `link` is the rate of the one between the ranks."""
+    case = asdict(identity.case) if is_dataclass(identity.case) and not isinstance(identity.case, type) else {}
+    return {
+        "schema": SCHEMA,
+        "family": identity.family,
+        "implementation": identity.implementation,
+        "case": {"id": str(identity.case), **case},
+        "device": identity.device,
+        "backend": identity.backend,
+        "world_size": identity.world_size,
+        "link": link,
+        "dtype": case.get("dtype"),
+        "scale": scale,
+        "simulated": False,
+        "hardware": None,
+        "memory": {},
+        "time": {},
+        "work": {},
+        "limit": {},
+        "counters": {},
+        "verdict": None,
+        "why": None,
+    }
+
+
+def main_figures(entry: Row) -> list[tuple[str, Any]]:
+    """By their names in the entry (`time.ratio`), for a test's properties in --junitxml; those that there are."""
+    return [(where, found) for where in MAIN_FIGURES if (found := figure(entry, where)) is not None]
+
+
+def figure(entry: Row, where: str) -> Any:
+    """What stands there in the entry's stats ("stats.mean") or in its row; None where there is nothing."""
+    found: Any = entry if where.startswith("stats.") else entry["extra_info"]
+    for name in where.split("."):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def step_seconds(ranks: list[Measured], name: str = IMPLEMENTATION) -> list[float]:
+    """Each round's time: the slowest rank's."""
+    return [max(laps.seconds for laps in round_) for round_ in zip(*(rank.laps[name] for rank in ranks), strict=True)]
+
+
+def largest_memory(ranks: list[Measured]) -> Memory:
+    """The memory of the rank that held most."""
+    return max((rank.memory for rank in ranks), key=lambda memory: (memory.tensors, memory.peak))
+
+
+def memory_entry(ranks: list[Measured], budget: MemoryBudget | None) -> Row:
+    """Bytes by phase and at the peak, on the rank that held most, beside the budget of its tensors if there is one."""
+    most = largest_memory(ranks)
+    of_cuda = {"allocated": most.allocated, "reserved": most.reserved} if most.reserved else {}
+    return {
+        "phases": most.phases,
+        "peak": most.peak,
+        "tensors": most.tensors,
+        "workspace": most.workspace.nbytes,
+        "workspace_operator": most.workspace.operator or None,
+        "peak_by_rank": [rank.memory.peak for rank in ranks],
+        "tensors_by_rank": [rank.memory.tensors for rank in ranks],
+        **budget_entry(budget),
+        **of_cuda,
+    }
+
+
+def budget_entry(budget: MemoryBudget | None) -> Row:
+    """The part of the row's "memory" that is known before anything is measured."""
+    return {} if budget is None else asdict(budget) | {"budget": budget.bytes}
+
+
+def time_entry(
+    ranks: list[Measured], race: Race | None, confidence: float = SHOWN_CONFIDENCE
+) -> tuple[Row, Interval | None]:
+    """The row's "time", and the ratio's interval with `confidence`, which decides a budget.
+
+    The row has times by part and by rank, and if there is a peer, the ratio to it with the 95% interval that decides a
+    goal, and the one that decides a budget.
+    """
+    entry: Row = {
+        "parts": mean_parts(ranks, IMPLEMENTATION),
+        "mean_by_rank": [fmean(laps.seconds for laps in rank.laps[IMPLEMENTATION]) for rank in ranks],
+        "host": max((rank.host for rank in ranks if rank.host is not None), default=None),
+        **NO_RACE,
+        "machine": disturbances(
+            step_seconds(ranks),
+            step_seconds(ranks, PEER) if PEER in ranks[0].laps else [],
+            max((rank.waited for rank in ranks), default=0.0),
+        ),
+    }
+    if race is None or PEER not in ranks[0].laps:  # no peer, or no room or device for it
+        return entry, None
+    peer_seconds = step_seconds(ranks, PEER)
+    ratios = paired_ratios(step_seconds(ranks), peer_seconds)
+    shown, judged = interval(ratios), interval(ratios, confidence)
+    entry |= {
+        "peer": race.peer,
+        "peer_mean": fmean(peer_seconds),
+        "ratio": shown.center,
+        "interval": shown.ends,
+        "budget": race.budget,
+        "judged_interval": judged.ends,
+        "judged_confidence": confidence,
+        "goal": race.goal,
+        "outcome": None if race.goal is None else shown.outcome(race.goal * (1 + WORTH)),
+    }
+    return entry, judged
+
+
+def counters_entry(ranks: list[Measured]) -> Row:
+    """The first rank's collectives, and of each other counter the largest rank's; nothing where none was counted."""
+    counted = [asdict(rank.counters) for rank in ranks if rank.counters is not None]
+    if len(counted) < len(ranks):
+        return {}
+    entry: Row = {"collectives": [list(each) for each in counted[0].pop("collectives")]}
+    for name in counted[0]:
+        values = [each[name] for each in counted]
+        entry[name] = None if None in values else max(values)
+    return entry
+
+
+def limit_entry(work: Work, roofline: Roofline, devices: int, seconds: float) -> Row:
+    """The roofline's time for this work on `devices` of them, the fraction of it that was reached, and MFU."""
+    limit = roofline.seconds(work) / devices
+    entry = {"seconds": limit, "fraction": limit / seconds if seconds else None, **asdict(roofline)}
+    if work.model_flops and seconds:
+        entry["mfu"] = work.model_flops / (seconds * devices * roofline.peak_flops_per_second)
+    return entry
+
+
+def mean_parts(ranks: list[Measured], name: str) -> dict[str, float]:
+    """Mean seconds of each part of those steps, over rounds and ranks."""
+    laps = [lap for rank in ranks for lap in rank.laps[name]]
+    return {part: fmean(lap.parts[part] for lap in laps) for part in laps[0].parts}
+
+
+def describe_machine(device: str) -> Row:
+    """What `machine_info` says beside pytest-benchmark's own: GPUs, driver and the device's memory, cores that ranks
+    share and threads of a world of one, their scheduling policy, torch and triton."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if device == "cuda" else []
+    try:
+        from triton import __version__ as triton_version
+    except ImportError:
+        triton_version = None
+    return {
+        "device": device,
+        "gpus": gpus,
+        "driver": _driver_version() if gpus else None,
+        "device_bytes": torch.cuda.get_device_properties(0).total_memory if gpus else _memory_bytes(),
+        "cores": available_cores(),
+        "threads": torch.get_num_threads() if launched() else threads_of_a_rank(1),
+        "scheduling": chosen_policy(),
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "libc": " ".join(platform.libc_ver()),
+    }
+
+
+def chosen_policy() -> str:
+    """The scheduling policy that the user has chosen, as with chrt, and that ranks have: empty for Linux's default.
+
+    And for SCHED_BATCH, which they have otherwise.
+    """
+    chosen = {getattr(os, name): name for name in ("SCHED_FIFO", "SCHED_IDLE", "SCHED_RR")}
+    return chosen.get(os.sched_getscheduler(0), "")
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _driver_version() -> str | None:
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return None

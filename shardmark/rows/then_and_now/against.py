@@ -1,0 +1,176 @@
+"""With `--against old.json`: rows that are slower or larger fail, and at the end what is worse, and what is better.
+
+With `--update-baseline` they fail nothing: the file becomes what this run measured.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmark.rows.atomic_json import Entry, GrowingFile, dumped
+from shardmark.rows.reader import LISTS
+from shardmark.rows.row import Row
+from shardmark.rows.then_and_now.baseline import Baseline, Machine, compared
+from shardmark.rows.then_and_now.comparison import Comparison, number_of_rows
+from shardmark.rows.writer import RowFile
+from shardmark.text import printable
+from shardmark.verdict.betting import Interval
+
+
+class Gate:
+    """The plugin, registered where `--against` names a file.
+
+    Raises RunFileError, RowFileError, or another ValueError in one line, where that file cannot be used.
+    """
+
+    def __init__(self, path: Path, update: bool, rows: RowFile) -> None:
+        self.path = path
+        self.name = printable(path.name)
+        self.rows = rows
+        self.update = update
+        if rows.path is not None and _is_same(path, rows.path):
+            raise ValueError(
+                f"--against {path} is the file of --benchmark-json too: it is --update-baseline that replaces it"
+            )
+        self._file = GrowingFile(path, option="--update-baseline") if update else None
+        """Open from the start, so that what keeps it from being written is known before anything is measured."""
+        try:
+            self.baseline = None if self._file is not None and not self._file.path.exists() else Baseline(path)
+        except BaseException:
+            self.close()
+            raise
+        self._comparison = Comparison()
+        self._collected: set[str] = set()
+        self._complete = False
+        """Whether every test that was collected has run."""
+        self._updated: str | None = None
+        """With `--update-baseline`, what the file is in the end."""
+        self._written = False
+
+    def close(self) -> None:
+        """Leave the file as it is."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    @cached_property
+    def other_machine(self) -> str | None:
+        """Why times are not compared, in one line, where they are of another machine."""
+        if self.baseline is None or self.baseline.machine == (here := Machine.of(self.rows.machine_info)):
+            return None
+        return printable(f"time is not compared: {self.name} is of {self.baseline.machine}; this is {here}")
+
+    def limits(self, test_id: str, peer: str) -> tuple[float, ...]:
+        """The ratio to that peer which the test's older row stays within, if there is one to compare with."""
+        old = self.baseline.rows.get(test_id) if self.baseline is not None and self.other_machine is None else None
+        race = old.race if old is not None else None
+        return (race.ends[1],) if race is not None and race.ends is not None and race.peer == peer else ()
+
+    def tensors(self, test_id: str) -> int | None:
+        """Bytes of them at the peak in the test's older row, if there is one."""
+        old = self.baseline.rows.get(test_id) if self.baseline is not None else None
+        return None if old is None else old.memory.get("tensors")
+
+    def collected(self, test_ids: Iterable[str]) -> None:
+        """Take note of the tests that measure."""
+        self._collected = set(test_ids)
+
+    def compares_time(self, test_id: str) -> bool:
+        """Whether that test's ratio to its peer may be compared with its older row's."""
+        if self.baseline is None or self.other_machine is not None:
+            return False
+        return test_id in self.baseline.rows and self.baseline.rows[test_id].race is not None
+
+    def judge(self, test_id: str, row: Row, ratio: Interval | None) -> list[tuple[str, str]]:
+        """The verdicts on a row, and what to say of those that are not met or not decided; none on an update."""
+        old = self.baseline.rows.get(test_id) if self.baseline is not None else None
+        if old is None:
+            return []
+        found = compared(old, row, ratio, self.other_machine is None, self.name)
+        verdicts = self._comparison.add(test_id, found)
+        return [] if self.update else verdicts
+
+    def pytest_report_header(self, config: pytest.Config) -> str:
+        if self.baseline is None:
+            return f"against: {self.name}, which this run is to write"
+        if self.other_machine is not None:
+            return config.get_terminal_writer().markup(self.other_machine, red=True, bold=True)
+        return f"against: {self.name}, {number_of_rows(len(self.baseline.rows))} of this machine"
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self) -> Generator[None, Any, Any]:
+        """It raises where the run ends early: interrupted, at its first failure (`-x`), or without having begun."""
+        result = yield
+        self._complete = True
+        return result
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write what this run measured; where that fails, the run does not pass."""
+        if self._file is None:
+            return
+        if not self._complete:
+            self._updated = "is as it was: the run ended before its last test"
+        elif not any(entry["stats"] is not None for entry in self.rows.rows):
+            self._updated = "is as it was: nothing was measured"
+        else:
+            try:
+                output = self.rows.output()
+                new = len(output["benchmarks"])
+                self._keep_rows_of_other_tests(output)
+                self._file.replace(dumped(output, indent=4))
+                self._written = True
+                kept = len(output["benchmarks"]) - new
+                self._updated = f"has {number_of_rows(new)} of this run, and {kept} of tests that were not run"
+            except Exception as error:
+                self._updated = f"is as it was: {type(error).__name__}: {error}"
+                session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+        self.close()
+
+    def _keep_rows_of_other_tests(self, output: Entry) -> None:
+        """Put those of the older file, and their questions, first, if they are of this machine."""
+        if self.baseline is None or self.other_machine is not None:
+            return
+        fresh = {entry["fullname"] for each in LISTS for entry in output[each]}
+        for each in LISTS:
+            kept = [entry for name, entry in self.baseline.entries[each].items() if name not in fresh]
+            output[each] = [*kept, *output[each]]
+        asked = {question["text"]: question for question in output["questions"]}
+        output["questions"] = [*(self.baseline.questions | asked).values()]
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
+        """What was compared, below all else."""
+        yield
+        if self.baseline is not None or self._updated is not None:
+            terminalreporter.section(f"against {self.name}", sep="-")
+        if self.other_machine is not None:
+            terminalreporter.write_line(self.other_machine, red=True, bold=True)
+        if self.baseline is not None:
+            self._comparison.write(terminalreporter, self._other_rows(self.baseline))
+        if self._updated is not None:
+            terminalreporter.write_line(printable(f"{self.name} {self._updated}"), yellow=not self._written)
+
+    def _other_rows(self, baseline: Baseline) -> Iterator[str]:
+        measured = {entry["fullname"] for entry in self.rows.rows if entry["stats"] is not None}
+        missing = baseline.rows.keys() - measured
+        others = {
+            "new": len(measured - baseline.rows.keys()),
+            f"of {self.name} not measured this time": len(missing & self._collected),
+            f"of {self.name} not among this run's tests": len(missing - self._collected),
+        }
+        if any(others.values()):
+            yield "other rows: " + ", ".join(f"{count} {which}" for which, count in others.items() if count)
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    with suppress(ValueError):  # no path
+        return os.path.realpath(path) == os.path.realpath(other)
+    return False

@@ -1,0 +1,161 @@
+"""`--against-ref REF`: each case in this version and in that one, in pairs of rounds of one run.
+
+    pytest perf -k fsdp --against-ref main
+
+Each version has ranks of its own (`shardmark.ranks.checkout`), which take turns, so that it does not matter what the machine
+does meanwhile: what is judged is the ratio of one version's time to the other's. Memory and counters are compared
+exactly. A case that the other version does not have, or that fails there, is not compared; the last lines say why.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from shardmark.api.workload import Workload
+from shardmark.meter.clock import Laps
+from shardmark.meter.measure_case import measure, rounds_while, shuffled, timed_step, warmed_up
+from shardmark.meter.memory import release
+from shardmark.meter.plan import Measured, Plan, Rounds
+from shardmark.ranks.checkout import Checkout
+from shardmark.ranks.world import RankError, World, Worlds
+from shardmark.rows.row import Row, counters_entry, memory_entry
+from shardmark.rows.then_and_now.baseline import Change, OldRow, compared
+from shardmark.rows.then_and_now.comparison import Comparison
+from shardmark.text import printable
+from shardmark.verdict.betting import Interval, decided, fewest_rounds, interval, paired_ratios
+from shardmark.verdict.budget import tolerated
+
+HERE, THERE = "here", "there"
+
+LONGEST_REASON = 200
+"""Characters of why a case fails in the other version."""
+
+_live: list[tuple[Plan, Workload]] = []
+"""On a rank: what it is timing."""
+
+
+class Ref:
+    """The other version and its worlds; the plugin, registered where `--against-ref` names it."""
+
+    def __init__(self, checkout: Checkout, device: str) -> None:
+        self.checkout = checkout
+        self.name = printable(checkout.ref)
+        self.worlds = Worlds(device, checkout=checkout)
+        self._comparison = Comparison()
+
+    def judge(
+        self, test_id: str, plan: Plan, row: Row, world: World, confidence: float, deadline: float
+    ) -> list[tuple[str, str]]:
+        """The verdicts on a row beside that version's, and what to say of them; the ratio goes to the row's "ref"."""
+        row["ref"] = {"name": self.name, "commit": self.checkout.commit}
+        try:
+            there = self._measured(plan, deadline)
+            ratio = self._race(plan, world, confidence, deadline)
+        except _Fails as failure:
+            missing = f"that {self.name} fails on ({failure})"
+            return self._comparison.add(test_id, {"time": missing, "memory": missing, "counters": missing})
+        memory, counters = memory_entry(there, plan.memory), counters_entry(there)
+        if row["memory"]["tensors"] > memory["tensors"]:  # among ranks a pass may overstate: once more, with that known
+            again = world.run(measure, _alone(plan, memory["tensors"]), deadline=deadline)
+            now = min(row["memory"], memory_entry(again, plan.memory), key=lambda entry: entry["tensors"])
+            row = row | {"memory": now}
+        row["ref"] |= {"ratio": ratio.center, "interval": ratio.ends}
+        old = OldRow.of(row | {"time": {}, "memory": memory, "counters": counters})
+        text = f"{ratio.center:.3f}x the time that it takes in {self.name}, {ratio}"
+        time = Change(ratio.verdict(tolerated(1.0)), text, better=tolerated(ratio.high) < 1)
+        return self._comparison.add(test_id, {**compared(old, row, None, True, self.name), "time": [time]})
+
+    def pytest_report_header(self) -> str:
+        """Which version rows are compared with."""
+        return f"against: {self.name}, commit {self.checkout.commit[:10]}"
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
+        """What was compared, below all else."""
+        yield
+        terminalreporter.section(f"against {self.name}", sep="-")
+        self._comparison.write(terminalreporter, iter(()))
+
+    def close(self) -> None:
+        """End its worlds and remove its files."""
+        self.worlds.close()
+        self.checkout.remove()
+
+    def _there(self, size: int, function: Callable[..., Any], *args: Any, deadline: float) -> list[Any]:
+        """A call on that version's ranks; what it raises is that version's failure."""
+        try:
+            return self.worlds.get(size).run(function, *args, deadline=deadline)
+        except Exception as error:
+            cause = error.exception or error if isinstance(error, RankError) else error
+            line = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
+            raise _Fails(line[:LONGEST_REASON]) from None
+
+    def _measured(self, plan: Plan, deadline: float) -> list[Measured]:
+        """What each rank of that version measures of the case alone: memory and counters."""
+        self._there(plan.world_size, _check_origin, plan, self.checkout, deadline=deadline)
+        return self._there(plan.world_size, measure, _alone(plan), deadline=deadline)
+
+    def _race(self, plan: Plan, world: World, confidence: float, deadline: float) -> Interval:
+        """The ratio of this version's time to that one's, from rounds in which they take turns."""
+        calls = {
+            HERE: partial(world.run, deadline=deadline),
+            THERE: partial(self._there, plan.world_size, deadline=deadline),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
+
+        def undecided() -> bool:
+            return not decided(paired_ratios(seconds[HERE], seconds[THERE]), tolerated(1.0), confidence)
+
+        try:
+            warm = [lap for call in calls.values() for lap in call(_begin, plan)]
+            ahead = max(lap.host or 0.0 for lap in warm)
+            first = max(fewest_rounds(confidence), plan.rounds.count(max(lap.seconds for lap in warm)))
+            for _ in rounds_while(undecided, first, plan.rounds):
+                for name in shuffled(list(calls)):
+                    seconds[name].append(max(lap.seconds for lap in calls[name](_step, ahead)))
+        finally:
+            for each in (world, self.worlds.get(plan.world_size)):
+                if each.alive:
+                    each.run(_end)
+        return interval(paired_ratios(seconds[HERE], seconds[THERE]), confidence)
+
+
+class _Fails(Exception):
+    """The other version does, in one line."""
+
+
+def _alone(plan: Plan, tensors_before: int | None = None) -> Plan:
+    """The case measured alone, as briefly as can be: for memory and counters."""
+    rounds = Rounds(minimum=1, maximum=1)
+    return replace(plan, peer=None, limits=None, observers=(), trace=None, rounds=rounds, tensors_before=tensors_before)
+
+
+def _check_origin(plan: Plan, checkout: Checkout) -> None:
+    """Raise ImportError on a rank that has imported this version after all, as an editable install's finder does."""
+    for target in (plan.workload, plan.implementation.target, type(plan.case)):
+        file = getattr(sys.modules.get(getattr(target, "__module__", "")), "__file__", None)
+        if file is not None and checkout.moved(file) != file:
+            raise ImportError(f"imports {file}, which is this version's")
+
+
+def _begin(plan: Plan) -> Laps:
+    """Make the workload on this rank and warm it up; its last step."""
+    _live[:] = [(plan, warmed_up(plan))]
+    return _step(0.0)
+
+
+def _step(ahead: float) -> Laps:
+    ((plan, workload),) = _live
+    return timed_step(plan, workload, workload.step, ahead)
+
+
+def _end() -> None:
+    device = _live[0][0].device if _live else "cpu"
+    _live.clear()
+    release(device)

@@ -1,0 +1,193 @@
+"""The file of `--benchmark-json`: each row is on disk as soon as it is measured, whatever then ends the run.
+
+The file is whole JSON at any time, and a row costs its own size to write, not the file's. At the end it is written once
+more, as pytest-benchmark writes it.
+
+Rows without times (not started, out of memory) are in the JSON's own list "unmeasured", as pytest-benchmark's tools
+expect times in "benchmarks".
+"""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmark.ranks.signals import Ending
+from shardmark.rows.atomic_json import Entry, GrowingFile, dumped
+
+
+class RowFile:
+    """The rows of this run, and their file, if there is one. `said` is what a whole file has beside these rows.
+
+    Raises RowFileError where the path is no regular file, cannot be written, or belongs to a run that goes on.
+    """
+
+    def __init__(
+        self, config: pytest.Config, ending: Ending, said: Callable[[list[Entry]], Entry], writes: bool = True
+    ) -> None:
+        self.config = config
+        self._ending = ending
+        self._said = said
+        option: str | None = config.getoption("benchmark_json", None)
+        self.path: Path | None = None if option is None else Path(option)
+        self.rows: list[Entry] = []
+        """Every row of this run, as its test made it: an entry with name, group, stats and extra_info."""
+        self.unmeasured: list[Entry] = []
+        """Those without times."""
+        self.names: set[str] = set()
+        """The full names of their tests."""
+        self.trouble: str | None = None
+        """What kept rows from the file, in one line, as it last happened."""
+        self.not_saved: str | None = None
+        """Why `--benchmark-save` has not come about."""
+        self._file: GrowingFile | None = None
+        self._rescued: GrowingFile | None = None
+        """The file in the folder for temporary files that has all rows, once they could not be written to theirs."""
+        if self.path is not None and writes:
+            self._file = GrowingFile(self.path)
+
+    def add(self, entry: Entry) -> None:
+        """Take a row and save it. One with `stats` is in pytest-benchmark's own list already."""
+        self.rows.append(entry)
+        self.names.add(entry["fullname"])
+        if entry["stats"] is None:
+            self.unmeasured.append(entry)
+        if self._file is not None:
+            with self._ending.held():
+                self._attempt(self._append, self._file)
+                if not self._file.is_whole(len(self.rows)):
+                    self._rescue()
+
+    def backends(self, family: str) -> list[str]:
+        """What ran underneath that family's workloads in this run, by name."""
+        rows = [entry["extra_info"] for entry in self.rows]
+        return sorted({row["backend"] for row in rows if row["family"] == family and row["backend"]})
+
+    def output(self) -> Entry:
+        """All that was measured, as pytest-benchmark writes it."""
+        return {**self._output(self._benchmarks.benchmarks), **self._said(self.rows)}
+
+    def finish(self) -> None:
+        """Write the file once more, with all that pytest-benchmark has, in its place; where that fails, elsewhere.
+
+        And have pytest-benchmark save what `--benchmark-save` asks for.
+        """
+        with self._ending.held():
+            if self._file is not None:
+                self._finish(self._file)
+            self._file = None
+            if self._benchmarks is not None and (self._benchmarks.save or self._benchmarks.autosave):
+                try:
+                    self._benchmarks.handle_saving()
+                except Exception as error:
+                    self.not_saved = f"{type(error).__name__}: {error}"
+                self._benchmarks.save = self._benchmarks.autosave = None
+
+    def _finish(self, file: GrowingFile) -> None:
+        ran = self._benchmarks is not None  # not where options alone are looked at
+        if ran and (self.rows or self._benchmarks.benchmarks):
+            self.trouble = None  # what matters is how it ends
+            self._attempt(self._append, file)
+            self._attempt(self._write_whole, file)
+            if self.trouble is not None and file.is_whole(len(self.rows)):
+                self.trouble = None  # it has every row
+            elif self.trouble is not None:
+                self._say_where_they_are(file)
+            elif self._rescued is not None:
+                self._rescued.remove()
+            self._benchmarks.json = None  # it would write in place, and lose all that it cannot finish
+        for each in (file, self._rescued):
+            if each is not None:
+                each.close()
+
+    def _attempt(self, write: Any, *args: Any) -> None:
+        """Whatever fails, tests go on; what failed is a line in the summary."""
+        try:
+            write(*args)
+        except Exception as error:
+            self.trouble = f"{type(error).__name__}: {error}"
+
+    def _append(self, file: GrowingFile) -> None:
+        """Write the rows that are not in that file yet: after a failure more than one."""
+        timed, untimed = file.taken
+        new, unmeasured = self._benchmarks.benchmarks[timed:], self.unmeasured[untimed:]
+        output = self._output(new)
+        benchmarks = [dumped(entry) for entry in output.pop("benchmarks")]
+        output.pop("unmeasured", None)
+        file.append(output, benchmarks, [dumped(entry) for entry in unmeasured], count=len(self.rows))
+        file.taken = timed + len(new), untimed + len(unmeasured)
+
+    def _write_whole(self, file: GrowingFile) -> None:
+        file.replace(dumped(self.output(), indent=4))
+
+    def _rescue(self) -> bool:
+        """Rows that cannot be where they should be are where anything can be; whether there is such a place."""
+        if self._rescued is not None:
+            with suppress(Exception):
+                self._append(self._rescued)
+                return True
+        for folder in _folders_for_anything():
+            with suppress(Exception):  # full as well, or gone
+                other = GrowingFile(folder / f"shardmark-rows-{secrets.token_hex(4)}.json", mode=0o600)
+                try:
+                    self._append(other)
+                except BaseException:
+                    other.close()
+                    raise
+                if self._rescued is not None:
+                    self._rescued.remove()
+                    self._rescued.close()
+                self._rescued = other
+                return True
+        return False
+
+    def _say_where_they_are(self, file: GrowingFile) -> None:
+        if not self._rescue() or self._rescued is None:
+            most = max((each for each in (file, self._rescued) if each is not None), key=lambda each: each.rows)
+            where = f"only {most.rows} of {len(self.rows)} rows are in {most.shown}"
+            self.trouble, self.path = f"{self.trouble}; {where}", None
+            return
+        with suppress(Exception):  # it is whole as it is
+            self._write_whole(self._rescued)
+        self.path = self._rescued.path
+        self.trouble = f"{self.trouble}; all rows are in {self.path}"
+
+    def _output(self, benchmarks: list[Any]) -> Entry:
+        """What pytest-benchmark would write of these."""
+        hook = self.config.hook
+        output = hook.pytest_benchmark_generate_json(
+            config=self.config,
+            benchmarks=benchmarks,
+            include_data=True,
+            machine_info=self.machine_info,
+            commit_info=self._commit_info,
+        )
+        hook.pytest_benchmark_update_json(config=self.config, benchmarks=benchmarks, output_json=output)
+        return output
+
+    @property
+    def _benchmarks(self) -> Any:
+        """pytest-benchmark's own session, which holds what it has timed."""
+        return self.config.pluginmanager.get_plugin("pytest-benchmark")
+
+    @cached_property
+    def machine_info(self) -> Entry:
+        """What pytest-benchmark says of the machine, and the plugin beside it."""
+        return self._benchmarks.get_machine_info()
+
+    @cached_property
+    def _commit_info(self) -> Entry:
+        return self.config.hook.pytest_benchmark_generate_commit_info(config=self.config)
+
+
+def _folders_for_anything() -> Iterator[Path]:
+    for folder in (tempfile.gettempdir, Path.cwd, Path.home, lambda: "/var/tmp", lambda: "/dev/shm"):
+        with suppress(OSError, RuntimeError):  # none for temporary files; a folder that is gone; no home
+            yield Path(folder())

@@ -1,0 +1,1 @@
+"""Intervals by betting, and the budgets and goals that they decide."""

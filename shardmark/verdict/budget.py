@@ -1,0 +1,208 @@
+"""Budgets and goals, and their verdicts.
+
+A memory budget is a formula times a stated slack. A time budget is a ratio to a peer measured in the same run, in pairs
+in random order; an interval of that ratio decides (`shardmark.verdict.betting`), so noise alone neither passes nor fails it. A
+budget fails its test; a goal is judged in the same way and reported as reached or missed.
+
+A run has many verdicts, so their error is held over the whole run: the chance that any interval of a budget misses is
+at most `FAMILY_WISE_ERROR`, of which each verdict gets an equal share (Bonferroni). Goals fail nothing: each has a 95%
+interval of its own, from the rounds that there are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardmark.api.registry import Race
+from shardmark.verdict.betting import FAIL, PASS, UNDECIDED, Interval, decided, interval, paired_ratios
+
+NOT_STARTED, OUT_OF_MEMORY = "not started", "out of memory"
+
+MIB = 2**20
+
+FAMILY_WISE_ERROR = 0.01
+"""The chance that noise makes any time verdict of a run wrong."""
+
+SMALLEST_EFFECT = 0.01
+"""A ratio to a peer may be over its budget by this share, as two that do the same differ by where their memory lies."""
+
+WORTH = 0.05
+"""A goal is reached up to this share beyond it: nobody chooses a technique for less."""
+
+RANKS_ALIKE = 1.01
+"""The ranks' peaks may lie this far apart: the largest over the smallest."""
+
+MEMORY_SLACK = 1.05
+"""The default slack on a formula: room for small things that it leaves out, not for another tensor."""
+
+
+def confidence(judgements: int) -> float:
+    """What each interval needs, so that all of a run hold with 1 - FAMILY_WISE_ERROR."""
+    return 1 - FAMILY_WISE_ERROR / max(judgements, 1)
+
+
+def tolerated(budget: float) -> float:
+    """The largest ratio to a peer that counts as within the budget."""
+    return budget * (1 + SMALLEST_EFFECT)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the rounds of a case are to decide: limits of the ratio to the peer, and of the step in seconds."""
+
+    confidence: float
+    ratios: tuple[float, ...] = ()
+    seconds: tuple[float, ...] = ()
+
+    def undecided(self, seconds: Sequence[float], peer_seconds: Sequence[float] | None) -> bool:
+        """Whether the rounds so far leave a verdict open; without a peer there is none on the ratio."""
+        samples = [(seconds, limit) for limit in self.seconds]
+        if peer_seconds is not None:
+            samples += [(paired_ratios(seconds, peer_seconds), tolerated(limit)) for limit in self.ratios]
+        return not all(decided(values, limit, self.confidence) for values, limit in samples)
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """At most `formula` bytes times `slack` of tensors at the peak; operators may take `expected_workspace` beside.
+
+    `source` is a "formula", or a "prediction" for that rank which needs most.
+    """
+
+    formula: int
+    slack: float = MEMORY_SLACK
+    expected_workspace: int = 0
+    source: str = "formula"
+
+    @property
+    def needed(self) -> int:
+        """Bytes without which the case is not started."""
+        return self.formula + self.expected_workspace
+
+    @property
+    def bytes(self) -> int:
+        """The budget in bytes."""
+        return math.floor(self.formula * self.slack)
+
+    def verdict(self, nbytes: int) -> str:
+        """PASS or FAIL: metered bytes carry no noise."""
+        return PASS if nbytes <= self.bytes else FAIL
+
+
+def combined(verdicts: Sequence[str]) -> str | None:
+    """One verdict for a row: any failure fails it, then anything undecided leaves it undecided. None: no budget."""
+    if not verdicts:
+        return None
+    return FAIL if FAIL in verdicts else UNDECIDED if UNDECIDED in verdicts else PASS
+
+
+class BudgetFileError(ValueError):
+    """A `--budgets` file that cannot be used, in one line."""
+
+
+@dataclass(frozen=True)
+class AbsoluteBudget:
+    """A team's own limits for the tests whose id matches `pattern`; `*` and `?` are the wildcards."""
+
+    pattern: str
+    seconds: float | None = None
+    bytes: int | None = None
+
+    def matches(self, test_id: str) -> bool:
+        """Whether this budget speaks of that test; brackets in the pattern are literal, as test ids have them."""
+        wildcards = re.escape(self.pattern).replace(r"\*", ".*").replace(r"\?", ".")
+        return re.fullmatch(wildcards, test_id) is not None
+
+
+def read_budgets(path: Path) -> list[AbsoluteBudget]:
+    """Read a `--budgets` file: one table a pattern, with `seconds` (of a step) and `bytes` (peak) as its limits.
+
+        ["perf/test_attention.py::*flash_pytorch*"]
+        seconds = 0.05
+        bytes = 100_000_000
+
+    Raises BudgetFileError, in one line, on a file that is not there, is not TOML, or says anything else.
+    """
+    try:
+        if path.exists() and not path.is_dir() and not path.is_file():
+            raise BudgetFileError(f"--budgets {path}: not a regular file")
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BudgetFileError(f"--budgets {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BudgetFileError(f"--budgets {path} is not TOML: {error}") from error
+    except BudgetFileError:
+        raise
+    except ValueError as error:  # no path
+        raise BudgetFileError(f"--budgets {path}: {error}") from error
+    budgets = []
+    for pattern, limits in tables.items():
+        if not isinstance(limits, dict) or not limits or not set(limits) <= {"seconds", "bytes"}:
+            raise BudgetFileError(f'--budgets {path}: ["{pattern}"] takes `seconds` and `bytes`, and nothing else')
+        for name, value in limits.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise BudgetFileError(f'--budgets {path}: ["{pattern}"] {name} = {value!r} is not a positive number')
+        budgets.append(AbsoluteBudget(pattern, limits.get("seconds"), limits.get("bytes")))
+    return budgets
+
+
+def _told_apart(*sizes: int) -> list[str]:
+    """In MiB, or in bytes where in MiB two that differ would read the same."""
+    shown = [f"{nbytes / MIB:.2f} MiB" for nbytes in sizes]
+    return shown if len(set(shown)) == len(set(sizes)) else [f"{nbytes:,} bytes" for nbytes in sizes]
+
+
+def verdicts(
+    tensors: Sequence[int],
+    peaks: Sequence[int],
+    seconds: list[float],
+    ratio: Interval | None,
+    race: Race | None,
+    memory_budget: MemoryBudget | None,
+    absolute: Sequence[AbsoluteBudget],
+    confidence: float,
+) -> Iterator[tuple[str, str]]:
+    """Each budget's verdict, with what to say when it is not met or not decided.
+
+    `tensors` and `peaks` are each rank's bytes. The formula's budget is held to tensors, which are the same on every
+    machine; a team's own to the whole peak, which is what its machine must have. `confidence` is that of the intervals
+    of seconds. They are held to the limit itself: whoever states one in seconds has said what matters.
+    """
+    most, peak = max(tensors, default=None), max(peaks, default=None)
+    if memory_budget is not None and most is not None:
+        sizes = _told_apart(most, memory_budget.bytes, memory_budget.formula)
+        yield (
+            memory_budget.verdict(most),
+            f"{sizes[0]} of tensors at the peak, over the budget of {sizes[1]} ({memory_budget.source} {sizes[2]} x "
+            f"{memory_budget.slack})",
+        )
+    if memory_budget is not None and most is not None and memory_budget.source == "formula":
+        least = min(tensors)
+        yield (
+            PASS if most <= least * RANKS_ALIKE else FAIL,
+            f"the ranks' peaks lie between {least / MIB:.2f} and {most / MIB:.2f} MiB of tensors, "
+            f"further apart than {RANKS_ALIKE - 1:.0%}",
+        )
+    if ratio is not None and race is not None and race.budget is not None:
+        yield (
+            ratio.verdict(tolerated(race.budget)),
+            f"{ratio.center:.3f}x {race.peer}'s time, {ratio}, against the budget of {race.budget}x "
+            f"and {SMALLEST_EFFECT:.0%}, the smallest effect that matters",
+        )
+    for own in absolute:
+        if own.bytes is not None and peak is not None:
+            yield (
+                MemoryBudget(own.bytes, slack=1).verdict(peak),
+                f'peak of {peak:,} bytes, over the {own.bytes:,} of "{own.pattern}"',
+            )
+        if own.seconds is not None:
+            step = interval(seconds, confidence)
+            yield (
+                step.verdict(own.seconds),
+                f'{step.center:.6f} s, {step}, against the {own.seconds} s of "{own.pattern}"',
+            )

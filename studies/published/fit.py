@@ -1,0 +1,184 @@
+"""Find the rates that devices reach and the seconds that hosts take, by the fitted half of the published times.
+
+    python -m studies.published.fit    # writes studies/published/hosts.toml, and `reached` in hardware.toml
+
+One rate after the other is moved, by smaller and smaller steps, as long as the mean error in logarithms falls.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import fmean
+
+import numpy as np
+
+from perf.published import UNITS
+from shardmark.meter.hardware import TABLE, Hardware, Reached, hardware
+from shardmark.predict.simulation.costs import Cost
+from shardmark.predict.simulation.links import collective_seconds
+from shardmark.predict.simulation.rates import GPU
+from studies.published.time_rows import FILES, HOSTS, Reading, ahead_of, fitted_cases, reading_of, rows
+from studies.published.traces import Trace, trace
+
+RATES = ("products.float32", "narrow", "bandwidth", "reduction", "scattered")
+LINKS = ("link", "collective")
+MOST = {"bandwidth": 0.92, "products.float32": 0.95}
+"""No rate is found higher: as much as copies, and products of large square matrices, are known to reach."""
+FRACTIONS = {*RATES, *LINKS} - {"collective"}
+HOST = ("launch", "backward_launch")
+OPPOSITE = ("products.float32", "narrow")
+"""Moved against each other as well: the second is beside the first, which a wide product alone tells from it."""
+STEPS = (1.3, 1.1, 1.03, 1.01)
+Found = dict[str, float]
+
+
+@dataclass
+class Known:
+    """A row of the fitted half, and of each operator of its program which of all costs is its own."""
+
+    reading: Reading
+    published: float
+    trace: Trace
+    cost: np.ndarray
+
+
+@dataclass
+class Device:
+    """The fitted rows of one device, and all that its programs cost."""
+
+    hardware: Hardware
+    costs: dict[Cost | None, int] = field(default_factory=dict)
+    rows: list[Known] = field(default_factory=list)
+    all_reduces: list[tuple[Reading, int, float]] = field(default_factory=list)
+
+    def add(self, reading: Reading, published: float) -> None:
+        """A row, unless it is there already."""
+        found = trace(reading.program, reading.on)
+        cost = np.array([self.costs.setdefault(each, len(self.costs)) for each in found.costs])
+        self.rows.append(Known(reading, published, found, cost))
+
+    def error(self, rates: Found, hosts: dict[str, Found]) -> float:
+        """The mean one."""
+        on = reaching(self.hardware, rates)
+        gpu = GPU(on)
+        seconds = np.array([0.0 if cost is None else gpu.seconds(cost) for cost in self.costs])
+        errors = []
+        for row in self.rows:
+            host = hosts[row.reading.host]
+            ahead = ahead_of(row.reading, on)
+            parts = row.trace.seconds_of_parts(seconds[row.cost], (host["launch"], host["backward_launch"]), ahead)
+            errors.append(abs(math.log(sum(parts[part] for part in row.reading.parts) / row.published)))
+        return fmean(errors)
+
+    def error_of_links(self, rates: Found) -> float:
+        on = reaching(self.hardware, rates)
+        return fmean(
+            abs(math.log(collective_seconds(on, "all_reduce", nbytes, range(reading.ranks)) / published))
+            for reading, nbytes, published in self.all_reduces
+        )
+
+
+def reaching(device: Hardware, rates: Found) -> Hardware:
+    """With these rates of `Reached`."""
+    products = Reached().products | {
+        name.removeprefix("products."): rate for name, rate in rates.items() if name.startswith("products.")
+    }
+    others = {name: rate for name, rate in rates.items() if not name.startswith("products.")}
+    return replace(device, reached=Reached(products=products, **others))
+
+
+def searched(values: Found, error: Callable[[], float]) -> float:
+    """Move `values` one after the other while the error falls; which it is then."""
+    least = error()
+    for step in STEPS:
+        improved = True
+        while improved:
+            improved = False
+            for names in [*((name,) for name in values), *([OPPOSITE] if OPPOSITE[0] in values else [])]:
+                for factor in (step, 1 / step):
+                    before = dict(values)
+                    for name, by in zip(names, (factor, 1 / factor), strict=False):
+                        values[name] *= by
+                    possible = all(values[name] <= MOST.get(name, 1.0) for name in FRACTIONS & {*names})
+                    if possible and (now := error()) < least - 1e-6:
+                        least, improved = now, True
+                    else:
+                        values.update(before)
+    return least
+
+
+def devices() -> dict[str, Device]:
+    """The fitted half by device: what runs on one, and all-reduces alone."""
+    found: dict[str, Device] = {}
+    for file in FILES:
+        for row in rows(file):
+            reading = reading_of(file, row)
+            if reading is None or row["case"] not in fitted_cases(file):
+                continue
+            device = found.setdefault(reading.on, Device(hardware(reading.on)))
+            published = float(row["value"]) * UNITS[row["unit"]]
+            if row["experiment"].startswith("all-reduce"):
+                device.all_reduces.append((reading, 2**20 * int(row["case"].split()[0]), published))
+            elif reading.ranks == 1:
+                device.add(reading, published)
+    return found
+
+
+def main() -> None:
+    """Fit, and write what was found."""
+    lines = [
+        "# Written by `python -m studies.published.fit`: seconds of the host for an operator, in a write-up's tables."
+    ]
+    for name, device in devices().items():
+        rates, hosts = fit(name, device)
+        write_reached(name, rates)
+        for host, seconds in hosts.items():
+            lines.append(f'["{host}"]\n' + "\n".join(f"{key} = {value:.3g}" for key, value in seconds.items()))
+    HOSTS.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+
+
+def fit(name: str, device: Device) -> tuple[Found, dict[str, Found]]:
+    """The rates of the device, which are printed, and the seconds of the hosts."""
+    reached = Reached()  # the same beginning whenever it is run
+    rates = {key: reached.products[key[9:]] if "." in key else getattr(reached, key) for key in RATES}
+    hosts = {row.reading.host: dict.fromkeys(HOST, 1.5e-5) for row in device.rows}
+    for _ in range(3):
+        for host in hosts:
+            own = replace(device, rows=[row for row in device.rows if row.reading.host == host])
+            searched(hosts[host], partial(own.error, rates, hosts))
+        error = searched(rates, partial(device.error, rates, hosts))
+    print(f"{name}: mean error {100 * error:.1f}% of {len(device.rows)} rows", toml(rates))
+    if device.all_reduces:
+        links = {key: getattr(reached, key) for key in LINKS}
+        error = searched(links, partial(device.error_of_links, links))
+        print(f"{name}: mean error {100 * error:.1f}% of {len(device.all_reduces)} all-reduces", toml(links))
+        rates |= links
+    return rates, hosts
+
+
+SAME_CHIP = {"a100-80gb": ("a100-40gb",), "h100-80gb": ("h100-pcie", "h200")}
+
+
+def write_reached(name: str, rates: Found) -> None:
+    """Into the tables of the device and of those with its chip in `hardware.toml`, which have a line of it already."""
+    products = {key.removeprefix("products."): rate for key, rate in rates.items() if key.startswith("products.")}
+    others = {key: rate for key, rate in rates.items() if not key.startswith("products.")}
+    line = f"reached = {{ products = {{ {toml(products)} }}, {toml(others)} }}"
+    for each in (name, *SAME_CHIP[name]):
+        head, table, rest = TABLE.read_text(encoding="utf-8").partition(f"[{each}]\n")
+        own, *others = re.split(r"(?m)^(?=\[)", rest, maxsplit=1)
+        own = re.sub(r"(?m)^reached = .*$", line, own, count=1)
+        TABLE.write_text(head + table + "".join([own, *others]), encoding="utf-8")
+
+
+def toml(values: Found) -> str:
+    """As keys of `hardware.toml`."""
+    return ", ".join(f"{name} = {value:.3g}" for name, value in values.items())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Memory that others have published, beside what is predicted for their programs: row by row, and as a page.
+
+    python -m studies.published     # writes docs/published-memory.md
+
+Nothing is fitted: a program is what its write-up has, or follows from its figures, as the notes say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from perf.published import UNITS, rows_of
+from shardmark.meter.hardware import hardware
+from shardmark.meter.recording import recording
+from shardmark.predict.simulation.caching_allocator import AtMark, held_at_marks
+from shardmark.predict.simulation.communicator import room
+from shardmark.predict.simulation.predict import simulation
+from studies.published import programs as run
+from studies.published.programs import Program
+
+ALLOCATED, PEAK, RESERVED = "allocated", "peak_allocated", "peak_reserved"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a published row is predicted: the program, where it runs, and which figure at which mark is meant."""
+
+    program: Program
+    on: str
+    ranks: int
+    mark: str
+    figure: str
+    records_streams: bool = False
+    """Whether c10d did so then."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A published figure and the predicted one, in bytes; and what the allocator has from the device at most."""
+
+    row: Row
+    on: str
+    published: float
+    predicted: float
+    at_most: float
+
+    @property
+    def of_segments(self) -> bool:
+        """Whether it is what was reserved, which depends on the order of releases and on how far the host is ahead."""
+        return self.row["metric"] == "memory reserved"
+
+    @property
+    def error(self) -> float:
+        """Relative to what was published; below zero it is under-predicted."""
+        return self.predicted / self.published - 1
+
+
+Row = dict[str, str]
+Rule = Callable[[Row], Reading | None]
+
+
+def _attention_a100(row: Row) -> Reading | None:
+    """Softmax is PyTorch's: one matrix of scores is saved. Gradients add up: at the peak there are three of them."""
+    if not row["experiment"].startswith("attention"):
+        return None
+    mark, figure = ("done", PEAK) if row["metric"] == "peak memory" else (row["metric"], ALLOCATED)
+    return Reading(_attention(row["case"], run.fused_softmax), "a100-80gb", 1, mark, figure)
+
+
+def _attention_h100(row: Row) -> Reading | None:
+    """Softmax is by parts: by the bytes two matrices are saved, the sums, and the places of the maxima."""
+    if not row["experiment"].startswith("attention, batch 8"):
+        return None
+    program = _attention(row["case"], run.softmax_by_parts)
+    return Reading(program, "h100-80gb", 1, "memory before backward", ALLOCATED)
+
+
+def _attention(case: str, softmax: run.Softmax) -> Program:
+    width, length = (int(number) for number in re.findall(r"\d+", case))
+    return run.attention(width, length, softmax, first=(width, length) == (16, 256))
+
+
+TRANSFORMERS = {"2.7B peak memory": ("h100-80gb", 1), "2.7B peak memory, batch 4": ("a100-80gb", 2)}
+"""By experiment, where it ran, and which training step is meant: in the second forward has the moments beside it."""
+
+
+def _transformer(row: Row) -> Reading | None:
+    """The course's model, and its own AdamW."""
+    if row["experiment"] not in TRANSFORMERS:
+        return None
+    on, steps = TRANSFORMERS[row["experiment"]]
+    until, length = row["case"].split(", seq ")
+    steps = steps if until == "training step" else 1
+    program = run.transformer("2.7b", int(length), run.softmax_by_parts, until, steps=steps)
+    return Reading(program, on, 1, "done", PEAK)
+
+
+def _linears(row: Row) -> Reading:
+    """On a V100: only its 80 multiprocessors make the 80 MiB in which a bias's gradient is summed up. In October 2024
+    PyTorch's c10d recorded streams.
+    """
+    strategy, mark = row["case"].split(", ")
+    figure = {"memory allocated": ALLOCATED, "peak memory": PEAK, "memory reserved": RESERVED}[row["metric"]]
+    return Reading(run.nine_linears(getattr(run, strategy)), "v100-32gb", 8, mark, figure, records_streams=True)
+
+
+def _ladder(row: Row) -> Reading | None:
+    """What is called memory after a stage is the peak so far. Eager, gathered parameters stay until backward."""
+    if row["case"] in ("eager fp32", "autocast bf16"):
+        mark = "after model" if row["metric"] == "memory after init" else "done"
+        return Reading(run.mlp_ladder(), "a100-80gb", 1, mark, PEAK)
+    marks = {"memory after init": "after model", "memory before step 0": "after data_parallel", "peak memory": "done"}
+    meta = row["case"] == "meta init"
+    mark = marks.get(row["metric"], row["metric"].removeprefix("memory "))
+    if row["case"] != "data_parallel" and not ("meta init" in row["case"] and mark != "done"):
+        return None
+    return Reading(run.mlp_ladder(sharded=True, meta=meta), "a100-80gb", 4, mark, PEAK)
+
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    "cs336_a100": (_attention_a100, _transformer),
+    "cs336_stanford336": (_attention_h100, _transformer),
+    "odsc_fsdp": (_linears,),
+    "simple_pytorch": (_ladder,),
+}
+
+
+@cache
+def held(program: Program, on: str, ranks: int, records_streams: bool = False) -> dict[str, tuple[AtMark, AtMark]]:
+    """What the allocator would hold at each mark of the program, with streams as expected and as slow as can be."""
+    device = hardware(on)
+    with simulation(ranks, on=device, records_streams=records_streams), recording("cpu") as recorded:
+        program()
+    events, limit = recorded.replay(), room(device, ranks)
+    expected, slowest = (held_at_marks(events, limit=limit, slowest=slowest) for slowest in (False, True))
+    return {mark: (expected[mark], slowest[mark]) for mark in expected}
+
+
+def rows(file: str) -> Iterator[Row]:
+    """Published rows of that file of memory, of programs that are not compiled."""
+    for row in rows_of(file):
+        eager = "compile" not in row["experiment"].replace("uncompiled", "") + row["case"]
+        if row["unit"] in ("MiB", "GiB", "GB") and float(row["value"]) > 0 and eager:
+            yield row
+
+
+def compared(file: str) -> list[Compared]:
+    """The file's rows whose programs are known, beside what is predicted."""
+    return [found for row in rows(file) if not _why_unknown(row) and (found := _compared(file, row)) is not None]
+
+
+def unknown() -> list[tuple[Row, str, Compared | None]]:
+    """The rows that are not held to a prediction, why, and what is predicted all the same."""
+    found = [(row, _why_unknown(row), _compared(file, row)) for file in RULES for row in rows(file)]
+    return [(row, why or "that of a compiled rung", at) for row, why, at in found if why or at is None]
+
+
+def _compared(file: str, row: Row) -> Compared | None:
+    reading = next((reading for rule in RULES[file] if (reading := rule(row)) is not None), None)
+    if reading is None:
+        return None
+    at, slowest = held(reading.program, reading.on, reading.ranks, reading.records_streams)[reading.mark]
+    published, predicted = float(row["value"]) * UNITS[row["unit"]], getattr(at, reading.figure)
+    return Compared(row, reading.on, published, predicted, max(at.peak_reserved, slowest.peak_reserved))
+
+
+UNKNOWN = {
+    "2.7B peak memory, batch 4": "read off plots, in whole GB of which it is not said how many bytes they have",
+    "optimizer state sharding, xl, 2 ranks": "in whole GB; batch and context are not known",
+    "memory after init_weights": "its function that draws weights is not known; ours allocates nothing",
+}
+"""Rows that are not held to a prediction, by experiment or metric, and why."""
+
+
+def _why_unknown(row: Row) -> str:
+    """Why the row is not held to a prediction; empty where it is."""
+    about = {row["experiment"], row["metric"]}
+    return next((why for what, why in UNKNOWN.items() if what in about), "")

@@ -1,0 +1,316 @@
+"""Step times that others have published, beside what is predicted for their programs: row by row.
+
+    python -m studies.published        # writes docs/published-times.md
+    python -m studies.published.fit    # finds rates by the fitted half, and writes them
+
+Configurations are numbered within a file, and the Thue-Morse sequence, which falls in step with no grid of sizes,
+divides them: rates are fitted to one half, and judged by the other.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from perf.published import UNITS, rows_of
+from shardmark.meter.hardware import Hardware, hardware
+from shardmark.predict.simulation import schedule
+from shardmark.predict.simulation.predict import simulation
+from shardmark.predict.simulation.rates import GPU
+from studies.published import steps
+from studies.published.programs import fused_softmax, softmax_by_parts
+from studies.published.steps import Timed
+from studies.published.traces import trace
+
+FILES = ("cs336_a100", "cs336_stanford336", "simple_pytorch", "odsc_fsdp")
+HOSTS = Path(__file__).with_name("hosts.toml")
+
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a published time is predicted: the program, where it runs, launched by which host, and its parts meant."""
+
+    program: Timed
+    on: str
+    ranks: int
+    host: str
+    """Of `hosts.toml`: each table of a write-up was measured by a program and on a machine of its own."""
+    parts: tuple[str, ...]
+    zeroed: int = 0
+    """Bytes that the device zeroes while the host begins."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A published time and the predicted one, in seconds; the lower bound; and whether rates are fitted to it."""
+
+    row: Row
+    reading: Reading
+    published: float
+    predicted: float
+    at_least: float
+    fitted: bool
+
+    @property
+    def error(self) -> float:
+        """Relative to what was published."""
+        return self.predicted / self.published - 1
+
+
+FORWARD, BACKWARD, OPTIMIZER = ("forward",), ("backward",), ("optimizer step",)
+STEP = (*FORWARD, *BACKWARD, *OPTIMIZER)
+PARTS = {
+    "forward mean": FORWARD,
+    "backward mean": BACKWARD,
+    "forward + backward mean": FORWARD + BACKWARD,
+    "training step mean": STEP,
+    "forward": FORWARD,
+    "backward": BACKWARD,
+    "forward, eager": FORWARD,
+    "backward, eager": BACKWARD,
+    "forward + backward, eager": ("forward + backward",),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+A100, H100 = "a100-80gb", "h100-80gb"
+
+
+def _transformer_a100(row: Row) -> Reading | None:
+    """Of mixed precision the float32 rows are those of the profiler again."""
+    found = re.fullmatch(r"(\S+) \(\d+ parameters\), seq (\d+), (fp32|bf16)", row["case"])
+    if found is None:
+        return None
+    parts = PARTS[row["metric"]]
+    program = steps.transformer(
+        found[1].lower(), int(found[2]), DTYPES[found[3]], optimizer=row["metric"] == "training step mean"
+    )
+    profiled = "profiler" in row["experiment"] or "mixed" in row["experiment"]
+    return Reading(program, A100, 1, "a100 models profiled" if profiled else "a100 models", parts)
+
+
+def _attention_a100(row: Row) -> Reading | None:
+    if not row["experiment"].startswith("attention"):
+        return None
+    width, length = map(int, re.findall(r"\d+", row["case"]))
+    host = "a100 attention, uncompiled" if "uncompiled" in row["experiment"] else "a100 attention"
+    return Reading(steps.attention(width, length, fused_softmax), A100, 1, host, PARTS[row["metric"]])
+
+
+def _all_reduce_a100(row: Row) -> Reading | None:
+    """MB are of 2^20 bytes, as the bandwidth beside them shows."""
+    if not row["experiment"].startswith("all-reduce"):
+        return None
+    size, ranks = map(int, re.findall(r"\d+", row["case"]))
+    return Reading(steps.all_reduce(size * 2**20), A100, ranks, "a100 models", ("mean time",))
+
+
+def _data_parallel_a100(row: Row) -> Reading | None:
+    """A batch of 4 is 2 sequences a rank: forward takes less than half of what one device takes for 4."""
+    if not row["experiment"].startswith("data parallel"):
+        return None
+    wrapper = "bucketed" if row["case"].startswith("torch-style") else row["case"]
+    every = ("forward", "backward", "gradient communication", "optimizer step")
+    parts = every if row["metric"] == "step" else (row["metric"],)
+    return Reading(steps.xl_on_ranks(wrapper, 2, 512), A100, 2, "a100 models", parts)
+
+
+SIZES = {"small": "small", "medium": "medium", "med": "medium", "large": "large", "xl": "xl", "xlarge": "xl"}
+
+
+def _transformer_h100(row: Row) -> Reading | None:
+    """Of the handout's batch of 4 and 128 tokens. What is called backward is forward and backward: on the A100 it is
+    what the other write-up has for both together.
+    """
+    if row["experiment"] not in ("forward and backward", "mixed precision", "torch.compile of the model"):
+        return None
+    size = SIZES.get(row["case"].lower(), "2.7b")
+    dtype = torch.bfloat16 if "bf16" in row["metric"] else torch.float32
+    parts = FORWARD if row["metric"].startswith("forward") else FORWARD + BACKWARD
+    on, host = {
+        "forward and backward": (H100, "h100 models"),
+        "mixed precision": (A100, "a100 models, stanford336"),
+        "torch.compile of the model": (H100, "h100 models, compile"),
+    }[row["experiment"]]
+    return Reading(steps.transformer(size, 128, dtype), on, 1, host, parts)
+
+
+def _attention_h100(row: Row) -> Reading | None:
+    """Forward takes the same for all lengths: its author did not wait for the device. Where he compares with
+    torch.compile, softmax is PyTorch's, by its time.
+    """
+    if not row["experiment"].startswith("attention"):
+        return None
+    width, length = map(int, re.findall(r"\d+", row["case"]))
+    softmax = fused_softmax if "compile" in row["experiment"] else softmax_by_parts
+    program = steps.attention(width, length, softmax, waits=False)
+    host = "h100 attention, compile" if "compile" in row["experiment"] else "h100 attention"
+    return Reading(program, H100, 1, host, PARTS[row["metric"]])
+
+
+def _causal_attention_h100(row: Row) -> Reading | None:
+    """In bfloat16 forward takes as long for any width, and no less than in float32: its exponentials are in float32,
+    as under autocast.
+    """
+    found = re.fullmatch(r"seq (\d+), d (\d+), (fp32|bf16)", row["case"])
+    if found is None:
+        return None
+    parts = PARTS[row["metric"]]
+    program = steps.causal_attention(int(found[2]), int(found[1]), DTYPES[found[3]], parts[0])
+    return Reading(program, H100, 1, "h100 causal attention", parts, steps.DO_BENCH)
+
+
+def _data_parallel_h100(row: Row) -> Reading | None:
+    """Communication alone, which does not depend on batch and context."""
+    if row["metric"] != "gradient communication":
+        return None
+    return Reading(steps.xl_on_ranks(row["case"], 2, 128), H100, 2, "h100 models", (row["metric"],))
+
+
+def _ladder(row: Row) -> Reading | None:
+    dtype = torch.bfloat16 if "bf16" in row["case"] else torch.float32
+    sharded = row["case"] == "data_parallel"
+    return Reading(steps.mlp_ladder(dtype, sharded=sharded), A100, 4 if sharded else 1, "a100 models", ("step",))
+
+
+RULES: dict[str, tuple[Callable[[Row], Reading | None], ...]] = {
+    "cs336_a100": (_transformer_a100, _attention_a100, _all_reduce_a100, _data_parallel_a100),
+    "cs336_stanford336": (_transformer_h100, _attention_h100, _causal_attention_h100, _data_parallel_h100),
+    "simple_pytorch": (_ladder,),
+    "odsc_fsdp": (),
+}
+
+UNKNOWN: tuple[tuple[str, str, str, str, str], ...] = (
+    # experiment, case, metric and unit of rows (regular expressions), and why they are not held to a prediction
+    ("", "", "", "1|bool", "no time"),
+    ("", "", " std", "", "how far the single times are apart: shown beside their mean"),
+    ("all-reduce", "", "bandwidth", "", "the bytes by the time of the row before"),
+    (r"\(compiled\)", "", "", "", "compiled: its kernels are the compiler's"),
+    ("", "compile", "", "", "compiled: its kernels are the compiler's"),
+    ("", "", "compiled", "", "compiled: its kernels are the compiler's"),
+    ("compile options|meta init", "", "", "", "compiled: its kernels are the compiler's"),
+    ("", "", "triton", "", "measures its author's own kernel, which is not public"),
+    ("inside self-attention", "", "", "", "of which model and context is not said"),
+    ("all-reduce", "gloo", "", "", "gloo runs on the hosts' processors, of which nothing is known"),
+    (
+        "all-reduce",
+        "nccl",
+        "",
+        "",
+        "no all-reduce: 1 MB and 1000 MB take nearly the same, and 1 MB on 6 ranks takes 0.70 s, as processes take to "
+        "start; over NVLink 1000 MB take about 10 ms",
+    ),
+    ("MLP ladder, seq 1024", "", "", "", "on GPUs that are not named"),
+    ("data parallel.*H100", "", "step", "", "batch and context are not said"),
+    ("optimizer state sharding", "", "", "", "batch and context are not said"),
+    (
+        "torch.compile of the model",
+        "",
+        "backward, eager",
+        "",
+        "of the largest model 0.464 s, where the first table has 0.193 s for the same pass: what else is in it is not "
+        "said",
+    ),
+)
+
+
+def why_unknown(row: Row) -> str:
+    """Why the row is not held to a prediction; empty where it is."""
+    of = (row["experiment"], row["case"], row["metric"], row["unit"])
+    for *patterns, why in UNKNOWN:
+        if all(re.search(pattern, about) for pattern, about in zip(patterns, of, strict=True) if pattern):
+            return why
+    return ""
+
+
+def reading_of(file: str, row: Row) -> Reading | None:
+    """None where no prediction is held to the row."""
+    if why_unknown(row):
+        return None
+    return next((found for rule in RULES[file] if (found := rule(row)) is not None), None)
+
+
+def rows(file: str) -> list[Row]:
+    """The rows of the file, without those of memory."""
+    return [row for row in rows_of(file) if row["unit"] not in ("MiB", "GiB", "GB", "bytes")]
+
+
+@cache
+def fitted_cases(file: str) -> frozenset[str]:
+    """Those of the half that rates are fitted to: where the number of the configuration has evenly many ones."""
+    cases = dict.fromkeys(row["case"] for row in rows(file) if reading_of(file, row) is not None)
+    return frozenset(case for number, case in enumerate(cases) if number.bit_count() % 2 == 0)
+
+
+@cache
+def repeated(file: str) -> frozenset[int]:
+    """Which of the file's rows a table before has shown: six digits alike, of the same configuration."""
+    seen, found = set(), set()
+    for index, row in enumerate(rows(file)):
+        figure = row["case"], row["metric"], row["value"], row["unit"]
+        if len(row["value"].replace(".", "").lstrip("0")) >= 6 and figure in seen:
+            found.add(index)
+        seen.add(figure)
+    return frozenset(found)
+
+
+@cache
+def compared(file: str) -> list[Compared]:
+    """The file's rows that are predicted, each once, though a table shows it again."""
+    found, again = [], repeated(file)
+    for index, row in enumerate(rows(file)):
+        reading = reading_of(file, row)
+        if reading is None or index in again:
+            continue
+        predicted, least = predict(reading)
+        seconds = float(row["value"]) * UNITS[row["unit"]]
+        found.append(Compared(row, reading, seconds, predicted, least, row["case"] in fitted_cases(file)))
+    return found
+
+
+def predict(reading: Reading) -> tuple[float, float]:
+    """Seconds, and the lower bound."""
+    on = machine(reading)
+    if reading.ranks > 1:
+        step = simulated(replace(reading, parts=()))
+        whole = set(reading.parts) >= set(step.parts)
+        return sum(step.parts[part] for part in reading.parts), step.at_least if whole else 0.0
+    rates, found = GPU(on), trace(reading.program, reading.on)
+    takes = np.array([0.0 if cost is None else rates.seconds(cost) for cost in found.costs])
+    host = on.reached.launch, on.reached.backward_launch
+    parts, least = found.seconds_of_parts(takes, host, ahead_of(reading, on)), found.least_of_parts(rates)
+    if any(part.of_host for part in found.parts):  # its end says nothing about the device
+        least = dict.fromkeys(least, 0.0)
+    return sum(parts[part] for part in reading.parts), sum(least[part] for part in reading.parts)
+
+
+def ahead_of(reading: Reading, on: Hardware) -> float:
+    """How much later the device begins than the host: as long as it takes to zero what is zeroed before."""
+    return reading.zeroed / (on.bandwidth * on.reached.bandwidth)
+
+
+@cache
+def hosts() -> dict[str, dict[str, float]]:
+    """Seconds that each host takes to launch an operator, as fitted."""
+    return tomllib.loads(HOSTS.read_text(encoding="utf-8"))
+
+
+def machine(reading: Reading) -> Hardware:
+    """The device, launched to by that host."""
+    known = hardware(reading.on)
+    return replace(known, reached=replace(known.reached, **hosts().get(reading.host, {})))
+
+
+@cache
+def simulated(reading: Reading) -> schedule.Step:
+    """By `Schedule`, of one rank among others."""
+    on = machine(reading)
+    with simulation(reading.ranks, on=on) as timer:
+        return timer.step(reading.program(timer), ahead_of(reading, on))

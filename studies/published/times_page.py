@@ -1,0 +1,116 @@
+"""The page of predicted step times beside what others have published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean, median
+
+from perf.published import UNITS
+from shardmark.meter.hardware import hardware
+from shardmark.predict.simulation.rates import WITHIN
+from studies.published.time_rows import FILES, Compared, Row, compared, repeated, rows, why_unknown
+
+PAGE = Path("docs/published-times.md")
+
+HEAD = """# Predicted step times beside published ones
+
+Written by `python -m studies.published`. Each program was rebuilt as its write-up has it (`studies/published/steps.py`) and
+simulated, without a GPU. `python -m studies.published.fit` found what the devices reach of their data sheets, and the
+seconds that each write-up's host takes to launch an operator, by one half of the configurations; a configuration's
+rows are all in the same half. The other half, held out, judges: these are the rows without a "fitted" beside them.
+
+What to know of it: numbers were fitted to one half alone, but the model's form (two rules for narrow products, sums
+that batches do not share, the search's upper limits, a host for each table) and programs that a write-up leaves open
+were chosen with all rows in view. Hosts are each write-up's own: a step that is bound by its host takes another time on
+yours. Of several ranks nothing was fitted but all-reduces. The rate of bfloat16 products is not fitted, as few rows
+depend on it. V100 all-reduces over NCCL are not held to a prediction: 1 MB takes 0.36 s on 2 ranks and 1000 MB 0.42 s,
+so 999 MB more take 0.06 s, and 0.36 s are no all-reduce.
+
+{summary}
+
+{table}
+
+"at least" is the lower bound: products at the data sheet's FLOP/s, one after another, and nothing else; empty where a
+time is that of the host alone, or a part of a step on several ranks.
+"""
+
+
+def write(path: Path = PAGE) -> None:
+    """Write the page."""
+    path.write_text(page(), encoding="utf-8")
+
+
+def page() -> str:
+    """The text of the page: the rows of each source, and those that no prediction is held to, with the reason."""
+    by_file = {file: found for file in FILES if (found := compared(file))}
+    every = [each for found in by_file.values() for each in found]
+    parts = [HEAD.format(summary=_summary(every), table=_by_table(every))]
+    for file, found in by_file.items():
+        parts.append(f"## {found[0].row['source']}\n")
+        stds = {(row["experiment"], row["case"], row["metric"]): row["value"] for row in rows(file)}
+        for experiment, of_it in groupby(found, key=lambda each: each.row["experiment"]):
+            parts.append(f"### {experiment}\n\n{_table(of_it, stds)}\n")
+    parts.append("## Not held to a prediction\n")
+    lines = [
+        f"| {file} | {row['experiment']} | {row['case']} | {row['metric']} | {row['value']} {row['unit']} | {why} |"
+        for file in FILES
+        for row, why in _unpredicted(file)
+    ]
+    parts.append("\n".join(["| file | table | case | what | published | why |", "|---|---|---|---|---|---|", *lines]))
+    return "\n".join(parts) + "\n"
+
+
+def _unpredicted(file: str) -> Iterable[tuple[Row, str]]:
+    """Rows that are not in the tables, and why; standard deviations are, beside their means."""
+    again = repeated(file)
+    for index, row in enumerate(rows(file)):
+        why = why_unknown(row) or ("the same figure as in a table above" if index in again else "")
+        if why and not row["metric"].endswith(" std"):
+            yield row, why
+
+
+def _summary(every: list[Compared]) -> str:
+    held, fitted = ([100 * abs(each.error) for each in every if each.fitted == half] for half in (False, True))
+    low, high = WITHIN
+    return (
+        f"Held out, {len(held)} rows: median error {median(held):.1f}%, mean {fmean(held):.1f}%. The fitted half, "
+        f"{len(fitted)} rows: median {median(fitted):.1f}%, mean {fmean(fitted):.1f}%. Nine of ten published times "
+        f"that were held out lie between {low:.2f} and {high:.2f} times the predicted one."
+    )
+
+
+def _by_table(every: list[Compared]) -> str:
+    lines = [
+        "| program and host | GPU | held out | median | mean | fitted | median | mean |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    hosts = dict.fromkeys((each.reading.host, each.reading.on) for each in every)
+    for host, on in hosts:
+        cells = []
+        for half in (False, True):
+            errors = [
+                100 * abs(each.error)
+                for each in every
+                if (each.reading.host, each.reading.on, each.fitted) == (host, on, half)
+            ]
+            cells += [f"{len(errors)}", f"{median(errors):.1f}%", f"{fmean(errors):.1f}%"] if errors else ["0", "", ""]
+        lines.append(f"| {host} | {hardware(on).name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _table(found: Iterable[Compared], stds: dict[tuple[str, str, str], str]) -> str:
+    lines = ["| case | GPU | what | published | predicted | error | at least | |", "|---|---|---|---|---|---|---|---|"]
+    for each in found:
+        row, unit = each.row, UNITS[each.row["unit"]]
+        places = len(row["value"].partition(".")[2])
+        std = stds.get((row["experiment"], row["case"], row["metric"].replace(" mean", " std")))
+        spread = f" ± {std}" if std is not None and " mean" in row["metric"] else ""
+        least = f"{each.at_least / unit:.3g} {row['unit']}" if each.at_least else ""
+        lines.append(
+            f"| {row['case']} | {hardware(each.reading.on).name} | {row['metric']} | {row['value']}{spread} "
+            f"{row['unit']} | {each.predicted / unit:.{places}f} {row['unit']} | {100 * each.error:+.1f}% | {least} | "
+            f"{'fitted' if each.fitted else ''} |"
+        )
+    return "\n".join(lines)

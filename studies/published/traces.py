@@ -1,0 +1,101 @@
+"""What a program launches, noted down once: then its time at any rates is a matter of sums.
+
+Of programs on one device alone, whose one stream `Schedule` would run in just this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from shardmark.meter.hardware import hardware
+from shardmark.predict.simulation.costs import Cost
+from shardmark.predict.simulation.predict import simulation
+from shardmark.predict.simulation.schedule import Mark, Rates
+from studies.published.steps import Timed
+
+
+class Part(NamedTuple):
+    """A part of a step, which ends by the device's clock or by the host's: its operators, from one to another."""
+
+    name: str
+    of_host: bool
+    begin: int
+    end: int
+
+
+@dataclass
+class Trace:
+    """`Rates` by which nothing takes time, and which note down what is asked: of each operator whether it is launched
+    in backward, and what the device has to do for it.
+    """
+
+    in_backward: list[bool] = field(default_factory=list)
+    costs: list[Cost | None] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+
+    def launch(self, in_backward: bool) -> float:
+        self.in_backward.append(in_backward)
+        self.costs.append(None)
+        return 0.0
+
+    def seconds(self, cost: Cost) -> float:
+        self.costs[-1] = cost
+        return 0.0
+
+    def least(self, cost: Cost) -> float:
+        return 0.0
+
+    def collective(self, name: str, nbytes: int, ranks: Sequence[int]) -> float:
+        return 0.0
+
+    least_of_collective = collective
+
+    def seconds_of_parts(self, takes: np.ndarray, host: tuple[float, float], ahead: float = 0.0) -> dict[str, float]:
+        """Seconds of each part, where operators take so many on the device, and those of forward and of backward so
+        many on the host. The device begins `ahead` seconds later than the host.
+        """
+        launching = np.where(self.in_backward, host[1], host[0])
+        found, before, on_host, free = {}, ahead, 0.0, ahead
+        for part in self.parts:
+            own = takes[part.begin : part.end]
+            launched, done = on_host + np.cumsum(launching[part.begin : part.end]), np.cumsum(own)
+            # The last is over when all from some operator on have run, which began as that one was launched.
+            free = float(done[-1] + max(free, np.max(launched - done + own)))
+            on_host = float(launched[-1]) if part.of_host else max(free, float(launched[-1]))
+            found[part.name] = on_host - before
+            before = on_host
+        return found
+
+    def least_of_parts(self, rates: Rates) -> dict[str, float]:
+        """The lower bound of each part."""
+        return {
+            part.name: sum(rates.least(cost) for cost in self.costs[part.begin : part.end] if cost is not None)
+            for part in self.parts
+        }
+
+
+@cache
+def trace(program: Timed, on: str) -> Trace:
+    """What the program's step launches."""
+    found = Trace()
+    with simulation(on=hardware(on)) as timer:
+        step = program(timer)
+        timer.rates = found
+
+        def marked(mark: Mark) -> None:
+            begin = 0
+
+            def noted(name: str, of_host: bool = False) -> None:
+                nonlocal begin
+                found.parts.append(Part(name, of_host, begin, len(found.costs)))
+                begin = len(found.costs)
+
+            step(noted)
+
+        timer.step(marked)
+    return found

@@ -1,0 +1,230 @@
+"""What the judgements and the recordings say: docs/verdicts.md, and its plot."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import chain, product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from shardmark.meter.measure_case import next_look
+from shardmark.meter.plan import Rounds
+from shardmark.verdict.betting import FAIL, PASS, UNDECIDED, decided, fewest_rounds, interval
+from shardmark.verdict.budget import confidence, tolerated
+from studies.verdicts.neighbours import NEIGHBOURS
+
+JUDGEMENTS = 59
+"""Verdicts of a run, among which its error is shared: as many as the laptop scale on two ranks may come to."""
+EFFECTS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.1)
+"""True slowdowns that recordings are judged with."""
+REPLAYS = {0.0: 400}
+"""Judgements of each recording: of equal steps most, as a false alarm is rare."""
+FEWER_REPLAYS = 60
+
+SCHEDULING = ("", "SCHED_RR")
+PANELS = list(product((1, 2), SCHEDULING))
+"""Ranks and scheduling policy, of which each has a table and a curve of its own."""
+
+Judgement = dict[str, Any]
+
+
+def replayed(series: Sequence[float], slower: float, generator: random.Random) -> tuple[str, float]:
+    """The verdict on steps that take `slower` more than a recording's, and the seconds that it took.
+
+    From a place in the recording on, a coin says for each pair of steps which of them is the slower one's. The coin is
+    all that the statistics rest on, so each of its throws on the same steps is another judgement.
+    """
+    place = generator.randrange(len(series))
+    slots = [series[(place + i) % len(series)] for i in range(len(series))]
+    rounds, step = Rounds(), median(series)
+    first = max(fewest_rounds(confidence(JUDGEMENTS)), rounds.count(step))
+    ratios: list[float] = []
+    seconds = 0.0
+    while True:
+        while len(ratios) < min(first, len(slots) // 2):
+            pair = slots[2 * len(ratios) : 2 * len(ratios) + 2]
+            mine, peers = pair if generator.random() < 0.5 else pair[::-1]
+            ratios.append((1 + slower) * mine / peers)
+            seconds += (1 + slower) * mine + peers
+        done, first = len(ratios), next_look(len(ratios), seconds, rounds)
+        late = first == done or done >= len(slots) // 2
+        if late or decided(ratios, tolerated(1.0), confidence(JUDGEMENTS)):
+            return interval(ratios, confidence(JUDGEMENTS)).verdict(tolerated(1.0)), seconds
+
+
+def write(folder: Path) -> None:
+    """The page beside a folder, from the judgements, the recordings and the smoke runs in it."""
+    page = folder.with_suffix(".md")
+    kinds = ("judgements", "recordings", "smoke_runs")
+    judgements, recordings, runs = (_lines(folder / f"{kind}.jsonl") for kind in kinds)
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        again = list(chain.from_iterable(pool.map(_judged_again, enumerate(recordings))))
+    steps = sum(len(each["seconds"]) for each in recordings)
+    page.write_text(
+        PAGE.format(
+            judgements=JUDGEMENTS,
+            measured=_measured(judgements, runs),
+            steps=f"{steps:,}",
+            recordings=len(recordings),
+            loads=_loads(recordings),
+            replays=f"{len(again):,}",
+            again=_tables(again),
+            alarms_again=_alarms(again),
+            smoke=_smoke(runs),
+        )
+    )
+    _plot(judgements, again, page.with_suffix(".svg"))
+
+
+def _judged_again(numbered: tuple[int, dict[str, Any]]) -> list[Judgement]:
+    """The judgements of a recording."""
+    number, recording = numbered
+    setting = {name: recording[name] for name in ("neighbour", "ranks", "scheduling")}
+    return [
+        {**setting, "slower": round(100 * slower), "verdict": verdict, "seconds": seconds}
+        for slower in EFFECTS
+        for seed in range(REPLAYS.get(slower, FEWER_REPLAYS))
+        for verdict, seconds in [replayed(recording["seconds"], slower, random.Random(1000 * number + seed))]
+    ]
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _loads(recordings: list[dict[str, Any]]) -> str:
+    """What the machine did besides."""
+    loads = [each["load"] for each in recordings if "load" in each]
+    return f", while the machine's load was {min(loads):.0f} to {max(loads):.0f}" if loads else ""
+
+
+def _measured(judgements: list[Judgement], runs: list[dict[str, Any]]) -> str:
+    """The sections on what was judged as it ran, of which there are none before `live` and `smoke` have run."""
+    sections = [f"## Whole runs at smoke scale\n\n{_smoke(runs)}\n\n"] if runs else []
+    if judgements:
+        sections.append(LIVE.format(count=len(judgements), alarms=_alarms(judgements), tables=_tables(judgements)))
+    return "".join(sections)
+
+
+def _smoke(runs: list[dict[str, Any]]) -> str:
+    """How many whole runs there were, and what their time budgets came to."""
+    counts = {verdict: sum(run[verdict] for run in runs) for verdict in (PASS, UNDECIDED, FAIL)}
+    failed = sum(run[FAIL] > 0 for run in runs)
+    shown = ", ".join(f"{count:,} {verdict}" for verdict, count in counts.items())
+    return f"{len(runs)} runs, {sum(counts.values()):,} time budgets: {shown}. Runs in which one failed: {failed}."
+
+
+def _tables(judgements: Sequence[Judgement]) -> str:
+    """By ranks, scheduling, neighbour and true slowdown: how many were judged how, and in which time."""
+    parts = [(f"{_title(*key)}:", _table(of_key)) for key in PANELS if (of_key := _of(key, judgements))]
+    return "\n\n".join(chain.from_iterable(parts))
+
+
+def _of(panel: tuple[int, str], judgements: Sequence[Judgement]) -> list[Judgement]:
+    return [each for each in judgements if (each["ranks"], each["scheduling"]) == panel]
+
+
+def _title(ranks: int, scheduling: str) -> str:
+    return " ".join(["One rank" if ranks == 1 else f"{ranks} ranks", *(["in real time"] if scheduling else [])])
+
+
+def _table(judgements: Iterable[Judgement]) -> str:
+    groups: dict[tuple[str, int], list[Judgement]] = defaultdict(list)
+    for each in judgements:
+        groups[each["neighbour"], each["slower"]].append(each)
+        groups["all", each["slower"]].append(each)
+    order = {name: place for place, name in enumerate((*NEIGHBOURS, "all"))}
+    lines = [
+        "| neighbour | slower by | judged | fail | undecided | pass | median s | most s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (name, slower), found in sorted(groups.items(), key=lambda item: (item[0][1], order[item[0][0]])):
+        verdicts, seconds = [each["verdict"] for each in found], [each["seconds"] for each in found]
+        shares = (f"{100 * verdicts.count(verdict) / len(found):.1f}%" for verdict in (FAIL, UNDECIDED, PASS))
+        cells = (name, f"{slower}%", str(len(found)), *shares, f"{median(seconds):.0f}", f"{max(seconds):.0f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _alarms(judgements: Iterable[Judgement]) -> str:
+    """False alarms among judgements of equal steps, and the rate that they leave possible (95%)."""
+    equal = [each for each in judgements if each["slower"] == 0]
+    failed = sum(each["verdict"] == FAIL for each in equal)
+    bound = f"; with 95% confidence, less than 1 in {len(equal) / 3:,.0f}" if equal and failed == 0 else ""
+    return f"{failed} of {len(equal):,} judgements of equal steps failed{bound}."
+
+
+def _plot(live: list[Judgement], again: list[Judgement], file: Path) -> None:
+    """The power curve: by true slowdown, the share of judgements that found it."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = "verdicts"  # the same bytes from the same figures
+    figure, grid = pyplot.subplots(2, 2, figsize=(10, 8), sharex=True, sharey=True, layout="constrained")
+    for axes, panel in zip(grid.T.flat, PANELS, strict=True):
+        for name in NEIGHBOURS:
+            of_name = [each for each in _of(panel, again) if each["neighbour"] == name]
+            axes.plot(*_shares(of_name), marker="o", label=name)
+        axes.scatter(*_shares(_of(panel, live)), marker="s", color="black", label="live, all", zorder=3)
+        axes.set(title=_title(*panel))
+        axes.grid(alpha=0.3)
+    for axes in grid[:, 0]:
+        axes.set(ylabel="judged as slower, %")
+    for axes in grid[1]:
+        axes.set(xlabel="true slowdown, %")
+    grid[0, 0].legend(title="neighbour")
+    figure.suptitle("What a time verdict finds within 50 s")
+    figure.savefig(file, metadata={"Date": None})
+
+
+def _shares(judgements: Sequence[Judgement]) -> tuple[list[int], list[float]]:
+    """True slowdowns in percent, and of each how many percent were judged as slower."""
+    slowdowns = sorted({each["slower"] for each in judgements})
+    found = [[each["verdict"] == FAIL for each in judgements if each["slower"] == slower] for slower in slowdowns]
+    return slowdowns, [100 * sum(each) / len(each) for each in found]
+
+
+LIVE = """## Live: {count} judgements
+
+{alarms}
+
+Steps of both kinds in pairs in random order, as `measure` has them, until the verdict is decided or 50 s are over.
+
+{tables}
+
+"""
+
+PAGE = """# How far a time verdict can be trusted
+
+Written by `python -m studies.verdicts report`, from what `tox -e verdicts` measured with real processes on two shared
+cores: recordings are in `verdicts/recordings.jsonl`, judgements of rounds, if any, in `verdicts/judgements.jsonl`. A
+step is forward and backward of a layer some dozens of times, on one rank, or on two that all-reduce the gradients in
+four buckets; the slower one does a known share more of the same work. Neighbours are processes beside it: one
+that is busy on and off, one that is busier and busier, two that spike. Each verdict has its share of the error of a
+run of {judgements}, as at laptop scale.
+
+In real time ([`chrt --rr 1 pytest perf`](budgets.md#beside-neighbours)) neighbours have what the ranks leave of the
+cores, and a twentieth of each second; otherwise they take turns with the ranks.
+
+![The power curve](verdicts.svg)
+
+{measured}## Recorded: {replays} judgements of {steps} steps
+
+Steps in a row, in {recordings} recordings{loads}.
+From a random place on, a coin says for each pair which step is the slower one's, and that one's time is multiplied. The
+coin is all that the statistics rest on, so its throws on the same steps are other judgements of the same machine. They
+are undecided where the recording ends, however short it is. Both steps of a pair meet the same noise: implementations
+of which one varies more of itself are not in these figures.
+
+{alarms_again}
+
+{again}
+"""

@@ -1,0 +1,188 @@
+"""The closed forms against the meter, against brute force, and against figures others published."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from correctness.support.metering import assert_metered, metered
+from impl.accounting.model import phases as phases_of
+from impl.accounting.model import training_work
+from impl.attention import accounting as attention
+from impl.attention import eager_attention
+from impl.attention.cases import MODES, AttentionCase
+from impl.attention.workload import AttentionPass
+from impl.collectives.accounting import all_reduce_bytes_sent, bus_bandwidth
+from impl.collectives.cases import CollectiveCase
+from impl.data_parallel import accounting as data_parallel
+from impl.data_parallel.workload import DataParallelStep
+from impl.model import SIZES, Transformer
+from impl.training_step import accounting as training_step
+from impl.training_step.cases import STEP_MODES, TrainingStepCase
+from shardmark.api.registry import Implementation, family
+from shardmark.meter.memory import meter
+
+ATTENTION_CASES = [
+    AttentionCase(batch=2, seq=512, head_dim=32),
+    AttentionCase(batch=3, seq=777, head_dim=24),
+    AttentionCase(batch=2, heads=3, seq=100, head_dim=16, is_causal=False),
+    AttentionCase(batch=1, seq=600, head_dim=16, dtype="float64"),
+]
+
+
+def _attention_peak(implementation: Implementation, case: AttentionCase, device: str) -> int:
+    with meter(device) as memory:
+        step = AttentionPass(implementation, case, device)
+        step.prepare()
+        memory.reset_peak()
+        step.step(lambda part: None)
+    return memory.tensors
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+@pytest.mark.parametrize("name", ["eager", "flash_pytorch", "sdpa_math", "sdpa_flash"])
+def test_attention_peak_is_exact_to_the_byte(name: str, case: AttentionCase, mode: str) -> None:
+    implementation, case = family("attention").implementations[name], replace(case, mode=mode)
+    assert implementation.memory is not None
+    assert _attention_peak(implementation, case, "cpu") == implementation.memory(case)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_flash_triton_peak_is_exact_to_the_byte(dtype: str, mode: str) -> None:
+    """In the interpreter, which takes its tiles from elsewhere."""
+    implementation = family("attention").implementations["flash_triton"]
+    if reason := implementation.unavailable_reason("cpu"):
+        pytest.skip(reason)
+    case = AttentionCase(batch=2, heads=3, seq=100, head_dim=24, mode=mode, dtype=dtype)
+    assert _attention_peak(implementation, case, "cpu") == attention.flash_triton_peak(case)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("mode", MODES)
+def test_flash_triton_needs_inputs_outputs_log_sum_exp_and_gradients_within_a_hundredth(
+    mode: str, head_dim: int
+) -> None:
+    case = AttentionCase(batch=2, seq=4096, head_dim=head_dim, mode=mode, dtype="bfloat16")
+    assert attention.flash_triton_peak(case) == pytest.approx(attention.flash_peak(case), rel=0.01)
+
+
+def test_flash_triton_needs_one_more_value_a_row_which_shows_where_rows_are_short() -> None:
+    case = AttentionCase(batch=2, seq=4096, head_dim=16, dtype="bfloat16")
+    more = attention.flash_triton_peak(case) - attention.flash_peak(case)
+    assert more == 2 * 4096 * 4 and 0.01 < more / attention.flash_peak(case) < 0.016
+
+
+@pytest.mark.usefixtures("compiler")
+def test_the_compiler_needs_no_more_than_eager(device: str) -> None:
+    case = AttentionCase(batch=2, seq=300, head_dim=32)
+    entry = family("attention").implementations["compiled"]
+    _attention_peak(entry, case, device)  # compiles
+    assert _attention_peak(entry, case, device) < attention.eager_peak(case)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_flash_peak_is_linear_in_seq_and_eager_quadratic(mode: str) -> None:
+    cases = [AttentionCase(batch=4, seq=seq, head_dim=64, mode=mode) for seq in (2048, 4096, 8192)]
+    for formula, growth in ((attention.flash_pytorch_peak, 1), (attention.eager_peak, 2)):
+        small, middle, large = (formula(case) for case in cases)
+        # Doubling seq doubles each term of degree 1 and quadruples those of degree 2; constants drop out.
+        assert (large - middle) / (middle - small) == pytest.approx(2**growth, rel=0.05)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_attention_flops_are_those_counted(mode: str) -> None:
+    case = AttentionCase(batch=2, seq=64, head_dim=16, is_causal=False, mode=mode)
+    q, k, v = (torch.randn(case.shape, requires_grad=True) for _ in range(3))
+    with FlopCounterMode(display=False) as forward:
+        out = eager_attention(q, k, v)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    # Eager keeps the scores; the flash algorithm, which the formula counts, computes them again: half of a forward.
+    again = forward.get_total_flops() // 2
+    counted = {"forward": forward.get_total_flops(), "backward": backward.get_total_flops() + again}
+    counted["both"] = counted["forward"] + counted["backward"]
+    assert attention.work(case).flops == counted[mode]
+    assert attention.work(replace(case, is_causal=True)).flops == counted[mode] // 2
+
+
+def training_memory(implementation: Implementation, case: TrainingStepCase, phases: Sequence[str]) -> dict[str, int]:
+    memory = metered(DataParallelStep, implementation, case)
+    return {"peak": memory.tensors} | {phase: memory.phases[phase] for phase in phases}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        TrainingStepCase("tiny", 1, 4),  # the largest moment is the end of backward, bucketed's the output projection
+        TrainingStepCase("tiny", 2, 32),  # the largest moment is the loss
+        pytest.param(TrainingStepCase("tiny", 3, 61), marks=pytest.mark.sweep),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["naive", "flat", "overlapped", "bucketed"])
+def test_training_step_peak_is_the_formulas(name: str, case: TrainingStepCase, worlds: Any) -> None:
+    implementation = family("data_parallel").implementations[name]
+    assert implementation.memory is not None
+    phases = ("after_init", "before_step", "after_forward", "after_backward") if name in ("naive", "overlapped") else ()
+    expected = {"peak": implementation.memory(case)} | {phase: phases_of(case)[phase] for phase in phases}
+    assert_metered(worlds(2), [expected] * 2, training_memory, implementation, case, phases)
+
+
+def test_training_flops_are_those_counted() -> None:
+    case = TrainingStepCase("tiny", batch=2, context=32)
+    size = SIZES[case.model]
+    model = Transformer(size, context_length=case.context, attention=eager_attention)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(case.batch, case.context, dtype=torch.int64)).sum().backward()
+    # The counter sees eager attention, whole and with its scores kept: 6 products where the formula has 7, halved.
+    product = 2 * case.batch * case.context**2 * size.d_model * size.layers
+    assert training_work(case).flops == counter.get_total_flops() - 6 * product + 7 * product // 2
+
+
+def test_model_flops_are_those_of_the_formula_in_the_readme() -> None:
+    case, size = TrainingStepCase("tiny", batch=2, context=32), SIZES["tiny"]
+    model = Transformer(size, context_length=case.context)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and name != "embedding.weight")
+    tokens = case.batch * case.context
+    step = 6 * matrices * tokens + 6 * size.layers * tokens * case.context * size.d_model
+    assert training_step.work(case).model_flops == training_work(case).model_flops == step
+    both = training_step.work(replace(case, mode="forward_backward"))
+    forward = training_step.work(replace(case, mode="forward"))
+    assert both.model_flops == step and 3 * forward.model_flops == step and forward.flops == forward.model_flops
+
+
+def test_bytes_moved_are_weights_gradients_and_what_adamw_moves() -> None:
+    case, weights = TrainingStepCase("tiny", batch=2, context=32), 4 * SIZES["tiny"].parameters
+    moved = {mode: training_step.work(replace(case, mode=mode)).bytes_moved for mode in STEP_MODES}
+    # Read in forward; read again, and as many gradients written; and 28 bytes a parameter.
+    assert moved == {"forward": weights, "forward_backward": 3 * weights, "step": 3 * weights + 7 * weights}
+    assert training_work(case).bytes_moved == moved["step"]
+
+
+def test_data_parallel_work_is_that_of_all_ranks() -> None:
+    case = TrainingStepCase("tiny", batch=2, context=32)
+    assert data_parallel.work(case, 4).flops == 4 * training_work(case).flops
+    assert data_parallel.work(case, 4).bytes_communicated == 2 * 3 * 4 * SIZES["tiny"].parameters // 4
+    assert data_parallel.work(case, 1).bytes_communicated == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_all_reduce_bytes_are_those_of_a_ring(ranks: int) -> None:
+    """Brute force: in a ring every rank sends one chunk in each of n-1 steps, twice."""
+    nbytes = 840 * random.randint(1, 9)
+    sent = sum(nbytes // ranks for _ in range(2) for _ in range(ranks - 1))
+    assert all_reduce_bytes_sent(nbytes, ranks) == sent
+
+
+def test_bus_bandwidth_is_that_of_nccls_tests() -> None:
+    """1 GB in 10 ms on 8 ranks: 100 GB/s algorithm, 175 GB/s bus."""
+    assert bus_bandwidth("all_reduce", 10**9, 0.01, 8) == pytest.approx(175e9)
+    assert CollectiveCase("all_reduce", 1).bytes == 2**20

@@ -1,0 +1,28 @@
+"""The tool's own tests, and the tables of planted defects."""
+
+from __future__ import annotations
+
+import pytest
+
+from correctness.support.hooks import compiling as compiling
+from correctness.support.hooks import pair as pair
+from correctness.support.hooks import poisoned as poisoned
+from correctness.support.hooks import pytest_cmdline_main as pytest_cmdline_main
+from correctness.support.hooks import pytest_collection_finish as pytest_collection_finish
+from correctness.support.hooks import pytest_collection_modifyitems as pytest_collection_modifyitems
+from correctness.support.hooks import pytest_configure as pytest_configure
+from correctness.support.hooks import pytest_generate_tests as pytest_generate_tests
+from correctness.support.hooks import recorded, write_table
+from tests.judge.judging import by_family
+
+pytest.register_assert_rewrite("tests.support.project")  # a plugin of some tests, which others import before them
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Which defects the judge sees; with -v, which test sees each."""
+    judged = by_family(recorded(terminalreporter, "judged"))
+    write_table(terminalreporter, "Which defects does the judge see?", judged, left=("family",))
+    if terminalreporter.config.option.verbose > 0:
+        defects = sorted(recorded(terminalreporter, "defect"), key=lambda row: str(row["cause"]))
+        left = ("family", "cause", "defect", "test", "says")
+        write_table(terminalreporter, "Which test sees each defect?", defects, left=left)

@@ -1,0 +1,116 @@
+"""What listens while a run goes on, who may read its files, and what is unpickled from where."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from correctness.support.paths import ROOT
+from correctness.support.processes import listeners
+from shardmark.ranks.world import World, available_ranks
+
+LOOPBACK = {"127.0.0.1", "::1"}
+
+
+def test_only_the_loopback_interface_and_private_folders_hear_anything(pair: World) -> None:
+    server = int(Path(f"/proc/{pair.pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    addresses, sockets = listeners([*pair.pids, server])
+    assert addresses <= LOOPBACK
+    for path in sockets:
+        folder = Path(path).parent
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and folder.stat().st_uid == os.getuid()
+    files = [pair._directory, *pair._directory.rglob("*")]
+    assert stat.S_IMODE(files[0].stat().st_mode) == 0o700
+    assert len(files) > 1 and all(file.stat().st_uid == os.getuid() for file in files)
+
+
+CONFTEST = 'pytest_plugins = ["shardmark.plugin"]'
+
+TESTS = """
+import os
+import pickle
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from correctness.support.processes import listeners
+from tests.support.ranks import identity
+from shardmark.ranks.rank import WorldError
+
+
+class Bomb:
+    def __reduce__(self):
+        return open, ("exploded", "w")
+
+
+def own_listeners():
+    return sorted(listeners([os.getpid()])[0])
+
+
+def test_only_torchruns_store_is_heard_elsewhere(worlds):
+    assert worlds(2).run(own_listeners) == [["127.0.0.1"]] * 2
+    assert listeners([os.getppid()])[0], "torchrun's store"
+
+
+def test_the_key_is_nowhere_on_disk(worlds):
+    assert not list(Path(tempfile.gettempdir()).glob("shardmark*"))
+
+
+def late_on_rank_1():
+    if int(os.environ["RANK"]):
+        time.sleep(2)  # rank 0 reads what is there before
+
+
+def test_what_nobody_of_this_launch_has_written_is_not_unpickled(worlds):
+    world = worlds(2)
+    world._store.set(f"{world._call}/1", pickle.dumps(Bomb()))
+    with pytest.raises(WorldError, match=r"^a message \\(\\d+/1\\) that no process of this launch has written$"):
+        world.run(late_on_rank_1)
+    assert not Path("exploded").exists()
+    assert [rank for rank, _, _ in world.run(identity)] == [0, 1]
+
+
+def leave_a_group_behind():
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+
+
+def test_that_leaves_no_group(worlds):
+    with pytest.warns(UserWarning, match="another process group, or none"):
+        worlds(2).run(leave_a_group_behind)
+
+
+def test_that_would_have_met_it(worlds):
+    worlds(2).run(identity)
+"""
+
+
+@pytest.mark.sweep
+def test_under_torchrun_sealed_calls_alone_are_unpickled(tmp_path: Path) -> None:
+    if available_ranks("cpu") < 2:
+        pytest.skip("needs two ranks")
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_launch.py").write_text(TESTS)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TORCHELASTIC"))}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pytest"]
+    run = subprocess.run(
+        [*command, "-q", "-rs", "--device=cpu", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"],
+        cwd=tmp_path,
+        env=kept | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "tmp")},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "4 passed, 1 skipped" in run.stdout
+    reason = "leave_a_group_behind has ended torchrun's ranks, which cannot be replaced from here"
+    assert reason in run.stdout and not list((tmp_path / "tmp").glob("shardmark*"))

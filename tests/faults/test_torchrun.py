@@ -1,0 +1,48 @@
+"""Ranks of torchrun that die: the run ends with its rows, and one line names the rank."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from correctness.support.processes import running, wait_until
+from tests.support.runs import OPTIONS, environment_of_a_run, numbers, project
+
+DIES = """
+import os, signal
+import torch.distributed as dist
+from test_costs import test_row  # its rows first
+
+def die(rank, name):
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.Signals[name])
+    dist.barrier()
+
+def test_world(worlds):
+    worlds(2).run(die, int(os.environ["DYING"]), os.environ["SIGNAL"])
+
+def test_that_would_have_met_it(worlds):
+    worlds(2).run(print)
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("rank", "name"), [(0, "SIGABRT"), (1, "SIGABRT"), (1, "SIGKILL")])
+def test_a_rank_of_torchrun_that_dies_costs_no_row_and_one_line_names_it(rank: int, name: str, tmp_path: Path) -> None:
+    project(tmp_path, test_dies=DIES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "pytest", *OPTIONS, "-vv", "--benchmark-json=out.json", "test_dies.py"]
+    tag = uuid.uuid4().hex
+    environment = environment_of_a_run(DYING=str(rank), SIGNAL=name, RUN_TAG=tag)
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1 and numbers(tmp_path / "out.json") == [0, 1, 2]
+    assert f"({name})" in run.stderr  # torchrun's own word of it, and the only one where rank 0 is dead
+    if rank:
+        assert "case 0 " in run.stdout and "1 failed, 3 passed" in run.stdout
+        assert len(re.findall("^!+ .*rank 1 of 2 has ended; torchrun's own output says how !+$", run.stdout, re.M)) == 1
+    assert wait_until(lambda: not running(tag), 20)

@@ -1,0 +1,248 @@
+"""What a call leaves behind on a rank, of which its test is warned; and what harms nobody."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+import zlib
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.faults.table import fails, meet, on_rank_1, passes, warns
+
+# It leaves its process other than it was.
+
+
+@warns("torch's default dtype")
+def leaves_another_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+@warns("torch's default device")
+def leaves_another_device() -> None:
+    torch.set_default_device("meta")
+
+
+@warns("a filter that makes warnings errors")
+def leaves_warnings_as_errors() -> None:
+    warnings.simplefilter("error")
+
+
+@warns("the working directory")
+def leaves_a_folder_that_is_gone() -> None:
+    os.chdir(tempfile.mkdtemp())
+    os.rmdir(os.getcwd())
+
+
+@warns("the environment's RUN_NAME", ranks="1")
+def leaves_a_variable() -> None:
+    if on_rank_1():
+        os.environ["RUN_NAME"] = "mine"
+
+
+@warns(r"\d+ more of the environment's variables")
+def leaves_no_environment() -> None:
+    os.environ.clear()
+    for number in range(10):
+        os.environ[f"OWN_{number}"] = "1"
+
+
+@warns(r"torch\.nn\.functional\.relu")
+def leaves_a_patched_function() -> None:
+    torch.nn.functional.relu = torch.sigmoid
+
+
+@warns(r"torch\.nn\.functional\.gelu")
+def leaves_a_function_deleted() -> None:
+    del torch.nn.functional.gelu
+
+
+@warns(r"Linear\.forward")
+def leaves_a_patched_layer() -> None:
+    torch.nn.Linear.forward = lambda self, x: x  # type: ignore[method-assign, assignment]
+
+
+@warns(r"Tensor\.sum")
+def leaves_a_patched_method() -> None:
+    torch.Tensor.sum = lambda self: 0  # type: ignore[method-assign, assignment]
+
+
+@warns(r"time\.perf_counter")
+def leaves_a_patched_clock() -> None:
+    time.perf_counter = lambda: 0.0
+
+
+@warns(r"math\.sqrt")
+def leaves_patched_arithmetic() -> None:
+    math.sqrt = lambda x: x  # type: ignore[assignment]
+
+
+@warns("a hook of all modules")
+def leaves_a_hook() -> None:
+    torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: 0)
+
+
+@warns("a timer", ranks="1")
+def leaves_an_alarm() -> None:
+    if on_rank_1():
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+
+@warns("a limit of its resources")
+def leaves_a_limit_of_open_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (5, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+@warns(r"the mode of new files \(umask\)")
+def leaves_another_umask() -> None:
+    os.umask(0o777)
+
+
+@warns("its scheduling policy")
+def leaves_another_scheduling_policy() -> None:
+    other = os.SCHED_OTHER if os.sched_getscheduler(0) == os.SCHED_BATCH else os.SCHED_BATCH
+    os.sched_setscheduler(0, other, os.sched_param(0))
+
+
+@warns("garbage collection")
+def leaves_garbage() -> None:
+    gc.disable()
+
+
+@warns("the recursion limit")
+def leaves_no_room_to_recurse() -> None:
+    sys.setrecursionlimit(sys.getrecursionlimit() // 2)
+
+
+@warns("sys.stdin, stdout or stderr", ranks="1")
+def leaves_no_output() -> None:
+    if on_rank_1():
+        sys.stdout = None  # type: ignore[assignment]
+
+
+@warns("sys.stdin, stdout or stderr closed", ranks="1", again=False)
+def leaves_its_output_closed() -> None:
+    if on_rank_1():
+        sys.stdout.close()
+
+
+@warns("other files as its standard input, output or error", ranks="1", again=False)
+def leaves_its_descriptors_closed() -> None:
+    if on_rank_1():
+        os.closerange(0, 3)
+
+
+@warns("a thread still running", ranks="1", again=False)
+def leaves_a_thread() -> None:
+    if on_rank_1():
+        threading.Thread(target=time.sleep, args=(1000,)).start()
+
+
+@warns("a thread still running", ranks="1", again=False)
+def leaves_a_thread_that_will_end_it() -> None:
+    if on_rank_1():
+        threading.Timer(1.0, os._exit, (7,)).start()
+
+
+class Zeros(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch.zeros(2)
+
+
+@warns("Zeros entered", again=False)
+def leaves_a_mode() -> None:
+    Zeros().__enter__()
+
+
+class Refusing(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ValueError("no operator runs in here")
+
+
+@warns("Refusing entered", again=False)
+def leaves_a_dispatch_mode() -> None:
+    Refusing().__enter__()
+
+
+@warns("another process group, or none, in place of the world's", again=False)
+def leaves_no_group() -> None:
+    dist.destroy_process_group()
+
+
+@warns("collectives that not every rank began", again=False)
+def leaves_half_a_collective() -> None:
+    if on_rank_1():
+        dist.all_reduce(torch.ones(3), async_op=True)
+
+
+@warns("messages to rank 0: 1 sent, 0 received", again=False)
+def leaves_a_message() -> None:
+    if on_rank_1():
+        dist.isend(torch.ones(3), 0)
+
+
+# What harms nobody.
+
+
+@passes()
+def draws_from_seeds_of_its_own() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@passes()
+def makes_groups() -> None:
+    for _ in range(3):
+        dist.new_group()
+
+
+@passes()
+def is_forked_and_comes_back_twice() -> bool:
+    return os.fork() == 0
+
+
+@passes()
+def starts_a_daemon() -> None:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+
+
+FOLDER = "SHARDMARK_FAULT_RUN"
+"""The environment's name of a run's folder, by which every process that it has started is known."""
+_kept: list[Any] = []
+
+
+def shared_memory_prefix(folder: str) -> str:
+    """Of the names of a run's shared memory, by its folder: a run beside it has its own."""
+    return f"shardmark_fault_{zlib.crc32(folder.encode())}_"
+
+
+@passes()
+def keeps_shared_memory() -> None:
+    name = f"{shared_memory_prefix(os.environ[FOLDER])}{os.getpid()}"
+    _kept.append(SharedMemory(create=True, size=100, name=name))
+
+
+@fails("exited with 6$")
+def ends_with_shared_memory_and_files() -> None:
+    _kept.append(SharedMemory(create=True, size=100, name=f"shardmark_end_{os.getpid()}"))
+    _kept.append(tempfile.mkstemp())
+    if on_rank_1():
+        os._exit(6)
+    meet()

@@ -1,0 +1,108 @@
+"""The files of examples/ do what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from correctness.support.paths import ROOT
+from tests.support.planted_rows import figures, run
+from tests.support.planted_rows import planted as planted
+from tests.support.repository import commit
+from tests.support.runs import environment_of_a_run
+
+pytest_plugins = ["pytester"]
+
+EXAMPLES = ROOT / "examples"
+RIGHT = (
+    "attention=examples/flash_attention.py:FlashAttention",
+    "data_parallel=examples/ddp.py:DDP",
+    "sharded_optimizer=examples/sharded_optimizer.py:ShardedOptimizer",
+    "fsdp=examples/fsdp.py:FSDP",
+)
+WRONG = "attention=examples/flash_attention_wrong.py:attention"
+_OF_A_FAMILY = (
+    "keys_up_to_its_own and three",
+    "none_is_lost_of_any_number and keys",
+    "are_the_average_over",
+    "any_script_ends",
+    "one_step_applies_the_mean",
+)
+TELLING = ["-k", " or ".join(f"({each})" for each in _OF_A_FAMILY)]
+"""Of each family a test or two, for a run of seconds."""
+
+extent = pytest.mark.parametrize("selection", [[], TELLING], ids=["in_full", "in_brief"])
+
+
+def pytest_says(folder: Path, *arguments: str) -> tuple[int, str]:
+    """Its exit status and output, in a process of its own: in this one it would find our conftest loaded."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n0", "-q", "--device=cpu", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment_of_a_run(), capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.sweep
+@extent
+def test_each_technique_in_one_file_is_right(selection: list[str]) -> None:
+    status, output = pytest_says(ROOT, "correctness", *selection, *(f"--impl={target}" for target in RIGHT))
+    verdicts = re.findall(r"^(\w+)=\w+ is right: \d+ of \d+ contract checks passed", output, re.M)
+    assert (status, verdicts) == (0, [target.partition("=")[0] for target in RIGHT]), output
+
+
+@pytest.mark.sweep
+@extent
+def test_the_wrong_one_is_wrong_only_where_keys_take_several_tiles(selection: list[str]) -> None:
+    status, output = pytest_says(ROOT, "correctness/attention", "-vv", *selection, f"--impl={WRONG}")
+    assert status == 1 and "\nattention=attention is WRONG: " in output, output
+    short = re.findall(r"keys_up_to_its_own\[attention-three-\S+ (\w+)", output)
+    long = re.findall(r"none_is_lost_of_any_number\[100-attention-keys\] (PASSED|FAILED)", output)
+    assert {*short} == {"PASSED"} and long == ["FAILED"], output
+
+
+@pytest.mark.sweep
+def test_a_teams_own_repository_passes(tmp_path: Path) -> None:
+    arguments = ["--scale=smoke", "--budgets=budgets.toml", "--benchmark-max-time=0.02"]
+    out = tmp_path / "out.json"
+    status, output = pytest_says(
+        EXAMPLES / "team", "-p", "shardmark.plugin", "tests", "perf", *arguments, f"--benchmark-json={out}"
+    )
+    assert status == 0 and "\nour step  " in output and "2 rows at smoke scale" in output, output
+
+
+def test_the_workflow_gates_and_updates(planted: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its commands, in a repository that measures in perf/."""
+    monkeypatch.setenv("GITHUB_BASE_REF", "main")
+    commit(planted.path, tag="origin/main")
+    (planted.path / "perf").mkdir()
+    (planted.path / "test_planted.py").rename(planted.path / "perf" / "test_planted.py")
+    workflow = (EXAMPLES / "team" / ".github" / "workflows" / "perf.yml").read_text()
+    commands = re.findall(r"^ +- run: pytest (perf .+)$", workflow, re.MULTILINE)
+    gate, update = (shlex.split(os.path.expandvars(command)) for command in commands)
+    missing = run(planted, *gate, a=figures())
+    assert missing.ret == 4
+    missing.stderr.fnmatch_lines(["ERROR: --against perf/baseline.json: No such file or directory"])
+    run(planted, *update, a=figures()).assert_outcomes(passed=1)
+    run(planted, *gate, a=figures()).assert_outcomes(passed=1)
+    run(planted, *gate, a=figures(tensors=4001)).assert_outcomes(failed=1)
+    assert (planted.path / "new.json").exists()
+    assert "## Against baseline.json: 1 slower or larger" in (planted.path / "new.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["shardmark.sbatch", "pytorchjob.yaml"])
+def test_a_clusters_command_is_the_one_that_two_hosts_are_tried_with(name: str) -> None:
+    text = (EXAMPLES / "cluster" / name).read_text()
+    tried = (ROOT / "correctness" / "support" / "hosts.py").read_text()
+    options = re.search(r"torchrun (--nnodes.*?)-m pytest perf", text, re.DOTALL)
+    assert options is not None
+    assert set(re.findall(r"--[a-z-]+", options[1])) == set(re.findall(r'"(--n[a-z-]+)=', tried)) | {
+        "--node-rank",
+        "--master-addr",
+        "--master-port",
+    }
+    assert all(word in text for word in ("SHARDMARK_KEY", "GLOO_SOCKET_IFNAME"))

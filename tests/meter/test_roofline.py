@@ -1,0 +1,77 @@
+"""What hardware can do: published peaks by name, and what a row makes of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from shardmark.api.work import Work
+from shardmark.meter.roofline import Roofline, measure_roofline, published_peak
+from shardmark.rows.row import limit_entry
+
+
+@pytest.fixture
+def precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA H200 NVL", 835.5e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835.5e12),
+        ("NVIDIA GH200 480GB", 989.4e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA A100-SXM4-80GB", 311.9e12),
+        ("NVIDIA L40S", 362.05e12),
+        ("NVIDIA L40", 181.05e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A10", None),
+        ("Some CPU", None),
+    ],
+)
+def test_a_name_tells_the_published_peak(name: str, peak: float | None) -> None:
+    assert published_peak(name, torch.bfloat16) == published_peak(name, torch.float16) == peak
+
+
+@pytest.mark.usefixtures("precision")
+def test_float32_products_count_as_what_they_are_allowed_to_be() -> None:
+    torch.set_float32_matmul_precision("highest")
+    assert published_peak("NVIDIA H100 80GB HBM3", torch.float32) == 66.9e12
+    torch.set_float32_matmul_precision("high")
+    assert published_peak("NVIDIA H100 80GB HBM3", torch.float32) == 494.7e12
+
+
+def test_where_nothing_is_published_the_measured_rate_is_the_peak() -> None:
+    rates = measure_roofline("cpu", torch.float32)
+    assert rates.peak_flops_per_second == rates.flops_per_second > 0
+
+
+def test_a_narrow_dtype_without_a_published_peak_has_at_least_the_rate_of_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or what converts to float32 would reach over 100%."""
+    monkeypatch.setattr(torch, "matmul", lambda a, b: time.sleep(0.01 if a.dtype == torch.float32 else 0.1))
+    most = 2 * 1024**3 / 0.1  # of a product that takes so long
+    rates = measure_roofline("cpu", torch.float16)
+    assert rates.peak_flops_per_second == rates.flops_per_second > most
+    assert measure_roofline("cpu", torch.float64).flops_per_second <= most
+
+
+def test_a_row_tells_the_fraction_of_the_roofline_and_of_the_published_peak() -> None:
+    rates = Roofline(flops_per_second=100.0, bytes_per_second=10.0, peak_flops_per_second=400.0)
+    entry = limit_entry(Work(flops=1000, bytes_moved=10, model_flops=800), rates, devices=2, seconds=20.0)
+    assert entry["seconds"] == 1000 / 100 / 2
+    assert entry["fraction"] == 5 / 20
+    assert entry["mfu"] == 800 / (20 * 2 * 400)
+    assert "mfu" not in limit_entry(Work(flops=1000), rates, devices=1, seconds=20.0)

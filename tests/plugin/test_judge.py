@@ -1,0 +1,267 @@
+"""What `--impl` says in the end: each target's verdict, what was not run, and what hung."""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import suppress
+
+import pytest
+
+from shardmark.ranks.deadline import AFTER_THE_FIRST, Deadlines, Hung, within
+from shardmark.ranks.torchrun import LocalWorld
+from tests.support.project import make_project
+
+pytest_plugins = ["pytester"]
+
+CONFTEST = """
+import pytest
+from shardmark.api.registry import Family, RegistryError, add_family, register
+
+pytest_plugins = ["shardmark.plugin"]
+
+
+class Contract: ...
+
+
+def check(target, device):
+    if not callable(target):
+        raise RegistryError("it is not callable")
+
+
+add_family(Family("double", Contract, reference="plain", check=check))
+register("double", "plain", lambda x, exactly=True: 2 * x)
+"""
+
+TESTS = """
+import time
+import pytest
+from shardmark.api.registry import Unsupported
+
+pytestmark = pytest.mark.family("double")
+
+
+def test_of_one(implementation, record_property):
+    record_property("note", "one is doubled in one step")
+    assert implementation.target(1) == 2, "twice 1 is 2"
+
+
+def test_of_three(implementation):
+    assert implementation.target(3) == 6, "twice 3 is 6"
+
+
+@pytest.mark.family("double", option="exactly")
+def test_exactly(implementation):
+    assert implementation.target(1, exactly=True) == 2
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_even(implementation, number):
+    assert implementation.target(number) == 2 * number
+"""
+
+MEASURED = """
+from dataclasses import dataclass
+
+import pytest
+from shardmark.api.grid import Grid, Work
+
+pytestmark = pytest.mark.family("double")
+
+
+@dataclass(frozen=True)
+class Number:
+    number: int
+    dtype: str = "float32"
+
+    def __str__(self):
+        return str(self.number)
+
+
+class Doubling:
+    backend = "none"
+
+    def __init__(self, implementation, case, device):
+        self.double, self.number = implementation.target, case.number
+
+    def prepare(self): ...
+
+    def step(self, mark):
+        self.double(self.number)
+
+
+@pytest.mark.cases(Grid(smoke=[Number(1), Number(2), Number(3)], laptop=[], paper=[]))
+def test_cost(implementation, case, measure):
+    measure(Doubling, implementation, case, work=Work(flops=1))
+"""
+
+OWN = """
+import multiprocessing
+import time
+from shardmark.api.registry import Unsupported
+
+def plain(x):
+    return x + x
+
+def squares(x):
+    return 2 if x == 1 else x**2
+
+def hangs(x):
+    while x != 2:
+        time.sleep(0.01)
+    while True:
+        time.sleep(0.01)
+
+def hangs_on_ranks(x):
+    while multiprocessing.parent_process() is not None:
+        time.sleep(0.01)
+
+def unsupported(x):
+    raise Unsupported("it doubles nothing")
+
+number = 3
+"""
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A family whose implementations double a number."""
+    return make_project(pytester, monkeypatch, CONFTEST, test_double=TESTS, own=OWN)
+
+
+def judged(project: pytest.Pytester, *names: str, options: tuple[str, ...] = ()) -> pytest.RunResult:
+    targets = [f"--impl=double=own.py:{name}" for name in names]
+    return project.runpytest_inprocess("--device=cpu", "-p", "no:cacheprovider", *targets, *options)
+
+
+def test_a_verdict_for_each_target_and_what_was_not_run(project: pytest.Pytester) -> None:
+    result = judged(project, "plain", "squares", "unsupported", options=("--seed=7",))
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    verdicts = result.outlines[
+        result.outlines.index(next(x for x in result.outlines if "what its contract says" in x)) :
+    ]
+    assert verdicts[1:-1] == [
+        "double=plain is right: 4 of 5 contract checks passed, 1 not run",
+        "  not run: 1 because its signature has no option 'exactly'",
+        "  note: one is doubled in one step",
+        "double=squares is WRONG: 2 of 5 contract checks passed, 2 failed, 1 not run",
+        "  first: test_of_three[squares]: AssertionError: twice 3 is 6",
+        "  not run: 1 because its signature has no option 'exactly'",
+        "  note: one is doubled in one step",
+        "double=unsupported is not judged: 0 of 5 contract checks passed, 5 not run",
+        "  not run: 4 because it doubles nothing",
+        "  not run: 1 because its signature has no option 'exactly'",
+        "  note: one is doubled in one step",
+        "--seed 7 draws the same inputs again",
+    ]
+
+
+def test_a_refused_target_does_not_end_the_others(project: pytest.Pytester) -> None:
+    result = judged(project, "number", "plain")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stdout.fnmatch_lines(
+        ["double=*own.py:number does not meet the double contract: it is not callable", "double=plain is right: *"]
+    )
+    alone = judged(project, "number")
+    assert alone.ret == pytest.ExitCode.USAGE_ERROR and not alone.outlines
+
+
+def test_two_targets_of_one_name_are_told_apart(project: pytest.Pytester) -> None:
+    project.mkdir("other").joinpath("own.py").write_text("def plain(x):\n    return 3 * x\n")
+    result = judged(project, "plain", options=("--impl=double=other/own.py:plain", "-k", "of_three"))
+    result.stdout.fnmatch_lines(["double=plain is right: 1 of 1 *", "double=own.plain is WRONG: 0 of 1 *"])
+
+
+def test_a_hang_costs_one_deadline_and_from_then_on_little(project: pytest.Pytester) -> None:
+    start = time.monotonic()
+    result = judged(project, "hangs", options=("--deadline=1",))
+    assert time.monotonic() - start < 60
+    result.stdout.fnmatch_lines(
+        [
+            "double=hangs is WRONG: 0 of 5 contract checks passed, 4 failed, 1 not run",
+            "  first: test_of_one*hangs*: *Hung: had not ended after 1 s",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("hangs", "*Hung: had not ended after 9 s"),
+        ("hangs_on_ranks", "*RankError: rank 0 of 1 had not answered after 9.0 s; it was in hangs_on_ranks *"),
+    ],
+)
+def test_of_what_hung_nothing_more_is_measured(project: pytest.Pytester, name: str, line: str) -> None:
+    """Neither where it is predicted what memory it takes, nor where its steps run."""
+    project.makepyfile(test_cost=MEASURED)
+    options = ("--deadline=0.3", "--scale=smoke", "-rs", "--benchmark-min-rounds=2", "test_cost.py")
+    result = judged(project, name, "plain", options=options)
+    result.assert_outcomes(passed=3, failed=1, skipped=2)
+    result.stdout.fnmatch_lines([f"E * {line}", f"SKIPPED ?2? *: {name}: it hung before"])
+
+
+def test_what_hung_once_has_little_time() -> None:
+    deadlines = Deadlines(20.0, measured=600.0)
+    deadlines.note_hang("mine")
+    assert deadlines.of("mine") == AFTER_THE_FIRST and deadlines.of("another") == 20.0
+    assert Deadlines(1.0, measured=30.0).of("mine") == 1.0
+
+
+def test_what_has_not_ended_in_time_is_hung() -> None:
+    with pytest.raises(Hung, match=r"had not ended after 0\.05 s"), within(0.05):
+        time.sleep(10)
+    with within(0.05):
+        pass
+    time.sleep(0.1)  # and the alarm is off
+
+
+def test_a_world_of_one_in_this_process_has_a_deadline_too() -> None:
+    """As torchrun's rank 0 has one, for what runs on a single device."""
+    with pytest.raises(Hung, match=r"had not ended after 0\.05 s"):
+        LocalWorld().run(time.sleep, 10, deadline=0.05)
+
+
+@pytest.mark.parametrize(
+    ("inner", "nap"), [(0.1, 0.2), (5.0, 0.2), (0.1, 0.5)], ids=["hangs", "does_not", "hangs_past_the_outer"]
+)
+def test_a_deadline_within_another_does_not_put_it_off(inner: float, nap: float) -> None:
+    """Nor within pytest-timeout's, which has the same alarm."""
+    before = signal.getitimer(signal.ITIMER_REAL)[0]
+    left: list[float] = []
+
+    def naps() -> None:
+        with suppress(Hung), within(inner):
+            try:
+                time.sleep(nap)
+            except Hung:
+                time.sleep(nap - inner)
+        left.append(signal.getitimer(signal.ITIMER_REAL)[0])
+        time.sleep(10)
+
+    with pytest.raises(Hung, match=r"had not ended after 0\.3 s"), within(0.3):
+        naps()
+    assert max(left, default=0.0) <= 0.3 - 0.2
+    assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (before > 0)
+
+
+def test_the_seed_repeats_the_inputs_here_and_on_the_ranks(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_seed="""
+        import torch, pytest
+
+        def draw():
+            return torch.rand(()).item()
+
+        def test_inputs(worlds):
+            first, second = worlds(2).run(draw)
+            assert first != second, "each rank draws its own"
+            print("drew", torch.rand(()).item(), first, second)
+        """
+    )
+
+    def drawn(*options: str) -> str:
+        lines = project.runpytest_inprocess("-s", "-p", "no:cacheprovider", "test_seed.py", *options).outlines
+        return next(line for line in lines if "drew" in line)
+
+    assert drawn("--seed=1") == drawn("--seed=1") != drawn("--seed=2")
+    assert drawn() == drawn() == drawn("--seed=0")

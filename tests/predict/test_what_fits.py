@@ -1,0 +1,204 @@
+"""`python -m shardmark.predict`: what of a user's own model fits, what would make it fit, and bad input in one line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardmark.api.own_model import OwnModelCase, resized, size_of
+from shardmark.api.registry import FAMILIES, Unsupported, resolve
+from shardmark.meter.allocations import EMPTY_CACHE, Allocated, Block, Marked, Released
+from shardmark.meter.hardware import CONTEXT, hardware
+from shardmark.predict.simulation.caching_allocator import MIB, held_at_marks
+from shardmark.predict.simulation.communicator import communicator_bytes, room
+from shardmark.predict.what_fits.advice import MOST_LENGTH, Outcome, largest, place
+from shardmark.predict.what_fits.command import main
+from shardmark.predict.what_fits.prediction import Prediction, Refused, StepTime, Strategy, followed, predicted
+from shardmark.predict.what_fits.table import lines
+from tests.support import own_models
+from tests.support.own_models import WIDTH
+
+SPEC = str(Path(own_models.__file__))
+H100 = hardware("h100-80gb")
+CASE = OwnModelCase(f"{SPEC}:make", "own.make", "float32", 0, 0, ranks=4)
+FSDP2 = Strategy(resolve("fsdp", "fsdp2"))
+
+
+def device(path: Path, nbytes: int) -> str:
+    """An H100 that has so many bytes beside the context's, as a file."""
+    path.write_text(
+        f"device = 'cuda'\ncapability = [9, 0]\nmemory_bytes = {CONTEXT + nbytes}\nblas_workspace_bytes = 33_554_432\n"
+        "flops = { float32 = 1.0 }\nbandwidth = 1.0\nsm_count = 132\nlink = 1.0\nlatency = 1.0\ndevices_per_node = 1\n"
+        "network = 1.0\nnetwork_latency = 1.0\n"
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 32, 1000, MOST_LENGTH])
+@pytest.mark.parametrize("start", [1, 32, 4096])
+def test_the_largest_number_that_fits_is_found(limit: int, start: int) -> None:
+    asked: list[int] = []
+
+    def excess(rows: int) -> int:
+        asked.append(rows)
+        return rows**2 // 1000 + 5 * rows - (limit**2 // 1000 + 5 * limit)
+
+    assert largest(excess, start) == limit and len(asked) == len(set(asked)) <= 40
+
+
+def test_no_number_may_fit() -> None:
+    assert largest(lambda rows: rows, 32) == 0
+
+
+def test_a_batch_takes_another_length_and_keeps_the_rest() -> None:
+    batch = ({"x": torch.arange(6.0).reshape(3, 2)}, torch.arange(3), torch.tensor(7), "word")
+    [x, y, scalar, word] = resized(batch, 0, 5)
+    assert x["x"].shape == (5, 2) and y.tolist() == [0, 1, 2, 0, 1] and scalar == 7 and word == "word"
+    assert y.untyped_storage().nbytes() == y.nbytes and size_of(resized(batch, 0, 2), 0) == 2
+    [x, y, *_] = resized(batch, 1, 3)
+    assert x["x"].tolist() == [[0, 1, 0], [2, 3, 2], [4, 5, 4]] and y.tolist() == [0, 1, 2]
+    with pytest.raises(Unsupported, match=r"its batch has no one length: .* first .* \[2, 3\]"):
+        size_of((torch.ones(2), torch.ones(3)), 0)
+
+
+def test_free_segments_go_back_to_the_device_where_the_cache_is_emptied() -> None:
+    kept, freed = Block(11 * MIB, 0), Block(40 * MIB, 1)
+    before = [Allocated(kept), Allocated(freed), Released(freed), Marked("before")]
+    held = held_at_marks([*before, Marked(EMPTY_CACHE), Marked("after")])
+    assert held["before"].reserved == 52 * MIB and held["after"].reserved == 12 * MIB
+
+
+def test_a_prediction_reads_no_more_of_the_hardware_than_its_rules() -> None:
+    """Devices that agree in those share it: all else may be anything. Times are each one's own."""
+    rates = dict.fromkeys(("bandwidth", "link", "latency", "network"), 1.0)
+    other = replace(H100, name="slow", memory_bytes=1, flops={"float32": 1.0}, **rates)
+    assert other.rules == H100.rules != hardware("a100-80gb").rules
+    alone, both = predicted(FSDP2, CASE, other), predicted(FSDP2, CASE, H100, [other])
+    assert isinstance(alone, Prediction) and isinstance(both, Prediction)
+    assert both == replace(alone, steps=both.steps)
+    assert both.steps["slow"].seconds == pytest.approx(alone.steps["slow"].seconds)
+    assert both.steps["slow"].seconds > 1e9 * both.steps["h100-80gb"].seconds > 0
+
+
+def test_the_fastest_that_fits_comes_first() -> None:
+    fast, slow, large = (
+        Prediction(0, reserved, 0, 0, {"h100-80gb": StepTime(seconds, 0.0)})
+        for reserved, seconds in ((1, 1.0), (1, 3.0), (2**50, 0.5))
+    )
+    found = [Outcome(FSDP2, ranks, H100, each) for ranks, each in ((2, slow), (1, large), (1, fast), (8, slow))]
+    placed = sorted(found, key=place)
+    assert [(each.ranks, each.found) for each in placed] == [(8, slow), (1, fast), (2, slow), (1, large)]
+    table = "\n".join(lines(CASE, (32, WIDTH), placed))
+    assert "3,000" in table and "85" in table  # 8 ranks of 32 rows in 3 s
+
+
+def test_rows_and_checkpointing_change_the_prediction() -> None:
+    found = predicted(FSDP2, CASE, H100)
+    larger = predicted(FSDP2, replace(CASE, batch=3200), H100)
+    checkpointed = predicted(Strategy(FSDP2.implementation, checkpointed=True), replace(CASE, batch=3200), H100)
+    autocast = predicted(Strategy(FSDP2.implementation, autocast=True), replace(CASE, batch=3200), H100)
+    assert isinstance(autocast, Prediction) and isinstance(larger, Prediction)
+    assert 0.4 * larger.tensors < autocast.tensors < 0.9 * larger.tensors  # of half the bytes, but for norms
+    assert isinstance(found, Prediction) and isinstance(larger, Prediction) and isinstance(checkpointed, Prediction)
+    assert checkpointed.tensors < larger.tensors and checkpointed.before_step == larger.before_step
+    assert larger.tensors - found.tensors > 100 * 3168 * WIDTH
+    assert max(found.tensors, found.before_step) <= found.reserved  # cuBLAS's workspaces are no tensors
+
+
+def test_a_strategy_that_does_not_take_the_model_is_a_line_with_its_reason() -> None:
+    vector = predicted(FSDP2, replace(CASE, model=f"{SPEC}:vector"), H100)
+    assert isinstance(vector, Refused) and vector.reason.startswith("RuntimeError: grad can be implicitly created")
+    found = predicted(FSDP2, replace(CASE, model=f"{SPEC}:masking"), H100)
+    assert isinstance(found, Refused) and "depends on values" in found.reason
+    outcome = Outcome(FSDP2, 4, H100, found)
+    table = "\n".join(lines(CASE, (32, WIDTH), [outcome, outcome]))
+    assert outcome.fits is None and table.count("not known [1]") == 2 and table.count("\n[1] aten::") == 1
+    assert Outcome(FSDP2, 4, H100, Refused("one tensor", room(H100) + 1)).fits is False
+
+
+def test_the_context_and_nccls_communicator_are_part_of_the_device() -> None:
+    exactly = Prediction(0, room(H100), 0, 0)
+    assert Outcome(FSDP2, 1, H100, exactly).fits and room(H100) == H100.memory_bytes - CONTEXT
+    assert not Outcome(FSDP2, 1, H100, replace(exactly, reserved=room(H100) + 1)).fits
+    assert Outcome(FSDP2, 8, H100, exactly).free == -communicator_bytes(H100, 8) < 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--hardware", "h1000"], "no hardware is known as 'h1000'; known is cpu, v100-16gb, *"),
+        (["--hardware", "cpu"], "--hardware cpu: how much memory it has is not known; *"),
+        (["--hardware", "h200", "--ranks", "0"], "--ranks takes numbers from 1 to 100,000 such as 8,64, not '0'"),
+        (["--hardware", "h200", "--ranks", "8,many"], "--ranks takes numbers * not '8,many'"),
+        (["--hardware", "h200", "--ranks", "100001"], "--ranks takes numbers * not '100001'"),
+        (["--hardware", "h200", "--impl", "fsdp"], "--impl takes FAMILY=TARGET, not 'fsdp'"),
+        (["--hardware", "h200", "--impl", "loss=eager"], "--impl loss=eager: training_step, * not loss"),
+        (["--hardware", "h200", "--json", "/nowhere/out.json"], "*No such file or directory: '/nowhere/out.json'"),
+    ],
+)
+def test_a_bad_value_is_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["none.py:make", *arguments]) == 4  # values are looked at before the model is
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert Path(said.err.strip().replace("/", "|")).match(f"python -m shardmark.predict: {line}".replace("/", "|"))
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ("none.py:make", "none.py:make: cannot import *"),
+        (f"{SPEC}:nothing_of_this_name", "*has no 'nothing_of_this_name'"),
+        (f"{SPEC}:vector", "*vector: its loss is of shape *"),
+    ],
+)
+@pytest.mark.sweep
+def test_a_model_that_no_strategy_could_train_is_one_line(
+    model: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([model, "--hardware", "h200"]) == 4
+    said = capsys.readouterr().err.strip().replace("/", "|").replace("[", "(")
+    assert "\n" not in said and Path(said).match(f"python -m shardmark.predict: {line}")
+
+
+@pytest.mark.sweep
+def test_what_fits_what_would_and_the_largest_batches_are_told_and_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a device that has a few MiB more than cuBLAS's two workspaces, and on a real one, all that is said holds."""
+    of_nccl = 24 * MIB  # two channels, one connection
+    small, out = device(tmp_path / "small.toml", 70 * MIB + of_nccl), tmp_path / "out.json"
+    assert main([f"{SPEC}:make", f"--hardware={small},h100-80gb", "--ranks=2", "--batch", f"--json={out}"]) == 0
+    said, output = capsys.readouterr().out, json.loads(out.read_text())
+    assert output["model"]["batch"] == 32 and len(output["outcomes"]) == 2 * sum(len(family.strategies) for family in FAMILIES.values())
+    assert "small: 0.6, of which CUDA's context takes 0.5" in said
+    for each in output["outcomes"]:
+        on = hardware(small if each["hardware"] == "small" else "h100-80gb")
+        there = room(on, each["ranks"])
+        assert each["fits"] == (each["reserved"] <= there) == (each["free"] >= 0)
+        assert each["communicator"] == (each["ranks"] == 2) * (of_nccl if each["hardware"] == "small" else 12 * of_nccl)
+        family, _, name = each["strategy"].partition(" + ")[0].partition("=")
+        strategy = Strategy(resolve(family, name), " + " in each["strategy"])
+        case, rows = replace(CASE, ranks=each["ranks"]), each["largest_batch"]
+        if isinstance(rows, int) and 0 < rows < MOST_LENGTH:
+            fits = [predicted(strategy, replace(case, batch=rows + more), on).reserved <= there for more in (0, 1)]  # type: ignore[union-attr]
+            assert fits == [True, False]
+
+
+@pytest.mark.sweep
+def test_the_longest_context_that_fits_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of tokens; where the second dimension is the width, a model takes no other, and the line says why."""
+    small, out = device(tmp_path / "small.toml", 80 * MIB), tmp_path / "out.json"
+    asked = ["--hardware", str(small), "--ranks=1", "--context", f"--json={out}"]
+    assert main([f"{SPEC}:tied", *asked]) == 0
+    eager = next(each for each in json.loads(out.read_text())["outcomes"] if each["strategy"] == "training_step=eager")
+    longest = eager["longest_context"]
+    case, strategy = followed(f"{SPEC}:tied")[0], Strategy(resolve("training_step", "eager"))
+    on = hardware(str(small))
+    fits = [predicted(strategy, replace(case, context=longest + more), on).reserved <= room(on) for more in (0, 1)]  # type: ignore[union-attr]
+    assert fits == [True, False] and f"the largest context is {longest:,}" in capsys.readouterr().out
+    assert main([f"{SPEC}:make", *asked]) == 0
+    assert "yes; no other context: RuntimeError: " in capsys.readouterr().out

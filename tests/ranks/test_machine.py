@@ -1,0 +1,183 @@
+"""What a machine lacks: found out by trying, when a test needs it, and skipped with the reason."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from runpy import run_path
+
+import pytest
+import torch
+
+from correctness.support.paths import ROOT
+from shardmark.api.requirements import error_line
+from shardmark.ranks.machine import TURNED, begin_with_own_device
+from shardmark.ranks.world import World
+
+pytest_plugins = ["pytester", "tests.support.project"]
+
+COMPILES = """
+import pytest
+
+@pytest.mark.family("attention", only=("eager", "compiled"))
+def test_implementations(implementation): pass
+
+def test_that_compiles_itself(compiler): pass
+"""
+
+
+@pytest.mark.sweep
+def test_without_a_cpp_compiler_what_compiles_is_skipped_with_the_reason(
+    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    project.makepyfile(test_compiles=COMPILES)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    result = project.runpytest_subprocess("--device=cpu", "-rs", "test_compiles.py")
+    result.assert_outcomes(passed=1, skipped=2)
+    reason = "torch.compile finds no C++ compiler that works: install g++, or name one in CXX"
+    result.stdout.fnmatch_lines([f"SKIPPED * compiled: {reason}", f"SKIPPED * {reason}"], consecutive=False)
+
+
+@pytest.mark.sweep
+def test_without_triton_all_is_collected_and_what_needs_it_is_skipped_with_the_reason() -> None:
+    """Each file of kernels is skipped once."""
+    run = "import sys, pytest; sys.modules['triton'] = None; sys.exit(pytest.main(sys.argv[1:]))"
+    options = ("--device=cpu", "-rs", "-p", "no:cacheprovider", "-k", "a_scaled_gradient_is_clipped")
+    done = subprocess.run(
+        [sys.executable, "-c", run, "correctness", "perf", *options],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},  # or, where a GPU is, tests of the interpreter skip for that reason
+        capture_output=True,
+        text=True,
+    )
+    skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
+    skipped = [line for line in skipped if "needs playwright" not in line]  # the page's browser has tests of its own
+    assert done.returncode == 0 and len(skipped) == 6, done.stdout + done.stderr
+    assert any("Triton cannot be imported: " in line for line in skipped)
+    assert sum("could not import 'triton'" in line for line in skipped) == 5
+
+
+def test_what_a_requirement_finds_out_takes_no_time_before_it_is_needed(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_costly="""
+        import pytest
+        from shardmark.api.registry import register
+
+        def requires_much(device):
+            print("tried")
+            return "is never there"
+
+        register("sleep", "costly", 1.0, requires=(lambda device: None, requires_much))
+
+        @pytest.mark.family("sleep", only=("plain", "costly"))
+        def test_it(implementation): pass
+        """
+    )
+    options = ("--device=cpu", "-rs", "-s", "test_sleeps.py", "test_costly.py", "-k")
+    result = project.runpytest_inprocess(*options, "test_it and plain")
+    result.assert_outcomes(passed=1)
+    result.stdout.no_fnmatch_line("*tried*")
+    result = project.runpytest_inprocess(*options, "test_it")
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*tried*", "SKIPPED * test_costly.py:* costly: is never there"])
+
+
+def cache_key_tag() -> str:
+    return torch.compiler.config.cache_key_tag
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
+def test_the_compilers_files_are_for_these_instructions(world: World) -> None:
+    (on_rank,) = world.run(cache_key_tag)
+    assert on_rank == cache_key_tag() and on_rank.count(torch.backends.cpu.get_cpu_capability()) == 1
+
+
+IN_GERMAN = """CppCompileError: C++ compile error
+
+Command:
+g++ /tmp/with space/main.cpp -o main.so
+
+Output:
+In file included from /tmp/main.cpp:1:
+/tmp/main.cpp:2:10: schwerwiegender Fehler: Python.h: Datei oder Verzeichnis nicht gefunden
+    2 | #include <Python.h>
+compilation terminated.
+"""
+
+
+OF_THE_COMMAND = """CppCompileError: C++ compile error
+
+Command:
+g++ /tmp/with space/header.hpp
+
+Output:
+g++: fatal error: input file '/tmp/with' is the same as output file
+compilation terminated.
+"""
+
+
+class Wrapped(RuntimeError):
+    """Holds another error, as Dynamo's errors do."""
+
+    inner_exception = PermissionError(13, "Permission denied", "/root")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RuntimeError(IN_GERMAN), "schwerwiegender Fehler: Python.h: Datei oder Verzeichnis nicht gefunden"),
+        (RuntimeError(OF_THE_COMMAND), "g++: fatal error: input file '/tmp/with' is the same as output file"),
+        (
+            Wrapped("backend='inductor' raised:\nPermissionError"),
+            "PermissionError: [Errno 13] Permission denied: '/root'",
+        ),
+        (ValueError("\n one\ntwo"), "ValueError: one"),
+        (ValueError(), "ValueError: "),
+    ],
+    ids=["compiler", "command", "wrapped", "lines", "nothing"],
+)
+def test_an_errors_line_is_what_went_wrong(error: Exception, line: str) -> None:
+    assert error_line(error) == line
+
+
+@pytest.mark.parametrize(
+    ("worker", "visible", "found"),
+    [
+        ("gw0", None, "0,1,2,3"),
+        ("gw1", None, "1,2,3,0"),
+        ("gw6", None, "2,3,0,1"),
+        ("gw1", "5,7", "7,5"),
+        ("gw1", "5", "5"),
+        ("gw1", "", ""),
+        (None, None, None),
+    ],
+)
+def test_each_worker_begins_with_a_gpu_of_its_own(
+    worker: str | None, visible: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for name, value in (("PYTEST_XDIST_WORKER", worker), ("CUDA_VISIBLE_DEVICES", visible)):
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv(TURNED, "")
+    monkeypatch.delenv(TURNED)
+    for _ in range(2):  # the second is a run within the first
+        begin_with_own_device()
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == found
+
+
+def test_it_does_so_before_cuda_is_asked_whether_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which starts CUDA, and CUDA reads the variable once."""
+    seen: list[str] = []
+    monkeypatch.setenv(TURNED, "")
+    monkeypatch.delenv(TURNED)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: not seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    run_path(str(ROOT / "conftest.py"))
+    assert seen[0] == "7,5"

@@ -1,0 +1,100 @@
+"""Where ranks run, and when: those that are measured are bound to their cores and preempt nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from correctness.support.paths import ROOT
+from shardmark.ranks.process_settings import SETTINGS
+from shardmark.ranks.rank import _bind_to_cores
+from shardmark.rows.row import chosen_policy
+
+Found = tuple[list[set[int]], list[set[int]]]
+
+
+def cores_and_policies(workers: int) -> Found:
+    """Of two ranks, where that many processes of pytest-xdist share the machine."""
+    environment = {**os.environ, "PYTEST_XDIST_WORKER_COUNT": str(workers)}
+    script = [sys.executable, "-m", "tests.support.where_ranks_run"]
+    ended = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    cores, policies = zip(*json.loads(ended.stdout), strict=True)
+    return [set(each) for each in cores], [set(each) for each in policies]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Found:
+    """Where nothing shares the machine, as when times are taken."""
+    return cores_and_policies(workers=1)
+
+
+def test_ranks_are_bound_to_their_share_of_the_cores(alone: Found) -> None:
+    cores, ((first, second), _) = os.sched_getaffinity(0), alone
+    if len(cores) == 1:
+        pytest.skip("a single core is not shared out")
+    assert first.isdisjoint(second) and first | second == cores
+    assert len(first) == len(cores) // 2
+
+
+def allow(policy: int, priority: int = 0) -> None:
+    """Have this thread scheduled so; skip where that is not allowed."""
+    try:
+        os.sched_setscheduler(0, policy, os.sched_param(priority))
+    except OSError as error:
+        pytest.skip(f"this machine does not allow this user that scheduling policy: {error.strerror}")
+
+
+@pytest.fixture
+def in_thread() -> Iterator[Callable[..., Any]]:
+    """Calls a function in a thread of its own, which ends with its policy."""
+    with ThreadPoolExecutor(1) as thread:
+        yield lambda function, *args: thread.submit(function, *args).result()
+
+
+def test_no_thread_of_a_rank_preempts_another_as_it_wakes(alone: Found, in_thread: Callable[..., Any]) -> None:
+    in_thread(allow, os.SCHED_BATCH)
+    assert alone[1] == [{os.SCHED_BATCH}] * 2
+
+
+@pytest.mark.parametrize(("policy", "priority"), [("SCHED_RR", 1), ("SCHED_FIFO", 1), ("SCHED_IDLE", 0)])
+def test_a_policy_of_the_users_is_that_of_the_ranks(policy: str, priority: int, in_thread: Callable[..., Any]) -> None:
+    """As of `chrt --rr 1 pytest perf`, which docs/budgets.md has."""
+    in_thread(allow, number := getattr(os, policy), priority)
+    in_thread(_bind_to_cores, 0, 1)
+    assert in_thread(os.sched_getscheduler, 0) == number
+    assert in_thread(chosen_policy) == policy
+
+
+@pytest.mark.parametrize("policy", ["SCHED_OTHER", "SCHED_BATCH"])
+def test_ordinary_ones_are_no_choice(policy: str, in_thread: Callable[..., Any]) -> None:
+    in_thread(allow, getattr(os, policy))
+    assert in_thread(chosen_policy) == ""
+    in_thread(_bind_to_cores, 0, 1)
+    assert in_thread(os.sched_getscheduler, 0) == os.SCHED_BATCH
+
+
+def test_one_that_children_do_not_have_is_none(in_thread: Callable[..., Any]) -> None:
+    in_thread(allow, os.SCHED_RR | os.SCHED_RESET_ON_FORK, 1)
+    assert in_thread(chosen_policy) == ""
+
+
+def test_one_that_a_call_changes_is_put_back(in_thread: Callable[..., Any]) -> None:
+    read, write = SETTINGS["its scheduling policy"]
+    in_thread(allow, os.SCHED_RR, 2)
+    before = in_thread(read)
+    in_thread(allow, os.SCHED_BATCH)
+    in_thread(write, before)
+    assert in_thread(read) == before == (os.SCHED_RR, 2)
+
+
+def test_beside_other_workers_they_run_wherever_there_is_room() -> None:
+    cores, policies = cores_and_policies(workers=2)
+    assert cores == [os.sched_getaffinity(0)] * 2
+    assert policies == [{os.sched_getscheduler(0)}] * 2

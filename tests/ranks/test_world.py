@@ -1,0 +1,248 @@
+"""Worlds of ranks: results, errors, deadlines and replacement."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from correctness.support.metering import device_of_rank
+from correctness.support.processes import is_running, wait_until
+from shardmark.api.registry import Unsupported
+from shardmark.ranks import world as world_module
+from shardmark.ranks.rank import WorldError
+from shardmark.ranks.world import RankError, World, Worlds, available_ranks
+from tests.support.ranks import hang_in_c_with_the_interpreter_locked, identity, scaled_sum
+
+
+def raise_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise LookupError("no such shard")
+    dist.barrier()
+
+
+def raise_on_every_rank(error: type[BaseException], begun: int = 0) -> None:
+    """Once so many collectives more are under way on rank 0."""
+    dist.barrier()
+    for _ in range(begun if dist.get_rank() == 0 else 0):
+        dist.all_reduce(torch.ones(3, device=device_of_rank()), async_op=True)
+    raise error("not today")
+
+
+def send_and_raise(error: type[BaseException]) -> None:
+    if dist.get_rank() == 1:
+        dist.isend(torch.ones(3), 0)
+    raise error("not today")
+
+
+def hang_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    dist.barrier()
+
+
+def kill_on_rank_1(number: int) -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), number)
+    dist.barrier()
+
+
+def crash_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        ctypes.string_at(0)
+    dist.barrier()
+
+
+def exit_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        sys.exit("usage: shard [-h]")
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+    def __reduce__(self) -> tuple:
+        raise ValueError
+
+
+def raise_what_cannot_be_told() -> None:
+    raise Speechless
+
+
+def draw() -> float:
+    return torch.rand(()).item()
+
+
+def load_with_a_worker() -> list[int]:
+    loader = torch.utils.data.DataLoader(range(4), num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
+    return [batch.item() for batch in loader]
+
+
+def return_a_lambda() -> object:
+    return lambda: None
+
+
+def test_results_come_in_rank_order(pair: World) -> None:
+    assert [(rank, size) for rank, size, _ in pair.run(identity)] == [(0, 2), (1, 2)]
+
+
+def test_arguments_and_results_are_copied(pair: World, device: str) -> None:
+    ones = torch.ones(3)
+    for result in pair.run(scaled_sum, ones, 10.0, device):
+        assert torch.equal(result, torch.full((3,), 30.0))
+    assert torch.equal(ones, torch.ones(3))
+
+
+def test_ranks_stay_between_calls(pair: World) -> None:
+    assert pair.run(identity) == pair.run(identity)
+    assert [pid for _, _, pid in pair.run(identity)] == pair.pids
+
+
+def test_an_exception_arrives_with_its_ranks_own_traceback(pair: World) -> None:
+    with pytest.raises(RankError) as caught:
+        pair.run(raise_on_rank_1)
+    text = str(caught.value)
+    assert text.startswith("rank 1 of 2 raised LookupError: no such shard\nTraceback (most recent call last):\n")
+    assert 'raise LookupError("no such shard")' in text  # the user's own line
+    assert "rank 0 of 2 had not answered" in text and "in raise_on_rank_1" in text.split("rank 0 of 2")[1]
+    assert caught.value.rank == 1 and isinstance(caught.value.exception, LookupError)
+
+
+def test_a_hang_is_reported_with_every_ranks_stack(pair: World) -> None:
+    pair.run(identity)  # what is to be imported is
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        pair.run(hang_on_rank_1, deadline=1)
+    assert time.monotonic() - began < 1 + 2 * world_module.GRACE
+    for rank in (0, 1):
+        assert re.search(
+            rf"rank {rank} of 2 had not answered after \d\.\d s; it was in .*hang_on_rank_1 \(test_world.py:\d+\)\n",
+            str(caught.value),
+        )
+
+
+def test_a_hang_in_c_shows_its_stack_too(pair: World) -> None:
+    pair.run(identity)
+    with pytest.raises(RankError, match="in hang_in_c_with_the_interpreter_locked"):
+        pair.run(hang_in_c_with_the_interpreter_locked, deadline=1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_rank_that_is_killed_is_named_with_its_signal(pair: World, number: signal.Signals) -> None:
+    with pytest.raises(RankError, match=f"rank 1 of 2 was killed by {number.name}"):
+        pair.run(kill_on_rank_1, int(number))
+
+
+def test_a_rank_that_crashes_leaves_its_stack(pair: World) -> None:
+    with pytest.raises(
+        RankError,
+        match=r"(?s)rank 1 of 2 was killed by SIGSEGV: was a .*\?\nFatal Python error.*in crash_on_rank_1",
+    ):
+        pair.run(crash_on_rank_1)
+
+
+@pytest.mark.parametrize("error", [Unsupported, LookupError, SystemExit])
+def test_what_every_rank_raises_leaves_the_world_for_the_next_test(error: type[BaseException], pair: World) -> None:
+    pids = pair.pids
+    with pytest.raises(RankError, match=r"rank 1 of 2 raised .*not today") as caught:
+        pair.run(raise_on_every_rank, error)
+    assert isinstance(caught.value.exception, error)
+    assert [pid for _, _, pid in pair.run(identity)] == pids
+
+
+def test_unless_it_leaves_them_out_of_step(pair: World) -> None:
+    with pytest.raises(RankError, match="not today"):
+        pair.run(raise_on_every_rank, LookupError, 1)
+    assert not pair.alive
+
+
+def test_unless_it_leaves_a_message_that_nobody_has_received(pair: World) -> None:
+    if pair.device != "cpu":
+        pytest.skip("on NCCL a message does not end before it is received")
+    with pytest.raises(RankError, match="not today"):
+        pair.run(send_and_raise, LookupError)
+    assert not pair.alive
+
+
+@pytest.mark.parametrize("function", [raise_on_rank_1, hang_on_rank_1, crash_on_rank_1])
+def test_a_failure_ends_every_rank_and_the_next_test_gets_a_new_world(
+    function: Callable[[], None], device: str
+) -> None:
+    if available_ranks(device) < 2:
+        pytest.skip("needs two ranks")
+    worlds = Worlds(device)
+    before = worlds.get(2)
+    pids, directory = before.pids, before._directory
+    with pytest.raises(RankError):
+        before.run(function, deadline=0.5)
+    assert not any(map(is_running, pids)) and not directory.exists()
+    after = worlds.get(2)
+    assert after is not before and [rank for rank, _, _ in after.run(identity)] == [0, 1]
+    worlds.close()
+    assert not any(map(is_running, after.pids))
+
+
+def test_a_rank_that_died_between_tests_is_replaced(device: str) -> None:
+    worlds = Worlds(device)
+    before = worlds.get(1)
+    pids = before.pids
+    os.kill(pids[0], signal.SIGKILL)
+    assert wait_until(lambda: not before.alive)
+    assert worlds.get(1).run(identity)[0][2] not in pids
+    worlds.close()
+
+
+def test_what_cannot_be_sent_is_one_line_and_the_world_lives_on(pair: World) -> None:
+    with pytest.raises(WorldError, match="module-level functions") as caught:
+        pair.run(lambda: None)
+    assert "\n" not in str(caught.value)
+    assert pair.alive and pair.run(identity)
+
+
+def test_a_result_that_cannot_be_sent_is_the_ranks_error(pair: World) -> None:
+    with pytest.raises(RankError, match=r"rank 0 of 2 raised .*[Pp]ickle"):
+        pair.run(return_a_lambda)
+
+
+def test_a_function_that_exits_is_told_of(pair: World) -> None:
+    with pytest.raises(RankError, match=r"rank 1 of 2 raised SystemExit: usage: shard \[-h\]\nTraceback"):
+        pair.run(exit_on_rank_1)
+
+
+def test_an_exception_that_cannot_be_told_is_named(pair: World) -> None:
+    with pytest.raises(RankError, match=r"rank 0 of 2 raised .*Speechless") as caught:
+        pair.run(raise_what_cannot_be_told)
+    assert caught.value.exception is None
+
+
+def test_a_closed_world_says_so(pair: World) -> None:
+    pair.close()
+    with pytest.raises(WorldError, match="this world is closed"):
+        pair.run(identity)
+
+
+def test_ranks_draw_numbers_of_their_own(pair: World) -> None:
+    first, second = pair.run(draw)
+    assert first != second
+
+
+def test_a_rank_may_have_children(pair: World) -> None:
+    assert pair.run(load_with_a_worker) == [[0, 1, 2, 3]] * 2
+
+
+def test_a_world_too_large_is_one_line(device: str) -> None:
+    allowed = available_ranks(device)
+    with pytest.raises(WorldError, match=rf"{allowed + 1} .*{allowed}") as caught:
+        World(allowed + 1, device)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(WorldError, match="at least one rank, not 0"):
+        World(0, device)

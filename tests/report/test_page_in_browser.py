@@ -1,0 +1,192 @@
+"""The page in headless Chromium: plots are drawn, tables sort and filter, axe finds nothing, and names are text.
+
+Left out where there is no Chromium, or no playwright to drive it: requirements-page.txt (`tox -e page`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmark.report.page import page
+from tests.support.page_rows import HOSTILE, entry, output, raced, run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: tox -e page")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+
+Open = Callable[..., Any]
+
+PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium, without a GPU or a sandbox, as where tests run as root in a container."""
+    with playwright.sync_playwright() as started:
+        options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=options)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run that has all plots, since one that was faster."""
+    new, old = run(), output([raced("raced", 1.0)])
+    new["benchmarks"].append(raced("raced", 1.5))
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    path.write_text(page([("old.json", old), ("new.json", new)]))
+    return path
+
+
+@pytest.fixture
+def opened(browser: Any, file: Path) -> Iterator[Open]:
+    """Open the page; whatever the console says, and whatever is asked of the network, fails the test."""
+    contexts = []
+    complaints: list[str] = []
+
+    def asked(url: str) -> None:
+        if not url.startswith(("file:", "data:")):
+            complaints.append(url)
+
+    def visit(path: Path = file, **options: Any) -> Any:
+        context = browser.new_context(**{"viewport": DESKTOP, **options})
+        contexts.append(context)
+        tab = context.new_page()
+        tab.on("console", lambda message: complaints.append(message.text))
+        tab.on("pageerror", lambda error: complaints.append(str(error)))
+        tab.on(
+            "request",
+            lambda request: None if request.url.startswith(("file:", "data:")) else complaints.append(request.url),
+        )
+        tab.goto(path.as_uri())
+        return tab
+
+    yield visit
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+def test_every_plot_is_drawn(opened: Open) -> None:
+    tab = opened()
+    plots = tab.locator("figure svg")
+    assert plots.count() == tab.locator("figure").count() > 8
+    for plot in plots.all():
+        plot.scroll_into_view_if_needed()
+        box = plot.bounding_box()
+        assert box["width"] > 200 and box["height"] > 40
+        assert plot.locator("path, line").count() > 3
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_plot_has_the_colours_of_the_theme(scheme: str, opened: Open) -> None:
+    tab = opened(color_scheme=scheme)
+    ink, text = tab.evaluate(
+        "[getComputedStyle(document.body).color, getComputedStyle(document.querySelector('svg text')).fill]"
+    )
+    assert ink == text
+
+
+def test_a_column_sorts_by_its_numbers_by_keyboard_too(opened: Open) -> None:
+    tab = opened()
+    heading = tab.locator("#table-1 th", has_text="time ms")
+    heading.locator("button").focus()
+    tab.keyboard.press("Enter")
+    assert heading.get_attribute("aria-sort") == "ascending"
+    times = column(tab, "time ms")
+    assert times == sorted(times) and len(set(times)) > 3
+    tab.keyboard.press("Enter")
+    assert heading.get_attribute("aria-sort") == "descending" and column(tab, "time ms") == times[::-1]
+
+
+def column(tab: Any, name: str) -> list[float]:
+    """A column of the first question's table."""
+    names = tab.locator("#table-1 th").all_inner_texts()
+    cells = tab.locator(f"#table-1 tbody td:nth-child({[each.rstrip(' ▲▼') for each in names].index(name) + 1})")
+    return [float(each.split()[0].replace(",", "")) for each in cells.all_inner_texts()]
+
+
+def test_a_filter_keeps_the_rows_that_have_all_words_and_says_how_many(opened: Open) -> None:
+    tab = opened()
+    total = tab.locator("#table-1 tbody tr").count()
+    tab.locator("input[data-filters=table-1]").fill("FLASH s256")
+    assert tab.locator("#table-1 tbody tr:visible").count() == 1
+    assert tab.locator("#announced").inner_text() == f"1 of {total} rows"
+    tab.locator("input[data-filters=table-1]").fill("")
+    assert tab.locator("#table-1 tbody tr:visible").count() == total
+
+
+def test_all_columns_show_on_demand(opened: Open) -> None:
+    tab = opened(java_script_enabled=False)
+    heading = tab.locator("#table-1 th", has_text="workspace MiB")
+    assert not heading.is_visible()
+    tab.locator("section", has=tab.locator("#table-1")).locator("input.every-column").check()
+    assert heading.is_visible()
+
+
+def test_without_javascript_there_is_all_but_sort_and_filter(opened: Open) -> None:
+    tab = opened(java_script_enabled=False)
+    assert tab.locator("figure svg").first.is_visible() and tab.locator("#table-1 tbody tr").first.is_visible()
+    assert tab.locator("input[type=search]:visible").count() == 0 and tab.locator("th button").count() == 0
+    tab.locator("figure summary").first.click()
+    assert tab.locator("table.data").first.is_visible()
+
+
+def test_a_download_is_the_table(opened: Open) -> None:
+    tab = opened()
+    tab.locator("figure summary").first.click()
+    with tab.expect_download() as started:
+        tab.locator("figure a[download]").first.click()
+    text = Path(started.value.path()).read_text()
+    assert len(text.splitlines()) == 1 + tab.locator("table.data").first.locator("tbody tr").count()
+
+
+def test_hostile_names_are_text(opened: Open) -> None:
+    tab = opened()
+    assert tab.evaluate("window.hacked") is None and tab.locator("img").count() == 0
+    assert HOSTILE.partition("\u202e")[0] in tab.locator("h2").last.text_content()
+
+
+@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing(scheme: str, viewport: dict[str, int], opened: Open) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe: tox -e page").Axe()
+    tab = opened(color_scheme=scheme, viewport=viewport)
+    tab.add_style_tag(content="section { content-visibility: visible !important }")  # axe sees what is laid out
+    tab.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true })")
+    result = axe.run(tab)
+    assert result.violations_count == 0, result.generate_report()
+    assert len(result.response["passes"]) > 20
+
+
+def test_a_phone_scrolls_no_page_sideways(opened: Open) -> None:
+    tab = opened(viewport=PHONE)
+    tab.add_style_tag(content="section { content-visibility: visible !important }")  # or a section would hide it
+    assert tab.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+@pytest.mark.sweep
+def test_two_thousand_rows_are_built_in_5_seconds_and_open_in_2(opened: Open, tmp_path: Path) -> None:
+    """Seconds of this process for the first: another one's are no fault of the page."""
+    groups = [f"Question {n}?" for n in range(20)]
+    rows = [
+        entry(f"way{n % 7}", {"id": f"s{n}-b{n % 3}", "seq": n}, seconds=0.001 * n, group=groups[n % 20])
+        for n in range(1, 2001)
+    ]
+    began = time.process_time()
+    text = page([("many.json", output(rows))])
+    built = time.process_time() - began
+    path = tmp_path / "many.html"
+    path.write_text(text)
+    tab = opened(path)
+    loaded = tab.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") / 1000
+    assert tab.locator("tbody tr").count() > 2000
+    assert built <= 5 and loaded <= 2, (built, loaded)

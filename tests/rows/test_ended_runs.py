@@ -1,0 +1,155 @@
+"""A signal at any moment of a run: the rows that were measured are in the file, and unless it killed, in the table."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import forked, numbers, project
+from tests.support.steps import SignalAt, SignalIn
+
+INT, TERM, HUP, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL
+FIRST_STEP_OF_THE_SECOND_ROW = 7
+
+TEARDOWN = """
+import os, signal
+import pytest
+
+@pytest.fixture(scope="session", autouse=True)
+def torn_down():
+    yield
+    os.kill(os.getpid(), signal.{})
+"""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a signal comes, how many rows are measured by then, and how the run ends."""
+
+    name: str
+    fault: Callable[[tuple[signal.Signals, ...]], Callable[[], object]]
+    rows: int
+    status: int = 2
+    table: bool = True
+
+
+MOMENTS = [
+    Moment("options are checked", lambda n: SignalIn("session:read_budgets", n), 0, status=4, table=False),
+    Moment("collecting", lambda n: SignalIn("session:Session.count_judgements", n), 0, table=False),
+    Moment("before the first row", lambda n: SignalIn("measure:Measure.record", n), 0, table=False),
+    Moment("first row half written", lambda n: SignalAt(n[0], 2), 1),
+    Moment("between rows", lambda n: SignalIn("measure:Measure.record", n, call=2), 1),
+    Moment("second row half written", lambda n: SignalAt(n[0], FIRST_STEP_OF_THE_SECOND_ROW + 1), 2),
+    Moment("last rewrite", lambda n: SignalIn("rowfile:RowFile._write_whole", n), 3),
+    Moment("after the last rewrite", lambda n: SignalIn("rowfile:RowFile._write_whole", n, after=True), 3),
+    Moment("summary", lambda n: SignalIn("report.screen:write_summary", n), 3, status=0),
+    Moment("ranks end", lambda n: SignalIn("world:Worlds.close", n), 3, status=0),
+]
+EVERY_TIME = ("options are checked", "first row half written", "ranks end")
+
+
+def moments(every_time: tuple[str, ...] = EVERY_TIME) -> Any:
+    """All of them; those that are not named only in the sweep."""
+    return pytest.mark.parametrize(
+        "moment",
+        [pytest.param(m, id=m.name, marks=[] if m.name in every_time else pytest.mark.sweep) for m in MOMENTS],
+    )
+
+
+OPTIONS = ("--benchmark-json=out.json", "--budgets=budgets.toml", "-k", "test_row")
+
+
+def leftovers(folder: Path) -> set[str]:
+    return {each.name for each in folder.iterdir() if each.name.startswith((".out", "shardmark-", "out"))}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "budgets.toml").write_text("")
+    return project(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "number", [TERM, *(pytest.param(n, marks=pytest.mark.sweep) for n in (INT, HUP))], ids=lambda number: number.name
+)
+@moments()
+def test_a_signal_ends_the_run_with_its_rows_and_tables(moment: Moment, number: signal.Signals, folder: Path) -> None:
+    ended = forked(folder, *OPTIONS, fault=moment.fault((number,)))
+    assert (ended.status, ended.has_screen) == (moment.status, moment.table), ended.output
+    assert ended.rows() == list(range(moment.rows))
+    assert leftovers(folder) == ({"out.json"} if moment.rows else set())
+    assert "Traceback" not in ended.output
+
+
+@moments(every_time=("second row half written",))
+def test_a_killed_run_has_the_rows_before_and_the_next_one_takes_over(moment: Moment, folder: Path) -> None:
+    ended = forked(folder, *OPTIONS, fault=moment.fault((KILL,)))
+    assert ended.status == -KILL
+    half = "half written" in moment.name
+    assert len(ended.rows()) in ((moment.rows - 1, moment.rows) if half else (moment.rows,))
+    assert leftovers(folder) <= {"out.json", ".out.json.partial", ".out.json.aside"}
+    if half:
+        again = forked(folder, *OPTIONS)
+        assert (again.status, again.rows(), leftovers(folder)) == (0, [0, 1, 2], {"out.json"})
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param((TERM, HUP), id="TERM_HUP", marks=pytest.mark.sweep),
+        pytest.param((INT, INT, INT), id="INT_INT_INT", marks=pytest.mark.sweep),
+    ],
+)
+def test_signals_that_come_together_are_one(numbers: tuple[signal.Signals, ...], folder: Path) -> None:
+    """A scheduler that is in earnest, a user who is impatient."""
+    ended = forked(folder, *OPTIONS, fault=SignalIn("rowfile:RowFile.add", numbers, after=True, call=2))
+    assert ended.rows() == [0, 1] and ended.has_screen and ended.status == 2, ended.output
+    ended = forked(folder, *OPTIONS, fault=SignalIn("rowfile:RowFile._write_whole", numbers))
+    assert ended.rows() == [0, 1, 2] and ended.has_screen and ended.status == 2, ended.output
+
+
+def hang_up_below_nohup() -> None:
+    signal.signal(HUP, signal.SIG_IGN)
+    SignalIn("measure:Measure.record", (HUP,), call=2)()
+
+
+def test_a_signal_that_is_ignored_ends_nothing(folder: Path) -> None:
+    ended = forked(folder, *OPTIONS, fault=hang_up_below_nohup)
+    assert (ended.status, ended.rows()) == (0, [0, 1, 2]) and ended.has_screen, ended.output
+
+
+def test_a_signal_as_fixtures_are_torn_down_costs_no_table(folder: Path) -> None:
+    project(folder, test_atorn=TEARDOWN.format("SIGTERM"), conftest=conftest_with(TEARDOWN.format("SIGTERM")))
+    ended = forked(folder, *OPTIONS)
+    assert ended.rows() == [0, 1, 2] and ended.has_screen, ended.output
+
+
+def conftest_with(more: str) -> str:
+    from tests.support.runs import CONFTEST
+
+    return CONFTEST + more
+
+
+def test_killed_while_rows_are_rescued_it_still_has_them(folder: Path) -> None:
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    vanishing = "import shutil\n\ndef test_vanish():\n    shutil.rmtree('results')\n"
+    for fault, rows in (
+        (SignalIn("rowfile:RowFile._say_where_they_are", (KILL,)), [0, 1, 2]),
+        (SignalIn("rowfile:RowFile._say_where_they_are", (TERM,)), [0, 1, 2]),
+        (SignalIn("rowfile:RowFile._rescue", (TERM,)), [0]),
+    ):
+        (folder / "results").mkdir(exist_ok=True)
+        project(folder, test_avanish=vanishing)
+        options = ("--benchmark-json=results/out.json", "-k", "test_row or test_vanish")
+        ended = forked(folder, *options, fault=fault, environment={"TMPDIR": str(temporary)})
+        (rescued,) = temporary.glob("shardmark-rows-*.json")
+        assert numbers(rescued) == rows
+        assert KILL in fault.numbers or (ended.has_screen and len(ended.lines(f"all rows are in {rescued}")) == 1)
+        for left in temporary.iterdir():
+            left.unlink()

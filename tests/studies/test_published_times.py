@@ -1,0 +1,65 @@
+"""Step times that others published beside predicted ones: every row is there, and how far those held out are apart."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+
+from shardmark.predict.simulation.rates import WITHIN
+from studies.published import times_page
+from studies.published.time_rows import (
+    FILES,
+    Compared,
+    compared,
+    fitted_cases,
+    reading_of,
+    repeated,
+    rows,
+    why_unknown,
+)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_published_time_is_predicted_or_listed_with_a_reason(file: str) -> None:
+    for row in rows(file):
+        assert (reading_of(file, row) is None) == bool(why_unknown(row)), row
+
+
+@pytest.mark.parametrize("file", ["cs336_a100", "cs336_stanford336"])
+def test_either_half_has_about_as_many_configurations(file: str) -> None:
+    cases = {row["case"] for row in rows(file) if reading_of(file, row) is not None}
+    assert 0.4 < len(fitted_cases(file)) / len(cases) < 0.6
+
+
+def test_a_table_that_shows_a_figure_again_counts_it_once() -> None:
+    again = [row for index, row in enumerate(rows("cs336_a100")) if index in repeated("cs336_a100")]
+    assert {row["experiment"] for row in again} == {"mixed precision, batch 4"}
+
+
+def every() -> list[Compared]:
+    """All that is predicted."""
+    return [each for file in FILES for each in compared(file)]
+
+
+@pytest.mark.sweep
+def test_the_median_error_of_the_rows_held_out_is_at_most_a_tenth() -> None:
+    assert median(abs(each.error) for each in every() if not each.fitted) <= 0.1
+
+
+@pytest.mark.sweep
+def test_nine_of_ten_published_times_that_were_held_out_lie_within_the_interval() -> None:
+    ratios = [each.published / each.predicted for each in every() if not each.fitted]
+    low, high = WITHIN
+    assert sum(low <= ratio <= high for ratio in ratios) >= 0.9 * len(ratios)
+
+
+@pytest.mark.sweep
+def test_no_published_time_is_below_the_lower_bound() -> None:
+    for each in every():
+        assert each.at_least <= each.published, (each.row, each.at_least)
+
+
+@pytest.mark.sweep
+def test_the_page_is_that_of_the_rows() -> None:
+    assert times_page.PAGE.read_text(encoding="utf-8") == times_page.page()

@@ -1,0 +1,54 @@
+"""Entries of made-up figures, as a run's tests make them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardmark.meter.plan import Identity
+from shardmark.rows.columns import Entry
+from shardmark.rows.row import new_row
+
+QUESTION = "What does a nap cost?"
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def entry(
+    implementation: str,
+    seconds: float | None = 1.0,
+    race: tuple[str, float, float, float] | None = None,
+    *,
+    tensors: int | None = None,
+    case: str = "short",
+    family: str = "naps",
+    ranks: int = 1,
+    verdict: str | None = "pass",
+    error: float = 0.0,
+    **sections: dict[str, Any],
+) -> Entry:
+    """Of a step that takes `seconds`, each round give or take `error`; `race` is its peer, and the ratio between the
+    ends of its interval."""
+    row = new_row(Identity(family, implementation, Case(case), "cpu", ranks), "smoke", None)
+    if race is not None:
+        peer, low, ratio, high = race
+        row["time"] |= {"peer": peer, "ratio": ratio, "interval": [low, high] if high else None}
+    if tensors is not None:
+        row["memory"] |= {"tensors": tensors, "peak": tensors}
+    for name, more in sections.items():
+        row[name] |= more
+    row["verdict"] = verdict
+    return {
+        "group": QUESTION,
+        "name": f"test_nap[{implementation}-{case}]",
+        "fullname": f"test_naps.py::test_nap[{implementation}-{case}-{ranks}]",
+        "stats": None if seconds is None else {"mean": seconds, "stddev": 3 * error, "rounds": 9},
+        "extra_info": row,
+    }
