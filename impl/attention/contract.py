@@ -36,7 +36,7 @@ class Attention(Protocol):
 
     Without sequences or queries out is empty, and the gradients of k and v are zero, or it raises an error. Our own do
     not, and raise ValueError without keys.
-    ValueError for shapes, dtypes or devices that do not go together. `shardmark.api.registry.Unsupported`, a ValueError,
+    ValueError for shapes, dtypes or devices that do not go together. `shardmark.api.Unsupported`, a ValueError,
     for inputs that the contract allows and this implementation does not take.
     """
 

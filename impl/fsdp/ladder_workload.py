@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -56,7 +56,7 @@ class RankLadderStep(RankStep):
 
     def make(self, case: RankRung) -> Made:
         model = shard_model(case, init_device_mesh(torch.get_default_device().type, (case.ranks,)))
-        return Made(model, random_tokens(case), next_token_loss, model.blocks)
+        return Made(model, random_tokens(case), next_token_loss, cast(nn.ModuleList, model.blocks))
 
     def build(self, implementation: Implementation, case: Any) -> tuple[Any, Optimizer]:
         # AdamW is fused, so that the optimizer itself needs no temporaries.

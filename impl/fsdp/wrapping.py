@@ -29,7 +29,7 @@ def by_type(*types: type[nn.Module]) -> Policy:
     return partial(_outermost, lambda part: isinstance(part, types))
 
 
-def with_blocks(blocks: Collection[nn.Module]) -> Policy:
+def with_blocks(blocks: Collection[nn.Module] | nn.ModuleList) -> Policy:
     """Those modules, and the outermost linears and embeddings outside of them."""
     return partial(_outermost, lambda part: part in blocks or isinstance(part, nn.Linear | nn.Embedding))
 

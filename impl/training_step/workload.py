@@ -65,7 +65,7 @@ class LanguageModelStep:
 
     def kinds(self) -> dict[str, list[Tensor]]:
         """The live tensors by kind."""
-        parameters = list(self.model.parameters())
+        parameters: list[Tensor] = list(self.model.parameters())
         state = [value for entry in self.optimizer.state.values() for value in entry.values()]
         return {
             "parameters": parameters,

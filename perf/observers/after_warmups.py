@@ -18,7 +18,7 @@ class AfterWarmups(Observer):
     def __init__(self, seconds: Mapping[int, Sequence[float]]) -> None:
         self.seconds = seconds
 
-    def fill(self, row: Row, ranks: list[Measured]) -> None:
+    def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
         """In the row's time "after_warmups", a mean and a standard deviation by their number."""
         row["time"]["after_warmups"] = {
             str(count): {"mean": fmean(values), "stddev": stdev(values)} for count, values in self.seconds.items()

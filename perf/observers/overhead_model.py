@@ -23,7 +23,7 @@ class OverheadModel(Observer):
     def __init__(self, case: OverheadCase) -> None:
         self.case = case
 
-    def fill(self, row: Row, ranks: list[Measured]) -> None:
+    def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
         """The "model" in the row's time."""
         if model := overhead_model(ranks, self.case):
             row["time"]["model"] = model
@@ -33,7 +33,7 @@ class OverheadModel(Observer):
         return bucket_lines(entries)
 
 
-def overhead_model(ranks: list[Measured], case: OverheadCase) -> dict[str, Any] | None:
+def overhead_model(ranks: Sequence[Measured], case: OverheadCase) -> dict[str, Any] | None:
     """Overhead and bandwidth of an all-reduce, each size's time the median of the slowest rank's, and what they say.
 
     None where noise makes more bytes take no longer.

@@ -11,7 +11,7 @@
     memory.workspace  # Workspace(nbytes=0, operator="")
 
 A peak has two parts: tensors, what the technique allocates, the same on every machine; and workspace, what a library
-takes inside one operator and gives back before it returns (`shardmark.meter.recording`), which depends on the processor.
+takes inside one operator and gives back before it returns (`shardmark.meter.recording`); it depends on the processor.
 
 On CPU the profiler reports every allocation and release of PyTorch's allocator, so the figures are exact to the byte;
 what a library allocates for itself (Gloo's scratch space, say) is not seen.

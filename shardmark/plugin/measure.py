@@ -1,4 +1,4 @@
-"""The `measure` fixture: admit a case and measure it on a world; its row and verdicts are `shardmark.plugin.recorder`'s."""
+"""The `measure` fixture: admit a case and measure it on a world; `shardmark.plugin.recorder` makes the row."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Measure(Recorder):
 
         measure(TrainingStep, implementation, case, work=work(case, world.size), world_size=world.size)
 
-    `workload` is a module-level class (`shardmark.meter.plan.Workload`); `work` is what one step does on all ranks; `rates`
+    `workload` is a module-level class (`shardmark.api.Workload`); `work` is what one step does on all ranks; `rates`
     turns the mean step time into further figures of the row's work. The memory budget is `slack` times the
     implementation's own formula; of one that has none, times what a simulation predicts. `time` is the race; without
     it, the one that the implementation is registered with. A case whose `time` has a goal is not started without room
     for the peer too. `rounds` are by default those of pytest-benchmark's options; more are added while a verdict is
-    undecided. `observe` is what else is to be seen (`shardmark.rows.observers`). The row is saved whatever the verdict. Over
+    undecided. `observe` lists further observers (`shardmark.rows.observers`). The row is saved whatever the verdict. Over
     budget, the test fails; where the rounds leave a time budget undecided, so is the test; where the case would not
     fit, it is skipped.
 

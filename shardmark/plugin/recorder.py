@@ -57,7 +57,7 @@ class Recorder:
     def record(
         self,
         identity: Identity,
-        ranks: list[Measured],
+        ranks: Sequence[Measured],
         *,
         work: Work | None = None,
         time: Race | None = None,

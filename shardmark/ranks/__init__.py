@@ -1,1 +1,1 @@
-"""Worlds of real ranks: started, kept warm between tests, watched and replaced; torchrun's ranks; links between hosts."""
+"""Worlds of real ranks, kept warm between tests, watched and replaced; torchrun's ranks; links between hosts."""

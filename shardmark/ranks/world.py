@@ -4,8 +4,8 @@
         world.run(all_reduce_of_ones, 1024)  # [result of rank 0, result of rank 1]
 
 Ranks come from a forkserver that has torch imported already, meet through a file in a private directory, and talk over
-the loopback interface, or over a `shardmark.ranks.link.Link` between two hosts. Whatever happens to the process that started
-them, they do not outlive it.
+the loopback interface, or over a `shardmark.ranks.link.Link` between two hosts. They never outlive the process that
+started them.
 """
 
 from __future__ import annotations

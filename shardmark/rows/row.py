@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from statistics import fmean
 from typing import Any
@@ -94,17 +95,17 @@ def figure(entry: Row, where: str) -> Any:
     return found
 
 
-def step_seconds(ranks: list[Measured], name: str = IMPLEMENTATION) -> list[float]:
+def step_seconds(ranks: Sequence[Measured], name: str = IMPLEMENTATION) -> list[float]:
     """Each round's time: the slowest rank's."""
     return [max(laps.seconds for laps in round_) for round_ in zip(*(rank.laps[name] for rank in ranks), strict=True)]
 
 
-def largest_memory(ranks: list[Measured]) -> Memory:
+def largest_memory(ranks: Sequence[Measured]) -> Memory:
     """The memory of the rank that held most."""
     return max((rank.memory for rank in ranks), key=lambda memory: (memory.tensors, memory.peak))
 
 
-def memory_entry(ranks: list[Measured], budget: MemoryBudget | None) -> Row:
+def memory_entry(ranks: Sequence[Measured], budget: MemoryBudget | None) -> Row:
     """Bytes by phase and at the peak, on the rank that held most, beside the budget of its tensors if there is one."""
     most = largest_memory(ranks)
     of_cuda = {"allocated": most.allocated, "reserved": most.reserved} if most.reserved else {}
@@ -127,7 +128,7 @@ def budget_entry(budget: MemoryBudget | None) -> Row:
 
 
 def time_entry(
-    ranks: list[Measured], race: Race | None, confidence: float = SHOWN_CONFIDENCE
+    ranks: Sequence[Measured], race: Race | None, confidence: float = SHOWN_CONFIDENCE
 ) -> tuple[Row, Interval | None]:
     """The row's "time", and the ratio's interval with `confidence`, which decides a budget.
 
@@ -164,7 +165,7 @@ def time_entry(
     return entry, judged
 
 
-def counters_entry(ranks: list[Measured]) -> Row:
+def counters_entry(ranks: Sequence[Measured]) -> Row:
     """The first rank's collectives, and of each other counter the largest rank's; nothing where none was counted."""
     counted = [asdict(rank.counters) for rank in ranks if rank.counters is not None]
     if len(counted) < len(ranks):
@@ -185,7 +186,7 @@ def limit_entry(work: Work, roofline: Roofline, devices: int, seconds: float) ->
     return entry
 
 
-def mean_parts(ranks: list[Measured], name: str) -> dict[str, float]:
+def mean_parts(ranks: Sequence[Measured], name: str) -> dict[str, float]:
     """Mean seconds of each part of those steps, over rounds and ranks."""
     laps = [lap for rank in ranks for lap in rank.laps[name]]
     return {part: fmean(lap.parts[part] for lap in laps) for part in laps[0].parts}

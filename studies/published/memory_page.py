@@ -24,8 +24,8 @@ waits, and gives back what is free.
 
 What is reserved depends on more than the program. A block that another stream reads too can be given out again only
 once the host has seen that stream to be past it; the host is seconds ahead of the GPU at these sizes, and sees that
-where it waits. Two things are assumed (`shardmark/predict/simulation/streams.py`): what is sent takes no time beside what is
-computed, and loading cuBLAS's kernels waits for the GPU, as CUDA's guide says that loading may. Neither has a number
+where it waits. Two things are assumed (`shardmark/predict/simulation/streams.py`): what is sent takes no time beside what
+is computed, and loading cuBLAS's kernels waits for the GPU, as CUDA's guide says that loading may. Neither has a number
 that could be fitted, but both were chosen with these two figures in view, and others would be as plausible:
 
 - FSDP, after warm-up: if each reduce-scatter took longer than the host needs for its next operators, one block of 1 GiB

@@ -173,7 +173,9 @@ def test_what_fits_what_would_and_the_largest_batches_are_told_and_saved(
     small, out = device(tmp_path / "small.toml", 70 * MIB + of_nccl), tmp_path / "out.json"
     assert main([f"{SPEC}:make", f"--hardware={small},h100-80gb", "--ranks=2", "--batch", f"--json={out}"]) == 0
     said, output = capsys.readouterr().out, json.loads(out.read_text())
-    assert output["model"]["batch"] == 32 and len(output["outcomes"]) == 2 * sum(len(family.strategies) for family in FAMILIES.values())
+    assert output["model"]["batch"] == 32 and len(output["outcomes"]) == 2 * sum(
+        len(family.strategies) for family in FAMILIES.values()
+    )
     assert "small: 0.6, of which CUDA's context takes 0.5" in said
     for each in output["outcomes"]:
         on = hardware(small if each["hardware"] == "small" else "h100-80gb")

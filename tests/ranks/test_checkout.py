@@ -60,7 +60,8 @@ def test_the_instruments_and_libraries_stay(repository: Path) -> None:
     same = "import sys, torch, shardmark.api.registry as r\nbefore = torch, r\n"
     assert "same" in run(
         repository,
-        f"{same}{ENTERED}\nimport torch, shardmark.api.registry as r\nprint('same' if before == (torch, r) else 'other')",
+        f"{same}{ENTERED}\nimport torch, shardmark.api.registry as r\n"
+        "print('same' if before == (torch, r) else 'other')",
     )
 
 

@@ -10,9 +10,9 @@ import pytest
 from shardmark.meter.plan import Identity
 from shardmark.report.questions import KNOWN, Questions
 from shardmark.report.tables import WIDTH, render
+from shardmark.rows import observers
 from shardmark.rows.columns import DEFAULT, Column
 from shardmark.rows.observers import WITH_COLUMNS, Observer
-from shardmark.rows import observers
 from shardmark.rows.row import new_row
 from tests.support.project import make_project
 

@@ -40,10 +40,10 @@ def _cells(outcome: Outcome, rows: int | str, reasons: list[str]) -> dict[str, s
     return {
         "strategy": str(outcome.strategy) + " *" * _made_elsewhere(outcome),
         "ranks": f"{outcome.ranks:,}",
-        "step ms": step and f"{step.seconds * 1e3:,.0f}",
-        "rows/s": step and _rate(rows * outcome.ranks / step.seconds) if isinstance(rows, int) else None,
-        "tensors": known and _gib(known.tensors),
-        "reserved": known and _gib(known.reserved),
+        "step ms": f"{step.seconds * 1e3:,.0f}" if step else None,
+        "rows/s": _rate(rows * outcome.ranks / step.seconds) if step and isinstance(rows, int) else None,
+        "tensors": _gib(known.tensors) if known else None,
+        "reserved": _gib(known.reserved) if known else None,
         "free": None if outcome.free is None else _gib(outcome.free),
         "fits": _verdict(outcome, reasons),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import ClassVar
 
@@ -30,7 +30,7 @@ class ExposedCommunication(Observer):
     needs: ClassVar[tuple[str, ...]] = ("compute_step",)
     timed: ClassVar[Mapping[str, str]] = {COMPUTE: "compute_step"}
 
-    def fill(self, row: Row, ranks: list[Measured]) -> None:
+    def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
         """The row's time by part: computation's own, and all that the ranks took beyond them as "communication"."""
         parts, compute = mean_parts(ranks, IMPLEMENTATION), mean_parts(ranks, COMPUTE)
         together = sum(parts[part] for part in {*compute, "communication"})
@@ -51,7 +51,7 @@ class HiddenCommunication(ExposedCommunication):
         Column("hidden", _hidden, after="optimizer"),
     )
 
-    def fill(self, row: Row, ranks: list[Measured]) -> None:
+    def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
         """In the row's time: the medians of "compute_alone" and "communication_alone", and the share "hidden"."""
         super().fill(row, ranks)
         names = (IMPLEMENTATION, COMPUTE, COMMUNICATION)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from statistics import median
 from typing import ClassVar
@@ -53,7 +54,7 @@ class Compile(Observer):
         """Seconds of the first step, where it compiled anything."""
         return measured.first_step if has_compiled() else None
 
-    def fill(self, row: Row, ranks: list[Measured]) -> None:
+    def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
         """In the row's "memory" the "peaks"; in its "time" the "first_step", and what it took beyond the median."""
         row["memory"]["peaks"] = largest_memory(ranks).peaks
         first_steps = [seconds for rank in ranks if (seconds := rank.observed[type(self)]) is not None]

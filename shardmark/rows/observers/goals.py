@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import fmean
 
 from shardmark.meter.plan import Measured
@@ -19,7 +20,7 @@ class Goals(Observer):
     def __init__(self, **goals: float) -> None:
         self.goals = goals
 
-    def fill(self, row: Row, ranks: list[Measured]) -> None:
+    def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
         """In the row's "limit". Each figure is work over step time, so the interval of the step time decides."""
         seconds, limit = step_seconds(ranks), row["limit"]
         step = interval(seconds)

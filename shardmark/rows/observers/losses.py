@@ -23,6 +23,6 @@ class Losses(Observer):
     def __init__(self, losses: Sequence[float]) -> None:
         self.losses = list(losses)
 
-    def fill(self, row: Row, ranks: list[Measured]) -> None:
+    def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
         """The row's "losses"."""
         row["losses"] = self.losses

@@ -29,7 +29,7 @@ class Observer(RankObserver):
             if not callable(getattr(workload, method, None)):
                 raise TypeError(f"{type(self).__name__} needs {workload.__name__}.{method}(), which is not defined")
 
-    def fill(self, row: Row, ranks: list[Measured]) -> None:
+    def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
         """Write the observer's part of the row, when all else but the verdict is there."""
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:

@@ -39,7 +39,7 @@ class Profile(Observer):
             workload = warmed_up(plan)
         return profile_step(workload, plan.device, trace=chrome), [chrome, *snapshots]
 
-    def fill(self, row: Row, ranks: list[Measured]) -> None:
+    def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
         """The row's "kernels", and "trace": the names of all ranks' files."""
         observed = [rank.observed[type(self)] for rank in ranks]
         if self.kernels is not None:

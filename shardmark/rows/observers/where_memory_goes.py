@@ -54,7 +54,7 @@ class Timeline(Observer):
         warmed_up(plan, WARMUPS + 1)
         return None
 
-    def fill(self, row: Row, ranks: list[Measured]) -> None:
+    def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
         """In the row's "memory": "kinds" at each phase, the "curve", "activations", and the "largest" blocks."""
         row["memory"] |= timeline_entry(ranks[0].observed[type(self)], self.activations)
 
@@ -101,7 +101,7 @@ class Stages(Observer):
     def __init__(self, formulas: Mapping[str, int]) -> None:
         self.formulas = formulas
 
-    def fill(self, row: Row, ranks: list[Measured]) -> None:
+    def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
         """In the row's "memory": "stages", each on the rank that holds most then."""
         if not ranks[0].memory.stages:
             raise TypeError(f"Stages: {row['implementation']} was made without a call of shardmark.api.stage")
