@@ -1,6 +1,6 @@
 """What a machine does, kept in studies/records/<machine>.json.gz and told in docs/results-<machine>.md.
 
-    python studies/record.py -k goals                        # on a GPU: check its Triton kernels, then measure the goals
+    python studies/record.py -k goals                       # on a GPU: check its Triton kernels, then measure the goals
     python studies/record.py                                 # and all of it at paper scale: less than an hour
     python studies/record.py --keep out.json two-cores-cpu   # a run that there is, under that name
 

@@ -43,7 +43,7 @@ class Measure(Recorder):
     implementation's own formula; of one that has none, times what a simulation predicts. `time` is the race; without
     it, the one that the implementation is registered with. A case whose `time` has a goal is not started without room
     for the peer too. `rounds` are by default those of pytest-benchmark's options; more are added while a verdict is
-    undecided. `observe` lists further observers (`shardmark.rows.observers`). The row is saved whatever the verdict. Over
+    undecided. `observe` lists observers (`shardmark.rows.observers`). The row is saved whatever the verdict. Over
     budget, the test fails; where the rounds leave a time budget undecided, so is the test; where the case would not
     fit, it is skipped.
 

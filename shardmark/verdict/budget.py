@@ -1,7 +1,7 @@
 """Budgets and goals, and their verdicts.
 
 A memory budget is a formula times a stated slack. A time budget is a ratio to a peer measured in the same run, in pairs
-in random order; an interval of that ratio decides (`shardmark.verdict.betting`), so noise alone neither passes nor fails it.
+in random order; an interval of that ratio decides (`shardmark.verdict.betting`): noise alone decides nothing.
 A budget fails its test; a goal is judged in the same way and reported as reached or missed.
 
 A run has many verdicts, so their error is held over the whole run: the chance that any interval of a budget misses is

@@ -13,20 +13,20 @@ PAGE = Path("docs/published-memory.md")
 
 HEAD = """# Predicted memory beside published figures
 
-Written by `python -m studies.published`. Each program was rebuilt as its write-up has it (`studies/published/programs.py`)
-and simulated by the rules of its GPU, without one. "allocated" and "peak" are what the caching allocator's blocks hold,
-as `torch.cuda.memory_allocated` says; "reserved" is what the allocator takes from the device for it, with its segments
-and what lies free in them; "at most" is the same where no stream is ever ahead of what the host has waited for. The
-card must have that much, and the CUDA context's half a gigabyte and NCCL's buffers beside it; or else the allocator
-waits, and gives back what is free.
+Written by `python -m studies.published`. Each program was rebuilt as its write-up has it
+(`studies/published/programs.py`) and simulated by the rules of its GPU, without one. "allocated" and "peak" are what
+the caching allocator's blocks hold, as `torch.cuda.memory_allocated` says; "reserved" is what the allocator takes
+from the device for it, with its segments and what lies free in them; "at most" is the same where no stream is ever
+ahead of what the host has waited for. The card must have that much, and the CUDA context's half a gigabyte and NCCL's
+buffers beside it; or else the allocator waits, and gives back what is free.
 
 {summary}
 
 What is reserved depends on more than the program. A block that another stream reads too can be given out again only
 once the host has seen that stream to be past it; the host is seconds ahead of the GPU at these sizes, and sees that
-where it waits. Two things are assumed (`shardmark/predict/simulation/streams.py`): what is sent takes no time beside what
-is computed, and loading cuBLAS's kernels waits for the GPU, as CUDA's guide says that loading may. Neither has a number
-that could be fitted, but both were chosen with these two figures in view, and others would be as plausible:
+where it waits. Two things are assumed (`shardmark/predict/simulation/streams.py`): what is sent takes no time beside
+what is computed, and loading cuBLAS's kernels waits for the GPU, as CUDA's guide says that loading may. Neither has a
+number that could be fitted, but both were chosen with these two figures in view, and others would be as plausible:
 
 - FSDP, after warm-up: if each reduce-scatter took longer than the host needs for its next operators, one block of 1 GiB
   more would be reserved, 6.2% above what was published.

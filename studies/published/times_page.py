@@ -16,10 +16,11 @@ PAGE = Path("docs/published-times.md")
 
 HEAD = """# Predicted step times beside published ones
 
-Written by `python -m studies.published`. Each program was rebuilt as its write-up has it (`studies/published/steps.py`)
-and simulated, without a GPU. `python -m studies.published.fit` found what the devices reach of their data sheets, and the
-seconds that each write-up's host takes to launch an operator, by one half of the configurations; a configuration's
-rows are all in the same half. The other half, held out, judges: these are the rows without a "fitted" beside them.
+Written by `python -m studies.published`. Each program was rebuilt as its write-up has it
+(`studies/published/steps.py`) and simulated, without a GPU. `python -m studies.published.fit` found what the devices
+reach of their data sheets, and the seconds that each write-up's host takes to launch an operator, by one half of the
+configurations; a configuration's rows are all in the same half. The other half, held out, judges: these are the rows
+without a "fitted" beside them.
 
 What to know of it: numbers were fitted to one half alone, but the model's form (two rules for narrow products, sums
 that batches do not share, the search's upper limits, a host for each table) and programs that a write-up leaves open
