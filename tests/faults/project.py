@@ -58,7 +58,7 @@ import pytest
 import torch
 
 from tests.faults.rank_faults import FAULTS, state
-from shardmark.api.grid import Grid, Work
+from shardmark.api import Grid, Work
 from shardmark.meter.plan import Rounds
 
 SIZE = {size}
