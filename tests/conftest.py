@@ -1,21 +1,25 @@
-"""The tool's own tests, and the tables of planted defects."""
+"""The tool's own tests: hooks, a world that a test may break, and the tables of planted defects."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from correctness.support.hooks import compiling as compiling
-from correctness.support.hooks import pair as pair
-from correctness.support.hooks import poisoned as poisoned
 from correctness.support.hooks import pytest_cmdline_main as pytest_cmdline_main
 from correctness.support.hooks import pytest_collection_finish as pytest_collection_finish
-from correctness.support.hooks import pytest_collection_modifyitems as pytest_collection_modifyitems
 from correctness.support.hooks import pytest_configure as pytest_configure
-from correctness.support.hooks import pytest_generate_tests as pytest_generate_tests
 from correctness.support.hooks import recorded, write_table
+from correctness.support.sweep import deselect_sweep
+from shardmark.ranks.world import World, available_ranks
 from tests.judge.judging import by_family
 
 pytest.register_assert_rewrite("tests.support.project")  # a plugin of some tests, which others import before them
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    deselect_sweep(config, items)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -26,3 +30,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         defects = sorted(recorded(terminalreporter, "defect"), key=lambda row: str(row["cause"]))
         left = ("family", "cause", "defect", "test", "says")
         write_table(terminalreporter, "Which test sees each defect?", defects, left=left)
+
+
+@pytest.fixture
+def pair(device: str) -> Iterator[World]:
+    """A world of two ranks that the test may break."""
+    if available_ranks(device) < 2:
+        pytest.skip("needs two ranks")
+    with World(2, device) as world:
+        yield world

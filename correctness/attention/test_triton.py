@@ -16,7 +16,7 @@ pytest.importorskip("triton", exc_type=ImportError)
 import triton
 
 from correctness.attention.accuracy import assert_as_accurate_as_eager, random_inputs, results
-from correctness.support.compiling import ARITHMETIC, compile_tile
+from correctness.attention.compiling import ARITHMETIC, compile_tile
 from correctness.support.kernel_faults import every_fourth, with_fault
 from impl.attention import FlashAttentionTriton, as_attention, flash_triton, triton_configurations, triton_kernels
 from impl.attention.triton_configurations import (

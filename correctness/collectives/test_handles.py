@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from correctness.collectives.summing import Call, assert_right, small_integers
-from correctness.support.averaging import is_ours
 from correctness.support.communication import delayed
+from correctness.support.contracts import is_ours
 from correctness.support.paths import ROOT
-from correctness.support.processes import wait_until
+from correctness.support.waiting import wait_until
 from impl.collectives import Ring, collectives_for, count_bytes_sent
 from impl.collectives.cases import COLLECTIVES
 from impl.collectives.messages import GLOO_ALONE

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from correctness.collectives.summing import Call, assert_right, largest, small_integers
-from correctness.support.processes import wait_until
+from correctness.support.waiting import wait_until
 from impl.collectives.cases import COLLECTIVES
 from shardmark.api import Implementation
 from shardmark.ranks.world import World

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from correctness.collectives.summing import Call, Inputs, assert_right, largest, small_integers
-from correctness.support.averaging import is_ours
+from correctness.support.contracts import is_ours
 from impl.collectives.cases import COLLECTIVES
 from shardmark.api import Implementation
 from shardmark.ranks.world import World

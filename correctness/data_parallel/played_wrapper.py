@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from correctness.data_parallel.averaging import wrap
 from correctness.data_parallel.events import Event, Setting
 from correctness.data_parallel.random_modules import Zoo, numbers
 from correctness.data_parallel.reference import Gradients
-from correctness.support.averaging import wrap
 from correctness.support.communication import delayed, quiet, recorded, slow_gradients
 from shardmark.api import Implementation
 from shardmark.meter.communication import Communication

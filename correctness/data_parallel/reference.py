@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from correctness.support.averaging import likeness
+from correctness.data_parallel.averaging import likeness
 
 
 @dataclass

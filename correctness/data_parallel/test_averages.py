@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.engine.examples import BESIDE_LAUNCHES
-from correctness.support.averaging import (
+from correctness.data_parallel.averaging import (
     Products,
     assert_nothing_wrong,
     backward,
@@ -21,6 +20,7 @@ from correctness.support.averaging import (
     wrap,
     wrong_averages,
 )
+from correctness.engine.examples import BESIDE_LAUNCHES
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
 

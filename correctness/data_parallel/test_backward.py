@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.support.averaging import (
+from correctness.data_parallel.averaging import (
     Products,
     assert_nothing_wrong,
     backward,
-    is_ours,
     values,
     wrap,
     wrong_averages,
 )
 from correctness.support.communication import recorded
+from correctness.support.contracts import is_ours
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
 

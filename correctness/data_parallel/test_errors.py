@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from correctness.support.averaging import is_ours, wrap
+from correctness.data_parallel.averaging import wrap
+from correctness.support.contracts import is_ours
 from correctness.support.whole_batch import error_line
 from shardmark.api import Implementation, family
 from shardmark.plugin import WorldsBySize

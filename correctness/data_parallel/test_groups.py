@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from correctness.support.averaging import (
+from correctness.data_parallel.averaging import (
     Products,
     assert_nothing_wrong,
     backward,

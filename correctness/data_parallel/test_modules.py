@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.support.averaging import assert_nothing_wrong, is_ours, wrap
-from correctness.support.processes import are_freed
+from correctness.data_parallel.averaging import assert_nothing_wrong, wrap
+from correctness.support.contracts import is_ours
+from correctness.support.waiting import are_freed
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from correctness.data_parallel.averaging import assert_nothing_wrong, is_torchs, wrap
 from correctness.data_parallel.events import OPTIONS, drawn_events, drawn_setting
 from correctness.data_parallel.played_wrapper import Bits, Played
-from correctness.support.averaging import assert_nothing_wrong, is_torchs, wrap
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.support.averaging import assert_nothing_wrong, wrap
+from correctness.data_parallel.averaging import assert_nothing_wrong, wrap
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
 

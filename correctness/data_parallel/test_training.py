@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from correctness.support.averaging import wrap
+from correctness.data_parallel.averaging import wrap
 from correctness.support.own_model import OWN, Trained, assert_as_in_one_process, own_model, train
 from correctness.support.whole_batch import (
     MODULES,

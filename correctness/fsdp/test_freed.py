@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from correctness.support.processes import are_freed
+from correctness.support.waiting import are_freed
 from impl.distributed import check_before_steps
 from impl.fsdp import FullyShardedDataParallel
 from shardmark.ranks.world import World

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from correctness.support.processes import are_freed
+from correctness.support.waiting import are_freed
 from correctness.support.whole_batch import (
     MODULES,
     STEPS,

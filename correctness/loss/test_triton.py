@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", exc_type=ImportError)
 
-from correctness.support.compiling import compile_loss
+from correctness.loss.compiling import compile_loss
 from correctness.support.kernel_faults import every_fourth, with_fault
 from impl.loss import fused_pytorch, fused_triton, triton_kernels
 from impl.loss.fused import Terms

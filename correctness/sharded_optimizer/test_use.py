@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from correctness.sharded_optimizer.sharding import parameters, raised, set_gradients
-from correctness.support.processes import are_freed
+from correctness.support.waiting import are_freed
 from impl.optim import AdamW
 from impl.sharded_optimizer import ShardedOptimizer
 from shardmark.plugin import WorldsBySize

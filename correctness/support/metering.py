@@ -10,20 +10,13 @@ import torch.distributed as dist
 from shardmark.api import Implementation, Workload, resolve
 from shardmark.meter.measure_case import meter_pass
 from shardmark.meter.memory import Memory, meter
-from shardmark.meter.plan import Identity, Measured, Plan
+from shardmark.meter.plan import Plan
 from shardmark.ranks.world import World
-from shardmark.rows.observers import Observer
-from shardmark.rows.row import Row, new_row, time_entry
 
 PASSES = 10
 """The most passes; the smallest of each figure counts, as a late release by the backend's thread is not metered."""
 UNSEEN = 1e-3
 """The share that may seem to stay even so: the small tensors in which ranks describe their modules to one another."""
-
-
-def stand_in(name: str) -> Implementation:
-    """An implementation for workloads that only look at its name; it cannot be sent to other ranks."""
-    return Implementation("stand-ins", name, target=name)
 
 
 def plan_of(
@@ -41,14 +34,6 @@ def plan_of(
     Without an implementation it has a registered one, which ranks can find by its name; the workload need not use it.
     """
     return Plan(workload, implementation or resolve("training_step", "eager"), peer, case, device, ranks, **options)
-
-
-def row_by(observer: Observer, ranks: list[Measured]) -> Row:
-    """A row with the times of these ranks and what the observer fills in, of a family "naps" and its "long" one."""
-    row = new_row(Identity("naps", "long", "a case", "cpu"), "smoke", None)
-    row["time"], _ = time_entry(ranks, None)
-    observer.fill(row, ranks)
-    return row
 
 
 def device_of_rank() -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from correctness.support.paths import ROOT
-from correctness.support.processes import wait_until
+from correctness.support.waiting import wait_until
 from tests.faults.that_stay import FOLDER, shared_memory_prefix
 
 PHASES = ("setup", "step", "teardown", "measured")
@@ -58,7 +58,7 @@ import pytest
 import torch
 
 from tests.faults.rank_faults import FAULTS, state
-from shardmark.api import Grid, Work
+from shardmark.api.grid import Grid, Work
 from shardmark.meter.plan import Rounds
 
 SIZE = {size}

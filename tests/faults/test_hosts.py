@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from correctness.support.paths import ROOT
-from correctness.support.processes import wait_until
+from correctness.support.waiting import wait_until
 from tests.support.hosts import Launch, two_hosts
 from tests.support.links import makes_links
 from tests.support.runs import numbers, project

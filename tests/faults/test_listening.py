@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from correctness.support.paths import ROOT
-from correctness.support.processes import listeners
 from shardmark.ranks.world import World, available_ranks
+from tests.support.processes import listeners
 
 LOOPBACK = {"127.0.0.1", "::1"}
 
@@ -40,7 +40,7 @@ from pathlib import Path
 
 import pytest
 
-from correctness.support.processes import listeners
+from tests.support.processes import listeners
 from tests.support.ranks import identity
 from shardmark.ranks.rank import WorldError
 

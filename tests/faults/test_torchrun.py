@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from correctness.support.processes import running, wait_until
+from correctness.support.waiting import wait_until
+from tests.support.processes import running
 from tests.support.runs import OPTIONS, environment_of_a_run, numbers, project
 
 DIES = """

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from correctness.support.processes import is_running, wait_until
+from correctness.support.waiting import wait_until
 from tests import machines
 from tests.machines import MACHINES, NotHereError, Run
+from tests.support.processes import is_running
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from correctness.support.metering import plan_of, row_by, stand_in
+from correctness.support.metering import plan_of
 from shardmark.api.registry import Implementation
 from shardmark.api.workload import Mark
 from shardmark.meter import recompile as cold
@@ -29,6 +29,7 @@ from shardmark.ranks.world import World
 from shardmark.rows.observers import Compile, ExposedCommunication, HiddenCommunication
 from shardmark.rows.row import step_seconds, time_entry
 from shardmark.verdict.budget import MemoryBudget
+from tests.support.measured import row_by, stand_in
 
 LOG: list[str] = []
 

@@ -36,7 +36,7 @@ from pathlib import Path
 
 import pytest
 
-from correctness.support.processes import is_running
+from tests.support.processes import is_running
 from shardmark.verdict.budget import MemoryBudget
 from shardmark.meter.clock import Laps
 from shardmark.meter.memory import Memory

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from correctness.support.paths import ROOT
-from correctness.support.processes import running, wait_until
+from correctness.support.waiting import wait_until
 from shardmark.rows.atomic_json import GrowingFile
+from tests.support.processes import running
 from tests.support.runs import Fresh, forked, numbers, project
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from correctness.support.processes import wait_until
+from correctness.support.waiting import wait_until
 from shardmark.ranks import heartbeat
 from shardmark.ranks.heartbeat import CLOSED, Heartbeat
 

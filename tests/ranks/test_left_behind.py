@@ -20,11 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from correctness.support.processes import is_running, wait_until
+from correctness.support.waiting import wait_until
 from shardmark.ranks.channel import send
 from shardmark.ranks.failures import LeftBehind, RankError
 from shardmark.ranks.rank import Answer
 from shardmark.ranks.world import GRACE, World
+from tests.support.processes import is_running
 from tests.support.ranks import identity
 
 

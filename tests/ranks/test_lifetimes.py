@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from correctness.support.paths import ROOT
-from correctness.support.processes import is_running, listening_addresses, wait_until
+from correctness.support.waiting import wait_until
 from shardmark.ranks.world import World, available_ranks
+from tests.support.processes import is_running, listening_addresses
 from tests.support.ranks import identity, scaled_sum
 
 
@@ -61,7 +62,7 @@ def test_a_thousand_calls_leave_everything_where_it_was(pair: World, device: str
 SESSION = """
 import os, sys, time
 from tests.support.ranks import hang_in_c_with_the_interpreter_locked, identity
-from shardmark.ranks import world
+from shardmark import world
 from shardmark.ranks.world import World
 world.PRELOADED[1:] = ["shardmark.ranks.rank"]  # the rest takes seconds, and nobody here needs it
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from correctness.support.paths import ROOT
-from correctness.support.processes import listening_addresses, wait_until
+from correctness.support.waiting import wait_until
 from shardmark.ranks.link import Link, LinkError
 from shardmark.ranks.world import World
 from tests.support.links import makes_links
+from tests.support.processes import listening_addresses
 
 
 def namespace() -> str:
@@ -83,7 +84,7 @@ def test_nothing_remains_of_it_when_it_is_closed() -> None:
 SESSION = """
 import os, time
 from shardmark.ranks.link import Link
-from shardmark.ranks import world
+from shardmark import world
 from shardmark.ranks.world import World
 world.PRELOADED[1:] = ["shardmark.ranks.rank"]  # the rest takes seconds, and nobody here needs it
 if __name__ == "__main__":

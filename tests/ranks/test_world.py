@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from correctness.support.metering import device_of_rank
-from correctness.support.processes import is_running, wait_until
+from correctness.support.waiting import wait_until
 from shardmark.api.registry import Unsupported
 from shardmark.ranks import world as world_module
 from shardmark.ranks.rank import WorldError
 from shardmark.ranks.world import RankError, World, Worlds, available_ranks
+from tests.support.processes import is_running
 from tests.support.ranks import hang_in_c_with_the_interpreter_locked, identity, scaled_sum
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from correctness.support.metering import plan_of, row_by
+from correctness.support.metering import plan_of
 from correctness.support.paths import ROOT
 from impl.data_parallel.workload import OverheadCase
 from perf.observers.after_warmups import AfterWarmups, after_warmups
@@ -41,6 +41,7 @@ from shardmark.rows.observers import (
     Timeline,
 )
 from shardmark.rows.row import Row
+from tests.support.measured import row_by
 from tests.support.project import make_project, run_project
 
 pytest_plugins = ["pytester"]

@@ -13,8 +13,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from correctness.support.processes import running, wait_until
+from correctness.support.waiting import wait_until
 from shardmark.ranks.link import INTERFACE, Host, Link
+from tests.support.processes import running
 from tests.support.runs import OPTIONS, environment_of_a_run
 
 RATE = "10gbit"

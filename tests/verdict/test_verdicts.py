@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 import torch.distributed as dist
 
-from correctness.support.metering import plan_of, stand_in
+from correctness.support.metering import plan_of
 from shardmark.api.registry import Implementation, Race, resolve
 from shardmark.api.workload import Mark
 from shardmark.meter import measure_case as passes
@@ -25,6 +25,7 @@ from shardmark.rows.row import step_seconds, time_entry
 from shardmark.verdict import budget
 from shardmark.verdict.betting import FAIL, PASS, UNDECIDED, fewest_rounds
 from shardmark.verdict.budget import FAMILY_WISE_ERROR, Limits, confidence
+from tests.support.measured import stand_in
 
 MINE, PEERS = stand_in("mine"), stand_in("peers")
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardmark.api import Implementation, Unsupported, family
+from shardmark.api import Implementation, Unsupported
 
 Own = Callable[[int], list[Tensor | None]]
 """`own(rank)` is what each parameter's gradient is on that rank, None where its loss does not reach the parameter."""
@@ -38,11 +38,6 @@ def wrap(implementation: Implementation, module: nn.Module, **options: Any) -> A
 def bucket_sizes(implementation: Implementation) -> list[dict[str, float]]:
     """Options for one bucket of small gradients, and for a bucket of each; of a wrapper without buckets none."""
     return [{}, {"bucket_mb": 1e-5}] if implementation.accepts("bucket_mb") else [{}]
-
-
-def is_ours(implementation: Implementation) -> bool:
-    """Whether it is one of the suite's own, of which more is asked than the contract."""
-    return implementation.spec in family(implementation.family).implementations
 
 
 def is_torchs(model: Any) -> bool:

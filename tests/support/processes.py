@@ -1,15 +1,12 @@
-"""Looking at other processes and at a backend's threads, for tests of what they leave behind."""
+"""Other processes on this machine, and the sockets that they listen on."""
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import socket
 import sys
-import time
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,19 +29,6 @@ def running(tag: str) -> list[str]:
         except OSError:
             continue
     return found
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
-
-
-def are_freed(*references: weakref.ref, seconds: float = 10.0) -> bool:
-    """Whether nobody holds them any more: a backend's worker thread may, for a moment after its collective is done."""
-    gc.collect()
-    return wait_until(lambda: all(reference() is None for reference in references), seconds)
 
 
 def listening_addresses() -> set[str]:

@@ -1,0 +1,67 @@
+"""Which tests of correctness/ run every time, and which are left to the sweep (`-m "sweep or not sweep"`)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from correctness.support.paths import ROOT
+from impl.interpreting import requires_triton
+from shardmark.api import requires_compiler
+from shardmark.plugin.session import SESSION
+
+MOST_RANKS_OF_PYTORCH = 2
+"""PyTorch's own implementations run on more ranks in the sweep alone."""
+SIMPLER = ("naive", "flat", "overlapped")
+"""Data-parallel wrappers that lead to `bucketed`: on more ranks they too run in the sweep alone."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Number of random examples from the mark `examples`: each time, of a family that `--impl` names, in the sweep."""
+    mark, family = (metafunc.definition.get_closest_marker(name) for name in ("examples", "family"))
+    if mark is not None and family is not None:
+        each_time, judged, many = mark.args
+        chosen = family.args[0] in metafunc.config.stash[SESSION].selected
+        numbers = [judged if chosen else each_time, pytest.param(many, marks=pytest.mark.sweep)]
+        metafunc.parametrize("examples", numbers)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark slow tests as part of the sweep, and deselect the sweep unless `-m` names it."""
+    for item in items:
+        if item.path.is_relative_to(ROOT / "correctness") and hasattr(item, "callspec"):
+            implementation = item.callspec.params.get("implementation")
+            selected = getattr(implementation, "family", None) in config.stash[SESSION].selected
+            if _is_slow(item, implementation) or (not selected and _is_repeated(item, implementation)):
+                item.add_marker(pytest.mark.sweep)
+    deselect_sweep(config, items)
+
+
+def deselect_sweep(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests marked `sweep`, unless `-m` names the mark."""
+    if "sweep" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("sweep")])
+        items[:] = [item for item in items if not item.get_closest_marker("sweep")]
+
+
+def _is_slow(item: Any, implementation: Any) -> bool:
+    """Whether its implementation compiles, seconds for each new shape, or interprets a large case."""
+    requires = getattr(implementation, "requires", ())
+    if requires_compiler in requires:
+        every_time = item.get_closest_marker("compiled_every_time")
+        return every_time is None or not item.callspec.id.endswith(every_time.args or "")
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and requires_triton in requires
+    return interpreted and item.get_closest_marker("large") is not None
+
+
+def _is_repeated(item: Any, implementation: Any) -> bool:
+    """Whether another implementation or case is tested alike every time, so that `--impl` alone asks for this one."""
+    # PyTorch's own implementations, each in a file `library.py`, have PyTorch's tests.
+    of_pytorch = getattr(getattr(implementation, "target", None), "__module__", "").endswith(".library")
+    simpler = of_pytorch or getattr(implementation, "name", None) in SIMPLER
+    many_ranks = item.callspec.params.get("world", 0) > MOST_RANKS_OF_PYTORCH
+    marks = {mark.name for mark in item.iter_markers()}
+    return "judged" in marks or (simpler and many_ranks) or (of_pytorch and "large" in marks)

@@ -1,1 +1,0 @@
-"""Softmax over the last dimension."""
