@@ -4,7 +4,8 @@
 
 Each version has ranks of its own (`shardmark.ranks.checkout`), which take turns, so it does not matter what the
 machine does meanwhile: what is judged is the ratio of one version's time to the other's. Memory and counters are
-compared exactly. A case that the other version does not have, or that fails there, is not compared; the last lines say why.
+compared exactly. A case that the other version does not have, or that fails there, is not compared; the last lines
+say why.
 """
 
 from __future__ import annotations
