@@ -1,226 +1,57 @@
-"""What a call may leave behind on a rank, where the next test's call would meet it.
-
-before = RankState()
-function()
-before.restore()  # ["torch's default dtype", "the environment's SEED"]: what was changed, and is as before again
-before.is_broken()  # what cannot be put back: the rank is of no more use
-"""
+"""Warnings about what a call left on its ranks, and whether those ranks can take another call."""
 
 from __future__ import annotations
 
-import builtins
-import math
-import operator
-import os
-import random
-import sys
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable
-from types import FrameType
-from typing import Any, ClassVar
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import numpy as np
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-from shardmark.ranks.process_settings import OF_MAIN_THREAD, SETTINGS
-
-LIBRARIES = ("TORCH", "_TORCH", "PYTORCH", "TRITON", "KINETO", "KMP", "OMP", "MKL", "CUDA", "NCCL", "GLOO")
-"""How variables begin that libraries set for themselves when they are first used."""
-
-PATCHED = [torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.autograd, torch.optim, nn.Module, dist]
-PATCHED += [builtins, time, math, random, np]
-PATCHED += [each for package in (nn, torch.optim) for each in vars(package).values() if isinstance(each, type)]
-"""Where a test's own code may have put something in place of what was there."""
-
-WORKERS = ("torch", "triton", "concurrent", "multiprocessing", "tqdm")
-"""Packages whose threads wait for work, and are left alone: they are started once in a process."""
-ENDING = 0.1
-"""Seconds that a thread which a call has started gets to end after it."""
-MOST_NAMED = 3
-"""Variables of the environment that are named one by one."""
+from shardmark.ranks.rank import Answer
+from shardmark.text import printable
 
 
-class RankState:
-    """As it is now. Seeds are not in it: each call is seeded anew."""
-
-    def __init__(self) -> None:
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        self._how = {**SETTINGS, **(OF_MAIN_THREAD if in_main_thread else {})}
-        self._settings = {name: get() for name, (get, _) in self._how.items()}
-        self._path = list(sys.path)
-        self._environment = dict(os.environ)
-        self._attributes = [(owner, vars(owner).copy()) for owner in PATCHED]
-        self._streams = (sys.stdin, sys.stdout, sys.stderr)
-        self._descriptors = [_identity(number) for number in range(3)]
-        self._threads = set(sys._current_frames())
-        self._group = dist.group.WORLD
-        self._beyond: list[str] = []
-
-    def restore(self) -> list[str]:
-        """Put back what is no longer so, and name it."""
-        changed = self._restore_attributes()
-        if self._modes():  # under them PyTorch's own getters say what the mode says
-            return changed
-        for name, (get, put) in self._how.items():
-            try:
-                same = bool(get() == self._settings[name])
-            except OSError:  # a working directory that is gone
-                same = False
-            if not same:
-                try:
-                    put(self._settings[name])
-                    changed.append(name)
-                except (OSError, ValueError):  # what only root may raise again
-                    self._beyond.append(name)
-        if (sys.stdin, sys.stdout, sys.stderr) != self._streams:
-            sys.stdin, sys.stdout, sys.stderr = self._streams
-            changed.append("sys.stdin, stdout or stderr")
-        if missing := [folder for folder in self._path if folder not in sys.path]:  # libraries add to it
-            sys.path[:0] = missing
-            changed.append("sys.path")
-        return changed + self._restore_environment()
-
-    def is_broken(self) -> str | None:
-        """What cannot be put back, after `restore`."""
-        if dist.group.WORLD is not self._group:
-            return "another process group, or none, in place of the world's"
-        if modes := self._modes():
-            return f"{modes} entered"
-        if any(stream is None or getattr(stream, "closed", False) for stream in self._streams):
-            return "sys.stdin, stdout or stderr closed"
-        if [_identity(number) for number in range(3)] != self._descriptors:
-            return "other files as its standard input, output or error"
-        if self._beyond:
-            return f"{' and '.join(self._beyond)} changed"
-        if running := self._running_threads():
-            return f"{running} still running"
-        return None
-
-    def _restore_attributes(self) -> list[str]:
-        changed = []
-        for owner, before in self._attributes:
-            now = vars(owner)
-            if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
-                continue
-            found = [name for name, value in before.items() if now.get(name) is not value and callable(value)]
-            if isinstance(owner, type):  # what hides an inherited attribute
-                found += [name for name in now.keys() - before.keys() if any(name in vars(c) for c in owner.mro()[1:])]
-            for name in found:
-                if _is_pytorchs_doing(owner, name):
-                    continue
-                if name in before:
-                    setattr(owner, name, before[name])
-                else:
-                    delattr(owner, name)
-                changed.append(f"{getattr(owner, '__name__', owner)}.{name}")
-        return changed
-
-    def _restore_environment(self) -> list[str]:
-        now = dict(os.environ)
-        changed = []
-        for variable in sorted({*now, *self._environment}):
-            if now.get(variable) != self._environment.get(variable) and not variable.startswith(LIBRARIES):
-                changed.append(variable)
-                if variable in self._environment:
-                    os.environ[variable] = self._environment[variable]
-                else:
-                    del os.environ[variable]
-        named = [f"the environment's {variable}" for variable in changed[:MOST_NAMED]]
-        more = len(changed) - MOST_NAMED
-        return [*named, f"{more} more of the environment's variables"] if more > 0 else named
-
-    def _modes(self) -> str | None:
-        modes = [each for each in _get_current_function_mode_stack() if not isinstance(each, DeviceContext)]
-        modes += _get_current_dispatch_mode_stack()
-        if torch.is_inference_mode_enabled():
-            return "inference mode"
-        return type(modes[-1]).__name__ if modes else None
-
-    def _running_threads(self) -> str | None:
-        end = time.monotonic() + ENDING
-        while running := [frame for frame in self._new_threads() if _works(frame)]:
-            if time.monotonic() > end:
-                return "a thread" if len(running) == 1 else f"{len(running)} threads"
-            time.sleep(ENDING / 20)
-        return None
-
-    def _new_threads(self) -> list[FrameType]:
-        """Where they are; not daemons, such as a wrapper's own that waits for collectives."""
-        daemons = {thread.ident for thread in threading.enumerate() if thread.daemon}
-        return [f for thread, f in sys._current_frames().items() if thread not in self._threads | daemons]
+class LeftBehind(UserWarning):
+    """A call changed what the next call on its rank would have met."""
 
 
-def _is_pytorchs_doing(owner: Any, name: str) -> bool:
-    """What the default dtype, the compiler and the first optimizer of a class change."""
-    if owner is torch or owner is nn.Module:
-        return name == "Storage" or name.startswith("__")
-    now = vars(owner).get(name)
-    return hasattr(now, "hooked") or hasattr(now, "_torchdynamo_disable")
+class Left:
+    """What a call left on its ranks.
 
-
-def _identity(number: int) -> tuple[int, int] | None:
-    try:
-        about = os.fstat(number)
-    except OSError:
-        return None
-    return about.st_dev, about.st_ino
-
-
-def _works(frame: FrameType | None) -> bool:
-    """Whether the thread at that frame is one that a user's code has started."""
-    packages = set()
-    while frame is not None:
-        packages.add(frame.f_globals.get("__name__", "").partition(".")[0])
-        frame = frame.f_back
-    return packages.isdisjoint(WORKERS)
-
-
-class Messages:
-    """How many messages this rank has sent to each other one, and received, in its world's process group.
-
-    One that nobody has received is met by the next test's `recv`, and a collective does not notice.
+    `in_step` says whether the ranks still meet in the same collectives, `replaced` what becomes of ranks that do not,
+    or that are changed in what is not restored. `broken` is True where the ranks have to be replaced.
     """
 
-    total = 0
-    """Since this rank has joined."""
-    _sent: ClassVar[Counter[int]] = Counter()
-    _received: ClassVar[Counter[int]] = Counter()
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        answers: Mapping[int, Answer],
+        in_step: bool,
+        replaced: str = "the next call gets new ranks",
+    ) -> None:
+        self.name = getattr(function, "__qualname__", repr(function))
+        self._ranks: dict[str, list[int]] = {}
+        for rank, answer in sorted(answers.items()):
+            for name in answer.changed:
+                self._ranks.setdefault(f"{name} changed; restored", []).append(rank)
+            if answer.broken:
+                self._ranks.setdefault(f"{answer.broken}; {replaced}", []).append(rank)
+        self.broken = any(answer.broken for answer in answers.values())
+        if not in_step and not self.broken:
+            self._ranks[f"collectives that not every rank began; {replaced}"] = sorted(answers)
+            self.broken = True
+        for rank, sent, received in _unmatched(answers) if not self.broken else []:
+            self._ranks[f"messages to rank {rank}: {sent} sent, {received} received; {replaced}"] = sorted(answers)
+            self.broken = True
 
-    @classmethod
-    def count(cls) -> None:
-        """Count from now on."""
-        group: Any = dist.ProcessGroup
-        group.send = _counted(group.send, cls._sent)
-        group.recv = _counted(group.recv, cls._received)
-        group.recv_anysource = _counted(group.recv_anysource, cls._received)
-
-    @classmethod
-    def since_last(cls) -> tuple[dict[int, int], dict[int, int]]:
-        found = dict(cls._sent), dict(cls._received)
-        cls.total += cls._sent.total() + cls._received.total()
-        cls._sent.clear()
-        cls._received.clear()
-        return found
-
-
-def _counted(method: Callable[..., Any], counter: Counter[int]) -> Callable[..., Any]:
-    def counted(group: Any, tensors: Any, *rank_and_tag: int) -> Any:
-        if group is dist.group.WORLD:
-            counter[rank_and_tag[0]] += 1  # of `recv_anysource`, the tag
-        return method(group, tensors, *rank_and_tag)
-
-    return counted
+    def warn(self) -> None:
+        """Warn in the test that is running."""
+        for what, ranks in self._ranks.items():
+            text = f"{self.name} left on rank {', '.join(map(str, ranks))}: {what}"
+            warnings.warn(printable(text), LeftBehind, stacklevel=3)
 
 
-def seed_rank(seed: int) -> None:
-    """PyTorch's generator, Python's and NumPy's."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+def _unmatched(answers: Mapping[int, Answer]) -> list[tuple[int, int, int]]:
+    """Ranks that have not received as many messages as were sent to them: (rank, sent, received)."""
+    sent = {rank: sum(answer.sent.get(rank, 0) for answer in answers.values()) for rank in answers}
+    received = {rank: sum(answer.received.values()) for rank, answer in answers.items()}
+    return [(rank, sent[rank], received[rank]) for rank in answers if sent[rank] != received[rank]]

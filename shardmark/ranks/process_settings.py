@@ -1,4 +1,4 @@
-"""Settings of a process that tests change, each with how to read it and how to set it."""
+"""Settings of a process that a test may change: those in Python are restored, those in the operating system compared."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from torch.nn.modules import module
 Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
 _HOOKS = [hooks for name, hooks in vars(module).items() if name.startswith("_global") and isinstance(hooks, dict)]
-"""Those that PyTorch calls for every module. Those for every optimizer a wrapper registers once, for good."""
-
+"""Hooks of every module. Hooks of every optimizer are left out: a wrapper registers its own once, for good."""
 
 _FLAGS = [
     "cublas_allow_tf32",
@@ -35,7 +34,7 @@ _FLAGS = [
     "sdp_priority_order",
     "warnAlways",
 ]
-"""Of PyTorch's own, in `torch._C`; which of them there are depends on its version."""
+"""PyTorch's flags in `torch._C`; which of them exist depends on its version."""
 
 
 def _set_hooks(before: list[dict[int, Any]]) -> None:
@@ -58,45 +57,10 @@ def _umask() -> int:
     return mask
 
 
-_LIMITS = [getattr(resource, f"RLIMIT_{name}") for name in ("AS", "DATA", "STACK", "NOFILE", "FSIZE", "CPU", "NPROC")]
-
-
-def _limits() -> dict[int, tuple[int, int]]:
-    return {number: resource.getrlimit(number) for number in _LIMITS}
-
-
-def _set_limits(before: dict[int, tuple[int, int]]) -> None:
-    for number, limits in before.items():
-        if resource.getrlimit(number) != limits:
-            resource.setrlimit(number, limits)
-
-
-def _timers() -> list[bool]:
-    return [signal.getitimer(timer)[0] > 0 for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)]
-
-
-def _stop_timers(before: list[bool]) -> None:
-    for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
-        signal.setitimer(timer, 0)
-
-
-_HANDLED = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGALRM,
-    signal.SIGPIPE,
-)  # not SIGCHLD: a data loader's
-
-
-def _handlers() -> dict[int, Any]:
-    return {number: signal.getsignal(number) for number in _HANDLED}
-
-
-def _set_handlers(before: dict[int, Any]) -> None:
-    for number, handler in before.items():
-        if signal.getsignal(number) is not handler and handler is not None:
-            signal.signal(number, handler)
+_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGPIPE)
+"""Not SIGCHLD, which data loaders handle."""
+_LIMITS = [number for name, number in vars(resource).items() if name.startswith("RLIMIT_")]
 
 
 def _errors_of_warnings() -> list[Any]:
@@ -113,7 +77,7 @@ def _flushes_denormals() -> bool:
     return bool(torch.full((), 1e-310, dtype=torch.float64, device="cpu").mul(1.0) == 0)
 
 
-SETTINGS: dict[str, Setting] = {
+PYTHON: dict[str, Setting] = {
     "the recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
     "the interpreter's trace function": (sys.gettrace, sys.settrace),
     "the interpreter's profile function": (sys.getprofile, sys.setprofile),
@@ -159,25 +123,28 @@ SETTINGS: dict[str, Setting] = {
     "garbage collection": (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
     "the working directory": (os.getcwd, os.chdir),
     "a filter that makes warnings errors": (_errors_of_warnings, _set_errors_of_warnings),
-    "the mode of new files (umask)": (_umask, os.umask),
-    "a limit of its resources": (_limits, _set_limits),
-    "the cores it may run on": (partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0)),
-    "its scheduling policy": (
-        lambda: (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority),
-        lambda policy: os.sched_setscheduler(0, policy[0], os.sched_param(policy[1])),
-    ),
-    "its priority": (
-        partial(os.getpriority, os.PRIO_PROCESS, 0),
-        partial(os.setpriority, os.PRIO_PROCESS, 0),
-    ),
 }
+"""How to read and how to restore each setting."""
 
-OF_MAIN_THREAD: dict[str, Setting] = {
-    "a timer": (_timers, _stop_timers),
-    "the handler of a signal": (_handlers, _set_handlers),
-    "the mask of blocked signals": (
-        lambda: signal.pthread_sigmask(signal.SIG_BLOCK, []),
-        partial(signal.pthread_sigmask, signal.SIG_SETMASK),
-    ),
+
+def _file(number: int) -> tuple[int, int] | None:
+    """Device and inode of what that descriptor has open; None for a closed one."""
+    try:
+        found = os.fstat(number)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+OPERATING_SYSTEM: dict[str, Callable[[], Any]] = {
+    "the mode of new files (umask)": _umask,
+    "a resource limit": lambda: [resource.getrlimit(number) for number in _LIMITS],
+    "the cores it may run on": lambda: os.sched_getaffinity(0),
+    "its scheduling policy": lambda: (os.sched_getscheduler(0), os.sched_getparam(0).sched_priority),
+    "its priority": lambda: os.getpriority(os.PRIO_PROCESS, 0),
+    "a timer": lambda: [signal.getitimer(timer)[0] > 0 for timer in _TIMERS],
+    "a signal handler": lambda: [signal.getsignal(number) for number in _SIGNALS],
+    "the mask of blocked signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, []),
+    "the file behind its standard input, output or error": lambda: [_file(number) for number in range(3)],
 }
-"""What only the main thread may change."""
+"""How to read each setting. None is restored: ranks that changed one are replaced."""

@@ -30,9 +30,9 @@ import torch.distributed as dist
 
 from shardmark.ranks.channel import receive, send
 from shardmark.ranks.checkout import Checkout
-from shardmark.ranks.left_behind import Messages, RankState, seed_rank
 from shardmark.ranks.link import Host
 from shardmark.ranks.machine import keep_compiled_code_apart
+from shardmark.ranks.rank_state import Messages, RankState, seed_rank
 
 
 class WorldError(ValueError):
@@ -90,14 +90,14 @@ class Answer:
 
     value: Any = None
     failure: tuple[str, bytes | None] | None = None
-    left: list[str] = field(default_factory=list)
-    """What the call changed on the rank and did not put back, by name; the rank has put it back."""
+    changed: list[str] = field(default_factory=list)
+    """Settings that the call changed and the rank has restored."""
     broken: str | None = None
-    """What cannot be put back."""
+    """What the call changed and the rank cannot restore: it has to be replaced."""
     collectives: int = 0
-    """How many the world's process group has begun."""
+    """Collectives that the world's process group has begun."""
     sent: dict[int, int] = field(default_factory=dict)
-    """How many messages the call has sent to each rank by `send` or `isend`."""
+    """Messages that the call sent by `send` or `isend`, by the rank they go to."""
     received: dict[int, int] = field(default_factory=dict)
 
 
@@ -160,14 +160,14 @@ def _pickled_exception(error: BaseException) -> bytes | None:
 
 
 def _left_behind(before: RankState) -> dict[str, Any]:
-    left = before.restore()
-    broken = before.is_broken() or _unrest_on_gpu()
+    changed = before.restore()
+    broken = before.broken() or _unrest_on_gpu()
     joined = dist.is_initialized() and broken is None
     sent, received = Messages.since_last()
     collectives = dist.group.WORLD._get_sequence_number_for_group() if joined else 0  # type: ignore[union-attr]
     if joined and dist.get_backend() == "gloo":
         collectives -= Messages.total  # which Gloo numbers too
-    return {"left": left, "broken": broken, "collectives": collectives, "sent": sent, "received": received}
+    return {"changed": changed, "broken": broken, "collectives": collectives, "sent": sent, "received": received}
 
 
 def _unrest_on_gpu() -> str | None:

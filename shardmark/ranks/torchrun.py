@@ -28,8 +28,9 @@ import torch.distributed as dist
 
 from shardmark.ranks.authentication import Seal, forget_key, launch_key
 from shardmark.ranks.deadline import within
-from shardmark.ranks.failures import Left, RankError, failures_of, rank_error
+from shardmark.ranks.failures import RankError, failures_of, rank_error
 from shardmark.ranks.heartbeat import CLOSED, LOST, Heartbeat, end_without_store
+from shardmark.ranks.left_behind import Left
 from shardmark.ranks.rank import (
     Answer,
     WorldError,
@@ -147,7 +148,7 @@ class TorchrunWorld:
             raise WorldError(self.lost_by)
         try:
             answers = self._ask(function, args, self.deadline if deadline is None else deadline)
-            left = Left(function, answers, self._in_step(answers))
+            left = Left(function, answers, self._in_step(answers), "torchrun's ranks cannot be replaced")
         finally:
             name = getattr(function, "__qualname__", repr(function))
             self.lost_by = f"{name} has ended torchrun's ranks, which cannot be replaced from here"

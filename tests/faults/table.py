@@ -33,7 +33,7 @@ class Fault:
         if self.outcome == FAILS:
             return rf"rank {self.ranks} of {size} {self.says}"
         ranks = ", ".join(map(str, range(size))) if self.ranks != "1" else "1"
-        return rf"{self.function.__name__} left on rank {ranks} {self.says}"
+        return rf"{self.function.__name__} left on rank {ranks}: {self.says}"
 
 
 FAULTS: dict[str, Fault] = {}
@@ -47,9 +47,9 @@ def hangs(says: str, ranks: str = "1") -> Callable[[Function], Function]:
     return _fault(FAILS, rf"had not answered after \d+\.\d s; {says}", ranks, HUNG)
 
 
-def warns(says: str, ranks: str = "all", again: bool = True) -> Callable[[Function], Function]:
+def warns(says: str, ranks: str = "all", restored: bool = True) -> Callable[[Function], Function]:
     return _fault(
-        WARNS, f"{says}, which is as before again" if again else f"{says}; the next call gets new ranks", ranks, 60.0
+        WARNS, f"{says} changed; restored" if restored else f"{says}; the next call gets new ranks", ranks, 60.0
     )
 
 

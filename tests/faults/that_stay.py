@@ -98,23 +98,23 @@ def leaves_a_hook() -> None:
     torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: 0)
 
 
-@warns("a timer", ranks="1")
+@warns("a timer changed", ranks="1", restored=False)
 def leaves_an_alarm() -> None:
     if on_rank_1():
         signal.setitimer(signal.ITIMER_REAL, 0.2)
 
 
-@warns("a limit of its resources")
+@warns("a resource limit changed", restored=False)
 def leaves_a_limit_of_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (5, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
-@warns(r"the mode of new files \(umask\)")
+@warns(r"the mode of new files \(umask\) changed", restored=False)
 def leaves_another_umask() -> None:
     os.umask(0o777)
 
 
-@warns("its scheduling policy")
+@warns("its scheduling policy changed", restored=False)
 def leaves_another_scheduling_policy() -> None:
     other = os.SCHED_OTHER if os.sched_getscheduler(0) == os.SCHED_BATCH else os.SCHED_BATCH
     os.sched_setscheduler(0, other, os.sched_param(0))
@@ -136,25 +136,25 @@ def leaves_no_output() -> None:
         sys.stdout = None  # type: ignore[assignment]
 
 
-@warns("sys.stdin, stdout or stderr closed", ranks="1", again=False)
+@warns("sys.stdin, stdout or stderr closed", ranks="1", restored=False)
 def leaves_its_output_closed() -> None:
     if on_rank_1():
         sys.stdout.close()
 
 
-@warns("other files as its standard input, output or error", ranks="1", again=False)
+@warns("the file behind its standard input, output or error changed", ranks="1", restored=False)
 def leaves_its_descriptors_closed() -> None:
     if on_rank_1():
         os.closerange(0, 3)
 
 
-@warns("a thread still running", ranks="1", again=False)
+@warns("a thread still running", ranks="1", restored=False)
 def leaves_a_thread() -> None:
     if on_rank_1():
         threading.Thread(target=time.sleep, args=(1000,)).start()
 
 
-@warns("a thread still running", ranks="1", again=False)
+@warns("a thread still running", ranks="1", restored=False)
 def leaves_a_thread_that_will_end_it() -> None:
     if on_rank_1():
         threading.Timer(1.0, os._exit, (7,)).start()
@@ -165,7 +165,7 @@ class Zeros(TorchFunctionMode):
         return torch.zeros(2)
 
 
-@warns("Zeros entered", again=False)
+@warns("Zeros entered", restored=False)
 def leaves_a_mode() -> None:
     Zeros().__enter__()
 
@@ -175,23 +175,23 @@ class Refusing(TorchDispatchMode):
         raise ValueError("no operator runs in here")
 
 
-@warns("Refusing entered", again=False)
+@warns("Refusing entered", restored=False)
 def leaves_a_dispatch_mode() -> None:
     Refusing().__enter__()
 
 
-@warns("another process group, or none, in place of the world's", again=False)
+@warns("another process group, or none, in place of the world's", restored=False)
 def leaves_no_group() -> None:
     dist.destroy_process_group()
 
 
-@warns("collectives that not every rank began", again=False)
+@warns("collectives that not every rank began", restored=False)
 def leaves_half_a_collective() -> None:
     if on_rank_1():
         dist.all_reduce(torch.ones(3), async_op=True)
 
 
-@warns("messages to rank 0: 1 sent, 0 received", again=False)
+@warns("messages to rank 0: 1 sent, 0 received", restored=False)
 def leaves_a_message() -> None:
     if on_rank_1():
         dist.isend(torch.ones(3), 0)

@@ -1,10 +1,11 @@
-"""What a call leaves on its ranks: put back, or the ranks replaced, and a warning in the test that left it."""
+"""What a call changes on its ranks is restored, or the ranks are replaced; its test is warned."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -22,7 +23,8 @@ import torch.distributed as dist
 
 from correctness.support.waiting import wait_until
 from shardmark.ranks.channel import send
-from shardmark.ranks.failures import LeftBehind, RankError
+from shardmark.ranks.failures import RankError
+from shardmark.ranks.left_behind import LeftBehind
 from shardmark.ranks.rank import Answer
 from shardmark.ranks.world import GRACE, World
 from tests.support.processes import is_running
@@ -100,11 +102,11 @@ def state() -> list[Any]:
 
 
 @pytest.mark.parametrize("leak", LEAKS, ids=lambda leak: leak.__name__)
-def test_what_a_call_changes_is_put_back_and_the_test_that_did_it_is_warned(
+def test_what_a_call_changes_in_python_is_restored_and_its_test_is_warned(
     leak: Callable[[], None], pair: World
 ) -> None:
     before, pids = pair.run(state), pair.pids
-    with pytest.warns(LeftBehind, match=rf"{leak.__name__} left on rank 0, 1 {LEAKS[leak]}, which is as before again"):
+    with pytest.warns(LeftBehind, match=rf"{leak.__name__} left on rank 0, 1: {LEAKS[leak]} changed; restored"):
         pair.run(leak)
     assert pair.run(state) == before and pair.pids == pids
 
@@ -125,10 +127,76 @@ def begin_on_rank_1() -> None:
         pytest.param(begin_on_rank_1, "collectives that not every rank began", marks=pytest.mark.sweep),
     ],
 )
-def test_what_cannot_be_put_back_ends_the_world(leak: Callable[[], None], what: str, pair: World) -> None:
+def test_what_is_not_restored_ends_the_world(leak: Callable[[], None], what: str, pair: World) -> None:
     if leak is begin_on_rank_1 and pair.device != "cpu":
         pytest.skip("on NCCL a collective that no other rank begins does not end, and its call hangs")
-    with pytest.warns(LeftBehind, match=f"{leak.__name__} left on rank 0, 1 {what}"):
+    with pytest.warns(LeftBehind, match=f"{leak.__name__} left on rank 0, 1: {what}"):
+        pair.run(leak)
+    assert not pair.alive
+
+
+def umask() -> None:
+    os.umask(0o777)
+
+
+def limit() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def cores() -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)} if len(allowed) > 1 else set(range(os.cpu_count() or 1)))
+
+
+def policy() -> None:
+    other = os.SCHED_OTHER if os.sched_getscheduler(0) == os.SCHED_BATCH else os.SCHED_BATCH
+    os.sched_setscheduler(0, other, os.sched_param(0))
+
+
+def priority() -> None:
+    os.nice(1)
+
+
+def timer() -> None:
+    signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
+
+
+def handler() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def mask() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open("/proc/self/status", os.O_RDONLY), 0)
+
+
+SYSTEM = {
+    umask: r"the mode of new files \(umask\)",
+    limit: "a resource limit",
+    cores: "the cores it may run on",
+    policy: "its scheduling policy",
+    priority: "its priority",
+    timer: "a timer",
+    handler: "a signal handler",
+    mask: "the mask of blocked signals",
+    output: "the file behind its standard input, output or error",
+}
+
+
+@pytest.mark.parametrize("leak", SYSTEM, ids=lambda leak: leak.__name__)
+def test_ranks_that_change_what_only_the_operating_system_holds_are_replaced(
+    leak: Callable[[], None], pair: World
+) -> None:
+    if leak is cores and os.cpu_count() == 1:
+        pytest.skip("a single core cannot be given up")
+    with pytest.warns(
+        LeftBehind, match=f"{leak.__name__} left on rank 0, 1: {SYSTEM[leak]} changed; the next call gets"
+    ):
         pair.run(leak)
     assert not pair.alive
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from correctness.support.paths import ROOT
-from shardmark.ranks.process_settings import SETTINGS
 from shardmark.ranks.rank import _bind_to_cores
 from shardmark.rows.row import chosen_policy
 
@@ -83,15 +82,6 @@ def test_ordinary_ones_are_no_choice(policy: str, in_thread: Callable[..., Any])
 def test_one_that_children_do_not_have_is_none(in_thread: Callable[..., Any]) -> None:
     in_thread(allow, os.SCHED_RR | os.SCHED_RESET_ON_FORK, 1)
     assert in_thread(chosen_policy) == ""
-
-
-def test_one_that_a_call_changes_is_put_back(in_thread: Callable[..., Any]) -> None:
-    read, write = SETTINGS["its scheduling policy"]
-    in_thread(allow, os.SCHED_RR, 2)
-    before = in_thread(read)
-    in_thread(allow, os.SCHED_BATCH)
-    in_thread(write, before)
-    assert in_thread(read) == before == (os.SCHED_RR, 2)
 
 
 def test_beside_other_workers_they_run_wherever_there_is_room() -> None:

@@ -29,7 +29,7 @@ from shardmark.predict.simulation.group import gloo, nccl, nccl_recording_stream
 from shardmark.predict.simulation.no_kernels import no_kernels
 from shardmark.predict.simulation.rates import GPU
 from shardmark.predict.simulation.schedule import Schedule, Step
-from shardmark.ranks.left_behind import seed_rank
+from shardmark.ranks.rank_state import seed_rank
 
 
 @dataclass
