@@ -15,8 +15,8 @@ Failure = tuple[str, bytes | None]
 class RankError(RuntimeError):
     """A call failed on some rank. The message has that rank's traceback, or every rank's stack if one died or hung.
 
-    `rank` is the rank that failed first, `exception` what it raised (None if it died or hung, or if the exception cannot
-    be pickled). `hung` is True where no rank failed and some had not answered by the deadline.
+    `rank` is the rank that failed first, `exception` what it raised: None if it died or hung, or if the exception
+    cannot be pickled. `hung` is True where no rank failed and some had not answered by the deadline.
     """
 
     def __init__(self, message: str, rank: int, exception: BaseException | None = None, hung: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Settings of a process that a test may change: those in Python are restored, those in the operating system compared."""
+"""A process's settings that a test may change: Python's are restored, the operating system's compared."""
 
 from __future__ import annotations
 

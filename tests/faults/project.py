@@ -58,7 +58,8 @@ import pytest
 import torch
 
 from tests.faults.rank_faults import FAULTS, state
-from shardmark.api.grid import Grid, Work
+from shardmark.api.grid import Grid
+from shardmark.api.work import Work
 from shardmark.meter.plan import Rounds
 
 SIZE = {size}

@@ -226,7 +226,7 @@ def sleeps() -> None:
     meet()
 
 
-@hangs(r"it was in barrier, called in meet \(fault_table\.py:\d+\)$", ranks="0")
+@hangs(r"it was in barrier, called in meet \(table\.py:\d+\)$", ranks="0")
 def skips_a_collective() -> None:
     if not on_rank_1():
         meet()
