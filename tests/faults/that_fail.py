@@ -219,7 +219,7 @@ def ends_with_a_daemon_left() -> None:
 # It hangs.
 
 
-@hangs(r"it was in sleeps \(faults_that_fail\.py:\d+\)$")
+@hangs(r"it was in sleeps \(that_fail\.py:\d+\)$")
 def sleeps() -> None:
     if on_rank_1():
         time.sleep(1000)
@@ -246,7 +246,7 @@ def is_stopped() -> None:
     meet()
 
 
-@hangs(r"it was in blocks_its_signals \(faults_that_fail\.py:\d+\)$")
+@hangs(r"it was in blocks_its_signals \(that_fail\.py:\d+\)$")
 def blocks_its_signals() -> None:
     if on_rank_1():
         signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.valid_signals()))
