@@ -1,23 +1,26 @@
-"""What is done with an optimizer, as data: played on each rank, and by the unsharded optimizer, with the same outcome.
+"""Events of a training with a sharded optimizer, and how Hypothesis draws histories of them.
 
-script = Script(groups=[Group([(5, 3), (7,)])], actions=[Step(), Change(0, {"lr": 0.3}), Step(without=(1,))])
-expected = play(unsharded, script, device)
-found = world.run(play_on_rank, implementation, script, device)
-assert_played(found, expected)
+history = History([Group([(5, 3), (7,)])], [Step(), Change(0, {"lr": 0.3}), Step(without=(1,)), Save()])
+check(implementation, world, history, device)  # every rank beside the unsharded optimizer, after each event
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+from torch import Tensor
 
-from shardmark.api import Implementation
+from correctness.engine.histories import events_of
+from correctness.sharded_optimizer.unusual_optimizers import OPTIMIZERS, Wide
+
+if TYPE_CHECKING:
+    from correctness.sharded_optimizer.player import Training
 
 Shape = tuple[int, ...]
 Options = dict[str, Any]
@@ -25,7 +28,7 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True)
 class Group:
-    """A param group: the shapes of its parameters, its own options, and the places of those that are frozen."""
+    """A param group: the shapes of its parameters, its own options, and the indices of those that are frozen."""
 
     shapes: Sequence[Shape]
     options: Options = field(default_factory=dict)
@@ -33,258 +36,217 @@ class Group:
     transposed: bool = False
     """Parameters of two dimensions and more are not contiguous."""
 
+    def __str__(self) -> str:
+        said = [f"parameters {', '.join(map(str, self.shapes))}", listed(self.options)]
+        said += [f"frozen {list(self.frozen)}"] if self.frozen else []
+        return f"({' with '.join(filter(None, said))}{', transposed' * self.transposed})"
+
 
 @dataclass(frozen=True)
 class Step:
-    """Gradients for all parameters but those `without` one, by their index, and a step; or in the step's `closure`."""
+    """A step. With `closure`, gradients are computed in it; those from before are of the step before."""
 
     without: tuple[int, ...] = ()
+    """Indices of parameters that get no gradient."""
     closure: bool = False
     freezes: tuple[int, ...] = ()
-    """Frozen once they have their gradients, by which the step updates them nevertheless."""
+    """Indices of parameters that are frozen once they have their gradients: the step updates them nevertheless."""
     transposed: bool = False
     """Gradients of two dimensions and more are not contiguous."""
+
+    def __str__(self) -> str:
+        said = "step(closure)" if self.closure else "step()"
+        said += f", no gradients for parameters {list(self.without)}" * bool(self.without)
+        said += f", parameters {list(self.freezes)} frozen after backward" * bool(self.freezes)
+        return said + ", gradients transposed" * self.transposed
+
+    def happens(self, training: Training) -> None:
+        calls = 0
+
+        def closure() -> float:
+            nonlocal calls
+            calls += 1
+            training.set_gradients(self)
+            return 0.5 + calls
+
+        if not self.closure:
+            training.set_gradients(self)
+            training.optimizer.step()
+        else:
+            loss = training.optimizer.step(closure)
+            if (loss, calls) != (1.5, 1):
+                raise AssertionError(
+                    f"step(closure) must call the closure once and return its loss\n"
+                    f"found {loss} after {calls} calls, expected 1.5 after 1"
+                )
+        training.updated |= {i for i, p in enumerate(training.parameters) if p.grad is not None}
 
 
 @dataclass(frozen=True)
 class Freeze:
-    """`requires_grad` of a parameter, by its index, counted round, becomes its opposite."""
+    """Flip `requires_grad` of a parameter, whose index is taken modulo their number. None: thaw all."""
 
     parameter: int | None
-    """Without one, all are trained again."""
+
+    def __str__(self) -> str:
+        return "thaw all" if self.parameter is None else f"freeze or thaw parameter {self.parameter}, counted round"
+
+    def happens(self, training: Training) -> None:
+        if self.parameter is None:
+            for p in training.parameters:
+                p.requires_grad_()
+            return
+        p = training.parameters[self.parameter % len(training.parameters)]
+        p.requires_grad_(not p.requires_grad)
 
 
 @dataclass(frozen=True)
 class Change:
-    """Options of a group that are changed in `param_groups`; the groups are counted round."""
+    """Set options in `param_groups`; the group's index is taken modulo their number."""
 
     group: int
     options: Options
 
+    def __str__(self) -> str:
+        return f"set {listed(self.options) or 'nothing'} in group {self.group}, counted round"
+
+    def happens(self, training: Training) -> None:
+        groups = training.optimizer.param_groups
+        groups[self.group % len(groups)].update(self.options)
+
 
 @dataclass(frozen=True)
 class Add:
-    """To `add_param_group`."""
-
     group: Group
+
+    def __str__(self) -> str:
+        return f"add_param_group {self.group}"
+
+    def happens(self, training: Training) -> None:
+        training.optimizer.add_param_group(training.new(self.group))
 
 
 @dataclass(frozen=True)
 class Save:
-    """`state_dict`, which changes nothing."""
+    """Take `state_dict()`, which changes nothing and is compared with the unsharded optimizer's."""
+
+    def __str__(self) -> str:
+        return "state_dict()"
+
+    def happens(self, training: Training) -> None:
+        training.state = training.saved = deepcopy(training.optimizer.state_dict())
 
 
 @dataclass(frozen=True)
 class Restore:
-    """The state of the last `Save`, loaded again, if the groups are still those."""
+    """Load the state of the last `Save`, unless groups were added since."""
+
+    def __str__(self) -> str:
+        return "load_state_dict() of the last state_dict()"
+
+    def happens(self, training: Training) -> None:
+        saved, optimizer = training.saved, training.optimizer
+        if saved and len(saved["param_groups"]) == len(optimizer.param_groups):
+            optimizer.load_state_dict(deepcopy(saved))
+            _assert_loaded(saved, optimizer.state_dict())
 
 
 @dataclass(frozen=True)
 class Reload:
-    """`state_dict`, loaded into a new optimizer of other options."""
+    """Load `state_dict()` into a new optimizer that was made with other options."""
+
+    def __str__(self) -> str:
+        return "state_dict() loaded into a new optimizer"
+
+    def happens(self, training: Training) -> None:
+        state = deepcopy(training.optimizer.state_dict())
+        training.optimizer = training.anew()
+        training.optimizer.load_state_dict(deepcopy(state))
+        _assert_loaded(state, training.optimizer.state_dict())
 
 
 @dataclass(frozen=True)
-class Script:
+class History:
     groups: Sequence[Group]
-    actions: Sequence[Any]
+    events: Sequence[Any]
     optimizer: type[torch.optim.Optimizer] = torch.optim.Adam
     defaults: Options = field(default_factory=lambda: {"lr": 0.1})
     dtypes: Sequence[torch.dtype] = (torch.float64,)
     """Of the parameters, in turn."""
     seed: int = 0
+    in_groups: bool = False
+    """Even and odd ranks train side by side, in process groups of their own, with parameters of their own."""
+
+    def __str__(self) -> str:
+        where = ", by even and odd ranks in process groups of their own" if self.in_groups else ""
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        groups = ", ".join(map(str, self.groups))
+        return f"{self.optimizer.__name__} with {listed(self.defaults)} of groups {groups} in {dtypes}{where}"
 
 
-@dataclass
-class Played:
-    """Copies of the parameters right before and after each step, on the CPU; and `state_dict` in the end."""
-
-    parameters: list[list[Tensor]] = field(default_factory=list)
-    before: list[list[Tensor]] = field(default_factory=list)
-    events: list[str] = field(default_factory=list)
-    """What happened from the step before to the end of each step."""
-    group_of: list[int] = field(default_factory=list)
-    """Of each parameter."""
-    updated: set[int] = field(default_factory=set)
-    """The parameters that had a gradient in any step."""
-    wrong: list[str] = field(default_factory=list)
-    """What was seen to be wrong while it was played."""
-    state: dict[str, Any] = field(default_factory=dict)
-
-
-Make = Callable[..., torch.optim.Optimizer]
-
-
-def unsharded(params: Any, optimizer_cls: type[torch.optim.Optimizer], **defaults: Any) -> torch.optim.Optimizer:
-    return optimizer_cls(params, **defaults)
-
-
-def play(make: Make, script: Script, device: str) -> Played:
-    played = Played()
-    for _ in playing(make, script, device, played):
-        pass
-    return played
-
-
-def play_on_rank(implementation: Implementation, script: Script, device: str) -> Played:
-    return play(implementation.adapted, script, device)
-
-
-def playing(make: Make, script: Script, device: str, played: Played, start: Any = None) -> Iterator[None]:
-    """Fill `played`, and stop after each action; with `start`, the parameters and the state that `played_from` has."""
-    draw = torch.Generator().manual_seed(script.seed)
-
-    def new(group: Group) -> dict[str, Any]:
-        params = []
-        for i, shape in enumerate(group.shapes):
-            dtype = script.dtypes[(len(everything) + i) % len(script.dtypes)]
-            values = torch.randn(shape, generator=draw, dtype=torch.float64).to(device, dtype)
-            values = _transposed(values) if group.transposed else values
-            params.append(nn.Parameter(values, requires_grad=i not in group.frozen))
-        played.group_of.extend([max(played.group_of, default=-1) + 1] * len(params))
-        everything.extend(params)
-        return {"params": params, **group.options}
-
-    everything: list[nn.Parameter] = []
-    groups = [new(group) for group in script.groups]
-    optimizer = make(groups, script.optimizer, **script.defaults)
-    if start is not None:
-        _begin_from(start, optimizer, everything)
-    events: list[str] = []
-    saved: dict[str, Any] = {}
-    for action in script.actions:
-        match action:
-            case Step():
-                played.before.append(_copies(everything))
-                _step(optimizer, action, everything, draw, played)
-                played.parameters.append(_copies(everything))
-                without = [i for i, p in enumerate(everything) if p.grad is None]
-                events.append("step with a closure" * action.closure or "step")
-                if action.freezes:
-                    events[-1] += f" once parameters {list(action.freezes)} had their gradients and were frozen"
-                played.events.append(", ".join(events) + f", without gradients of {without}" * bool(without))
-                played.updated |= set(range(len(everything))) - set(without)
-                events.clear()
-            case Change():
-                i = action.group % len(optimizer.param_groups)
-                optimizer.param_groups[i].update(action.options)
-                events.append(f"group {i}'s {_listed(action.options) or 'options'} set")
-            case Add():
-                optimizer.add_param_group(new(action.group))
-                own = _listed(action.group.options)
-                events.append(f"group {played.group_of[-1]} added with {own or 'the defaults'}")
-            case Freeze(None):
-                for p in everything:
-                    p.requires_grad_()
-                events.append("all parameters thawed")
-            case Freeze():
-                i = action.parameter % len(everything)
-                everything[i].requires_grad_(not everything[i].requires_grad)
-                events.append(f"parameter {i} {'thawed' if everything[i].requires_grad else 'frozen'}")
-            case Save():
-                saved = deepcopy(optimizer.state_dict())
-                events.append("state saved")
-            case Restore():
-                if saved and len(saved["param_groups"]) == len(optimizer.param_groups):
-                    optimizer.load_state_dict(deepcopy(saved))
-                    played.wrong += _changed(saved, optimizer.state_dict())
-                    events.append("an earlier state loaded")
-            case _:
-                state = deepcopy(optimizer.state_dict())
-                bare = [{"params": list(group["params"])} for group in optimizer.param_groups]
-                optimizer = make(bare, script.optimizer, **script.defaults | {"lr": 7.0})
-                optimizer.load_state_dict(deepcopy(state))
-                played.wrong += _changed(state, optimizer.state_dict())
-                events.append("state loaded into a new optimizer")
-        yield
-    played.state = deepcopy(optimizer.state_dict())
-
-
-def _step(
-    optimizer: torch.optim.Optimizer, step: Step, params: list[nn.Parameter], draw: torch.Generator, played: Played
-) -> None:
-    """With a closure, the gradients before it are those of the step before."""
-    calls = 0
-
-    def closure() -> float:
-        nonlocal calls
-        calls += 1
-        _set_gradients(params, step, draw)
-        return 0.5 + calls
-
-    if step.closure:
-        loss = optimizer.step(closure)
-        if (loss, calls) != (1.5, 1):
-            played.wrong.append(f"step(closure) called the closure {calls} times, and returned {loss}, expected 1.5")
-    else:
-        _set_gradients(params, step, draw)
-        optimizer.step()
-
-
-def _copies(params: list[nn.Parameter]) -> list[Tensor]:
-    return [p.detach().cpu().clone() for p in params]
-
-
-def _listed(options: Options) -> str:
+def listed(options: Options) -> str:
     return " and ".join(f"{name}={value}" for name, value in options.items())
 
 
-def _changed(saved: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The first tensor of the state that loading changed, in its value or its dtype."""
+def _assert_loaded(saved: Options, after: Options) -> None:
+    """Loading keeps each tensor of the state to the bit, and in its dtype."""
     for i, values in saved["state"].items():
         for name, value in values.items():
-            if isinstance(value, Tensor):
-                loaded = after["state"].get(i, {}).get(name)
-                found = "nothing" if loaded is None else f"{loaded.dtype}"
-                if found == str(value.dtype) and not torch.equal(loaded, value):
-                    found += f", off by {(loaded.double() - value.double()).abs().max().item():.3g}"
-                elif found == str(value.dtype):
+            if not isinstance(value, Tensor):
+                continue
+            loaded = after["state"].get(i, {}).get(name)
+            found = "nothing" if loaded is None else f"{loaded.dtype}"
+            if loaded is not None and loaded.dtype == value.dtype:
+                if torch.equal(loaded, value):
                     continue
-                return [f"loading changed {name!r} of parameter {i}: it was {value.dtype}, and now is {found}"]
-    return []
+                found += f", off by {(loaded.double() - value.double()).abs().max().item():.3g}"
+            raise AssertionError(f"loading changed {name!r} of parameter {i}\nfound {found}, expected {value.dtype}")
 
 
-def play_from(implementation: Implementation | None, script: Script, device: str, start: Played) -> Played:
-    """From the parameters and the state that were played to; the gradients are those that come next."""
-    played = Played()
-    for _ in playing(unsharded if implementation is None else implementation.adapted, script, device, played, start):
-        pass
-    return played
+SHAPES = ((5, 3), (7,), (), (1,), (2, 1, 3), (33,), (130,), (64, 9), (0, 4))
+
+DRAWN = {**OPTIMIZERS, "wide": (Wide, {"lr": 0.05})}
+OWN_OPTIONS: dict[type[torch.optim.Optimizer], dict[str, list[Any]]] = {
+    torch.optim.SGD: {"momentum": [0.5, 0.7], "maximize": [True]},
+    torch.optim.Adam: {"betas": [(0.5, 0.6)], "maximize": [True]},
+    torch.optim.AdamW: {"betas": [(0.5, 0.6)], "maximize": [True]},
+    torch.optim.Adagrad: {"eps": [0.1], "maximize": [True]},
+    Wide: {"momentum": [0.0, 0.5]},
+}
+"""Options beside the learning rate and weight decay."""
+
+ENDS = ([Step()], [Step(), Freeze(None), Step()], [Step(), Reload(), Step()])
 
 
-def _begin_from(start: Played, optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
-    with torch.no_grad():
-        for p, value in zip(params, start.parameters[-1], strict=True):
-            p.copy_(value)
-    optimizer.load_state_dict(deepcopy(start.state))
+def _one_in(n: int) -> SearchStrategy[bool]:
+    return st.integers(1, n).map(lambda number: number == n)
 
 
-def _set_gradients(params: list[nn.Parameter], step: Step, draw: torch.Generator) -> None:
-    for i, p in enumerate(params):
-        grad = torch.randn(p.shape, generator=draw, dtype=torch.float64).to(p)
-        grad = _transposed(grad) if step.transposed else grad.contiguous()
-        p.grad = grad if p.requires_grad and i not in step.without else None
-        if i in step.freezes:
-            p.requires_grad_(False)
+def _some(n: int, one_in: int) -> SearchStrategy[tuple[int, ...]]:
+    flags = st.lists(_one_in(one_in), min_size=n, max_size=n)
+    return flags.map(lambda drawn: tuple(i for i, flag in enumerate(drawn) if flag))
 
 
-def _transposed(x: Tensor) -> Tensor:
-    """The same values, in the opposite order of dimensions in memory."""
-    return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x
-
-
-def play_in_groups(implementation: Implementation, script: Script, device: str) -> Played:
-    """Even ranks and odd ranks side by side, each with parameters and gradients of their own."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    groups = [dist.new_group(list(range(first, size, 2))) for first in range(min(size, 2))]
-    own = Script(script.groups, script.actions, script.optimizer, script.defaults, script.dtypes, seed=rank % 2)
-
-    def make(params: Any, optimizer_cls: type[torch.optim.Optimizer], **defaults: Any) -> torch.optim.Optimizer:
-        return implementation.adapted(params, optimizer_cls, process_group=groups[rank % 2], **defaults)
-
-    played = play(make, own, device)
-    dist.barrier()  # a rank that leaves a group while others still connect to it breaks their connections
-    for group in groups:
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(group)
-    return played
+@st.composite
+def histories(draw: DrawFn, most: int = 9) -> History:
+    optimizer, defaults = draw(st.sampled_from(list(DRAWN.values())))
+    values = {"lr": [0.0, 0.01, 0.3], "weight_decay": [0.0, 0.2], **OWN_OPTIONS[optimizer]}
+    options = st.fixed_dictionaries({}, optional={name: st.sampled_from(each) for name, each in values.items()})
+    # torch's fused AdamW takes gradients laid out as their parameters; on CPU it misreads others.
+    transposed = st.just(False) if defaults.get("fused") else _one_in(5)
+    shapes = st.lists(st.sampled_from(SHAPES), min_size=1, max_size=4)
+    groups = st.builds(Group, shapes, st.just({}) | options, _some(4, 5), transposed)
+    steps = st.builds(Step, _some(6, 5), _one_in(3), st.just(()) | st.just(()) | _some(8, 3), transposed)
+    changes = st.builds(Change, st.integers(0, 2), options)
+    rare = [st.builds(Add, groups), st.just(Reload()), st.just(Save()), st.just(Restore())]
+    rare += [changes, changes, st.builds(Freeze, st.integers(0, 7))]
+    kinds = [*[steps] * 7, *rare]
+    wide, half = torch.float64, torch.bfloat16
+    dtypes = [[wide], [half], [half, wide]] if optimizer is Wide else [[wide], [wide, torch.float32]]
+    in_groups = draw(_one_in(3))
+    events = events_of(draw, most, lambda: draw(draw(st.sampled_from(kinds))))
+    events += [*draw(st.sampled_from(ENDS)), *[Reload(), Step()] * in_groups, Save()]
+    first = draw(st.lists(groups, min_size=1, max_size=3))
+    return History(
+        first, events, optimizer, defaults, draw(st.sampled_from(dtypes)), draw(st.integers(0, 999)), in_groups
+    )

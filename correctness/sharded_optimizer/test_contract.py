@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,19 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from correctness.engine.examples import BESIDE_LAUNCHES
-from correctness.sharded_optimizer.events import (
-    Add,
-    Change,
-    Group,
-    Played,
-    Script,
-    Step,
-    play,
-    play_on_rank,
-    playing,
-    unsharded,
-)
-from correctness.sharded_optimizer.outcomes import assert_played, assert_value
+from correctness.engine.histories import play
+from correctness.sharded_optimizer.events import Add, Change, Group, History, Step
+from correctness.sharded_optimizer.player import Beside, assert_value, check, unsharded
 from correctness.sharded_optimizer.sharding import parameters, raised, set_gradients
 from correctness.sharded_optimizer.unusual_optimizers import OPTIMIZERS
 from correctness.support.communication import delayed
@@ -34,43 +26,38 @@ pytestmark = pytest.mark.family("sharded_optimizer")
 SHAPES = ((5, 3), (7,), (), (2, 1, 3), (11,), (1,), (4, 4))
 
 
-def check(implementation: Implementation, world: World, script: Script, device: str) -> None:
-    """Played on the ranks, the script leaves what it leaves without sharding."""
-    found = world.run(play_on_rank, implementation, script, device)
-    assert_played(found, play(unsharded, script, device))
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_step_is_the_optimizers_own_on_every_rank(
     implementation: Implementation, world: World, optimizer: str, device: str
 ) -> None:
     cls, defaults = OPTIMIZERS[optimizer]
-    check(implementation, world, Script([Group(SHAPES)], [Step()] * 3, cls, defaults), device)
+    check(implementation, world, History([Group(SHAPES)], [Step()] * 3, cls, defaults), device)
 
 
 def test_fewer_elements_than_ranks(implementation: Implementation, world: World, device: str) -> None:
-    check(implementation, world, Script([Group([(1,)])], [Step()] * 2), device)
+    check(implementation, world, History([Group([(1,)])], [Step()] * 2), device)
 
 
-def play_or_refuse(implementation: Implementation, script: Script, device: str) -> Played | str:
-    """What was played, or the ValueError that refused it."""
+def refusal(implementation: Implementation, history: History, device: str) -> str:
+    """The ValueError that the sharded optimizer raises, if it does."""
     try:
-        return play_on_rank(implementation, script, device)
+        play(Beside(implementation, history, device), history)
     except ValueError as error:
         return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("optimizer", ["Adafactor", "Muon"])
 def test_an_optimizer_that_needs_whole_parameters_is_right_or_refused(
     implementation: Implementation, world: World, optimizer: str, device: str
 ) -> None:
-    script = Script([Group([(8, 6), (12, 4), (5, 5)])], [Step()] * 2, getattr(torch.optim, optimizer), {"lr": 0.1})
-    found = world.run(play_or_refuse, implementation, script, device)
-    if not all(isinstance(each, str) for each in found):
-        refused = [rank for rank, each in enumerate(found) if isinstance(each, str)]
+    history = History([Group([(8, 6), (12, 4), (5, 5)])], [Step()] * 2, getattr(torch.optim, optimizer), {"lr": 0.1})
+    found = world.run(refusal, implementation, history, device)
+    if not all(found):
+        refused = [rank for rank, each in enumerate(found) if each]
         assert not refused, f"{optimizer} is refused on ranks {refused} alone: {found[refused[0]]}"
         try:
-            assert_played(found, play(unsharded, script, device), rtol=1e-5)
+            check(implementation, world, history, device, partial(Beside, rtol=1e-5))
         except AssertionError as error:
             raise AssertionError(f"{optimizer} is neither refused with a ValueError nor right: {error}") from None
 
@@ -78,7 +65,7 @@ def test_an_optimizer_that_needs_whole_parameters_is_right_or_refused(
 def test_large_parameters(implementation: Implementation, world: World, device: str) -> None:
     """Above 100,000 elements and 1 MB, with small ones between them."""
     shapes = [(3,), (701, 401), (5,), (100_003,), (2, 2)]
-    check(implementation, world, Script([Group(shapes)], [Step()], dtypes=[torch.float32]), device)
+    check(implementation, world, History([Group(shapes)], [Step()], dtypes=[torch.float32]), device)
 
 
 @pytest.mark.examples(1, 4, 12)
@@ -86,12 +73,12 @@ def test_no_parameter_is_left_of_any_number(
     implementation: Implementation, world: World, examples: int, device: str
 ) -> None:
     for count in BESIDE_LAUNCHES[:examples]:
-        check(implementation, world, Script([Group([(1,)] * count)], [Step()]), device)
+        check(implementation, world, History([Group([(1,)] * count)], [Step()]), device)
 
 
 def test_parameters_of_several_dtypes(implementation: Implementation, world: World, device: str) -> None:
     dtypes = [torch.float64, torch.float32]
-    check(implementation, world, Script([Group(SHAPES)], [Step()] * 2, dtypes=dtypes), device)
+    check(implementation, world, History([Group(SHAPES)], [Step()] * 2, dtypes=dtypes), device)
 
 
 def test_each_group_has_its_own_options(implementation: Implementation, world: World, device: str) -> None:
@@ -100,25 +87,25 @@ def test_each_group_has_its_own_options(implementation: Implementation, world: W
         Group([(7,), (2, 2), ()], {"lr": 0.3, "betas": (0.5, 0.6)}),
         Group([(4,)], {"weight_decay": 0.5, "maximize": True}),
     ]
-    check(implementation, world, Script(groups, [Step()] * 3), device)
+    check(implementation, world, History(groups, [Step()] * 3), device)
 
 
 def test_options_changed_between_steps_hold(implementation: Implementation, world: World, device: str) -> None:
     """As a scheduler changes them, or the user."""
-    actions = [Step(), Change(0, {"lr": 0.5}), Step(), Change(1, {"weight_decay": 0.3, "betas": (0.5, 0.9)}), Step()]
-    check(implementation, world, Script([Group([(5, 3), (3,)]), Group([(7,), ()])], actions), device)
+    events = [Step(), Change(0, {"lr": 0.5}), Step(), Change(1, {"weight_decay": 0.3, "betas": (0.5, 0.9)}), Step()]
+    check(implementation, world, History([Group([(5, 3), (3,)]), Group([(7,), ()])], events), device)
 
 
 def test_an_added_group_keeps_its_own_options(implementation: Implementation, world: World, device: str) -> None:
-    actions = [Add(Group([(7,), (3, 3)], {"lr": 0.4, "weight_decay": 0.5})), Step(), Step()]
-    check(implementation, world, Script([Group([(5, 3), (3,)])], actions), device)
+    events = [Add(Group([(7,), (3, 3)], {"lr": 0.4, "weight_decay": 0.5})), Step(), Step()]
+    check(implementation, world, History([Group([(5, 3), (3,)])], events), device)
 
 
 def test_a_group_added_between_steps_leaves_the_others_state(
     implementation: Implementation, world: World, device: str
 ) -> None:
-    actions = [Step(), Step(), Add(Group([(7,), (3, 3), ()], {"lr": 0.4})), Step(), Add(Group([(2,)])), Step()]
-    check(implementation, world, Script([Group([(5, 3), (3,), (2, 2)])], actions), device)
+    events = [Step(), Step(), Add(Group([(7,), (3, 3), ()], {"lr": 0.4})), Step(), Add(Group([(2,)])), Step()]
+    check(implementation, world, History([Group([(5, 3), (3,), (2, 2)])], events), device)
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
@@ -126,8 +113,8 @@ def test_a_parameter_without_a_gradient_stays_and_so_does_its_state(
     implementation: Implementation, world: World, optimizer: str, device: str
 ) -> None:
     cls, defaults = OPTIMIZERS[optimizer]
-    actions = [Step(without=(1,)), Step(without=(0, 2, 3)), Step(), Step(without=tuple(range(5))), Step()]
-    check(implementation, world, Script([Group(SHAPES[:5])], actions, cls, defaults), device)
+    events = [Step(without=(1,)), Step(without=(0, 2, 3)), Step(), Step(without=tuple(range(5))), Step()]
+    check(implementation, world, History([Group(SHAPES[:5])], events, cls, defaults), device)
 
 
 def schedule(implementation: Implementation, device: str) -> tuple[list[float], Tensor]:
@@ -251,34 +238,41 @@ def test_zero_grad_clears_every_gradient(
         assert not left, f"after zero_grad there are gradients on rank {rank}, of {', '.join(left)}"
 
 
-def step_late(implementation: Implementation, script: Script, device: str, late: int) -> Played:
-    with delayed(before=0.02, on=late):
-        return play_on_rank(implementation, script, device)
+class Late(Beside):
+    """One rank is late in each of its collectives."""
+
+    def __init__(self, implementation: Implementation, history: History, device: str, late: int) -> None:
+        super().__init__(implementation, history, device)
+        self.late = late
+
+    def play(self, event: Step) -> None:
+        with delayed(before=0.02, on=self.late):
+            super().play(event)
 
 
 def test_parameters_are_updated_when_step_returns(implementation: Implementation, world: World, device: str) -> None:
-    """Though each rank in turn is late in each of its collectives."""
-    script = Script([Group([(5, 3), (7,), (4,)])], [Step()] * 2)
-    expected = play(unsharded, script, device)
+    history = History([Group([(5, 3), (7,), (4,)])], [Step()] * 2)
     for late in range(world.size):
-        assert_played(world.run(step_late, implementation, script, device, late), expected)
+        check(implementation, world, history, device, partial(Late, late=late))
 
 
-def interleave(implementation: Implementation, scripts: list[Script], device: str) -> list[Played]:
-    found = [Played() for _ in scripts]
-    running = [playing(implementation.adapted, script, device, p) for script, p in zip(scripts, found, strict=True)]
-    for _ in scripts[0].actions:
-        for each in running:
-            next(each)
-    return found
+class Two:
+    """Two trainings with parameters of the same shapes, in turn, as of a generator and a discriminator."""
+
+    def __init__(self, implementation: Implementation, history: History, device: str) -> None:
+        other = replace(history, defaults={"lr": 0.3}, seed=1)
+        self.both = [Beside(implementation, each, device) for each in (history, other)]
+
+    def play(self, event: Step) -> None:
+        for each in self.both:
+            each.play(event)
+
+    def problem(self) -> str:
+        return self.both[0].problem() or self.both[1].problem()
 
 
 def test_two_optimizers_side_by_side(implementation: Implementation, world: World, device: str) -> None:
-    """Of parameters of the same shapes, in turn, as people train a generator and a discriminator."""
-    scripts = [Script([Group(SHAPES)], [Step()] * 3, defaults={"lr": lr}, seed=i) for i, lr in enumerate((0.1, 0.3))]
-    ranks = world.run(interleave, implementation, scripts, device)
-    for i, script in enumerate(scripts):
-        assert_played([found[i] for found in ranks], play(unsharded, script, device))
+    check(implementation, world, History([Group(SHAPES)], [Step()] * 3), device, Two)
 
 
 def add_again(implementation: Implementation, device: str) -> str:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.sharded_optimizer.events import Group, Script, Step, play, play_in_groups, unsharded
-from correctness.sharded_optimizer.outcomes import assert_played, assert_value
+from correctness.sharded_optimizer.events import Group, History, Save, Step
+from correctness.sharded_optimizer.player import assert_value, check
 from correctness.sharded_optimizer.sharding import parameters
 from correctness.sharded_optimizer.unusual_optimizers import Heavy
 from shardmark.api import Implementation, Unsupported
@@ -28,11 +28,8 @@ SHAPES = ((5, 3), (7,), (), (2, 1, 3), (11,))
 
 def test_a_process_group_that_is_not_the_world(implementation: Implementation, world: World, device: str) -> None:
     """Even and odd ranks train side by side, on parameters and gradients of their own; the state too is the group's."""
-    script = Script([Group(SHAPES)], [Step(), Step(without=(0,))])
-    found = world.run(play_in_groups, implementation, script, device)
-    for first in range(min(world.size, 2)):
-        own = Script(script.groups, script.actions, seed=first)
-        assert_played(found[first::2], play(unsharded, own, device))
+    events = [Step(), Step(without=(0,)), Save()]
+    check(implementation, world, History([Group(SHAPES)], events, in_groups=True), device)
 
 
 def alone(implementation: Implementation, device: str) -> Tensor | None:

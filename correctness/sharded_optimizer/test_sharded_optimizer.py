@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.sharded_optimizer.outcomes import assert_value
+from correctness.sharded_optimizer.player import assert_value
 from correctness.support.communication import delayed
 from correctness.support.own_model import (
     LEARNING_RATE,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -10,20 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.sharded_optimizer.events import (
-    Change,
-    Group,
-    Reload,
-    Restore,
-    Save,
-    Script,
-    Step,
-    play,
-    play_from,
-    play_on_rank,
+from correctness.engine.histories import play
+from correctness.sharded_optimizer.events import Change, Group, History, Reload, Restore, Save, Step
+from correctness.sharded_optimizer.player import (
+    Beside,
+    Training,
+    assert_state,
+    assert_value,
+    check,
+    checkpoint_after,
     unsharded,
 )
-from correctness.sharded_optimizer.outcomes import assert_played, assert_state, assert_value
 from correctness.sharded_optimizer.sharding import parameters, raised, set_gradients
 from correctness.sharded_optimizer.unusual_optimizers import Counting, Wide
 from shardmark.api import Implementation
@@ -39,44 +38,31 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-def script(optimizer: str, *actions: Any, seed: int = 0) -> Script:
+def history(optimizer: str, *events: Any, seed: int = 0) -> History:
     cls, defaults = OPTIMIZERS[optimizer]
-    return Script(GROUPS, actions, cls, defaults, seed=seed)
+    return History(GROUPS, events, cls, defaults, seed=seed)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_state_is_the_optimizers_own(
+def test_the_state_is_the_optimizers_own_on_every_rank(
     implementation: Implementation, world: World, optimizer: str, device: str
 ) -> None:
-    saving = script(optimizer, Step(), Change(0, {"lr": 0.02}), Step(without=(1,)))
-    found = world.run(play_on_rank, implementation, saving, device)
-    assert_state(found[0].state, play(unsharded, saving, device).state, "on rank 0")
-
-
-def test_the_state_is_the_same_on_every_rank(implementation: Implementation, world: World, device: str) -> None:
-    first, *others = world.run(play_on_rank, implementation, script("adamw", Step(), Step()), device)
-    for rank, found in enumerate(others, 1):
-        assert_state(found.state, first.state, f"on rank {rank}, where rank 0's is expected")
+    check(implementation, world, history(optimizer, Step(), Change(0, {"lr": 0.02}), Step((1,)), Save()), device)
 
 
 def test_saving_changes_nothing(implementation: Implementation, world: World, device: str) -> None:
-    saving = script("adamw", Save(), Step(), Save(), Save(), Step(), Step())
-    assert_played(world.run(play_on_rank, implementation, saving, device), play(unsharded, saving, device))
+    check(implementation, world, history("adamw", Save(), Step(), Save(), Save(), Step(), Step()), device)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_loaded_state_trains_on_as_if_never_saved(
     implementation: Implementation, world: World, optimizer: str, device: str
 ) -> None:
-    saving = script(optimizer, Step(), Step(without=(3,)), Reload(), Step(), Step())
-    found = world.run(play_on_rank, implementation, saving, device)
-    assert_played(found, play(unsharded, saving, device))
-    assert_state(found[0].state, play(unsharded, saving, device).state, "after loading, on rank 0")
+    check(implementation, world, history(optimizer, Step(), Step((3,)), Reload(), Step(), Step(), Save()), device)
 
 
 def test_a_state_without_steps_loads(implementation: Implementation, world: World, device: str) -> None:
-    saving = script("adamw", Reload(), Step(), Step())
-    assert_played(world.run(play_on_rank, implementation, saving, device), play(unsharded, saving, device))
+    check(implementation, world, history("adamw", Reload(), Step(), Step()), device)
 
 
 def options_after_loading(implementation: Implementation, device: str) -> list[tuple[Any, ...]]:
@@ -101,29 +87,30 @@ def test_a_loaded_state_brings_its_options(implementation: Implementation, world
 
 
 def test_state_that_is_no_tensor_is_saved_and_loaded(implementation: Implementation, world: World, device: str) -> None:
-    counting = Script(GROUPS[:1], [Step(), Step(without=(0,)), Reload(), Step(), Step()], Counting)
-    assert_played(world.run(play_on_rank, implementation, counting, device), play(unsharded, counting, device))
+    counting = History(GROUPS[:1], [Step(), Step(without=(0,)), Reload(), Step(), Step()], Counting)
+    check(implementation, world, counting, device)
 
 
 def test_a_state_loads_on_another_number_of_ranks(
     implementation: Implementation, world: World, worlds: WorldsBySize, device: str
 ) -> None:
-    before, after = script("adamw", Step(), Step()), script("adamw", Step(), Step(without=(0, 4)), seed=1)
-    saved = world.run(play_on_rank, implementation, before, device)[0]
-    expected = play_from(None, after, device, play(unsharded, before, device))
+    before, after = history("adamw", Step(), Step(), Save()), history("adamw", Step(), Step((0, 4)), seed=1)
+    check(implementation, world, before, device)
+    saved = world.run(checkpoint_after, implementation, before, device)[0]
     for ranks in {1, 2, 3} - {world.size}:
-        assert_played(worlds(ranks).run(play_from, implementation, after, device, saved), expected)
+        check(implementation, worlds(ranks), after, device, partial(Beside, start=saved))
 
 
 def test_the_optimizer_itself_loads_the_state_and_the_other_way_round(
     implementation: Implementation, world: World, device: str
 ) -> None:
-    before, after = script("momentum", Step(), Step()), script("momentum", Step(), Step(), seed=1)
-    own = play(unsharded, before, device)
-    expected = play_from(None, after, device, own)
-    saved = world.run(play_on_rank, implementation, before, device)[0]
-    assert_played([play_from(None, after, device, saved)], expected)
-    assert_played(world.run(play_from, implementation, after, device, own), expected)
+    before, after = history("momentum", Step(), Step()), history("momentum", Step(), Step(), seed=1)
+    own = checkpoint_after(None, before, device)
+    saved = world.run(checkpoint_after, implementation, before, device)[0]
+    beside = Beside(None, after, device, start=own)
+    beside.found = Training(unsharded, after, device, saved)
+    assert (problem := play(beside, after)) is None, problem
+    check(implementation, world, after, device, partial(Beside, start=own))
 
 
 def divisions(parameters: int) -> list[list[int]]:
@@ -173,15 +160,17 @@ def test_a_state_is_loaded_as_the_optimizer_loads_it(
     implementation: Implementation, world: World, dtype: torch.dtype, device: str
 ) -> None:
     """Of an optimizer whose state is wider than its parameters, and that loads it so; each loading changes no bit."""
-    actions = [Step(), Step(without=(1,)), Reload(), Step(), Save(), Step(), Restore(), Reload(), Step()]
-    wide = Script(GROUPS[:1] * 2, actions, Wide, {"lr": 0.01}, [dtype])
-    found, expected = world.run(play_on_rank, implementation, wide, device), play(unsharded, wide, device)
-    assert_played(found, expected)
-    for rank, played in enumerate(found):
-        assert_state(played.state, expected.state, f"in the end, on rank {rank}")
-    after = Script(wide.groups, [Reload(), Step(), Step()], Wide, {"lr": 0.01}, [dtype], seed=1)
-    continued = world.run(play_from, implementation, after, device, expected)
-    assert_played(continued, play_from(None, after, device, expected))
+    events = [Step(), Step((1,)), Reload(), Step(), Save(), Step(), Restore(), Reload(), Step(), Save()]
+    wide = History(GROUPS[:1] * 2, events, Wide, {"lr": 0.01}, [dtype])
+    check(implementation, world, wide, device)
+    start = checkpoint_after(None, wide, device)
+    check(
+        implementation,
+        world,
+        replace(wide, events=[Reload(), Step(), Step()], seed=1),
+        device,
+        partial(Beside, start=start),
+    )
 
 
 def load_wider(make: Any, device: str) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class LoadsByRank(SimpleZero):
         super().load_state_dict(state_dict | {"state": own})
 
 
-@defect(cause="state", caught_by="test_the_state_is_the_same_on_every_rank")
+@defect(cause="state", caught_by="test_the_state_is_the_optimizers_own_on_every_rank")
 class StateOnRankZero(SimpleZero):
     def state_dict(self) -> dict[str, Any]:
         found = super().state_dict()
@@ -268,7 +268,7 @@ class DealsEachGroupFromRankZero(SimpleZero):
         return first[index] % self.ranks
 
 
-@defect(cause="subgroup", caught_by="test_any_script_ends")
+@defect(cause="subgroup", caught_by="test_any_history")
 class LoadsByRankOfTheWorld(SimpleZero):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = state_dict["state"]
@@ -285,7 +285,7 @@ class LoadsInTheParametersDtype(SimpleZero):
         self.inner.load_state_dict = partial(torch.optim.Optimizer.load_state_dict, self.inner)
 
 
-@defect(cause="gradients", caught_by="test_any_script_ends")
+@defect(cause="gradients", caught_by="test_any_history")
 class ForgetsTheFrozen(SimpleZero):
     """What is frozen when its group is added is never sent."""
 

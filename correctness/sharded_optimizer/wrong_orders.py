@@ -66,7 +66,7 @@ class PassesTheClosureOn(SimpleZero):
         return loss
 
 
-@defect(cause="gradients", caught_by="test_any_script_ends")
+@defect(cause="gradients", caught_by="test_any_history")
 class SendsOnlyTrainable(SimpleZero):
     """What was frozen after backward is updated on one rank alone."""
 

@@ -31,7 +31,7 @@ _OF_A_FAMILY = (
     "keys_up_to_its_own and three",
     "none_is_lost_of_any_number and keys",
     "are_the_average_over",
-    "any_script_ends",
+    "any_history",
     "one_step_applies_the_mean",
 )
 TELLING = ["-k", " or ".join(f"({each})" for each in _OF_A_FAMILY)]

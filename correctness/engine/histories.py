@@ -1,0 +1,225 @@
+"""Random histories of events: Hypothesis draws them, a player plays them, and the shortest that fails is printed.
+
+A family writes three things:
+
+- events: frozen dataclasses whose `str` says in plain words what happens;
+- a strategy of histories: anything with `events`, whose `str` says in one line what there is before the first event;
+- a player, which plays each event on the implementation and on an oracle, and says what is not as expected.
+
+    hold(HISTORIES, lambda history: play(Player(implementation, history), history), examples)
+    hold(HISTORIES, partial(play_on_ranks, world, Player, implementation, device=device), examples, lambda: world.alive)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from correctness.engine.examples import Enough, Patience
+from shardmark.ranks.world import World
+
+SHRINKING = 10.0
+"""Seconds to look for a shorter history once one has failed."""
+
+
+class History(Protocol):
+    @property
+    def events(self) -> Sequence[Any]: ...
+
+
+class Player(Protocol):
+    """Plays a history on an implementation and on its oracle.
+
+    `play` plays one event. `problem` returns what is not as expected after it, or "": the claim that does not hold, and
+    on a second line what was found beside what was expected. Either may raise AssertionError(problem) instead.
+    """
+
+    def play(self, event: Any) -> object: ...
+
+    def problem(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong after the first `after` events of a history."""
+
+    after: int
+    what: str
+
+
+class Alike(NamedTuple):
+    """What must be equal on several ranks after so many events: values by name, such as checksums."""
+
+    after: int
+    what: str
+    ranks: tuple[int, ...]
+    values: dict[str, Any]
+
+
+def events_of(draw: DrawFn, most: int, following: Callable[[], Any]) -> list[Any]:
+    """Up to `most` events, each drawn by `following()`, which may depend on those before.
+
+    Hypothesis shortens a history by leaving events out.
+    """
+    left_out = st.integers(0, 19).map(lambda number: number == 0)
+    return [following() for _ in range(most) if not draw(left_out)]
+
+
+def play(player: Player, history: History) -> Problem | None:
+    """The first problem, once all events are played: another rank may wait for this one in any of them."""
+    first = None
+    for after, event in enumerate(history.events, 1):
+        try:
+            player.play(event)
+            what = player.problem()
+        except AssertionError as error:
+            what = str(error)
+        except Exception as error:
+            if first is not None:
+                break  # a consequence, perhaps
+            error.add_note(told(history, Problem(after, "")))
+            raise
+        if what and first is None:
+            first = Problem(after, what)
+    return first
+
+
+def play_on_ranks(
+    world: World, make: Callable[..., Player], implementation: Any, history: History, device: str
+) -> Problem | None:
+    """Play on every rank with `make(implementation, history, device)`; return the problem that came first.
+
+    What a player has in its list `alike` is compared among the ranks.
+    """
+    ranks = world.run(_play_on_rank, make, implementation, history, device)
+    problems = [
+        Problem(problem.after, f"rank {rank} of {world.size}: {problem.what}")
+        for rank, (problem, _) in enumerate(ranks)
+        if problem is not None
+    ]
+    expected: dict[tuple[Any, ...], tuple[int, dict[str, Any]]] = {}
+    for rank, (_, alike) in enumerate(ranks):
+        for after, what, members, values in alike:
+            first, wanted = expected.setdefault((after, what, members), (rank, values))
+            for name in wanted.keys() | values.keys():
+                if wanted.get(name) != values.get(name):
+                    claim = f"rank {rank} of {world.size} has other bits than rank {first} in {what} {name!r}"
+                    problems.append(Problem(after, claim))
+    return min(problems, key=lambda problem: problem.after, default=None)
+
+
+def _play_on_rank(
+    make: Callable[..., Any], implementation: Any, history: History, device: str
+) -> tuple[Problem | None, list[Alike]]:
+    player = make(implementation, history, device)
+    return play(player, history), getattr(player, "alike", [])
+
+
+@cache
+def even_and_odd_ranks() -> tuple[int, dist.ProcessGroup]:
+    """This rank's side, 0 or 1, and its process group. Made once for each process: wrappers keep groups for good."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group([*range(first, size, 2)]) for first in range(min(size, 2))]
+    return rank % 2, groups[rank % 2]
+
+
+def told(history: History, problem: Problem) -> str:
+    """The claim that does not hold, the numbered events up to there, and what was found beside what was expected."""
+    claim, _, found = problem.what.partition("\n")
+    start = str(history)
+    events = [f"  {number}. {event}" for number, event in enumerate(history.events[: problem.after], 1)]
+    return "\n".join(filter(None, [claim, f"  {start}" if start else "", *events, found]))
+
+
+def hold(
+    histories: SearchStrategy[Any],
+    plays: Callable[[Any], Problem | None],
+    examples: int,
+    can_go_on: Callable[[], bool] = lambda: True,
+) -> None:
+    """Play that many random histories, and the simplest one; raise AssertionError with the shortest that fails.
+
+    `plays(history)` returns the history's first problem or raises. The run's --seed draws the same histories again. A
+    failure is shortened for a while, and only as long as `can_go_on()`, as ranks that hang answer no more.
+    """
+    __tracebackhide__ = True
+    search = _Search(plays, can_go_on)
+    patience = Patience(examples)
+    for number in range(examples + 1):
+        try:
+            with patience:
+                search.try_one(histories, number)
+        except Enough:
+            return
+        if search.failure is not None:
+            raise search.failure from None
+
+
+class _Search:
+    """Plays drawn histories, and remembers which have failed: what fails by chance is not played again."""
+
+    def __init__(self, plays: Callable[[Any], Problem | None], can_go_on: Callable[[], bool]) -> None:
+        self.plays, self.can_go_on = plays, can_go_on
+        self.failures: dict[str, BaseException] = {}
+        self.failure: BaseException | None = None
+        """Of the shortest history that fails."""
+        self.until = float("inf")
+
+    def try_one(self, histories: SearchStrategy[Any], number: int) -> None:
+        """Play the simplest history first, then one that is drawn anew each time: Hypothesis' further examples would be
+        variations of those before."""
+        self.to_skip = min(number, 1)  # Hypothesis begins with the simplest each time
+
+        @seed(hash((torch.initial_seed(), number)))
+        @settings(
+            max_examples=1 + self.to_skip,
+            deadline=None,
+            database=None,
+            phases=(Phase.generate, Phase.shrink),
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(histories)
+        def example(history: Any) -> None:
+            self._example(history)
+
+        with suppress(_Fails):
+            example()
+
+    def _example(self, history: Any) -> None:
+        key = repr(history)
+        if not self.failures and self.to_skip:
+            self.to_skip -= 1
+            return
+        if key not in self.failures:
+            if self.failures and (time.perf_counter() > self.until or not self.can_go_on()):
+                return
+            try:
+                problem = self.plays(history)
+            except Exception as error:
+                self._failed(key, error)
+            else:
+                if problem is not None:
+                    self._failed(key, AssertionError(told(history, problem)))
+        if key in self.failures:
+            self.failure = self.failures[key]
+            raise _Fails  # of one kind at one place, so that Hypothesis takes all for one
+
+    def _failed(self, key: str, error: BaseException) -> None:
+        if not self.failures:
+            self.until = time.perf_counter() + SHRINKING
+        self.failures[key] = error
+
+
+class _Fails(Exception):
+    """The history that was drawn fails."""

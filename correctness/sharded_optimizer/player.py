@@ -1,0 +1,197 @@
+"""A sharded optimizer on each rank beside the unsharded one, event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from correctness.engine.histories import Player, even_and_odd_ranks, play_on_ranks, told
+from correctness.sharded_optimizer.events import Group, History, Save, Step
+from shardmark.api import Implementation
+from shardmark.ranks.world import World
+
+Make = Callable[..., torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    parameters: list[Tensor]
+    state: dict[str, Any]
+
+
+def unsharded(params: Any, optimizer_cls: type[torch.optim.Optimizer], **defaults: Any) -> torch.optim.Optimizer:
+    return optimizer_cls(params, **defaults)
+
+
+class Training:
+    """Parameters and an optimizer. Trainings of one history draw the same parameters and gradients."""
+
+    def __init__(self, make: Make, history: History, device: str, start: Checkpoint | None = None) -> None:
+        self.make, self.history, self.device = make, history, device
+        self.draw = torch.Generator().manual_seed(history.seed)
+        self.parameters: list[nn.Parameter] = []
+        self.group_of: list[int] = []
+        """The group of each parameter."""
+        self.updated: set[int] = set()
+        """The parameters that had a gradient in any step."""
+        self.saved: dict[str, Any] = {}
+        """The last `state_dict()`."""
+        self.state: dict[str, Any] | None = None
+        """The `state_dict()` to compare after this event."""
+        groups = [self.new(group) for group in history.groups]
+        self.optimizer = make(groups, history.optimizer, **history.defaults)
+        if start is not None:
+            with torch.no_grad():
+                for p, value in zip(self.parameters, start.parameters, strict=True):
+                    p.copy_(value)
+            self.optimizer.load_state_dict(deepcopy(start.state))
+
+    def new(self, group: Group) -> dict[str, Any]:
+        """A param group with parameters that are drawn for it."""
+        params = []
+        for i, shape in enumerate(group.shapes):
+            dtype = self.history.dtypes[(len(self.parameters) + i) % len(self.history.dtypes)]
+            values = torch.randn(shape, generator=self.draw, dtype=torch.float64).to(self.device, dtype)
+            values = _transposed(values) if group.transposed else values
+            params.append(nn.Parameter(values, requires_grad=i not in group.frozen))
+        self.group_of += [max(self.group_of, default=-1) + 1] * len(params)
+        self.parameters += params
+        return {"params": params, **group.options}
+
+    def anew(self) -> torch.optim.Optimizer:
+        """A new optimizer of the same parameters, with another learning rate and no group's own options."""
+        bare = [{"params": list(group["params"])} for group in self.optimizer.param_groups]
+        return self.make(bare, self.history.optimizer, **self.history.defaults | {"lr": 7.0})
+
+    def set_gradients(self, step: Step) -> None:
+        for i, p in enumerate(self.parameters):
+            grad = torch.randn(p.shape, generator=self.draw, dtype=torch.float64).to(p)
+            grad = _transposed(grad) if step.transposed else grad.contiguous()
+            p.grad = grad if p.requires_grad and i not in step.without else None
+            if i in step.freezes:
+                p.requires_grad_(False)
+
+    def values(self) -> list[Tensor]:
+        return [p.detach().cpu().clone() for p in self.parameters]
+
+
+class Beside:
+    """A sharded training on this rank beside the unsharded one: parameters after each event, states where saved."""
+
+    def __init__(
+        self,
+        implementation: Implementation | None,
+        history: History,
+        device: str,
+        *,
+        start: Checkpoint | None = None,
+        rtol: float = 1e-10,
+    ) -> None:
+        make: Make = unsharded if implementation is None else implementation.adapted
+        if history.in_groups:
+            side, group = even_and_odd_ranks()
+            history = replace(history, seed=history.seed + side)
+            make = partial(make, process_group=group)
+        self.rtol = rtol
+        self.found = Training(make, history, device, start)
+        self.expected = Training(unsharded, history, device, start)
+
+    def play(self, event: Any) -> None:
+        self.before = self.expected.values()
+        for training in (self.expected, self.found):
+            training.state = None
+            event.happens(training)
+
+    def problem(self) -> str:
+        wanted = self.expected.values()
+        for i, (x, y) in enumerate(zip(self.found.values(), wanted, strict=True)):
+            what = f"parameter {i} of shape {tuple(y.shape)} in group {self.expected.group_of[i]}"
+            assert_value(what, x, y, self.rtol, self.before[i] if i < len(self.before) else None)
+        if self.expected.state is not None and self.found.state is not None:
+            updated = {i for i in self.expected.updated if wanted[i].numel()}
+            assert_state(self.found.state, self.expected.state, "state_dict()", updated)
+        return ""
+
+    def checkpoint(self) -> Checkpoint:
+        Save().happens(self.found)
+        return Checkpoint(self.found.values(), self.found.saved)
+
+
+def check(
+    implementation: Implementation,
+    world: World,
+    history: History,
+    device: str,
+    make: Callable[..., Player] = Beside,
+) -> None:
+    """Fail, with the events up to there, where any rank is not as the unsharded optimizer after any event."""
+    __tracebackhide__ = True
+    problem = play_on_ranks(world, make, implementation, history, device)
+    if problem is not None:
+        raise AssertionError(told(history, problem))
+
+
+def checkpoint_after(implementation: Implementation | None, history: History, device: str) -> Checkpoint:
+    """Parameters and state after the events, which `check` holds to the unsharded ones."""
+    beside = Beside(implementation, history, device)
+    for event in history.events:
+        event.happens(beside.found)
+    return beside.checkpoint()
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """The same values, in the opposite order of dimensions in memory."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x
+
+
+def assert_value(
+    where: str, found: Tensor, expected: Tensor, rtol: float = 1e-10, before: Tensor | None = None
+) -> None:
+    """Fail where shape, dtype or values differ; show the element furthest off, and whether all are still `before`."""
+    assert found.shape == expected.shape, f"{where}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
+    assert found.dtype == expected.dtype, f"{where}: {found.dtype}, expected {expected.dtype}"
+    still = before is not None and torch.equal(found.cpu(), before.cpu())
+    found, wide = found.double().cpu().flatten(), expected.double().cpu().flatten()
+    rtol = max(rtol, 4 * torch.finfo(expected.dtype).eps) if expected.is_floating_point() else 0
+    excess = (found - wide).abs() - rtol * wide.abs().clamp(min=1)
+    if bool((~(excess <= 0)).any()):
+        worst = int(excess.nan_to_num(torch.inf).argmax())
+        wrong = int((~(excess <= 0)).sum())
+        raise AssertionError(
+            f"{where} differs in {wrong} of {wide.numel()} elements"
+            + (", which are as before the event" if still else "")
+            + f"\nfound {found[worst].item():.9g}, expected {wide[worst].item():.9g} at [{worst}]"
+        )
+
+
+def assert_state(found: dict[str, Any], expected: dict[str, Any], where: str, updated: set[int] | None = None) -> None:
+    """Compare each parameter's state, by position, and each group's options; `updated` limits the parameters."""
+    for key in ("state", "param_groups"):
+        assert key in found, f"{where}: state_dict() has {sorted(map(str, found))}, and no {key!r}"
+    mine, theirs = ([i for group in each["param_groups"] for i in group["params"]] for each in (found, expected))
+    assert len(mine) == len(theirs), f"{where}: state_dict() has {len(mine)} parameters, expected {len(theirs)}"
+    for i, (here, there) in enumerate(zip(mine, theirs, strict=True)):
+        if updated is not None and i not in updated:
+            continue
+        values, wanted = found["state"].get(here, {}), expected["state"].get(there, {})
+        names, needed = (
+            sorted(k for k, v in values.items() if v is not None),
+            sorted(k for k, v in wanted.items() if v is not None),
+        )
+        assert names == needed, f"{where}: the state of parameter {i} has {names or 'nothing'}, expected {needed}"
+        for name in needed:
+            x, y = (each if isinstance(each, Tensor) else torch.tensor(each) for each in (values[name], wanted[name]))
+            assert_value(f"{where}: {name} of parameter {i}", x.to(y.dtype) if not y.dim() else x, y)
+    for i, (group, other) in enumerate(zip(found["param_groups"], expected["param_groups"], strict=True)):
+        for name, value in other.items():
+            if name not in group and (value is False or value is None):
+                continue  # torch's optimizers fill in what is newer than a checkpoint
+            if name not in ("params", "param_names"):
+                assert name in group, f"{where}: group {i} has no {name!r}"
+                assert group[name] == value, f"{where}: {name!r} of group {i} is {group[name]}, expected {value}"

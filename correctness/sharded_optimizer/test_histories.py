@@ -1,0 +1,22 @@
+"""Any history of a sharded optimizer: groups, options, frozen parameters, closures and states, in any order."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from correctness.engine.histories import hold, play_on_ranks
+from correctness.sharded_optimizer.events import histories
+from correctness.sharded_optimizer.player import Beside
+from shardmark.api import Implementation
+from shardmark.ranks.world import World
+
+
+@pytest.mark.family("sharded_optimizer")
+@pytest.mark.examples(12, 30, 300)
+def test_any_history_is_as_without_sharding(
+    implementation: Implementation, world: World, examples: int, device: str
+) -> None:
+    plays = partial(play_on_ranks, world, Beside, implementation, device=device)
+    hold(histories(), plays, examples, lambda: world.alive)
