@@ -81,10 +81,6 @@ RATE_BY_LENGTH = Lines(
 )
 
 
-SLACK = {"flash_triton": 1.01}
-"""Nothing but inputs, outputs, gradients and one or two values a row: there is little to be vague about."""
-
-
 def _measure(measure: Measure, implementation: Implementation, case: AttentionCase, time: Race | None = None) -> Row:
     amount = work(case)
     return measure(
@@ -92,7 +88,7 @@ def _measure(measure: Measure, implementation: Implementation, case: AttentionCa
         implementation,
         case,
         work=amount,
-        slack=SLACK.get(implementation.name, MEMORY_SLACK),
+        slack=implementation.slack or MEMORY_SLACK,
         rates=lambda seconds: {"flops_per_second": amount.flops / seconds},
         time=time,
         observe=[PeakByLength()],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from impl.checkpointing.accounting import POLICIES
 from impl.training_step.accounting import work
 from impl.training_step.cases import TrainingStepCase
 from impl.training_step.workload import CheckpointedStep
@@ -41,7 +40,7 @@ CASES = Grid(
 @pytest.mark.cases(CASES)
 def test_training_step(implementation: Implementation, case: TrainingStepCase, device: str, measure: Measure) -> None:
     once = work(case)
-    policy = None if isinstance(case, OwnModelCase) else POLICIES.get(implementation.name)  # a user's own is not known
+    policy = None if isinstance(case, OwnModelCase) else implementation.facts  # its formulas; None for a user's own
     row = measure(
         CheckpointedStep,
         implementation,

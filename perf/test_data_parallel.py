@@ -95,8 +95,8 @@ def test_training_step(implementation: Implementation, case: TrainingStepCase, w
 @pytest.mark.cases(BUCKETS)
 @pytest.mark.benchmark(min_rounds=9)
 def test_bucket_size(implementation: Implementation, case: TrainingStepCase, world: World, measure: Measure) -> None:
-    """DDP, which others are held to at the same size, has no peer here."""
-    _measure(implementation, case, world, measure, Race("ddp") if implementation.name == "ddp" else None)
+    """DDP with buckets of the same size is the peer of the others, so it has none here."""
+    _measure(implementation, case, world, measure, implementation.races.get("bucket size"))
 
 
 @pytest.mark.family("data_parallel", option="reduce_dtype")

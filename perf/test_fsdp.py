@@ -56,5 +56,6 @@ def test_low_precision_step(implementation: Implementation, case: FSDPCase, worl
 
 def _measure(implementation: Implementation, case: FSDPCase, world: World, measure: Measure) -> None:
     case = replace(case, ranks=world.size)
-    kept, norms_replicated = implementation.name.endswith("kept"), implementation.name.endswith("norms_replicated")
-    measure(FSDPStep, implementation, case, world_size=world.size, work=work(case, kept, norms_replicated), slack=1.02)
+    facts = implementation.facts
+    amount = work(case, kept=not facts.reshard_after_forward, norms_replicated=facts.norms_replicated)
+    measure(FSDPStep, implementation, case, world_size=world.size, work=amount, slack=1.02)

@@ -21,8 +21,6 @@ from impl.data_parallel.workload import DataParallelStep
 from impl.fsdp.accounting import work as fsdp_work
 from impl.fsdp.cases import FSDPCase
 from impl.fsdp.workload import FSDPStep
-from impl.sharded_optimizer.accounting import work as sharded_work
-from impl.sharded_optimizer.accounting import zero_redundancy_work
 from impl.sharded_optimizer.cases import ShardedStepCase
 from impl.sharded_optimizer.workload import ShardedStep
 from impl.training_step.cases import TrainingStepCase
@@ -116,8 +114,7 @@ def test_buckets_against_ddp(
 def test_what_is_hidden_need_not_be_waited_for(
     implementation: Implementation, case: TrainingStepCase, world: World, device: str, measure: Measure
 ) -> None:
-    bucketed = implementation.name == "bucketed"
-    race = Race("naive", budget=1.0, goal=0.75) if bucketed else Race("naive")
+    race = implementation.races.get("link", Race("naive"))
     _measure(measure, implementation, _balanced(case, world, device), world, race)
 
 
@@ -128,16 +125,14 @@ def test_sharded_optimizer(
     implementation: Implementation, case: TrainingStepCase, world: World, device: str, measure: Measure
 ) -> None:
     case = ShardedStepCase(**asdict(_balanced(case, world, device)), ranks=world.size)
-    theory = zero_redundancy_work if implementation.name == "zero_redundancy" else sharded_work
-    time = Race("zero_redundancy", budget=2.0, goal=0.85) if implementation.name == "sharded" else None
     measure(
         ShardedStep,
         implementation,
         case,
         world_size=world.size,
-        work=theory(case),
+        work=implementation.facts.work(case),
         slack=1.02,
-        time=time,
+        time=implementation.races.get("link"),
         observe=[ExposedCommunication(), Timeline()],
     )
 

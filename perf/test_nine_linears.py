@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
-from impl.accounting.nine_linears import STRATEGIES, copying_peak, peak, stages, work
+from impl.accounting.nine_linears import copying_peak, work
 from impl.fsdp.cases import WRAPS, NineLinearsCase
-from impl.fsdp.nine_linears_workload import SHARDED, NineLinearsStep
+from impl.fsdp.contract import Facts
+from impl.fsdp.nine_linears_workload import NineLinearsStep
 from perf.published import published
 from shardmark.api import SCALES, Grid, Implementation, family
 from shardmark.plugin.measure import Measure
@@ -22,8 +22,12 @@ from shardmark.report.answers import saves
 from shardmark.report.plots import Points
 from shardmark.rows.observers import Stages
 
-PREDICTED = tuple(name for name, each in family("fsdp").implementations.items() if each.memory is None)
-"""PyTorch's own, and what applies them; DDP is one of another family."""
+KNOWN = tuple(
+    name for name, each in family("fsdp").implementations.items() if each.memory is None or each.facts.nine_linears
+)
+"""Ways to shard whose bytes are known here: by a prediction, as PyTorch's own, or by a closed form."""
+SHARDED = ("sharded", "fsdp1", "fsdp2")
+"""Ways to shard that are also measured with other options."""
 
 CASES = Grid(
     smoke=[NineLinearsCase(64, batch=32)],
@@ -66,7 +70,7 @@ def test_ddp(implementation: Implementation, case: NineLinearsCase, world: World
     _measure(measure, implementation, case, world)
 
 
-@pytest.mark.family("fsdp", only=(*STRATEGIES, *PREDICTED))
+@pytest.mark.family("fsdp", only=KNOWN)
 @pytest.mark.cases(CASES)
 def test_fsdp(implementation: Implementation, case: NineLinearsCase, world: World, measure: Measure) -> None:
     """With a unit for each linear."""
@@ -92,18 +96,18 @@ def test_offload(
 
 
 def _measure(measure: Measure, implementation: Implementation, case: NineLinearsCase, world: World) -> None:
-    """Against this question's own formula, a library's against its prediction, a user's own against the formula of what
-    is not sharded: to save is its use.
+    """Hold a technique to its closed form for this model, and a library's to its prediction.
+
+    A user's own is held to the formula of an unsharded step: it should save something.
     """
     if world.size == 1:
         pytest.skip("one rank has nothing to shard: --ranks 2")
     case = replace(case, ranks=world.size)
-    name = implementation.name
-    known = name in STRATEGIES
-    formula = partial(peak, name=name) if known else None if name in ("ddp", *PREDICTED) else copying_peak
-    kept = implementation.family != "fsdp" or implementation.name.endswith("kept") or case.wrap == "whole"
-    # By itself the first linear is not gathered again: its input needs no gradient.
-    again = 0 if kept else case.linears - (implementation.name == "simple")
+    facts = implementation.facts or Facts(reshard_after_forward=False)  # DDP's parameters are all there
+    formulas = facts.nine_linears
+    formula = formulas.peak if formulas else None if implementation.memory is None else copying_peak
+    resharded = facts.reshard_after_forward and case.wrap != "whole"
+    again = case.linears - (not facts.gathers_first_again) if resharded else 0
     measure(
         NineLinearsStep,
         # Formulas and peers that come with implementations are of the language model; the table compares these.
@@ -112,5 +116,5 @@ def _measure(measure: Measure, implementation: Implementation, case: NineLinears
         world_size=world.size,
         work=work(case, gathered_again=again),
         slack=1.02,
-        observe=[Stages(stages(case, name) if known else {})],
+        observe=[Stages(formulas.stages(case) if formulas else {})],
     )

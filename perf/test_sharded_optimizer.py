@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-from impl.sharded_optimizer.accounting import work, zero_redundancy_work
 from impl.sharded_optimizer.cases import ShardedStepCase
 from impl.sharded_optimizer.workload import ShardedStep
 from shardmark.api import Grid, Implementation, OwnModelCase
@@ -41,13 +40,12 @@ def test_sharded_optimizer(
     implementation: Implementation, case: ShardedStepCase, world: World, measure: Measure
 ) -> None:
     case = replace(case, ranks=world.size)
-    theory = zero_redundancy_work if implementation.name == "zero_redundancy" else work
     measure(
         ShardedStep,
         implementation,
         case,
         world_size=world.size,
-        work=theory(case),
+        work=implementation.facts.work(case),
         slack=1.02,
         observe=[ExposedCommunication(), Timeline()],
     )

@@ -12,10 +12,8 @@ from impl.interpreting import requires_triton
 from shardmark.api import requires_compiler
 from shardmark.plugin.session import SESSION
 
-MOST_RANKS_OF_PYTORCH = 2
-"""PyTorch's own implementations run on more ranks in the sweep alone."""
-SIMPLER = ("naive", "flat", "overlapped")
-"""Data-parallel wrappers that lead to `bucketed`: on more ranks they too run in the sweep alone."""
+MOST_RANKS_BRIEFLY = 2
+"""What is registered with `tested_briefly` runs on more ranks in the sweep alone."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -59,9 +57,7 @@ def _is_slow(item: Any, implementation: Any) -> bool:
 
 def _is_repeated(item: Any, implementation: Any) -> bool:
     """Whether another implementation or case is tested alike every time, so that `--impl` alone asks for this one."""
-    # PyTorch's own implementations, each in a file `library.py`, have PyTorch's tests.
-    of_pytorch = getattr(getattr(implementation, "target", None), "__module__", "").endswith(".library")
-    simpler = of_pytorch or getattr(implementation, "name", None) in SIMPLER
-    many_ranks = item.callspec.params.get("world", 0) > MOST_RANKS_OF_PYTORCH
+    briefly = getattr(implementation, "tested_briefly", False)
+    many_ranks = item.callspec.params.get("world", 0) > MOST_RANKS_BRIEFLY
     marks = {mark.name for mark in item.iter_markers()}
-    return "judged" in marks or (simpler and many_ranks) or (of_pytorch and "large" in marks)
+    return "judged" in marks or (briefly and (many_ranks or "large" in marks))

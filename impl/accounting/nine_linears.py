@@ -6,6 +6,7 @@ Exact to the byte on CPU and Gloo, on a rank that has the most rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,19 @@ def strategy_of(name: str, case: NineLinearsCase, device: str = "cpu") -> Strate
 def peak(case: NineLinearsCase, name: str, device: str = "cpu") -> Bytes:
     """Peak in bytes of one rank's step, on the device: what is offloaded from "cuda" is not on it."""
     return LinearsStep(case, strategy_of(name, case, device), device).run().peak
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """Closed forms of one technique: the peak of a case, and the bytes live after each stage of making its step."""
+
+    peak: Callable[..., int]
+    stages: Callable[[NineLinearsCase], dict[str, int]]
+
+
+def formulas(name: str) -> Formulas:
+    """The closed forms of one of `STRATEGIES`, as it is registered with them."""
+    return Formulas(partial(peak, name=name), partial(stages, name=name))
 
 
 def copying_peak(case: NineLinearsCase, device: str = "cpu") -> Bytes:

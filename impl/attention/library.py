@@ -89,8 +89,23 @@ def _batch_and_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
     return q4, k4, v4
 
 
-register("attention", "sdpa", sdpa, memory=accounting.sdpa_peak, workspace=workspace.sdpa_workspace, time=Race("eager"))
-register("attention", "sdpa_math", pinned(SDPBackend.MATH), memory=accounting.sdpa_math_peak, time=Race("eager"))
+register(
+    "attention",
+    "sdpa",
+    sdpa,
+    memory=accounting.sdpa_peak,
+    workspace=workspace.sdpa_workspace,
+    time=Race("eager"),
+    tested_briefly=True,
+)
+register(
+    "attention",
+    "sdpa_math",
+    pinned(SDPBackend.MATH),
+    memory=accounting.sdpa_math_peak,
+    time=Race("eager"),
+    tested_briefly=True,
+)
 for _name, _backend, _memory, _workspace, _requires in (
     ("flash", SDPBackend.FLASH_ATTENTION, accounting.sdpa_flash_peak, workspace.flash_workspace, ()),
     (
@@ -110,6 +125,7 @@ for _name, _backend, _memory, _workspace, _requires in (
         workspace=_workspace,
         time=Race("eager"),
         requires=_requires,
+        tested_briefly=True,
     )
 
 
@@ -124,4 +140,5 @@ register(
     memory=accounting.flex_peak,
     time=Race("eager"),
     requires=(_requires_its_backward, requires_compiler),
+    tested_briefly=True,
 )

@@ -159,8 +159,11 @@ def _blocks(model: nn.Module) -> nn.ModuleList:
     return blocks
 
 
-register("checkpointing", "none", none, memory=accounting.NONE.peak)
-register("checkpointing", "full", full, memory=accounting.FULL.peak, time=Race("none"))
-register("checkpointing", "every_2", every(2), memory=accounting.every(2).peak, time=Race("none"))
-register("checkpointing", "recursive", recursive, memory=accounting.RECURSIVE.peak, time=Race("none"))
-register("checkpointing", "selective", selective, memory=accounting.SELECTIVE.peak, time=Race("none"))
+for _name, _policy, _formulas, _peer in (
+    ("none", none, accounting.NONE, None),
+    ("full", full, accounting.FULL, Race("none")),
+    ("every_2", every(2), accounting.every(2), Race("none")),
+    ("recursive", recursive, accounting.RECURSIVE, Race("none")),
+    ("selective", selective, accounting.SELECTIVE, Race("none")),
+):
+    register("checkpointing", _name, _policy, memory=_formulas.peak, time=_peer, facts=_formulas)

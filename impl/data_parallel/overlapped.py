@@ -58,4 +58,5 @@ register(
     OverlappedDataParallel,
     memory=overlapped_peak,
     time=Race("naive", budget=2.0, goal=1.0),
+    tested_briefly=True,
 )

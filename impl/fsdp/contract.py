@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from impl.accounting.nine_linears import Formulas
 from impl.fsdp.accounting import sharded_peak
 from shardmark.api import Family, Race, RegistryError, add_family
 
@@ -69,6 +71,19 @@ class FullySharded(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What questions ask of a way to shard, stated where it is registered; of a user's own the defaults are assumed."""
+
+    reshard_after_forward: bool = True
+    norms_replicated: bool = False
+    gathers_first_again: bool = True
+    """Whether backward all-gathers the first of the nine linears again. It need not: nothing asks for the gradient of
+    the input, so nothing reads the weight."""
+    nine_linears: Formulas | None = None
+    """Closed forms of the step of nine linears, where they are known."""
+
+
 def _check(target: Any, device: str) -> None:
     """Check what can be checked without ranks: the signature and the methods. Correctness tests check the rest."""
     try:
@@ -94,5 +109,6 @@ FAMILY = add_family(
         check=_check,
         memory=sharded_peak,
         time=Race("fsdp2", budget=2.0),
+        facts=Facts(),
     )
 )

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from impl.distributed import PlainStateDict, broadcast_state, check_same_module
+from impl.fsdp.contract import Facts
 from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
 from impl.fsdp.splitting import shared_between
 from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, check_unsharded, choose_units, mark_sharded
@@ -153,9 +154,14 @@ def synchronized_units(module: nn.Module, wrap: Policy, process_group: dist.Proc
     return units
 
 
-register("fsdp", "fsdp1", TorchFSDP1)
+register("fsdp", "fsdp1", TorchFSDP1, tested_briefly=True)
 register("fsdp", "fsdp1_post", partial(TorchFSDP1, backward_prefetch="post"))
 register("fsdp", "fsdp1_no_prefetch", partial(TorchFSDP1, backward_prefetch=None))
 register("fsdp", "fsdp1_forward_prefetch", partial(TorchFSDP1, forward_prefetch=True))
-register("fsdp", "fsdp2", TorchFSDP2)
-register("fsdp", "fsdp2_kept", partial(TorchFSDP2, reshard_after_forward=False))
+register("fsdp", "fsdp2", TorchFSDP2, tested_briefly=True)
+register(
+    "fsdp",
+    "fsdp2_kept",
+    partial(TorchFSDP2, reshard_after_forward=False),
+    facts=Facts(reshard_after_forward=False),
+)

@@ -51,7 +51,3 @@ def _options(case: NineLinearsCase) -> dict[str, Any]:
     third = case.linears // 3 * (case.width**2 + case.width)
     wraps: dict[str, dict[str, Any]] = {"linears": {}, "thirds": {"wrap": by_size(third)}, "whole": {"wrap": whole}}
     return wraps[case.wrap] | ({"cpu_offload": True} if case.offload else {})
-
-
-SHARDED = ("sharded", "fsdp1", "fsdp2")
-"""Implementations that are also measured with other options."""

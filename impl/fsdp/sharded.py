@@ -18,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from impl.accounting.nine_linears import formulas
 from impl.collectives import collectives_for
 from impl.distributed import PlainStateDict, check_before_steps, check_same_module
 from impl.fsdp.accounting import kept_peak, norms_replicated_peak, plain_peak, sharded_peak
 from impl.fsdp.backward import BackwardPasses, backward_runs, refuse_unsynchronized_gradients
+from impl.fsdp.contract import Facts
 from impl.fsdp.flat import Sharding
 from impl.fsdp.nested import changed, tensors_in
 from impl.fsdp.order import Order
@@ -279,14 +281,23 @@ register(
     partial(FullyShardedDataParallel, forward_prefetch=0, backward_prefetch=0),
     memory=plain_peak,
     time=Race("fsdp2"),
+    facts=Facts(nine_linears=formulas("sharded_plain")),
 )
-register("fsdp", "sharded", FullyShardedDataParallel, memory=sharded_peak, time=Race("fsdp2", budget=2.0, goal=1.0))
+register(
+    "fsdp",
+    "sharded",
+    FullyShardedDataParallel,
+    memory=sharded_peak,
+    time=Race("fsdp2", budget=2.0, goal=1.0),
+    facts=Facts(nine_linears=formulas("sharded")),
+)
 register(
     "fsdp",
     "sharded_kept",
     partial(FullyShardedDataParallel, reshard_after_forward=False),
     memory=kept_peak,
     time=Race("fsdp2_kept", budget=2.0, goal=1.0),
+    facts=Facts(reshard_after_forward=False, nine_linears=formulas("sharded_kept")),
 )
 register(
     "fsdp",
@@ -294,4 +305,5 @@ register(
     partial(FullyShardedDataParallel, ignored_params=norms_and_biases),
     memory=norms_replicated_peak,
     time=Race("fsdp2", budget=2.0, goal=1.0),
+    facts=Facts(norms_replicated=True),
 )

@@ -28,8 +28,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.weak import WeakIdKeyDictionary
 
+from impl.accounting.nine_linears import formulas
 from impl.accounting.simple_fsdp import transformer_peak
 from impl.distributed import PlainStateDict, check_same_module
+from impl.fsdp.contract import Facts
 from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
 from impl.fsdp.nested import changed
 from impl.fsdp.wrapping import check_unsharded, mark_sharded
@@ -296,4 +298,11 @@ def _check(model: nn.Module, mesh: DeviceMesh, mode: str) -> None:
     check_same_module(model, _group(mesh))
 
 
-register("fsdp", "simple", SimpleFullyShardedDataParallel, memory=transformer_peak, time=Race("fsdp2"))
+register(
+    "fsdp",
+    "simple",
+    SimpleFullyShardedDataParallel,
+    memory=transformer_peak,
+    time=Race("fsdp2"),
+    facts=Facts(gathers_first_again=False, nine_linears=formulas("simple")),
+)

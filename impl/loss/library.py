@@ -75,6 +75,7 @@ register(
     memory=compiled_peak,
     time=Race("eager"),
     requires=(requires_compiler,),
+    tested_briefly=True,
 )
 register(
     "loss",
@@ -83,4 +84,5 @@ register(
     memory=linear_cross_entropy_peak,
     time=Race("eager"),
     requires=(_has_it,),
+    tested_briefly=True,
 )

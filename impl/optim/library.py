@@ -92,4 +92,4 @@ for _name, _target, _memory in (
     ("torch_foreach", TorchForeach, accounting.torch_foreach_peak),
     ("torch_fused", TorchFused, accounting.torch_fused_peak),
 ):
-    register("optimizer", _name, _target, memory=_memory, time=Race("torch_fused"))
+    register("optimizer", _name, _target, memory=_memory, time=Race("torch_fused"), tested_briefly=True)

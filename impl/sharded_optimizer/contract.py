@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from impl.sharded_optimizer.accounting import balanced_peak
-from shardmark.api import Family, Race, RegistryError, add_family
+from impl.sharded_optimizer.accounting import balanced_peak, work
+from shardmark.api import Family, Race, RegistryError, Work, add_family
 
 
 class ShardedOptimizerContract(Protocol):
@@ -69,6 +71,16 @@ class ShardedOptimizerContract(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What questions ask of a way to shard the optimizer, stated where it is registered."""
+
+    work: Callable[[Any], Work] = work
+    """What a case's step computes, and what each rank must send."""
+    wrapper: str = "bucketed"
+    """The data-parallel wrapper that averages gradients for an optimizer that does not average them itself."""
+
+
 def _check(target: Any, device: str) -> None:
     """Check what can be checked without ranks: the signature. Correctness tests check the rest."""
     try:
@@ -89,5 +101,6 @@ FAMILY = add_family(
         check=_check,
         memory=balanced_peak,  # for a user's own optimizer: shards of equal size
         time=Race("zero_redundancy", budget=2.0),
+        facts=Facts(),
     )
 )

@@ -12,9 +12,6 @@ from impl.training_step.cases import TrainingStepCase
 from impl.training_step.rank_step import RankStep
 from shardmark.api import Implementation, Mark, family, trains_own_model
 
-WRAPPERS = {"zero_redundancy": "ddp"}
-"""The data-parallel wrapper for an optimizer that does not average gradients itself; for others it is `bucketed`."""
-
 
 class ShardedStep(RankStep):
     """A copy of the model on every rank, and the optimizer sharded over them.
@@ -31,8 +28,7 @@ class ShardedStep(RankStep):
         if case.bucket_mb is not None and implementation.accepts("bucket_mb"):
             options["bucket_mb"] = case.bucket_mb
         if not self.averages:
-            wrapper = WRAPPERS.get(implementation.name, "bucketed")
-            model = family("data_parallel").implementations[wrapper].adapted(model)
+            model = family("data_parallel").implementations[implementation.facts.wrapper].adapted(model)
         return model, implementation.adapted(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True, **options)
 
     @property

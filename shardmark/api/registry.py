@@ -13,7 +13,7 @@ import inspect
 import sys
 import textwrap
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,15 @@ class Implementation:
     time: Race | None = None
     requires: tuple[Requirement, ...] = ()
     requires_to_measure: tuple[Requirement, ...] = ()
+    slack: float | None = None
+    """The memory budget is the formula times this; None: the question's slack, or the default."""
+    races: Mapping[str, Race] = field(default_factory=dict)
+    """Races in other circumstances than the usual step, by a name that the question looks up, such as "link"."""
+    facts: Any = None
+    """What questions of its family ask about it: an instance of the family's own class, `Facts` in its contract."""
+    tested_briefly: bool = False
+    """Whether only the sweep tests it at large sizes and on more than two ranks: set for PyTorch's own implementations,
+    which PyTorch tests, and for steps on the way to a faster technique."""
     spec: str = ""
     """What finds it again in another process: its name, or an `--impl` target with an absolute path."""
 
@@ -146,6 +155,8 @@ class Family:
     check: Callable[[Any, str], None]
     memory: Callable[..., int] | None = None
     time: Race | None = None
+    facts: Any = None
+    """The `facts` of a user's own target, and of each implementation that is registered without any."""
     adapt: Callable[[Any], Any] = lambda target: target
     workload: type[Any] | None = None
     """What trains a user's own model (`--model`, what fits): a `shardmark.api.Workload`; None where nothing does."""
@@ -190,10 +201,33 @@ def register(
     time: Race | None = None,
     requires: tuple[Requirement, ...] = (),
     requires_to_measure: tuple[Requirement, ...] = (),
+    slack: float | None = None,
+    races: Mapping[str, Race] | None = None,
+    facts: Any = None,
+    tested_briefly: bool = False,
 ) -> Implementation:
-    """Add an implementation to a family: the one call that every test, table and listing picks up."""
-    entry = Implementation(family_name, name, target, memory, workspace, time, requires, requires_to_measure, spec=name)
-    family(family_name).implementations[name] = entry
+    """Add an implementation to a family: the one call that every test, table and listing picks up.
+
+    The arguments are the fields of `Implementation`. Whatever a question needs to know about a technique is among them,
+    so that no question compares names.
+    """
+    owner = family(family_name)
+    entry = Implementation(
+        family_name,
+        name,
+        target,
+        memory,
+        workspace,
+        time,
+        requires,
+        requires_to_measure,
+        slack,
+        races or {},
+        owner.facts if facts is None else facts,
+        tested_briefly,
+        spec=name,
+    )
+    owner.implementations[name] = entry
     return entry
 
 
@@ -226,7 +260,9 @@ def resolve(family_name: str, spec: str) -> Implementation:
             "your own is given as module:attribute or file.py:attribute"
         )
     target, absolute = find(f"{family_name}={spec}", source, attribute)
-    return Implementation(family_name, attribute, target, owner.memory, time=owner.time, spec=absolute)
+    return Implementation(
+        family_name, attribute, target, owner.memory, time=owner.time, facts=owner.facts, spec=absolute
+    )
 
 
 def find(label: str, source: str, attribute: str) -> tuple[Any, str]:
