@@ -25,7 +25,7 @@ def mask_off_by_one(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False)
 
 @defect(cause="masks", caught_by="test_a_query_sees_the_keys_up_to_its_own")
 def positions_in_the_inputs_dtype(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """bfloat16 has no 257, float16 no 2,049."""
+    """bfloat16 cannot represent 257, nor float16 2,049."""
     q, k, v = checked(q, k, v)
     scores = scores_of(q, k)
     if is_causal:
@@ -43,7 +43,7 @@ class NoMaskInBackward(Flash):
 
 @defect(cause="shapes", caught_by="test_is_as_accurate_as_eager")
 def keys_beyond_whole_tiles_left_out(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Of more than one tile of 1,024."""
+    """Drops the keys of the last, partial tile where there are several tiles of 1,024."""
     check_inputs(q, k, v)
     if k.shape[-2] > 1024:
         whole = k.shape[-2] // 1024 * 1024
@@ -77,7 +77,7 @@ def float64_through_float32(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool 
 
 @defect(cause="numerics", caught_by="test_takes_grouped_query_heads")
 def grouped_float64_through_float32(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Only its path for grouped heads."""
+    """Only the path for grouped heads computes in float32."""
     check_inputs(q, k, v)
     if kv_group(q, k) == 1:
         return eager_attention(q, k, v, is_causal=is_causal)
@@ -135,7 +135,7 @@ class ScalesTheOutputsGradientInPlace(Flash):
 
 @defect(cause="gradients", caught_by="test_gives_gradients_to_the_inputs_that_require_them")
 class NoGradientsUnlessOfQueries(Flash):
-    """Frozen queries, as of a probe: nothing learns."""
+    """With frozen queries, as in a probe, nothing learns."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -146,7 +146,7 @@ class NoGradientsUnlessOfQueries(Flash):
 
 @defect(cause="gradients", caught_by="test_a_second_derivative")
 class SecondDerivativeWithoutLogSumExp(Flash):
-    """Autograd differentiates backward, in which the log-sum-exp is a constant."""
+    """Autograd differentiates a backward that takes the log-sum-exp for a constant."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -155,7 +155,7 @@ class SecondDerivativeWithoutLogSumExp(Flash):
 
 @defect(cause="gradients", caught_by="test_takes_any_layout_of_the_outputs_gradient")
 class OutputsGradientByItsMemory(Flash):
-    """Reads it as if it was contiguous: what `.sum()` and transposed outputs give is not."""
+    """Reads the output's gradient as if it were contiguous; after `.sum()` or a transpose it is not."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -209,7 +209,7 @@ def mask_of_minus_ten_thousand(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bo
 
 @defect(cause="shapes", caught_by="test_none_is_lost_of_any_number")
 def a_last_key_alone_left_out(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Of tiles of 176, which start before the last key."""
+    """Its tiles of 176 must start before the last key."""
     q, k, v = checked(q, k, v)
     k_len = k.shape[-2]
     seen = k_len - 1 if k_len > 1 and k_len % 176 == 1 else k_len
@@ -221,7 +221,7 @@ def a_last_key_alone_left_out(q: Tensor, k: Tensor, v: Tensor, *, is_causal: boo
 
 @defect(cause="numerics", caught_by="test_autocast_leaves_float64_as_it_is")
 def casts_float64_under_autocast(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """To autocast's dtype, as it casts whatever it is given."""
+    """Casts whatever it is given to autocast's dtype."""
     check_inputs(q, k, v)
     device = q.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
@@ -230,7 +230,7 @@ def casts_float64_under_autocast(q: Tensor, k: Tensor, v: Tensor, *, is_causal: 
 
 @defect(cause="numerics", caught_by="test_sums_that_half_precision_lacks_do_not_overflow")
 def divides_last_in_half_precision(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """The sum of weights times values is in v's dtype before it is divided by the sum of the weights."""
+    """Rounds the weighted sum of values to v's dtype before it divides by the sum of the weights."""
     q, k, v = checked(q, k, v)
     scores = scores_of(q, k)
     scores = scores if q.dtype == torch.float64 else scores.float()

@@ -15,7 +15,7 @@ from impl.attention import eager_attention
 
 @defect(cause="two calls", caught_by="test_two_forwards_before_either_backward")
 class LogSumExpInAWorkspace(Flash):
-    """One buffer for each shape."""
+    """All calls of one shape share one buffer."""
 
     workspaces: dict[Any, Tensor] = {}  # noqa: RUF012
 
@@ -51,7 +51,7 @@ _outputs: dict[Any, Tensor] = {}
 
 @defect(cause="two calls", caught_by="test_results_stay_while_other_calls_run")
 def output_in_a_workspace(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Where no gradient is asked for, as in generation."""
+    """Reuses its output's memory where no gradient is asked for, as in generation."""
     out = eager_attention(q, k, v, is_causal=is_causal)
     if out.requires_grad:
         return out
@@ -78,7 +78,7 @@ _masks: dict[int, Tensor] = {}
 
 @defect(cause="two calls", caught_by="test_calls_of_other_shapes_and_dtypes_between")
 def mask_kept_by_length(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Of the scores' number, not of their shape."""
+    """Caches the mask by the number of scores, not by their shape."""
     q, k, v = checked(q, k, v)
     scores = scores_of(q, k)
     if is_causal:
@@ -106,7 +106,8 @@ class LogSumExpKeptByAddress(Flash):
 
 @defect(cause="two calls", caught_by="test_the_same_tensors_changed_in_place_give_other_results")
 def keys_kept_with_the_tensor(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Where nothing needs a gradient: a cache of keys and values that is written in place still has its old ones."""
+    """Where nothing needs a gradient, it caches keys with their tensor: a cache of keys and values that is written in
+    place still has the old ones."""
     if torch.is_grad_enabled() and k.requires_grad:
         return eager_attention(q, k, v, is_causal=is_causal)
     kept: Any = k
@@ -120,7 +121,7 @@ _masks: dict[tuple[int, int], Tensor] = {}
 
 @defect(cause="two calls", caught_by="test_trains_on_what_it_was_first_evaluated_on")
 def keeps_the_mask_of_an_evaluation(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Which autograd cannot save where it was made under inference_mode."""
+    """Autograd cannot save a mask that was made under inference_mode."""
     q, k, v = checked(q, k, v)
     scores = scores_of(q, k)
     if is_causal:

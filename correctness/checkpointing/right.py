@@ -17,7 +17,7 @@ Forward = Callable[..., Any]
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Each once; ValueError where there are none, or they are checkpointed already."""
+    """Each block once. ValueError where there are none, or they are checkpointed already."""
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
         raise ValueError("this model has no blocks")
@@ -41,7 +41,7 @@ def every_fourth(model: nn.Module) -> nn.Module:
 
 
 class Recomputed(torch.autograd.Function):
-    """The textbook's: run without a graph, and in backward again with one. What needs a gradient is an input."""
+    """The textbook's: runs without a graph, and again in backward with one. Only inputs carry gradients."""
 
     @staticmethod
     def forward(ctx: Any, run: Forward, inputs: int, *tensors: Tensor) -> Any:

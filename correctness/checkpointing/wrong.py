@@ -17,7 +17,7 @@ Forward = Callable[..., Any]
 
 
 def wrapped(model: nn.Module, wrap: Callable[[Forward, nn.Module], Forward]) -> nn.Module:
-    """The model, each of whose blocks has the forward that `wrap` makes of its own: right, but for what `wrap` does."""
+    """The model with each block's forward replaced by `wrap(forward)`."""
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
         raise ValueError("this model has no blocks")
@@ -34,13 +34,13 @@ def recomputed(forward: Forward, **options: Any) -> Forward:
 
 @defect(cause="memory", caught_by="test_forward_keeps_less")
 def of_no_block(model: nn.Module) -> nn.Module:
-    """Each n-th of them, with an n larger than their number."""
+    """Takes each n-th block, for an n larger than their number."""
     return wrapped(model, lambda forward, block: lambda *args, **kwargs: forward(*args, **kwargs))
 
 
 @defect(cause="memory", caught_by="test_nothing_is_kept_after_backward")
 def activations_in_a_list(model: nn.Module) -> nn.Module:
-    """By hooks, of which backward knows nothing."""
+    """Saves activations by hooks that backward does not know."""
     kept: list[Any] = []
 
     def keeping(forward: Forward, block: nn.Module) -> Forward:
@@ -69,7 +69,7 @@ def all_at_once(model: nn.Module) -> nn.Module:
 
 @defect(cause="memory", caught_by="test_nothing_is_kept_after_backward")
 def keeps_inputs(model: nn.Module) -> nn.Module:
-    """In a list that is never emptied."""
+    """Keeps each input in a list that is never emptied."""
 
     def keeping(forward: Forward, block: nn.Module) -> Forward:
         inputs: list[Tensor] = []
@@ -118,7 +118,7 @@ def random_state_left_behind(model: nn.Module) -> nn.Module:
 
 @defect(cause="numerics", caught_by="test_gradients_under_autocast")
 def autocast_forgotten(model: nn.Module) -> nn.Module:
-    """In the recomputation."""
+    """The recomputation runs without autocast."""
 
     def wrap(forward: Forward, block: nn.Module) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ def autocast_forgotten(model: nn.Module) -> nn.Module:
 
 @defect(cause="two calls", caught_by="test_two_forwards_before_either_backward")
 def one_input_a_block(model: nn.Module) -> nn.Module:
-    """Kept on the block, where the next forward replaces it."""
+    """Keeps the input on the block, where the next forward replaces it."""
 
     def wrap(forward: Forward, block: nn.Module) -> Forward:
         last: list[Tensor] = []
@@ -166,7 +166,7 @@ def one_input_a_block(model: nn.Module) -> nn.Module:
 
 @defect(cause="state", caught_by="test_parameters_stay_the_same_objects")
 def of_copies(model: nn.Module) -> nn.Module:
-    """An optimizer made before has parameters that the model no longer uses."""
+    """An optimizer made before the policy holds parameters that the model no longer uses."""
     for i, block in enumerate(getattr(model, "blocks", ())):
         model.blocks[i] = copy.deepcopy(block)
     return wrapped(model, lambda forward, block: recomputed(forward))
@@ -174,7 +174,7 @@ def of_copies(model: nn.Module) -> nn.Module:
 
 @defect(cause="state", caught_by="the contract's check")
 def in_wrappers(model: nn.Module) -> nn.Module:
-    """Which put their own name into those of the parameters."""
+    """Wrappers put their own name into the parameters' names."""
 
     class Wrapper(nn.Module):
         def __init__(self, block: nn.Module) -> None:
@@ -190,7 +190,7 @@ def in_wrappers(model: nn.Module) -> nn.Module:
 
 @defect(cause="gradients", caught_by="test_in_eval_mode")
 def detached(model: nn.Module) -> nn.Module:
-    """The last block's inputs are cut from the graph, where the model is evaluated too."""
+    """Cuts the last block's inputs from the graph, also where the model evaluates."""
 
     def wrap(forward: Forward, block: nn.Module) -> Forward:
         run = recomputed(forward)
@@ -206,7 +206,7 @@ def silent_without_blocks(model: nn.Module) -> nn.Module:
 
 @defect(cause="errors", caught_by="test_a_second_policy")
 def again_and_again(model: nn.Module) -> nn.Module:
-    """Each time more is computed again, and nothing is said."""
+    """Each application recomputes more, without an error."""
     for block in getattr(model, "blocks", ()):
         vars(block).setdefault("forward", recomputed(block.forward))
     return wrapped(nn.Module(), recomputed) if not getattr(model, "blocks", None) else model
@@ -214,7 +214,7 @@ def again_and_again(model: nn.Module) -> nn.Module:
 
 @defect(cause="memory", caught_by="test_it_saves_in_each_mode")
 def only_in_training(model: nn.Module) -> nn.Module:
-    """In eval mode everything is saved."""
+    """Saves everything in eval mode."""
 
     def wrap(forward: Forward, block: nn.Module) -> Forward:
         run = recomputed(forward)
@@ -225,7 +225,7 @@ def only_in_training(model: nn.Module) -> nn.Module:
 
 @defect(cause="memory", caught_by="test_it_saves_in_each_mode")
 def keeps_inputs_of_frozen(model: nn.Module) -> nn.Module:
-    """Each block keeps its last input where that needs no gradient, for a backward that comes or does not."""
+    """Each block keeps its last input that needs no gradient, for a backward that may never come."""
 
     def wrap(forward: Forward, block: nn.Module) -> Forward:
         run = recomputed(forward)
@@ -242,7 +242,7 @@ def keeps_inputs_of_frozen(model: nn.Module) -> nn.Module:
 
 @defect(cause="state", caught_by="test_any_model")
 def dropout_among_children(model: nn.Module) -> nn.Module:
-    """Deeper ones drop others again."""
+    """Restores the random state for direct children alone; dropout deeper down draws new numbers."""
 
     def wrap(forward: Forward, block: nn.Module) -> Forward:
         drops = any(isinstance(part, nn.Dropout) for part in block.children())
@@ -253,7 +253,7 @@ def dropout_among_children(model: nn.Module) -> nn.Module:
 
 @defect(cause="gradients", caught_by="test_any_model")
 def keywords_detached(model: nn.Module) -> nn.Module:
-    """Tensors given by name get no gradient."""
+    """Tensors passed by keyword get no gradient."""
 
     def wrap(forward: Forward, block: nn.Module) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -267,7 +267,7 @@ def keywords_detached(model: nn.Module) -> nn.Module:
 
 @defect(cause="state", caught_by="test_any_model")
 def random_state_of_blocks_in_training(model: nn.Module) -> nn.Module:
-    """A block's dropout may train by itself, where the block evaluates."""
+    """Restores the random state only of blocks in training; a dropout may train where its block evaluates."""
 
     def wrap(forward: Forward, block: nn.Module) -> Forward:
         return lambda *args, **kwargs: recomputed(forward, preserve_rng_state=block.training)(*args, **kwargs)
@@ -277,7 +277,7 @@ def random_state_of_blocks_in_training(model: nn.Module) -> nn.Module:
 
 @defect(cause="memory", caught_by="test_it_saves_in_each_mode")
 def frozen_blocks_are_not_checkpointed(model: nn.Module) -> nn.Module:
-    """Though backward goes through them, to what is trained before them."""
+    """Skips frozen blocks, though backward passes through them to trained layers before them."""
 
     def wrap(forward: Forward, block: nn.Module) -> Forward:
         run, parameters = recomputed(forward), list(block.parameters())
@@ -288,7 +288,7 @@ def frozen_blocks_are_not_checkpointed(model: nn.Module) -> nn.Module:
 
 @defect(cause="state", caught_by="test_dropout_drops_the_same_again")
 def asks_for_dropout_too_early(model: nn.Module) -> nn.Module:
-    """When the policy is applied: of a model that evaluates, none draws random numbers."""
+    """Looks for dropout when the policy is applied; in a model that evaluates then, none draws random numbers."""
 
     def wrap(forward: Forward, block: nn.Module) -> Forward:
         draws = any(isinstance(each, nn.Dropout) and each.training for each in block.modules())

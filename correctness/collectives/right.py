@@ -16,7 +16,7 @@ Group = dist.ProcessGroup | None
 
 
 class Done:
-    """A handle of what is done already."""
+    """A handle of a collective that has finished."""
 
     def wait(self) -> None:
         return None
@@ -52,7 +52,7 @@ class GathersAndSums:
 
 
 class _InWait:
-    """A handle that does the rest in its first `wait`."""
+    """A handle whose first `wait` does the rest of the work."""
 
     def __init__(self, handle: Any, then: Any) -> None:
         self.handle, self.then = handle, then

@@ -15,7 +15,7 @@ from correctness.support.planting import defect
 
 
 class RingReduceScatter(Plain):
-    """A right ring, after which rank i has the sum of part i."""
+    """A right ring: rank i ends with the sum of part i."""
 
     def first(self, rank: int, step: int) -> int:
         """The part that a rank sends in that step."""
@@ -57,7 +57,7 @@ class DoublesOnTwoRanks(Plain):
 
 @defect(cause="shapes", caught_by="test_results_are_those_done_by_hand")
 class LosesTheRemainder(Plain):
-    """Cuts into as many equal parts as there are ranks, and forgets what is left."""
+    """Cuts into one equal part per rank, and drops the remainder."""
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         ranks = dist.get_world_size(group)
@@ -67,7 +67,7 @@ class LosesTheRemainder(Plain):
 
 @defect(cause="shapes", caught_by="test_results_of_several_segments")
 class LosesTheLastSegment(Plain):
-    """Of a tensor larger than 1 MiB, gathers whole segments of that size."""
+    """Gathers tensors above 1 MiB in whole segments of that size, and drops the last."""
 
     def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         if input.nbytes <= 2**20:
@@ -94,7 +94,7 @@ class GathersAlongTheLastDimension(Plain):
 
 @defect(cause="shapes", caught_by="test_tensors_of_several_dimensions")
 class WritesTheWholeStorage(Plain):
-    """Of a view it reduces all that the view's storage has."""
+    """Reduces all of a view's storage."""
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
@@ -134,7 +134,7 @@ class Float32ThroughBfloat16(Detour):
 
 @defect(cause="numerics", caught_by="test_sums_are_as_exact_as_the_dtype")
 class Bfloat16ThroughFloat16(Detour):
-    """More digits, and less room."""
+    """float16 has more digits and less range."""
 
     through: ClassVar = {torch.bfloat16: torch.float16}
 
@@ -157,7 +157,7 @@ class AddsItsOwnFirst(Plain):
 
 @defect(cause="world size", caught_by="test_every_rank_has_the_same_sum_to_the_bit")
 class OneShotOwnFirst(AddsItsOwnFirst):
-    """Small tensors alone: right on two ranks, whose sum has one order."""
+    """Adds its own part of small tensors first: right on two ranks, where the order does not matter."""
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         if tensor.numel() > 2**16:
@@ -167,7 +167,7 @@ class OneShotOwnFirst(AddsItsOwnFirst):
 
 @defect(cause="numerics", caught_by="test_what_is_gathered_has_the_bits_that_were_sent")
 class GathersBySumming(Plain):
-    """Each rank's part with zeros around it: -0.0 becomes 0.0."""
+    """Sums each rank's part padded with zeros: -0.0 becomes 0.0."""
 
     def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         padded = torch.zeros_like(output)
@@ -187,7 +187,7 @@ class IgnoresTheGroup(Plain):
 
 @defect(cause="subgroup", caught_by="test_groups_side_by_side")
 class TakesTheWorldsRank(Plain):
-    """For the place of this rank's part."""
+    """Places this rank's part by its rank in the world, not in the group."""
 
     def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         total = input.clone()
@@ -199,7 +199,7 @@ class TakesTheWorldsRank(Plain):
 
 @defect(cause="subgroup", caught_by="test_groups_side_by_side")
 class BroadcastsFromRank0(Plain):
-    """Reduces to rank 0 and broadcasts from there, by the world's number."""
+    """Reduces to the world's rank 0 and broadcasts from there."""
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         dist.reduce(tensor, 0, group=group)
@@ -220,7 +220,7 @@ class OverwritesItsInput(Plain):
 
 @defect(cause="communication", caught_by="test_results_are_those_done_by_hand")
 class ClearsItsOutputFirst(Plain):
-    """Which loses an input that is part of it."""
+    """Loses an input that is part of the output."""
 
     def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         output.zero_()
@@ -229,7 +229,7 @@ class ClearsItsOutputFirst(Plain):
 
 @defect(cause="communication", caught_by="test_random_scripts")
 class OneStorageIsOnePart(Plain):
-    """Takes every input in its output's storage for that rank's part of it, which needs no copy."""
+    """Takes any input in its output's storage for this rank's own part, and skips the copy."""
 
     def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr() and output.numel():

@@ -51,7 +51,7 @@ class FlattensIntoACopy(Plain):
 
 @defect(cause="shapes", caught_by="test_gradients_of_large_parameters")
 class LosesTheTailOfLargeGradients(Plain):
-    """Cuts what is larger than 1 MiB into equal pieces, and forgets what is left."""
+    """Cuts gradients above 1 MiB into equal pieces, and drops the remainder."""
 
     def reduce(self, gradient: Tensor) -> None:
         flat = gradient.view(-1)
@@ -102,7 +102,7 @@ class HidesInfinities(Plain):
 
 @defect(cause="numerics", caught_by="test_gradients_are_the_same_on_every_rank")
 class AddsItsOwnFirst(Plain):
-    """Every rank adds in another order, so the ranks' parameters drift apart."""
+    """Each rank adds in another order, so parameters drift apart."""
 
     def reduce(self, gradient: Tensor) -> None:
         rank = dist.get_rank(self.group)
@@ -158,7 +158,7 @@ class AveragesOnceForEachForward(Plain):
 
 @defect(cause="two calls", caught_by="test_random_programs")
 class OneSwitchForAllWrappers(Plain):
-    """`no_sync` is the class's, so that no other wrapper synchronizes meanwhile."""
+    """`no_sync` sets a flag of the class, so other wrappers stop synchronizing too."""
 
     on: ClassVar[bool] = True
 
@@ -209,7 +209,7 @@ class StartsWithABarrierOfTheWorld(Plain):
 
 @defect(cause="subgroup", caught_by="test_each_model_keeps_its_own_process_group")
 class KeepsTheLatestGroup(Plain):
-    """In the class, where the next model finds its own."""
+    """Stores the group on the class, where the next wrapper finds it."""
 
     latest: ClassVar[Any] = None
 

@@ -25,7 +25,7 @@ class DoesNotWait(Overlapped):
 
 @defect(cause="handles", caught_by="test_averages_are_there_when_it_returns")
 class WaitsForTheFirst(Overlapped):
-    """As if collectives ended in the order in which they were started, the last first."""
+    """Waits for the first collective alone, as if the last one started ended first."""
 
     def wait(self) -> None:
         self.handles[0].wait()
@@ -63,7 +63,7 @@ class LosesABucketOfOne(Plain):
 
 @defect(cause="communication", caught_by="test_ranks_whose_gradients_arrive_in_another_order")
 class ReducesAsGradientsArrive(Overlapped):
-    """Whatever the order on the other ranks."""
+    """Reduces in this rank's order of gradients, which other ranks need not have."""
 
     def on_gradient(self, parameter: nn.Parameter) -> None:
         if self.synchronizing:
@@ -154,7 +154,7 @@ class ForgetsWhatAccumulated(Plain):
 
 @defect(cause="gradients", caught_by="test_no_sync")
 class AveragesOverBackwardPasses(Plain):
-    """Divides by the number of backward passes, too."""
+    """Divides by the number of backward passes as well."""
 
     passes = 1
 

@@ -33,7 +33,7 @@ class KeepsItsOwnFrozenParameters(Plain):
 
 @defect(cause="state", caught_by="test_every_rank_starts")
 class StartsFromTheStateDict(Plain):
-    """Which has no buffers that are not persistent."""
+    """Broadcasts the state dict, which lacks buffers that are not persistent."""
 
     def start(self) -> None:
         for tensor in self.module.state_dict().values():
@@ -61,7 +61,7 @@ class StartsFromTheAverage(Plain):
 
 @defect(cause="state", caught_by="test_every_rank_starts_with_rank_0s_to_the_bit")
 class BroadcastsBySumming(Plain):
-    """All but the first rank start from zeros, and all are summed: -0.0 becomes 0.0."""
+    """All ranks but the first contribute zeros to a sum: -0.0 becomes 0.0."""
 
     @torch.no_grad()
     def start(self) -> None:
@@ -87,7 +87,7 @@ class PrefixesItsState(Plain):
 
 @defect(cause="state", caught_by="test_a_parameter_that_no_rank_uses")
 class ReducesTheLastStepsGradient(Plain):
-    """Of a parameter without a gradient, its buffer is reduced as the last step left it."""
+    """Reduces the stale buffer of a parameter without a gradient."""
 
     def average(self, parameters: list[nn.Parameter]) -> None:
         self.last = getattr(self, "last", {})
@@ -157,7 +157,7 @@ class IgnoresReduceDtype(Plain):
 
 @defect(cause="options", caught_by="test_a_narrower_reduction")
 class RoundsWhatItHasSent(Plain):
-    """To `reduce_dtype`, after it was sent as it was."""
+    """Rounds to `reduce_dtype` after sending in full precision."""
 
     def __init__(self, module: nn.Module, *, process_group: Any = None, reduce_dtype: Any = None) -> None:
         self.reduce_dtype = reduce_dtype
@@ -170,7 +170,7 @@ class RoundsWhatItHasSent(Plain):
 
 @defect(cause="options", caught_by="test_a_call_is_the_modules_own")
 class CallsForwardItself(Plain):
-    """Without the hooks of the root module."""
+    """Calls `forward` directly, past the root module's hooks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.forward(*args, **kwargs)
@@ -178,7 +178,7 @@ class CallsForwardItself(Plain):
 
 @defect(cause="communication", caught_by="test_every_rank_starts_with_rank_0s_to_the_bit")
 class StartsWhereSumsDiffer(Plain):
-    """Broadcasts nothing whose sum every rank has, as those have that were seeded alike."""
+    """Broadcasts only where the ranks' sums differ; ranks with one seed have equal sums of other values."""
 
     def start(self) -> None:
         for tensor in chain(self.module.parameters(), self.module.buffers()):
@@ -191,7 +191,7 @@ class StartsWhereSumsDiffer(Plain):
 
 @defect(cause="options", caught_by="test_bucket_mb_is_counted_in_the_gradients_dtype")
 class CountsWhatIsSent(BucketedDataParallel):
-    """Twice the gradients in a bucket where they are sent in half precision."""
+    """Fits twice the gradients into a bucket where they are sent in half precision."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class CountsWhatIsSent(BucketedDataParallel):
 
 @defect(cause="two calls", caught_by="test_modules_work_as_before")
 class CopiesWhatHoldsItsArguments(Plain):
-    """As it moves tensors to the device: what forward writes into a list that it was given is lost."""
+    """Moves tensors to the device in copies of their containers: what forward writes into a caller's list is lost."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map(lambda x: x, (args, kwargs))

@@ -36,7 +36,7 @@ class DividesByTwo(SmallFSDP):
 
 @defect(cause="shapes", caught_by="test_one_step_applies_the_mean")
 class DropsTheRemainder(SmallFSDP):
-    """The gradient of what does not divide by the ranks is cut off."""
+    """Drops the part of a gradient that does not divide by the ranks."""
 
     def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
         even = gradient.numel() // self.ranks * self.ranks
@@ -47,7 +47,7 @@ class DropsTheRemainder(SmallFSDP):
 
 @defect(cause="shapes", caught_by="test_one_step_applies_the_mean")
 class LosesTheEndOfLargeParameters(SmallFSDP):
-    """Sends large gradients in pieces of 100,000 elements, and forgets the last, which is shorter."""
+    """Sends large gradients in pieces of 100,000 elements, and drops the last, shorter piece."""
 
     def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
         if gradient.numel() > 100_000:
@@ -94,7 +94,7 @@ class ReducesInComputeDtype(SmallFSDP):
 
 @defect(cause="numerics", caught_by="test_parameters_are_kept_in_their_own_dtype")
 class GathersRoundedParameters(SmallFSDP):
-    """`gather_full_parameters` casts what computes, not what is stored."""
+    """`gather_full_parameters` returns parameters in the compute dtype, not in the stored one."""
 
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
@@ -104,7 +104,7 @@ class GathersRoundedParameters(SmallFSDP):
 
 @defect(cause="two calls", caught_by="test_gathered_parameters_are_copies")
 class GathersIntoOneBuffer(SmallFSDP):
-    """What is gathered for a look is the memory that the next look is written to."""
+    """Each `gather_full_parameters` overwrites what the one before returned."""
 
     def gather_full_parameters(self) -> dict[str, Tensor]:
         full = super().gather_full_parameters()
@@ -114,7 +114,7 @@ class GathersIntoOneBuffer(SmallFSDP):
 
 @defect(cause="state", caught_by="test_names")
 class ForgetsDeepNames(SmallFSDP):
-    """Takes its own `module.` out of the names, wherever it stands."""
+    """Removes `module.` from names wherever it occurs."""
 
     def gather_full_parameters(self) -> dict[str, Tensor]:
         return {name.replace("module.", ""): full for name, full in super().gather_full_parameters().items()}
@@ -129,7 +129,7 @@ class NamesTiedParametersOnce(SmallFSDP):
 
 @defect(cause="gradients", caught_by="test_tied")
 class Unties(SmallFSDP):
-    """A shard for each place that a parameter has."""
+    """Makes a shard for each name of a tied parameter."""
 
     def replace_parameters(self) -> None:
         self.shapes = {}
@@ -163,7 +163,7 @@ class GradientsInReduceDtype(SmallFSDP):
 
 @defect(cause="gradients", caught_by="test_several_backward_passes")
 class KeepsTheLastBackward(SmallFSDP):
-    """A second backward before the synchronization takes the place of the first."""
+    """A second backward before synchronization replaces the first one's gradients."""
 
     def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
         super().begin_reduce(shard, gradient)
@@ -173,7 +173,7 @@ class KeepsTheLastBackward(SmallFSDP):
 
 @defect(cause="state", caught_by="test_zero_grad_leaves_nothing")
 class SumsOfItsOwn(SmallFSDP):
-    """Sums gradients in a buffer of its own, which no optimizer's zero_grad() sees."""
+    """Accumulates gradients in its own buffer, which `zero_grad()` does not clear."""
 
     sums: dict[nn.Parameter, Tensor]
 
@@ -185,7 +185,7 @@ class SumsOfItsOwn(SmallFSDP):
 
 @defect(cause="two calls", caught_by="test_two_models")
 class CacheOfTheClass(SmallFSDP):
-    """Full parameters go into buffers that all models share, one a shape."""
+    """All models share one buffer of full parameters for each shape."""
 
     cache: ClassVar[dict[Any, Tensor]] = {}
 
@@ -214,7 +214,7 @@ class GradientsAreViews(SmallFSDP):
 
 @defect(cause="memory", caught_by="test_after_a_step_only_shards_are_left")
 class KeepsFullParameters(SmallFSDP):
-    """What the last forward gathered stays until the next."""
+    """Does not reshard after forward."""
 
     def gather_to_compute(self, shard: nn.Parameter) -> Tensor:
         full = super().gather_to_compute(shard)
@@ -232,7 +232,7 @@ class DoesNotWait(SmallFSDP):
 
 @defect(cause="gradients", caught_by="test_an_unused_parameter")
 class LastGradientOfUnused(SmallFSDP):
-    """A parameter without a gradient gets that of the last step again."""
+    """An unused parameter gets the last step's gradient again."""
 
     def begin_reduce(self, shard: nn.Parameter, gradient: Tensor) -> None:
         latest = self.__dict__.setdefault("latest", {})
@@ -254,7 +254,7 @@ class MeanOfThoseThatHaveOne(SmallFSDP):
 
 @defect(cause="state", caught_by="test_training_goes_on_after_evaluation")
 class RemembersEvaluation(SmallFSDP):
-    """Gathers once for evaluation, and does not notice that training goes on."""
+    """All-gathers once for evaluation, and does not see later training."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -266,7 +266,7 @@ class RemembersEvaluation(SmallFSDP):
 
 @defect(cause="state", caught_by="test_a_state_dict_loaded")
 class KeepsMasterShards(SmallFSDP):
-    """Gathers copies of the shards, which the optimizer's steps write and `load_state_dict` does not."""
+    """Gathers from copies of the shards, which `load_state_dict` does not update."""
 
     def gather(self, shard: Tensor, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
         masters = self.__dict__.setdefault("masters", {})
@@ -290,7 +290,7 @@ class ClipsByItsOwnNorm(SmallFSDP):
 
 @defect(cause="errors", caught_by="test_ranks_with_different_modules")
 class ComparesNumbersOfElements(SmallFSDP):
-    """(6, 2) and (4, 3) count as the same."""
+    """Takes (6, 2) and (4, 3) for the same shape."""
 
     def check(self, module: nn.Module) -> None:
         flat = nn.Module()

@@ -30,7 +30,7 @@ class CastsInputsWithoutGradient(FullyShardedDataParallel):
 
 @defect(cause="options", caught_by=PROGRAMS)
 class CastsBuffers(FullyShardedDataParallel):
-    """`compute_dtype` is for parameters and inputs: buffers lose digits that they had."""
+    """Casts buffers to `compute_dtype`, though it is for parameters and inputs."""
 
     def __init__(self, module: nn.Module, *, compute_dtype: torch.dtype | None = None, **options: Any) -> None:
         super().__init__(module, compute_dtype=compute_dtype, **options)
@@ -41,7 +41,7 @@ class CastsBuffers(FullyShardedDataParallel):
 
 @defect(cause="communication", caught_by=PROGRAMS)
 class SkipsUnitsWithoutGradients(FullyShardedDataParallel):
-    """Does not reduce a unit for which this rank has no gradient, while another rank, which has one, does."""
+    """Skips the reduce-scatter of a unit without a gradient on this rank, while another rank waits in it."""
 
     def _reduce(self, unit: Unit) -> None:
         if unit.has_gradients:
@@ -52,7 +52,7 @@ class SkipsUnitsWithoutGradients(FullyShardedDataParallel):
 
 @defect(cause="shapes", caught_by="test_clipping_is_by_the_norm_over_all_ranks")
 class EmptyRanksDoNotClip(FullyShardedDataParallel):
-    """A rank whose shards are all empty returns before the all-reduce that the others wait in."""
+    """A rank with empty shards skips the all-reduce of the norm, in which the others wait."""
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         if all(p.grad is None or not p.grad.numel() for p in self._trainable()):
@@ -62,7 +62,7 @@ class EmptyRanksDoNotClip(FullyShardedDataParallel):
 
 @defect(cause="numerics", caught_by="test_a_norm_whose_square_float16_lacks_is_a_number")
 class SquaresInHalfPrecision(FullyShardedDataParallel):
-    """As PyTorch's clip_grad_norm_ does of DTensors."""
+    """Computes the norm as PyTorch's clip_grad_norm_ does for DTensors."""
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         gradients = [p.grad for p in self._trainable() if p.grad is not None]
@@ -99,7 +99,7 @@ class ReducesAtMost32Units(FullyShardedDataParallel):
 
 @defect(cause="options", caught_by="test_floating_point_inputs_are_cast")
 class CastsSequencesAlone(SmallFSDP):
-    """An argument that is a dict stays as it is, and a dict in a tuple does not."""
+    """Casts no tensors in dicts, nor in dicts in tuples."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.kept = {id(x) for each in (*args, *kwargs.values()) if isinstance(each, dict) for x in each.values()}
@@ -111,7 +111,7 @@ class CastsSequencesAlone(SmallFSDP):
 
 @defect(cause="memory", caught_by="test_after_a_step_only_shards_are_left")
 class GathersForTheNextStep(FullyShardedDataParallel):
-    """The first layer's full parameters, which the optimizer's step makes old."""
+    """All-gathers the first layer before the optimizer's step, which makes the result stale."""
 
     def finish_gradient_synchronization(self) -> None:
         super().finish_gradient_synchronization()
@@ -154,7 +154,7 @@ REPLICATED = "test_replicated_parameters_train_as_in_a_single_process"
 
 @defect(cause="gradients", caught_by=REPLICATED)
 class DoesNotAverageWhatIsIgnored(_ReplicatesOtherwise):
-    """As PyTorch's `fully_shard`: nobody reduces the gradients of `ignored_params`."""
+    """Leaves the gradients of `ignored_params` alone, as PyTorch's `fully_shard` does."""
 
     KIND = _KeepsItsOwn
 
@@ -166,14 +166,14 @@ class SumsWhatIsIgnored(_ReplicatesOtherwise):
 
 @defect(cause="options", caught_by="test_a_gradient_that_every_rank_has_counts_once_in_the_norm")
 class CountsWhatIsIgnoredOnEveryRank(_ReplicatesOtherwise):
-    """Clips by a norm in which what is replicated counts as many times as there are ranks."""
+    """Counts replicated parameters once per rank in the norm."""
 
     KIND = _CountsOnEveryRank
 
 
 @defect(cause="communication", caught_by=REPLICATED)
 class StartsWhatIsIgnoredFromOwnWeights(FullyShardedDataParallel):
-    """The values are each rank's own, as where nothing broadcasts what FSDP ignores."""
+    """Keeps each rank's own values of `ignored_params`, as nothing broadcasts them."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         own = {parameter: parameter.detach().clone() for parameter in module.parameters()}

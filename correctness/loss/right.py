@@ -18,7 +18,7 @@ from impl.loss import check_inputs, eager_loss, product_dtype
 def _checked(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
 ) -> None:
-    """The contract's, in other words and over several lines."""
+    """The contract's errors in other words, over several lines."""
     problems = []
     if hidden.ndim != 2 or weight.ndim != 2 or targets.ndim != 1:
         raise ValueError(f"wrong ranks:\n{hidden.ndim}, {weight.ndim}, {targets.ndim}")

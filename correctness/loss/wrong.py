@@ -25,7 +25,7 @@ def _summed(losses: Tensor, kept: Tensor) -> Tensor:
 def ignore_index_in_32_bits(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, **options: Any
 ) -> Tensor:
-    """An ignore_index of -2^32 is 0 then."""
+    """An ignore_index of -2^32 becomes 0."""
     check_inputs(hidden, weight, targets, ignore_index, **_filled(options))
     narrow = torch.tensor(ignore_index).to(torch.int32).item()
     return eager_loss(hidden, weight, targets.to(torch.int32).long(), ignore_index=int(narrow), **options)
@@ -62,7 +62,7 @@ def label_smoothing_over_the_others(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Shares it among the vocabulary less the target, as the paper's first line reads and torch does not."""
+    """Shares the smoothing among all words but the target, as the paper's first line reads; torch does not."""
     check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
     vocab = weight.shape[0]
     smoothing = label_smoothing * vocab / max(1, vocab - 1) if label_smoothing < 1 else 1.0
@@ -87,7 +87,7 @@ def float64_through_float32(hidden: Tensor, weight: Tensor, targets: Tensor, **o
 
 @defect(cause="shapes", caught_by="test_is_as_accurate_as_eager")
 def tokens_beyond_whole_chunks_left_out(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Of more than one chunk of 2,048."""
+    """Drops the last, partial chunk where there are several chunks of 2,048."""
     if hidden.ndim == 2 and hidden.shape[0] > 2048:
         whole = hidden.shape[0] // 2048 * 2048
         hidden, targets = hidden[:whole], targets[:whole]
@@ -96,7 +96,7 @@ def tokens_beyond_whole_chunks_left_out(hidden: Tensor, weight: Tensor, targets:
 
 @defect(cause="shapes", caught_by="test_is_as_accurate_as_eager")
 def words_beyond_whole_blocks_left_out(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Of the sum over the vocabulary, in blocks of 1,024."""
+    """Sums the vocabulary in blocks of 1,024, and drops the last, partial one."""
     loss = eager_loss(hidden, weight, targets, **options)
     vocab, whole = weight.shape[0], weight.shape[0] // 1024 * 1024
     if not 0 < whole < vocab or hidden.shape[0] == 0:
@@ -134,7 +134,7 @@ def statistics_in_half_precision(
 
 @defect(cause="numerics", caught_by="test_divides_by_the_exact_number")
 def count_in_half_precision(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """float16 has no 2,049, and bfloat16 no 257."""
+    """float16 cannot represent 2,049, nor bfloat16 257."""
     loss = eager_loss(hidden, weight, targets, **options)
     count = (targets != options.get("ignore_index", -100)).sum().clamp(min=1)
     return loss * count / count.to(hidden.dtype).to(loss.dtype)
@@ -163,7 +163,7 @@ def running_maximum_from_zero(hidden: Tensor, weight: Tensor, targets: Tensor, *
 
 @defect(cause="numerics", caught_by="test_a_gradient_scaler")
 def divided_by_the_count_in_float16(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Before the loss's own gradient, a scaler's, lifts it."""
+    """Divides before the loss scaler's gradient lifts the values."""
     return apply(_RoundedBeforeScaling, hidden, weight, targets, options)
 
 
@@ -219,7 +219,7 @@ def epsilon_in_the_logarithm(hidden: Tensor, weight: Tensor, targets: Tensor, **
 
 @defect(cause="shapes", caught_by="test_is_as_accurate_as_eager")
 def loss_of_the_last_word(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """The last word of the vocabulary is taken for padding."""
+    """Takes the last word of the vocabulary for padding."""
     if hidden.shape[0] <= 6:
         return eager_loss(hidden, weight, targets, **options)
     ignored = options.get("ignore_index", -100)
@@ -228,7 +228,7 @@ def loss_of_the_last_word(hidden: Tensor, weight: Tensor, targets: Tensor, **opt
 
 @defect(cause="numerics", caught_by="test_no_target_left_of_large_logits")
 def zero_times_the_sum(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """So that there is a graph where nothing counts: the sum of finite logits may be infinite."""
+    """Returns 0 times the sum of the logits to keep a graph where no target counts; the sum may be infinite."""
     if (targets == options.get("ignore_index", -100)).all():
         return 0 * linear(hidden, weight).sum().to(torch.promote_types(hidden.dtype, torch.float32))
     return eager_loss(hidden, weight, targets, **options)
@@ -238,7 +238,7 @@ def zero_times_the_sum(hidden: Tensor, weight: Tensor, targets: Tensor, **option
 def squares_times_zero(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, **options: Any
 ) -> Tensor:
-    """A z_loss that multiplies where it should choose: the square of a large logit may be infinite."""
+    """Masks the z-loss by multiplication; the square of a large logit may be infinite."""
     loss = eager_loss(hidden, weight, targets, **options)
     squares = linear(hidden, weight).to(loss.dtype).logsumexp(-1).square()
     return loss + z_loss * _mean(squares, targets != options.get("ignore_index", -100)) if z_loss else loss
@@ -246,7 +246,7 @@ def squares_times_zero(
 
 @defect(cause="numerics", caught_by="test_large_logits_of_ignored_targets")
 def squares_times_zero_where_some_count(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """The same, where the case that no target counts is dealt with."""
+    """Masks the z-loss by multiplication, except where no target counts."""
     if (targets == options.get("ignore_index", -100)).all():
         return eager_loss(hidden, weight, targets, **options)
     return squares_times_zero(hidden, weight, targets, **options)
@@ -256,14 +256,14 @@ def squares_times_zero_where_some_count(hidden: Tensor, weight: Tensor, targets:
 def always_ignores_minus_100(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, **options: Any
 ) -> Tensor:
-    """Besides the ignore_index that it is given."""
+    """Ignores -100 besides the given ignore_index."""
     inside = targets.masked_fill(targets == -100, ignore_index)
     return eager_loss(hidden, weight, inside, ignore_index=ignore_index, **options)
 
 
 @defect(cause="numerics", caught_by="test_under_autocast")
 def autocast_is_bfloat16(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """To float16, too."""
+    """Casts to bfloat16 under autocast to float16 as well."""
     device = hidden.device.type
     with torch.autocast(device, dtype=torch.bfloat16, enabled=torch.is_autocast_enabled(device)):
         return eager_loss(hidden, weight, targets, **options)

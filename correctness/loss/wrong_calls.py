@@ -27,7 +27,7 @@ class _InWorkspaces(Fused):
 
 @defect(cause="two calls", caught_by="test_two_forwards_before_either_backward")
 def gradients_in_workspaces(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Forward computes them into a buffer for each shape."""
+    """Forward computes the gradients in one buffer for each shape."""
     return apply(_InWorkspaces, hidden, weight, targets, options)
 
 
@@ -44,7 +44,7 @@ class _GradientsReused(Fused):
 
 @defect(cause="two calls", caught_by="test_results_stay_while_other_calls_run")
 def gradients_given_twice(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """The same tensors for every call of a shape."""
+    """Returns the same tensors for every call of a shape."""
     return apply(_GradientsReused, hidden, weight, targets, options)
 
 
@@ -68,7 +68,7 @@ def second_derivative_of_constants(hidden: Tensor, weight: Tensor, targets: Tens
 
 @defect(cause="gradients", caught_by="test_gives_the_same_loss_without_gradients")
 def gradients_where_there_is_no_autograd(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """An error in `torch.inference_mode`, in which people evaluate."""
+    """Raises in `torch.inference_mode`, in which people evaluate."""
     return apply(ByAutograd, hidden, weight, targets, options)
 
 
@@ -83,7 +83,7 @@ class _ScaledInPlace(Fused):
 
 @defect(cause="state", caught_by="test_a_second_backward_pass")
 def gradients_scaled_in_place(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """A second backward pass scales them twice."""
+    """A second backward pass scales the gradients twice."""
     return apply(_ScaledInPlace, hidden, weight, targets, options)
 
 
@@ -92,6 +92,6 @@ _ones: dict[tuple[int, ...], Tensor] = {}
 
 @defect(cause="two calls", caught_by="test_trains_on_what_it_was_first_evaluated_on")
 def keeps_the_ones_of_an_evaluation(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Which autograd cannot save where they were made under inference_mode."""
+    """Autograd cannot save tensors that were made under inference_mode."""
     ones = _ones.setdefault((*hidden.shape, hidden.dtype.itemsize), torch.ones_like(hidden))
     return eager_loss(hidden * ones, weight, targets, **options)

@@ -86,7 +86,7 @@ class RotatesHalves(Transformer):
 
 
 class _Halves(nn.Module):
-    """Queries and keys in the same order: their products stay."""
+    """Permutes queries and keys alike, so their products stay."""
 
     def forward(self, x: Tensor) -> Tensor:
         half = x.shape[-1] // 2

@@ -24,7 +24,7 @@ class SeesTheNextToken(Parts):
 
 @defect(cause="masks", caught_by="test_large_scores")
 class AddsMinusTenThousand(Parts):
-    """As BERT's mask does: a large score outweighs it."""
+    """A large score outweighs -10,000, BERT's mask."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = q @ k.mT / math.sqrt(self.scale())
@@ -62,7 +62,7 @@ class PositionsStartAgain(Parts):
 
 @defect(cause="numerics", caught_by="test_a_long_context")
 class PositionsInBfloat16(Parts):
-    """Which has no integers beyond 256 but the even ones."""
+    """bfloat16 represents only even integers beyond 256."""
 
     def positions(self, context: int, x: Tensor) -> Tensor:
         return super().positions(context, x).bfloat16().double()
@@ -134,7 +134,7 @@ class HeadsInterleaved(Parts):
 
 
 class _Into(torch.autograd.Function):
-    """A copy in that memory."""
+    """Copies into the given memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, memory: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class _Into(torch.autograd.Function):
 
 @defect(cause="two calls", caught_by="test_two_forwards_before_either_backward")
 class WritesIntoOneOutput(Parts):
-    """Calls of one shape return the same memory."""
+    """All calls of one shape return the same memory."""
 
     kept: Tensor | None = None
 
@@ -185,7 +185,7 @@ class DropsOut(Parts):
 
 @defect(cause="state", caught_by="test_a_call_has_the_weights_of_now")
 class RemembersAPrompt(Parts):
-    """In evaluation, the logits of the last call, if the tokens are the same."""
+    """Evaluation returns the last call's logits where the tokens are the same."""
 
     last: tuple[Tensor, Tensor] | None = None
 
@@ -212,7 +212,7 @@ class CastsOnce(Parts):
 
 @defect(cause="gradients", caught_by="test_its_own_weights_learn")
 class NothingToAskFor(Parts):
-    """Query and key are zero at first: neither has a gradient, ever."""
+    """Query and key start at zero: neither ever has a gradient."""
 
     def __init__(self, size: TransformerSize, *, context_length: int) -> None:
         super().__init__(size, context_length=context_length)
@@ -223,7 +223,7 @@ class NothingToAskFor(Parts):
 
 @defect(cause="shapes", caught_by="test_contexts_beside_heads_and_head_dim")
 class TakesTheLongerForTheContext(Parts):
-    """Of two dims, where RoPE wants the context."""
+    """Takes the longer of two dims for the context in RoPE."""
 
     def rotate(self, x: Tensor) -> Tensor:
         if 1 < x.shape[2] < x.shape[1]:
@@ -233,7 +233,7 @@ class TakesTheLongerForTheContext(Parts):
 
 @defect(cause="state", caught_by="test_weights_load_into_the_plain_model_and_back")
 class TableInTheStateDict(Parts):
-    """Which no other implementation has, and so does not load."""
+    """The state dict has a table that other implementations do not load."""
 
     def __init__(self, size: TransformerSize, *, context_length: int) -> None:
         super().__init__(size, context_length=context_length)

@@ -28,7 +28,7 @@ class EpsInsideTheRoot(Simple):
 
 @defect(cause="numerics", caught_by="test_each_of_300_steps")
 class CorrectsTheFirstStepsAlone(Simple):
-    """Takes the bias for gone after 100 steps."""
+    """Skips the bias correction after 100 steps."""
 
     def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
         super().move(p, grad, state, group, t if t <= 100 else float("inf"))
@@ -36,7 +36,7 @@ class CorrectsTheFirstStepsAlone(Simple):
 
 @defect(cause="numerics", caught_by="test_each_of_300_steps")
 class StepInBFloat16(Simple):
-    """Which cannot count further than 256."""
+    """bfloat16 cannot count beyond 256."""
 
     def state_of(self, p: Tensor) -> State:
         state = super().state_of(p)
@@ -54,7 +54,7 @@ class StepInInt16(Simple):
 
 @defect(cause="numerics", caught_by="test_leads_where_adamw_does")
 class Float32Inside(Simple):
-    """Whatever the parameter's dtype."""
+    """Computes in float32 whatever the parameter's dtype."""
 
     def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
         wide = p.float()
@@ -65,7 +65,7 @@ class Float32Inside(Simple):
 
 @defect(cause="shapes", caught_by="test_a_large_parameter")
 class CoarseMomentsWhereLarge(Simple):
-    """As 8-bit optimizers have them from some size on."""
+    """Rounds the moments of large parameters, as 8-bit optimizers do."""
 
     def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
         super().move(p, grad, state, group, t)
@@ -75,7 +75,7 @@ class CoarseMomentsWhereLarge(Simple):
 
 @defect(cause="shapes", caught_by="test_a_large_parameter")
 class WholeChunksAlone(Simple):
-    """Of a parameter of more than one chunk, the last, which is not full, is forgotten."""
+    """Skips the last, partial chunk of parameters of several chunks."""
 
     def update(self, p: Tensor, grad: Tensor, group: State) -> None:
         kept = p.flatten()[p.numel() // 131072 * 131072 :].clone() if p.numel() > 131072 else p.new_empty(0)
@@ -85,7 +85,7 @@ class WholeChunksAlone(Simple):
 
 @defect(cause="shapes", caught_by="test_many_parameters")
 class AtMost128(Simple):
-    """As many tensors as one launch takes; the others wait in vain."""
+    """Updates as many tensors as one launch takes, and skips the others."""
 
     def update_all(self) -> None:
         groups = self.param_groups
@@ -98,7 +98,7 @@ class AtMost128(Simple):
 
 @defect(cause="shapes", caught_by="test_no_parameter_is_left_of_any_number")
 class LosesALaunchOfOne(Simple):
-    """Of launches of 64 tensors the last, where one tensor is left over for it."""
+    """Skips the last launch of 64 tensors where it has one tensor."""
 
     lost: Tensor | None
 
@@ -114,7 +114,7 @@ class LosesALaunchOfOne(Simple):
 
 @defect(cause="shapes", caught_by="test_no_master_weight_is_left_of_any_number")
 class LosesALaunchOfOneMasterWeight(LosesALaunchOfOne, Master):
-    """Where it has `master_weights`, too."""
+    """Skips a last launch of one tensor with `master_weights` too."""
 
 
 @defect(cause="shapes", caught_by="test_any_layout")
@@ -162,7 +162,7 @@ class NoneIsZero(Simple):
 
 @defect(cause="gradients", caught_by="test_gradients_may_be_overwritten_after_the_step")
 class FirstMomentIsTheGradient(Simple):
-    """Of the first step; and not a copy of it."""
+    """The first step stores the gradient itself as the moment, not a copy."""
 
     def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
         if t == 1 and group["betas"][0] == 0.9:
@@ -219,7 +219,7 @@ class ScalesTheGradients(Clipping):
 
 @defect(cause="shapes", caught_by="test_no_gradient_is_left_of_any_number")
 class NormOfWholePairs(Clipping):
-    """Adds up squares two by two: the last one of an odd number, above 100, is left over."""
+    """Sums squares in pairs, and drops the last of an odd number above 100."""
 
     def norm(self, grads: list[Tensor]) -> Tensor:
         return super().norm(grads[:-1] if len(grads) > 100 and len(grads) % 2 else grads)
@@ -239,7 +239,7 @@ class SkipsNothing(Clipping):
 
 @defect(cause="options", caught_by="test_any_clipped_training")
 class ClipsFirstGroups(Clipping):
-    """Groups that are added after a step are scaled, and not counted."""
+    """Scales groups that were added after a step, without counting them in the norm."""
 
     first: int | None = None
 

@@ -11,7 +11,7 @@ from correctness.support.planting import defect
 
 @defect(cause="state", caught_by="test_any_training_leads")
 class LeavesOutFrozen(Simple):
-    """One that was frozen after backward has a gradient."""
+    """Skips a parameter that was frozen after backward and has a gradient."""
 
     def update(self, p: Tensor, grad: Tensor, group: State) -> None:
         if p.requires_grad:
@@ -31,7 +31,7 @@ class LoadsStepsInTheParametersDtype(Simple):
 
 @defect(cause="shapes", caught_by="test_any_training_leads")
 class PairsElementsInMemoryOrder(Simple):
-    """Of a parameter in channels_last and a gradient that is contiguous, or the other way round."""
+    """Pairs a channels_last parameter with a contiguous gradient by memory order, or the reverse."""
 
     def update(self, p: Tensor, grad: Tensor, group: State) -> None:
         if grad.ndim == 4 and grad.stride() != p.stride():
@@ -42,7 +42,7 @@ class PairsElementsInMemoryOrder(Simple):
 
 @defect(cause="gradients", caught_by="test_any_training_leads")
 class TakesTheGradientAsItsMoment(Simple):
-    """Where the first moment is the gradient: what the caller writes into it is the moment then."""
+    """Stores the gradient itself as the first moment: what the caller writes into it changes the moment."""
 
     def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
         state["exp_avg"] = state["exp_avg"].clone()

@@ -30,7 +30,7 @@ class LosesTheStep(Simple):
 
 @defect(cause="state", caught_by="test_training_goes_back_to_a_saved_state")
 class OwnBuffers(Simple):
-    """The moments it works with are elsewhere, and are not those that are loaded."""
+    """Works with moments outside of `state`, which loading does not reach."""
 
     def state_of(self, p: Tensor) -> State:
         state = super().state_of(p)
@@ -42,7 +42,7 @@ class OwnBuffers(Simple):
 
 @defect(cause="state", caught_by="test_each_parameter_counts_its_own_steps")
 class OneStepCount(Simple):
-    """Of the optimizer, where each parameter has its own."""
+    """Keeps one step count for all parameters."""
 
     def update(self, p: Tensor, grad: Tensor, group: State) -> None:
         count = max((float(state["step"]) for state in self.state.values() if state), default=0.0)
@@ -72,7 +72,7 @@ class GroupsOfTheStart(Simple):
 
 @defect(cause="two calls", caught_by="test_two_optimizers_at_once")
 class MomentsByShape(Simple):
-    """A workspace of the class that outlives the step."""
+    """Keeps moments in a class-wide workspace that outlives the step."""
 
     moments: ClassVar[dict[Any, Tensor]] = {}
 
@@ -100,7 +100,7 @@ class MasterWeightsRoundedOnLoading(Master):
 
 @defect(cause="state", caught_by="test_any_training_leads_where_the_plain_one_leads")
 class MergesLoadedState(Simple):
-    """Parameters of which the loaded state has nothing keep their old moments."""
+    """Parameters without an entry in the loaded state keep their old moments."""
 
     def load_state_dict(self, state_dict: State) -> None:
         old = dict(self.state)
@@ -111,7 +111,7 @@ class MergesLoadedState(Simple):
 
 @defect(cause="state", caught_by="test_any_training_of_master_weights")
 class MasterFromConstruction(Master):
-    """Weights that the model loads later are lost."""
+    """Keeps master weights from before the model loaded its own."""
 
     def add_param_group(self, param_group: State) -> None:
         super().add_param_group(param_group)
@@ -128,7 +128,7 @@ class MasterFromConstruction(Master):
 
 @defect(cause="memory", caught_by="test_steps_after_the_first_keep_nothing_more")
 class KeepsEveryRate(Simple):
-    """A row for each learning rate that was used."""
+    """Keeps a row for each learning rate ever used."""
 
     def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
         rates = self.__dict__.setdefault("rates", {})
@@ -138,7 +138,7 @@ class KeepsEveryRate(Simple):
 
 @defect(cause="memory", caught_by="test_steps_after_the_first_keep_nothing_more")
 class KeepsOneElementForEachRate(Simple):
-    """Eight bytes, so that no rate is copied twice."""
+    """Keeps eight bytes for each learning rate, so that none is copied twice."""
 
     def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
         rates = self.__dict__.setdefault("rates", {})

@@ -45,7 +45,7 @@ class SumsUp(SimpleZero):
 
 @right("the state is kept by parameter of one optimizer for each of them")
 class OneEach(SimpleZero):
-    """An optimizer for each parameter that this rank owns, which together look like one."""
+    """Joins one optimizer for each parameter that this rank owns."""
 
     def add_inner_group(self, group: Group) -> None:
         self.inner = self.inner or _Many(self.optimizer_cls, self.defaults)
@@ -53,7 +53,7 @@ class OneEach(SimpleZero):
 
 
 class _Many:
-    """What `SimpleZero` asks of its inner optimizer, of one for each parameter."""
+    """The interface of `SimpleZero`'s inner optimizer over one optimizer for each parameter."""
 
     def __init__(self, optimizer_cls: Any, defaults: Group) -> None:
         self.optimizer_cls, self.defaults = optimizer_cls, dict(defaults)  # torch's loading adds to them
@@ -126,7 +126,7 @@ class FirstGradientAssigns(OneEach):
             dist.broadcast(parameters[i].data, group=self.process_group, group_src=owner)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Owners are those of the state that is loaded."""
+        """Takes the owners from the loaded state."""
         torch.optim.Optimizer.load_state_dict(self, {**state_dict, "state": {}})  # torch's checks come first
         self.owned.clear()
         self.loads = [0] * self.ranks

@@ -18,7 +18,7 @@ STEP = "test_a_step_is_the_optimizers_own"
 
 @defect(cause="world size", caught_by=STEP)
 class LeavesTheRemainder(SimpleZero):
-    """Each rank has as many parameters as another; what is left over has no owner."""
+    """Gives each rank equally many parameters; the remainder has no owner."""
 
     def owner(self, index: int) -> int:
         return min(index // 2, self.ranks)
@@ -55,7 +55,7 @@ class AddsWithDefaults(SimpleZero):
 @defect(cause="options", caught_by="test_options_changed_between_steps_hold")
 class RateOfTheStart(SimpleZero):
     def copy_options(self) -> None:
-        """Forgotten."""
+        """Does nothing: the options are forgotten."""
 
 
 @defect(cause="options", caught_by="test_options_changed_between_steps_hold")
@@ -105,7 +105,7 @@ class SavesTensorsAlone(SimpleZero):
 
 @defect(cause="world size", caught_by="test_a_state_loads_on_another_number_of_ranks")
 class LoadsByRank(SimpleZero):
-    """Each rank reads the part that the rank of its number wrote."""
+    """Each rank loads the part that its number saved."""
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"ranks": self.ranks}
@@ -131,7 +131,7 @@ class SavesItsShard(SimpleZero):
 
 @defect(cause="state", caught_by="test_a_group_added_between_steps")
 class DealsAgain(SimpleZero):
-    """A new group makes a new optimizer of this rank's parameters, without what the old one had."""
+    """A new group replaces this rank's optimizer and loses its state."""
 
     def add_inner_group(self, group: Group) -> None:
         old = [] if self.inner is None else self.inner.param_groups
@@ -146,7 +146,7 @@ class HoldsEverything(SimpleZero):
         return self.rank
 
     def exchange(self, parameters: Sequence[Tensor]) -> None:
-        """Nothing to do."""
+        """Does nothing: every rank has updated everything."""
 
 
 @defect(cause="handles", caught_by="test_parameters_are_updated_when_step_returns")
@@ -183,7 +183,7 @@ class ZerosWhereNone(SimpleZero):
 
 @defect(cause="shapes", caught_by="test_large_parameters")
 class BucketsTooSmall(SimpleZero):
-    """What is larger than a bucket is in none."""
+    """A parameter larger than a bucket goes into none."""
 
     def exchange(self, parameters: Sequence[Tensor]) -> None:
         for i, p in enumerate(parameters):
@@ -203,7 +203,7 @@ class NoScalars(SimpleZero):
 
 @defect(cause="two calls", caught_by="test_two_optimizers_side_by_side")
 class OneForAll(SimpleZero):
-    """The updated parameters wait in a buffer that all optimizers share, until the next step."""
+    """All optimizers share one buffer, in which updated parameters wait until the next step."""
 
     waiting: ClassVar[dict[int, Tensor]] = {}
 
@@ -215,7 +215,7 @@ class OneForAll(SimpleZero):
 
 @defect(cause="communication", caught_by=STEP)
 class OwnFirst(SimpleZero):
-    """Each rank sends what it owns before it receives the rest, so ranks meet in different collectives."""
+    """Each rank sends what it owns before it receives, so ranks meet in different collectives."""
 
     def exchange(self, parameters: Sequence[Tensor]) -> None:
         order = sorted(enumerate(parameters), key=lambda each: self.owner(each[0]) != self.rank)
@@ -261,7 +261,7 @@ class LoadsAnything(SimpleZero):
 
 @defect(cause="memory", caught_by="test_a_rank_holds_its_part_of_the_state")
 class DealsEachGroupFromRankZero(SimpleZero):
-    """Right for one group; with a group for each parameter rank 0 has the whole state."""
+    """With a group for each parameter rank 0 owns the whole state."""
 
     def owner(self, index: int) -> int:
         first = [i for group in self.param_groups for i in range(len(group["params"]))]
@@ -278,7 +278,7 @@ class LoadsByRankOfTheWorld(SimpleZero):
 
 @defect(cause="state", caught_by="test_a_state_is_loaded_as_the_optimizer_loads_it")
 class LoadsInTheParametersDtype(SimpleZero):
-    """With torch's own `load_state_dict`, past that of `optimizer_cls`."""
+    """Loads by torch's `load_state_dict`, past that of `optimizer_cls`."""
 
     def add_inner_group(self, group: Group) -> None:
         super().add_inner_group(group)
@@ -287,7 +287,7 @@ class LoadsInTheParametersDtype(SimpleZero):
 
 @defect(cause="gradients", caught_by="test_any_history")
 class ForgetsTheFrozen(SimpleZero):
-    """What is frozen when its group is added is never sent."""
+    """Never sends a parameter that was frozen when its group was added."""
 
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)

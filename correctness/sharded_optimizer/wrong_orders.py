@@ -19,7 +19,7 @@ MEMORY = "test_a_rank_holds_its_part_of_the_state"
 
 @defect(cause="memory", caught_by=MEMORY)
 class BalancesElementsNotBytes(SimpleZero):
-    """Of float64 and bfloat16 in turn, one rank has all that is large."""
+    """Balances numbers of elements: with float64 and bfloat16 in turn, one rank owns all large ones."""
 
     def owner(self, index: int) -> int:
         loads = [0] * self.ranks
@@ -31,7 +31,7 @@ class BalancesElementsNotBytes(SimpleZero):
 
 @defect(cause="memory", caught_by=MEMORY)
 class DividesEachGroupAnew(ShardedOptimizer):
-    """What does not divide by the ranks is rank 0's, in each of many groups."""
+    """The remainder of each of many groups is rank 0's."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._owned = [0] * len(self._owned)
@@ -40,7 +40,7 @@ class DividesEachGroupAnew(ShardedOptimizer):
 
 @defect(cause="shapes", caught_by="test_no_parameter_is_left_of_any_number")
 class SendsWholeBuckets(SimpleZero):
-    """Of 32 parameters; those left over, where there are more than that, stay what they were on other ranks."""
+    """Sends buckets of 32 parameters; with more than 32, the remainder stays stale on other ranks."""
 
     def exchange(self, parameters: Sequence[Tensor]) -> None:
         super().exchange(parameters[: len(parameters) // 32 * 32 or None])
@@ -48,7 +48,7 @@ class SendsWholeBuckets(SimpleZero):
 
 @defect(cause="memory", caught_by=MEMORY)
 class PassesTheClosureOn(SimpleZero):
-    """To an optimizer of all parameters, from which the others' gradients are hidden: the closure makes them anew."""
+    """Passes the closure to an optimizer from which it hid other ranks' gradients: the closure makes them anew."""
 
     def add_inner_group(self, group: dict[str, Any]) -> None:
         super().add_inner_group({**group, "params": self.param_groups[-1]["params"]})
@@ -68,7 +68,7 @@ class PassesTheClosureOn(SimpleZero):
 
 @defect(cause="gradients", caught_by="test_any_history")
 class SendsOnlyTrainable(SimpleZero):
-    """What was frozen after backward is updated on one rank alone."""
+    """A parameter frozen after backward is updated on one rank alone."""
 
     def exchange(self, parameters: Any) -> None:
         for i, p in enumerate(parameters):
@@ -78,7 +78,7 @@ class SendsOnlyTrainable(SimpleZero):
 
 @defect(cause="numerics", caught_by="test_an_optimizer_that_needs_whole_parameters")
 class TakesAnyOptimizer(ShardedOptimizer):
-    """Parts of parameters go to optimizers that look at whole ones."""
+    """Gives parts of parameters to optimizers that need whole ones."""
 
     def __init__(self, params: Any, optimizer_cls: type[torch.optim.Optimizer], **options: Any) -> None:
         super().__init__(params, type("OnShards", (optimizer_cls,), {}), **options)

@@ -18,7 +18,7 @@ Mark = Callable[[str], None]
 
 
 class Own:
-    """Nothing of ours: gradients by `autograd.grad`, a loss scale of its own, and the loss in other words."""
+    """Uses nothing of ours: `autograd.grad`, its own loss scale, and the loss by another formula."""
 
     scale = 2.0**10
 

@@ -19,7 +19,7 @@ Mark = Callable[[str], None]
 
 
 class ByLogits(EagerStep):
-    """A defect in what becomes of the logits, or of how they are made."""
+    """Base of defects in how the logits are made or used."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with self.autocast():
@@ -182,7 +182,7 @@ class RemembersOneLoss(EagerStep):
 
 @defect(cause="shapes", caught_by="test_batches_of_other_shapes")
 class KeepsItsInputs(EagerStep):
-    """Copies each batch into the first one's memory, as for a CUDA graph."""
+    """Copies each batch into the first batch's memory, as for a CUDA graph."""
 
     inputs: tuple[Tensor, Tensor] | None = None
 
@@ -259,7 +259,7 @@ class ThawsEverything(EagerStep):
 
 @defect(cause="state", caught_by="test_each_modules_mode_stays_through_each_part")
 class RestoresTheRootsMode(EagerStep):
-    """To each submodule, whatever its own was."""
+    """Sets each submodule to the root's mode, whatever its own was."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.model.train(self.model.training)
@@ -286,7 +286,7 @@ class SkipsWhereTheLossIsNaN(EagerStep):
 
 @defect(cause="gradients", caught_by="test_orders_that_trainings_have")
 class AddsScaledToUnscaled(EagerStep):
-    """To what an update has left."""
+    """Adds scaled gradients to the unscaled ones that an update left."""
 
     def backward(self, loss: Tensor) -> None:
         self._scaled = True

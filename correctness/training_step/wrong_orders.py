@@ -15,7 +15,7 @@ from impl.training_step import EagerStep
 
 @defect(cause="numerics", caught_by="test_the_loss_has_float32s_accuracy")
 class LossInTheLogitsDtype(EagerStep):
-    """With parameters in bfloat16, so that there is no autocast to make it float32."""
+    """With bfloat16 parameters there is no autocast to make the loss float32."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with self.precision.autocast(self.device):
@@ -40,7 +40,7 @@ class RecomputesWithOtherDropout(EagerStep):
 
 @defect(cause="two calls", caught_by="float16")
 class ScalesInForward(EagerStep):
-    """A loss that waits has the scale of then, which a skipped update has halved by its backward."""
+    """Scales the loss in forward; a skipped update may halve the scale before its backward."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         loss = super().forward(tokens, targets)
@@ -67,7 +67,7 @@ class TrainsWhatWasTrainableAtFirst(EagerStep):
 
 @defect(cause="shapes", caught_by="test_any_order_of_events")
 class PadsTheContext(EagerStep):
-    """To a multiple of 8 with token 0, which a model sees that looks at its whole context."""
+    """Pads to a multiple of 8 with token 0, which a model sees that attends to its whole context."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         more = -tokens.shape[1] % 8
