@@ -1,16 +1,23 @@
-"""Random programs for two data-parallel wrappers: what both are, and every event between their steps."""
+"""Random histories of two data-parallel wrappers: their modules, their options, and events between their steps."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
-from correctness.data_parallel.random_modules import Kind, drawn_kinds
+from correctness.data_parallel.random_modules import Kind, kinds
+from correctness.engine.histories import events_of, one_in
 
+FINISH = "finish_gradient_synchronization()"
 DEPTH = 3
+"""Of `no_sync()` inside `no_sync()`, at most."""
+MOST = 27
+"""Events of a history beside its first and its last ones."""
 OPTIONS: dict[str, list[Any]] = {
     "bucket_mb": [1e-5, 3e-4, 25],
     "reduce_dtype": [torch.bfloat16, torch.float16, torch.float32, torch.float64],
@@ -29,10 +36,10 @@ class Event:
         return random.Random(" ".join(map(str, (self.seed, *more))))
 
     def __str__(self) -> str:
-        return f"{self.wrapper} {self.name}"
+        return f"{self.wrapper}: {self.name}"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Setting:
     """How a module is wrapped. `every`: each backward pass reaches every parameter, and no option says otherwise."""
 
@@ -49,7 +56,20 @@ class Setting:
     def __str__(self) -> str:
         options = [f"{name}={value}" for name, value in self.options.items()]
         options += ["find_unused_parameters=False"] * self.every
-        return ", ".join([*options, *([f"in groups of ranks {self.groups}"] if self.groups else [])]) or "no options"
+        options += [f"process groups of ranks {self.groups}"] * bool(self.groups)
+        return f"{', '.join(map(str, self.kinds))}{' with ' * bool(options)}{', '.join(options)}"
+
+
+@dataclass(frozen=True)
+class History:
+    settings: dict[str, Setting]
+    events: list[Event]
+    torchs: bool
+    """The wrapper is PyTorch's own, or holds it, which has limits of its own."""
+
+    def __str__(self) -> str:
+        there = dict.fromkeys(event.wrapper for event in self.events)
+        return "; ".join(f"{name} wraps {self.settings[name]}" for name in there)
 
 
 @dataclass
@@ -66,47 +86,53 @@ class State:
     hooked: bool = False
 
 
-def drawn_setting(draw: random.Random, ranks: int, accepted: list[str], *, torchs: bool) -> Setting:
-    options = {
-        name: draw.choice(values) for name, values in OPTIONS.items() if name in accepted and draw.random() < 0.4
-    }
-    kinds = drawn_kinds(draw, ranks, vary_strides=not torchs, narrow="reduce_dtype" in options)
-    tied = [i for i in range(len(kinds)) if draw.random() < 0.15]
-    groups = draw.choice([None, None, "parts", "some"])
-    if groups is not None:
-        order = draw.sample(range(ranks), ranks)
-        cut = draw.randint(1, ranks)
-        groups = [sorted(part) for part in ([order[:cut], order[cut:]] if groups == "parts" else [order[:cut]]) if part]
-    return Setting(kinds, tied, options, draw.random() < 0.3, groups)
+@st.composite
+def settings(draw: st.DrawFn, ranks: int, accepted: list[str], torchs: bool) -> Setting:
+    options = {name: draw(st.sampled_from(OPTIONS[name])) for name in accepted if draw(one_in(3))}
+    of = draw(kinds(ranks, vary_strides=not torchs, narrow="reduce_dtype" in options))
+    tied = [i for i in range(len(of)) if draw(one_in(7))]
+    groups: list[list[int]] | None = None
+    if how := draw(st.sampled_from(["", "", "parts", "some"])):
+        order, cut = draw(st.permutations(range(ranks))), draw(st.integers(1, ranks))
+        parts = [order[:cut], order[cut:]] if how == "parts" else [order[:cut]]
+        groups = [sorted(part) for part in parts if part]
+    return Setting(of, tied, options, draw(one_in(3)), groups)
 
 
-def drawn_events(draw: random.Random, settings: dict[str, Setting], length: int, *, torchs: bool) -> list[Event]:
+@st.composite
+def histories(draw: st.DrawFn, ranks: int, accepted: list[str], torchs: bool) -> History:
     """Both are wrapped, one of them perhaps later; last of all, a part of one is wrapped once more."""
+    of = {name: draw(settings(ranks, accepted, torchs)) for name in "AB"}
     states = {"A": State()}
-    events = [Event("wrap", "A", draw.randrange(2**40))]
-    late, part = draw.choice([0, 0, draw.randrange(length)]), draw.choice([*settings, None, None])
-    for i in range(length):
-        # Ranks that lack gradients start some collectives in backward and some in `finish`, as many as they can.
-        first = [name for name, state in states.items() if state.backward_outside and not settings[name].every]
-        if i >= late and "B" not in states and not first:
+
+    def event(name: str, wrapper: str) -> Event:
+        return Event(name, wrapper, draw(st.integers(0, 2**40)))
+
+    def following() -> list[Event]:
+        # Ranks that lack gradients start some collectives in backward and the rest as they finish.
+        first = [name for name, state in states.items() if state.backward_outside and not of[name].every]
+        if "B" not in states and not first and draw(one_in(3)):
             states["B"] = State()
-            events.append(Event("wrap", "B", draw.randrange(2**40)))
-        wrapper = draw.choice(first or [*states])
-        name = draw.choice(_possible(states[wrapper], settings[wrapper], torchs))
+            return [event("wrap", "B")]
+        wrapper = draw(st.sampled_from(first or [*states]))
+        name = draw(st.sampled_from(_possible(states[wrapper], of[wrapper], torchs)))
         _follow(states[wrapper], name)
-        events.append(Event(name, wrapper, draw.randrange(2**40)))
+        return [event(name, wrapper)]
+
+    part = draw(st.sampled_from([None, None, *of]))
+    events = [event("wrap", "A"), *chain(*events_of(draw, MOST, following))]
     for wrapper, state in sorted(states.items(), key=lambda each: not each[1].backward_outside):
         names = ["exit"] * len(state.contexts) + ["backward"] * (not state.backward_outside)
-        names += ["wrap a part"] * (wrapper == part) + ["finish"]
-        events += [Event(name, wrapper, draw.randrange(2**40)) for name in names]
-    return events
+        names += ["wrap a part"] * (wrapper == part) + [FINISH]
+        events += [event(name, wrapper) for name in names]
+    return History(of, events, torchs)
 
 
 def _possible(state: State, setting: Setting, torchs: bool) -> list[str]:
-    """Once a backward pass outside of `no_sync` was made, only what does not change gradients comes before `finish`."""
-    harmless = ["train", "eval", "eval on one rank", "forward in no_grad", "make no_sync()", "read the state"]
+    """Between a backward pass outside of `no_sync` and FINISH come only events that change no gradient."""
+    harmless = ["train", "eval", "eval on one rank", "forward in no_grad", "make no_sync()", "state_dict()"]
     if state.backward_outside:
-        return ["finish"] * 6 + harmless
+        return [FINISH] * 6 + harmless
     inside = bool(state.contexts)
     names = [*harmless, *["backward"] * 6, "zero_grad(set_to_none=False)"]
     # PyTorch's own remembers which parameters no_sync() used, and raises an error where their gradients are gone.
@@ -114,7 +140,13 @@ def _possible(state: State, setting: Setting, torchs: bool) -> list[str]:
     names += ["backward through two forward passes"]
     names += ["enter"] * 2 * (len(state.contexts) < DEPTH)
     names += ["enter one made before"] * 2 * (len(state.contexts) < DEPTH and inside in state.made)
-    names += ["exit", "exit", "exit by an error", "finish", "two backward passes of one forward pass"] * inside
+    names += [
+        "exit",
+        "exit",
+        "exit by an error",
+        FINISH,
+        "two backward passes of one forward pass",
+    ] * inside
     names += ["forward without backward"] * (not torchs)  # PyTorch's own then waits for its backward in no_sync(), too
     names += ["unhook"] if state.hooked else ["hook"]
     if state.empty and not inside and not setting.every:
@@ -137,7 +169,7 @@ def _follow(state: State, name: str) -> None:
         state.contexts.pop()
     elif "backward" in name and name != "forward without backward":
         state.backward_outside, state.empty, state.averaged = not inside, False, False
-    elif name == "finish" and not inside:
+    elif name == FINISH and not inside:
         state.backward_outside, state.averaged = False, True
     elif name.startswith("zero"):
         state.empty, state.averaged = name == "zero_grad()", False

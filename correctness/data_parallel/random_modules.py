@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
+
+from correctness.engine.histories import one_in
 
 SHAPES = [(), (1,), (3,), (0, 3), (4, 3), (5, 2, 3), (97,), (17, 9)]
 DTYPES = [torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -31,19 +34,20 @@ class Kind:
         return f"{str(self.dtype).removeprefix('torch.')} of shape {self.shape}"
 
 
-def drawn_kinds(draw: random.Random, ranks: int, *, vary_strides: bool, narrow: bool) -> list[Kind]:
-    """Of which at least one of each module is trainable. `narrow`: numbers that every dtype can represent."""
-    kinds = []
-    for i in range(draw.randint(2, 8)):
-        dtype = draw.choice(DTYPES)
+@st.composite
+def kinds(draw: st.DrawFn, ranks: int, *, vary_strides: bool, narrow: bool) -> list[Kind]:
+    """Two to eight; the first of each module is trainable. `narrow`: numbers that every dtype can represent."""
+    found: list[Kind] = []
+    for i in range(draw(st.integers(2, 8))):
+        dtype = draw(st.sampled_from(DTYPES))
         largest = {torch.float64: 300, torch.float16: 6}.get(dtype, 60)
-        layouts = [draw.choice(LAYOUTS)] * ranks
-        if vary_strides and draw.random() < 0.3:
-            layouts = [draw.choice(LAYOUTS) for _ in range(ranks)]
-        exponent = draw.choice([0, 0, 1, 3] if narrow else [0, 0, 3, -largest, largest])
-        frozen = i > 1 and draw.random() < 0.2
-        kinds.append(Kind(draw.choice(SHAPES), dtype, (*layouts,), frozen, i % 2 == 1, exponent))
-    return kinds
+        layouts = [draw(st.sampled_from(LAYOUTS))] * ranks
+        if vary_strides and draw(one_in(3)):
+            layouts = [draw(st.sampled_from(LAYOUTS)) for _ in range(ranks)]
+        exponent = draw(st.sampled_from([0, 0, 1, 3] if narrow else [0, 0, 3, -largest, largest]))
+        frozen = i > 1 and draw(one_in(5))
+        found.append(Kind(draw(st.sampled_from(SHAPES)), dtype, (*layouts,), frozen, i % 2 == 1, exponent))
+    return found
 
 
 def numbers(seed: str, kind: Kind) -> Tensor:

@@ -1,4 +1,4 @@
-"""What gradients must be after each event of a program: every rank's in float64, and how far off they may be."""
+"""What gradients must be after each event of a history: every rank's in float64, and how far off they may be."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class Gradients:
         terms = torch.stack([torch.zeros_like(mine) if term is None else term for term in self.averaged or [None]])
         like = "" if local else likeness(mine, expected, terms, rank)
         return (
-            f"is not {what}: {like}found {mine[where].item():.9g}, expected {expected[where].item():.9g} at "
-            f"{list(where)}, and {int(bad.sum())} of {bad.numel()} elements are wrong"
+            f"is not {what}: {like}{int(bad.sum())} of {bad.numel()} elements are wrong\n"
+            f"found {mine[where].item():.9g}, expected {expected[where].item():.9g} at {list(where)}"
         )
 
     @staticmethod

@@ -156,7 +156,7 @@ class AveragesOnceForEachForward(Plain):
             self.pending = 0
 
 
-@defect(cause="two calls", caught_by="test_random_programs")
+@defect(cause="two calls", caught_by="test_any_history")
 class OneSwitchForAllWrappers(Plain):
     """`no_sync` sets a flag of the class, so other wrappers stop synchronizing too."""
 

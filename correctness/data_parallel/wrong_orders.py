@@ -13,7 +13,7 @@ from correctness.data_parallel.wrappers import Plain
 from correctness.support.planting import defect
 
 
-@defect(cause="state", caught_by="test_random_programs")
+@defect(cause="state", caught_by="test_any_history")
 class LearnsUsedOnce(Plain):
     """Learns in the first step which parameters any rank uses, and averages those for ever."""
 
@@ -27,7 +27,7 @@ class LearnsUsedOnce(Plain):
         super().average(self.used)
 
 
-@defect(cause="state", caught_by="test_random_programs")
+@defect(cause="state", caught_by="test_any_history")
 class BroadcastsBuffersAtEval(Plain):
     """So that every rank evaluates with the same running statistics."""
 
@@ -38,7 +38,7 @@ class BroadcastsBuffersAtEval(Plain):
         return self
 
 
-@defect(cause="handles", caught_by="test_random_programs")
+@defect(cause="handles", caught_by="test_any_history")
 class NoSyncFromTheCall(Plain):
     """Calling `no_sync()` begins it, and entering it does nothing."""
 
@@ -55,7 +55,7 @@ class NoSyncFromTheCall(Plain):
             super().finish_gradient_synchronization()
 
 
-@defect(cause="two calls", caught_by="test_random_programs")
+@defect(cause="two calls", caught_by="test_any_history")
 class NotesPlacesOnParameters(Plain):
     """Where a wrapper of a part of the module writes its own."""
 
@@ -92,7 +92,7 @@ class ClosesABucketAtEachDtype(Plain):
                 p.grad = part.view(p.shape).clone()
 
 
-@defect(cause="shapes", caught_by="test_random_programs")
+@defect(cause="shapes", caught_by="test_any_history")
 class SendsMemoryAsItLies(Plain):
     """Right where a parameter's strides are the same on every rank."""
 

@@ -66,6 +66,11 @@ class Alike(NamedTuple):
     values: dict[str, Any]
 
 
+def one_in(n: int) -> SearchStrategy[bool]:
+    """True for one of n draws; shrinks to False."""
+    return st.integers(1, n).map(lambda number: number == n)
+
+
 def events_of(draw: DrawFn, most: int, following: Callable[[], Any]) -> list[Any]:
     """Up to `most` events, each drawn by `following()`, which may depend on those before.
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
-from correctness.engine.histories import events_of
+from correctness.engine.histories import events_of, one_in
 from correctness.sharded_optimizer.unusual_optimizers import OPTIMIZERS, Wide
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ class Save:
 
     def happens(self, training: Training) -> None:
         training.state = training.saved = deepcopy(training.optimizer.state_dict())
+        training.updated_when_saved = set(training.updated)
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ class Restore:
         saved, optimizer = training.saved, training.optimizer
         if saved and len(saved["param_groups"]) == len(optimizer.param_groups):
             optimizer.load_state_dict(deepcopy(saved))
+            training.updated = set(training.updated_when_saved)
             _assert_loaded(saved, optimizer.state_dict())
 
 
@@ -218,12 +220,8 @@ OWN_OPTIONS: dict[type[torch.optim.Optimizer], dict[str, list[Any]]] = {
 ENDS = ([Step()], [Step(), Freeze(None), Step()], [Step(), Reload(), Step()])
 
 
-def _one_in(n: int) -> SearchStrategy[bool]:
-    return st.integers(1, n).map(lambda number: number == n)
-
-
 def _some(n: int, one_in: int) -> SearchStrategy[tuple[int, ...]]:
-    flags = st.lists(_one_in(one_in), min_size=n, max_size=n)
+    flags = st.lists(one_in(one_in), min_size=n, max_size=n)
     return flags.map(lambda drawn: tuple(i for i, flag in enumerate(drawn) if flag))
 
 
@@ -233,17 +231,17 @@ def histories(draw: DrawFn, most: int = 9) -> History:
     values = {"lr": [0.0, 0.01, 0.3], "weight_decay": [0.0, 0.2], **OWN_OPTIONS[optimizer]}
     options = st.fixed_dictionaries({}, optional={name: st.sampled_from(each) for name, each in values.items()})
     # torch's fused AdamW takes gradients laid out as their parameters; on CPU it misreads others.
-    transposed = st.just(False) if defaults.get("fused") else _one_in(5)
+    transposed = st.just(False) if defaults.get("fused") else one_in(5)
     shapes = st.lists(st.sampled_from(SHAPES), min_size=1, max_size=4)
     groups = st.builds(Group, shapes, st.just({}) | options, _some(4, 5), transposed)
-    steps = st.builds(Step, _some(6, 5), _one_in(3), st.just(()) | st.just(()) | _some(8, 3), transposed)
+    steps = st.builds(Step, _some(6, 5), one_in(3), st.just(()) | st.just(()) | _some(8, 3), transposed)
     changes = st.builds(Change, st.integers(0, 2), options)
     rare = [st.builds(Add, groups), st.just(Reload()), st.just(Save()), st.just(Restore())]
     rare += [changes, changes, st.builds(Freeze, st.integers(0, 7))]
     kinds = [*[steps] * 7, *rare]
     wide, half = torch.float64, torch.bfloat16
     dtypes = [[wide], [half], [half, wide]] if optimizer is Wide else [[wide], [wide, torch.float32]]
-    in_groups = draw(_one_in(3))
+    in_groups = draw(one_in(3))
     events = events_of(draw, most, lambda: draw(draw(st.sampled_from(kinds))))
     events += [*draw(st.sampled_from(ENDS)), *[Reload(), Step()] * in_groups, Save()]
     first = draw(st.lists(groups, min_size=1, max_size=3))

@@ -39,7 +39,8 @@ class Training:
         self.group_of: list[int] = []
         """The group of each parameter."""
         self.updated: set[int] = set()
-        """The parameters that had a gradient in any step."""
+        """The parameters that had a gradient in any step that the state knows; others may have no state yet."""
+        self.updated_when_saved: set[int] = set()
         self.saved: dict[str, Any] = {}
         """The last `state_dict()`."""
         self.state: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""A data-parallel wrapper in a random program: each event on this rank, and what must hold after it."""
+"""Two data-parallel wrappers of one history on this rank: each event, and what must hold after it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,49 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from correctness.data_parallel.averaging import wrap
-from correctness.data_parallel.events import Event, Setting
+from correctness.data_parallel.events import FINISH, Event, History, Setting
 from correctness.data_parallel.random_modules import Zoo, numbers
 from correctness.data_parallel.reference import Gradients
+from correctness.engine.histories import Alike
 from correctness.support.communication import delayed, quiet, recorded, slow_gradients
 from shardmark.api import Implementation
 from shardmark.meter.communication import Communication
-
-Bits = list[tuple[str, list[int], dict[str, int]]]
-"""After each average and each optimizer step: what it was, the group's ranks, and a checksum of each tensor's bits."""
 
 
 class ExpectedError(Exception):
     """Raised by a test, to leave `no_sync`."""
 
 
-class Played:
+class Both:
+    """The wrappers "A" and "B" of a history, on this rank."""
+
+    def __init__(self, implementation: Implementation, history: History, device: str) -> None:
+        again = {event.wrapper for event in history.events if event.name == "wrap a part"}
+        self.wrappers = {
+            name: Wrapper(implementation, setting, device, history.torchs, name in again)
+            for name, setting in history.settings.items()
+        }
+        self.wrapped: list[Wrapper] = []
+        self.alike: list[Alike] = []
+        self.after = 0
+
+    def play(self, event: Event) -> None:
+        self.after += 1
+        wrapper = self.wrappers[event.wrapper]
+        if not wrapper.members:
+            return
+        wrapper.do(event)
+        if event.name == "wrap":
+            self.wrapped.append(wrapper)
+        for what, bits in wrapper.bits:
+            self.alike.append(Alike(self.after, f"{what} of {event.wrapper}:", (*wrapper.members,), bits))
+        wrapper.bits = []
+
+    def problem(self) -> str:
+        return next((wrong for wrapper in self.wrapped for wrong in wrapper.look()), "")
+
+
+class Wrapper:
     """One wrapper on this rank, and what it must be."""
 
     def __init__(
@@ -43,7 +70,10 @@ class Played:
         self.made: list[tuple[bool, AbstractContextManager[None]]] = []
         self.frozen: list[int] = []
         self.hooks: dict[int, Any] = {}
-        self.local, self.pending, self.bits, self.wrong = True, False, [], []
+        self.local, self.pending = True, False
+        self.bits: list[tuple[str, dict[str, int]]] = []
+        """What is equal on all ranks of the group, a checksum of each tensor's bits."""
+        self.wrong: list[str] = []
         narrow = setting.options.get("reduce_dtype")
         self.gradients = [Gradients(k.dtype, _narrower(k.dtype, narrow), len(self.members)) for k in setting.kinds]
 
@@ -72,7 +102,7 @@ class Played:
             self._forward(event, self.here)
         elif "backward" in name:
             self._backward(event)
-        elif name == "finish":
+        elif name == FINISH:
             self._finish()
         elif name.startswith("zero"):
             to_none = name == "zero_grad()"
@@ -182,7 +212,7 @@ class Played:
             each.average()
         self.local = self.pending = False
         found = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None and p.grad.any()}
-        self.bits.append(("averages", self.members, {name: _bits(grad) for name, grad in found.items()}))
+        self.bits.append(("the average gradients", {name: _bits(grad) for name, grad in found.items()}))
 
     def _change(self, event: Event) -> None:
         """Do what that event does to the module: freeze a parameter, change a buffer, and so on."""
@@ -204,8 +234,8 @@ class Played:
             self.parameters = self._state(self.module.named_parameters())
             if all(len({*kind.layouts}) == 1 for kind in self.setting.kinds):  # or the optimizer may round otherwise
                 bits = {name: _bits(value) for name, value in self.parameters.items()}
-                self.bits.append(("parameters", self.members, bits))
-        elif name == "read the state":
+                self.bits.append(("the parameters", bits))
+        elif name == "state_dict()":
             if list(self.model.state_dict()) != list(self.module.state_dict()):
                 self.wrong.append(f"state_dict() has the names {list(self.model.state_dict())}")
         elif name != "eval on one rank" or draw.choice(self.members) == dist.get_rank():
@@ -225,7 +255,7 @@ class Played:
             for name, value in expected.items():
                 if name not in found or _bits(found[name]) != _bits(value):
                     had = found[name].flatten()[:3].tolist() if name in found else "missing"
-                    wrong.append(f"the {what} {name!r} is {had} and not {value.flatten()[:3].tolist()}")
+                    wrong.append(f"the {what} {name!r} is wrong\nfound {had}, expected {value.flatten()[:3].tolist()}")
         for i, kind in enumerate(self.setting.kinds):
             p = self.module.uses[i]
             name = next((name for name, each in self.module.named_parameters() if each is p), f"number {i}")
