@@ -227,7 +227,7 @@ class ClearsItsOutputFirst(Plain):
         return super().all_gather(output, input, group, async_op=async_op)
 
 
-@defect(cause="communication", caught_by="test_random_scripts")
+@defect(cause="communication", caught_by="test_any_history")
 class OneStorageIsOnePart(Plain):
     """Takes any input in its output's storage for this rank's own part, and skips the copy."""
 

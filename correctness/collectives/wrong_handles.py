@@ -112,7 +112,7 @@ class StartsInWait(Plain):
         return After(Done(), start) if async_op else start()
 
 
-@defect(cause="handles", caught_by="test_random_scripts")
+@defect(cause="handles", caught_by="test_any_history")
 class AddsAtEachWait(Plain):
     """What the others sent is added in `wait`, and added again in a second one."""
 

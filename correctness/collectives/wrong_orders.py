@@ -28,7 +28,7 @@ class _Copies:
         self.done = True
 
 
-@defect(cause="two calls", caught_by="test_random_scripts")
+@defect(cause="two calls", caught_by="test_any_history")
 class TakesEightBuffersInTurn(Ring):
     """The ninth all-reduce under way takes the first one's."""
 
@@ -57,7 +57,7 @@ class _Waits:
         self.future.result()
 
 
-@defect(cause="subgroup", caught_by="test_random_scripts")
+@defect(cause="subgroup", caught_by="test_any_history")
 class OneThreadForAllGroups(Ring):
     """Ranks that start two groups' collectives in another order wait for one another."""
 

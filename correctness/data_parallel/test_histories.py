@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 from torch import nn
 
 from correctness.data_parallel.averaging import is_torchs, wrap
 from correctness.data_parallel.events import OPTIONS, histories
 from correctness.data_parallel.player import Both
-from correctness.engine.histories import hold, play_on_ranks
+from correctness.engine.histories import hold_on_ranks
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
 
@@ -26,5 +24,4 @@ def test_any_history_averages_gradients(
 ) -> None:
     accepted = [name for name in OPTIONS if implementation.accepts(name)]
     torchs = any(world.run(holds_torchs, implementation, device))
-    plays = partial(play_on_ranks, world, Both, implementation, device=device)
-    hold(histories(world.size, accepted, torchs), plays, examples, lambda: world.alive)
+    hold_on_ranks(world, histories(world.size, accepted, torchs), Both, implementation, device, examples)

@@ -7,16 +7,15 @@ A family writes three things:
 - a player, which plays each event on the implementation and on an oracle, and says what is not as expected.
 
     hold(HISTORIES, lambda history: play(Player(implementation, history), history), examples)
-    hold(HISTORIES, partial(play_on_ranks, world, Player, implementation, device=device), examples, lambda: world.alive)
+    hold_on_ranks(world, HISTORIES, Player, implementation, device, examples)
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,7 +27,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from correctness.engine.examples import Enough, Patience
 from shardmark.ranks.world import World
 
-SHRINKING = 10.0
+SHRINKING, SHRINKING_ON_RANKS = 5.0, 20.0
 """Seconds to look for a shorter history once one has failed."""
 
 
@@ -150,15 +149,16 @@ def hold(
     histories: SearchStrategy[Any],
     plays: Callable[[Any], Problem | None],
     examples: int,
+    seconds: float = SHRINKING,
     can_go_on: Callable[[], bool] = lambda: True,
 ) -> None:
     """Play that many random histories, and the simplest one; raise AssertionError with the shortest that fails.
 
     `plays(history)` returns the history's first problem or raises. The run's --seed draws the same histories again. A
-    failure is shortened for a while, and only as long as `can_go_on()`, as ranks that hang answer no more.
+    failure is shortened for so many seconds, and as long as `can_go_on()`.
     """
     __tracebackhide__ = True
-    search = _Search(plays, can_go_on)
+    search = _Search(plays, seconds, can_go_on)
     patience = Patience(examples)
     for number in range(examples + 1):
         try:
@@ -170,11 +170,25 @@ def hold(
             raise search.failure from None
 
 
+def hold_on_ranks(
+    world: World,
+    histories: SearchStrategy[Any],
+    make: Callable[..., Player],
+    implementation: Any,
+    device: str,
+    examples: int,
+) -> None:
+    """`hold` with `play_on_ranks`; a failure is shortened until the world has ended, as it does where ranks hang."""
+    __tracebackhide__ = True
+    plays = partial(play_on_ranks, world, make, implementation, device=device)
+    hold(histories, plays, examples, min(SHRINKING_ON_RANKS, world.deadline / 2), lambda: world.alive)
+
+
 class _Search:
     """Plays drawn histories, and remembers which have failed: what fails by chance is not played again."""
 
-    def __init__(self, plays: Callable[[Any], Problem | None], can_go_on: Callable[[], bool]) -> None:
-        self.plays, self.can_go_on = plays, can_go_on
+    def __init__(self, plays: Callable[[Any], Problem | None], seconds: float, can_go_on: Callable[[], bool]) -> None:
+        self.plays, self.seconds, self.can_go_on = plays, seconds, can_go_on
         self.failures: dict[str, BaseException] = {}
         self.failure: BaseException | None = None
         """Of the shortest history that fails."""
@@ -198,8 +212,13 @@ class _Search:
         def example(history: Any) -> None:
             self._example(history)
 
-        with suppress(_Fails):
+        try:
             example()
+        except (_Fails, _Enough):
+            pass
+        except Exception:
+            if self.failure is None:  # or it came of a search that ended early
+                raise
 
     def _example(self, history: Any) -> None:
         key = repr(history)
@@ -208,7 +227,7 @@ class _Search:
             return
         if key not in self.failures:
             if self.failures and (time.perf_counter() > self.until or not self.can_go_on()):
-                return
+                raise _Enough
             try:
                 problem = self.plays(history)
             except Exception as error:
@@ -222,9 +241,13 @@ class _Search:
 
     def _failed(self, key: str, error: BaseException) -> None:
         if not self.failures:
-            self.until = time.perf_counter() + SHRINKING
+            self.until = time.perf_counter() + self.seconds
         self.failures[key] = error
 
 
 class _Fails(Exception):
     """The history that was drawn fails."""
+
+
+class _Enough(BaseException):
+    """Ends the search for a shorter history; Hypothesis lets it pass."""

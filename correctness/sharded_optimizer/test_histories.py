@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
-from correctness.engine.histories import hold, play_on_ranks
+from correctness.engine.histories import hold_on_ranks
 from correctness.sharded_optimizer.events import histories
 from correctness.sharded_optimizer.player import Beside
 from shardmark.api import Implementation
@@ -18,5 +16,4 @@ from shardmark.ranks.world import World
 def test_any_history_is_as_without_sharding(
     implementation: Implementation, world: World, examples: int, device: str
 ) -> None:
-    plays = partial(play_on_ranks, world, Beside, implementation, device=device)
-    hold(histories(), plays, examples, lambda: world.alive)
+    hold_on_ranks(world, histories(), Beside, implementation, device, examples)

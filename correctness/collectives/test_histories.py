@@ -1,18 +1,22 @@
-"""Random scripts of collectives: started in several groups, waited for in each rank's own order, and again."""
+"""Any history of collectives: started in several groups, waited for in each rank's own order, and again."""
 
 from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 from uuid import uuid4
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as st
 
-from correctness.collectives.summing import Call, assert_right, largest, small_integers
+from correctness.collectives.summing import Call, largest, small_integers
+from correctness.engine.histories import events_of, hold_on_ranks, one_in
 from correctness.support.waiting import wait_until
 from impl.collectives.cases import COLLECTIVES
 from shardmark.api import Implementation
@@ -20,13 +24,15 @@ from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("collectives")
 
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8)
+
 PATIENCE = 20.0
 """Seconds that a wait may take, which is less than a world's deadline: what hangs is then told in one line."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """One collective of a script, in a group of these ranks: the `which`-th that has them."""
+    """One collective, in a group of these ranks: the `which`-th that has them."""
 
     number: int
     name: str
@@ -43,62 +49,100 @@ class Start:
         return ", ".join([f"collective {self.number}: {self.name}", f"{self.elements} elements", *how])
 
 
-def drawn(draw: random.Random, ranks: int, mixed: bool) -> list[list[Start]]:
-    """Runs of starts. Within a run that has several, each rank starts those of different groups in its own order."""
-    order, everyone = draw.sample(range(ranks), ranks), tuple(range(ranks))
-    cut = draw.randint(1, ranks)
+@dataclass(frozen=True)
+class Starts:
+    """Several starts at once, each rank's in its own order, or one after another. In between, and afterwards, each rank
+    waits for some of those under way, in its own order, which `seed` draws."""
+
+    starts: tuple[Start, ...]
+    at_once: bool
+    seed: int
+
+    def __str__(self) -> str:
+        first = self.starts[0]
+        if self.at_once and len(self.starts) > 1:
+            return "start, each rank in its own order: " + "; ".join(map(str, self.starts))
+        more = f", and {len(self.starts) - 1} more like it, one after another" if len(self.starts) > 1 else ""
+        return f"start {first}{more}; then each rank waits for some"
+
+
+@dataclass(frozen=True)
+class WaitForAll:
+    seed: int
+
+    def __str__(self) -> str:
+        return "each rank waits for all that are under way, in its own order"
+
+
+@dataclass(frozen=True)
+class History:
+    events: list[Starts | WaitForAll]
+
+    def __str__(self) -> str:
+        return ""
+
+
+def small_numbers() -> st.SearchStrategy[int]:
+    return st.integers(0, 2**20)
+
+
+@st.composite
+def histories(draw: st.DrawFn, ranks: int, mixed: bool) -> History:
+    order, everyone, cut = draw(st.permutations(range(ranks))), tuple(range(ranks)), draw(st.integers(1, ranks))
     groups = [(everyone, 0), (everyone, 1)]
     groups += [(tuple(sorted(part)), 0) for part in (order[:cut], order[cut:]) if part and len(part) < ranks]
-    runs: list[list[Start]] = []
-    number = 0
-    for _ in range(9):
-        kind = draw.choice(["one"] * 6 + ["many alike"] + ["mixed"] * 2 * mixed)
-        count = {"one": 1, "mixed": draw.randint(2, 8), "many alike": draw.choice([9, 17, 33, 65, 140])}[kind]
-        alike = None
-        runs.append([])
-        for _ in range(count):
-            number += 1
-            one = _drawn_start(draw, number, groups, kind != "one" or draw.random() < 0.75)
-            if kind == "many alike":  # as with a number of buffers that are taken in turn
-                alike = alike or replace(one, elements=min(one.elements, 97))
-                one = replace(alike, number=number)
-            runs[-1].append(one)
-        if kind == "many alike":
-            runs[-1:] = [[one] for one in runs[-1]]
-    return runs
+    numbers = count(1)
+
+    def start(asynchronous: bool) -> Start:
+        name, (members, which) = draw(st.sampled_from(COLLECTIVES)), draw(st.sampled_from(groups))
+        gaps = [draw(st.sampled_from([0, 1, 3, 16])) for _ in range(2 if name == "all_reduce" else 3)]
+        options = [{}, {"gaps": gaps}, {"gaps": gaps, "swapped": True}, {"in_place": name != "all_reduce"}]
+        size = draw(st.sampled_from([0, 1, 1, 5, 97, 97, 1000, 1000, 300_007]))
+        is_async = asynchronous or not draw(one_in(4))
+        dtype, option = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(options))
+        return Start(next(numbers), name, size, dtype, option, is_async, members, which)
+
+    def following() -> Starts:
+        kind = draw(st.sampled_from(["one"] * 6 + ["many alike"] + ["mixed"] * 2 * mixed))
+        starts = [start(asynchronous=kind != "one")]
+        if kind == "mixed":
+            starts += [start(asynchronous=True) for _ in range(draw(st.integers(1, 7)))]
+        elif kind == "many alike":  # as with a number of buffers that are taken in turn
+            alike = replace(starts[0], elements=min(starts[0].elements, 97))
+            more = draw(st.sampled_from([8, 16, 32, 64, 139]))
+            starts = [alike, *(replace(alike, number=next(numbers)) for _ in range(more))]
+        return Starts((*starts,), kind == "mixed", draw(small_numbers()))
+
+    return History([*events_of(draw, 9, following), WaitForAll(draw(small_numbers()))])
 
 
-def _drawn_start(draw: random.Random, number: int, groups: list[tuple[tuple[int, ...], int]], async_op: bool) -> Start:
-    name = draw.choice(COLLECTIVES)
-    gaps = [draw.choice([0, 1, 3, 16]) for _ in range(2 if name == "all_reduce" else 3)]
-    options = [{}, {"gaps": gaps}, {"gaps": gaps, "swapped": True}, {"in_place": name != "all_reduce"}]
-    size = draw.choice([0, 1, 1, 5, 97, 97, 1000, 1000, 300_007])
-    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8]
-    ranks, which = draw.choice(groups)
-    return Start(number, name, size, draw.choice(dtypes), draw.choice(options), async_op, ranks, which)
+class Waiting:
+    """The collectives of a history on this rank, which draws its own waits between the starts."""
 
-
-class Script:
-    """A script on this rank, which draws its own waits between the starts."""
-
-    def __init__(self, implementation: Implementation, seed: int, mixed: bool, device: str) -> None:
+    def __init__(self, implementation: Implementation, history: History, device: str) -> None:
         self.target, self.device = implementation.adapted, device
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        self.draw, common = random.Random(1000 * seed + rank), random.Random(seed)
-        self.runs = drawn(common, ranks, mixed)
-        keys = sorted({(start.ranks, start.which) for run in self.runs for start in run})
-        self.groups = {key: dist.new_group([*key[0]]) for key in keys if key != (tuple(range(ranks)), 0)}
-        self.rank = rank
+        self.rank, everyone = dist.get_rank(), tuple(range(dist.get_world_size()))
+        runs = [event.starts for event in history.events if isinstance(event, Starts)]
+        keys = sorted({(start.ranks, start.which) for starts in runs for start in starts})
+        self.groups = {key: dist.new_group([*key[0]]) for key in keys if key != (everyone, 0)}
         self.under_way: list[tuple[Start, Call, Any]] = []
         self.waited: list[tuple[Start, Call, Any]] = []
         self.order: list[str] = []
         self.wrong: list[str] = []
 
-    def play(self) -> list[str]:
-        """What is wrong on this rank."""
-        for run in self.runs:
-            together = len(run) > 1
-            for start in self._in_own_order(run) if together else run:
+    def play(self, event: Starts | WaitForAll) -> None:
+        self.draw = random.Random(1000 * event.seed + self.rank)
+        if isinstance(event, WaitForAll):
+            while self.under_way:
+                self._wait()
+                if self.draw.random() < 0.3:
+                    self._wait_again()
+            for start, call, _ in self.waited:
+                self._look(start, call, "in the end")
+            return
+        runs = [self._in_own_order(event.starts)] if event.at_once else [[start] for start in event.starts]
+        for run in runs:
+            for start in run:
                 if self.rank in start.ranks:
                     self._start(start)
             patience = 0.35 if len(self.under_way) < 8 else 0.02
@@ -106,15 +150,11 @@ class Script:
                 self._wait()
             while self.waited and self.draw.random() < 0.25:
                 self._wait_again()
-        while self.under_way:
-            self._wait()
-            if self.draw.random() < 0.3:
-                self._wait_again()
-        for start, call, _ in self.waited:
-            self._look(start, call, "in the end")
-        return self.wrong
 
-    def _in_own_order(self, run: list[Start]) -> list[Start]:
+    def problem(self) -> str:
+        return self.wrong[0] if self.wrong else ""
+
+    def _in_own_order(self, run: Sequence[Start]) -> list[Start]:
         """The order in each group stays."""
         of_group: dict[Any, list[Start]] = {}
         for start in run:
@@ -137,8 +177,10 @@ class Script:
             self.waited.append((start, call, _Returned()))
 
     def _look(self, start: Start, call: Call, when: str) -> None:
-        after = f" after {', '.join(self.order[-40:])}" if self.order else ""
-        self.wrong.extend(f"{when}: {line} ({start}{after})" for line in call.wrong())
+        after = f" (on this rank: {', '.join(self.order[-40:])})"
+        for line in call.wrong():
+            claim, _, found = line.replace("; found", "\nfound").partition("\n")
+            self.wrong.append(f"collective {start.number}, {when}: {claim}{after}\n{found}")
 
     def _wait(self) -> None:
         start, call, handle = self.under_way.pop(self.draw.randrange(len(self.under_way)))
@@ -204,10 +246,6 @@ def start_waits(implementation: Implementation, token: str, device: str) -> bool
     return waited
 
 
-def play(implementation: Implementation, seed: int, mixed: bool, device: str) -> list[str]:
-    return Script(implementation, seed, mixed, device).play()
-
-
 class _Returned:
     """Stands for the handle of a collective that was not asynchronous."""
 
@@ -216,10 +254,7 @@ class _Returned:
 
 
 @pytest.mark.examples(2, 12, 30)
-def test_random_scripts_of_collectives(
-    implementation: Implementation, world: World, examples: int, device: str
-) -> None:
+def test_any_history_of_collectives(implementation: Implementation, world: World, examples: int, device: str) -> None:
     # NCCL's may hang where ranks start those of several groups in another order.
     mixed = device == "cpu" and not any(world.run(start_waits, implementation, uuid4().hex, device))
-    for seed in torch.randint(2**31, (examples,)).tolist():
-        assert_right(world.run(play, implementation, seed, mixed, device))
+    hold_on_ranks(world, histories(world.size, mixed), Waiting, implementation, device, examples)
