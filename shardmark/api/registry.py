@@ -75,7 +75,7 @@ class Implementation:
     requires_to_measure: tuple[Requirement, ...] = ()
     slack: float | None = None
     """The memory budget is the formula times this; None: the question's slack, or the default."""
-    races: Mapping[str, Race] = field(default_factory=dict)
+    races: Mapping[str, Race] = field(default_factory=dict, hash=False)  # implementations are keys of caches
     """Races in other circumstances than the usual step, by a name that the question looks up, such as "link"."""
     facts: Any = None
     """What questions of its family ask about it: an instance of the family's own class, `Facts` in its contract."""

@@ -170,3 +170,7 @@ def test_the_listing_tells_what_runs_here_and_why_not(monkeypatch: pytest.Monkey
     assert "attention (reference: eager)" in text
     assert re.search(r"  eager +runs here", text)
     assert re.search(r"  on_cuda +does not run here: needs a CUDA device", text)
+
+
+def test_every_implementation_can_be_the_key_of_a_cache() -> None:
+    assert {each for owner in registry.FAMILIES.values() for each in owner.implementations.values()}
