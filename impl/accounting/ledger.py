@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from shardmark.api.registry import Implementation
+    from shardmark.api import Implementation
 
 
 class Bytes(int):

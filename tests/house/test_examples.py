@@ -97,7 +97,7 @@ def test_the_workflow_gates_and_updates(planted: pytest.Pytester, monkeypatch: p
 @pytest.mark.parametrize("name", ["shardmark.sbatch", "pytorchjob.yaml"])
 def test_a_clusters_command_is_the_one_that_two_hosts_are_tried_with(name: str) -> None:
     text = (EXAMPLES / "cluster" / name).read_text()
-    tried = (ROOT / "correctness" / "support" / "hosts.py").read_text()
+    tried = (ROOT / "tests" / "support" / "hosts.py").read_text()
     options = re.search(r"torchrun (--nnodes.*?)-m pytest perf", text, re.DOTALL)
     assert options is not None
     assert set(re.findall(r"--[a-z-]+", options[1])) == set(re.findall(r'"(--n[a-z-]+)=', tried)) | {

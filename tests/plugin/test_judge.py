@@ -64,7 +64,7 @@ MEASURED = """
 from dataclasses import dataclass
 
 import pytest
-from shardmark.api.grid import Grid, Work
+from shardmark.api import Grid, Work
 
 pytestmark = pytest.mark.family("double")
 

@@ -117,7 +117,7 @@ def test_a_case_that_its_workspace_leaves_no_room_for_is_not_started(project: py
         test_roomy="""
         from dataclasses import replace
         import pytest
-        from shardmark.api.grid import Work
+        from shardmark.api import Work
         from test_sleeps import GRID, Sleep
 
         @pytest.mark.family("sleep", only=("plain",))
@@ -137,7 +137,7 @@ def test_a_goal_whose_peer_would_not_fit_is_not_started(project: pytest.Pytester
     project.makepyfile(
         test_race="""
         import pytest
-        from shardmark.api.grid import Work
+        from shardmark.api import Work
         from shardmark.api.registry import Race
         from test_sleeps import GRID, Sleep
 
@@ -342,7 +342,7 @@ def test_more_flops_than_the_machine_can_compute_are_no_pass(project: pytest.Pyt
     project.makepyfile(
         test_lazy="""
         import pytest
-        from shardmark.api.grid import Work
+        from shardmark.api import Work
         from test_sleeps import GRID, Sleep
 
         @pytest.mark.family("sleep", only=("plain",))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import pytest
 from torch import nn, ones, optim
-from shardmark.api.grid import Grid, Work
+from shardmark.api import Grid, Work
 from shardmark.rows.observers import Profile
 from shardmark.api.registry import Family, add_family, register
 

@@ -193,7 +193,7 @@ def test_a_row_of_cuda_has_a_time_and_a_trace(project: pytest.Pytester) -> None:
         test_products="""
         import pytest
         import torch
-        from shardmark.api.grid import Grid, Work
+        from shardmark.api import Grid, Work
         from shardmark.api.registry import Family, Race, add_family, register
         from test_sleeps import Naps
 

@@ -62,7 +62,7 @@ def test_a_thousand_calls_leave_everything_where_it_was(pair: World, device: str
 SESSION = """
 import os, sys, time
 from tests.support.ranks import hang_in_c_with_the_interpreter_locked, identity
-from shardmark import world
+from shardmark.ranks import world
 from shardmark.ranks.world import World
 world.PRELOADED[1:] = ["shardmark.ranks.rank"]  # the rest takes seconds, and nobody here needs it
 if __name__ == "__main__":

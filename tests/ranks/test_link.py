@@ -84,7 +84,7 @@ def test_nothing_remains_of_it_when_it_is_closed() -> None:
 SESSION = """
 import os, time
 from shardmark.ranks.link import Link
-from shardmark import world
+from shardmark.ranks import world
 from shardmark.ranks.world import World
 world.PRELOADED[1:] = ["shardmark.ranks.rank"]  # the rest takes seconds, and nobody here needs it
 if __name__ == "__main__":

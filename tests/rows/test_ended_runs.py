@@ -39,16 +39,16 @@ class Moment:
 
 
 MOMENTS = [
-    Moment("options are checked", lambda n: SignalIn("session:read_budgets", n), 0, status=4, table=False),
-    Moment("collecting", lambda n: SignalIn("session:Session.count_judgements", n), 0, table=False),
-    Moment("before the first row", lambda n: SignalIn("measure:Measure.record", n), 0, table=False),
+    Moment("options are checked", lambda n: SignalIn("plugin.session:read_budgets", n), 0, status=4, table=False),
+    Moment("collecting", lambda n: SignalIn("plugin.session:Session.count_judgements", n), 0, table=False),
+    Moment("before the first row", lambda n: SignalIn("plugin.measure:Measure.record", n), 0, table=False),
     Moment("first row half written", lambda n: SignalAt(n[0], 2), 1),
-    Moment("between rows", lambda n: SignalIn("measure:Measure.record", n, call=2), 1),
+    Moment("between rows", lambda n: SignalIn("plugin.measure:Measure.record", n, call=2), 1),
     Moment("second row half written", lambda n: SignalAt(n[0], FIRST_STEP_OF_THE_SECOND_ROW + 1), 2),
-    Moment("last rewrite", lambda n: SignalIn("rowfile:RowFile._write_whole", n), 3),
-    Moment("after the last rewrite", lambda n: SignalIn("rowfile:RowFile._write_whole", n, after=True), 3),
+    Moment("last rewrite", lambda n: SignalIn("rows.writer:RowFile._write_whole", n), 3),
+    Moment("after the last rewrite", lambda n: SignalIn("rows.writer:RowFile._write_whole", n, after=True), 3),
     Moment("summary", lambda n: SignalIn("report.screen:write_summary", n), 3, status=0),
-    Moment("ranks end", lambda n: SignalIn("world:Worlds.close", n), 3, status=0),
+    Moment("ranks end", lambda n: SignalIn("ranks.world:Worlds.close", n), 3, status=0),
 ]
 EVERY_TIME = ("options are checked", "first row half written", "ranks end")
 
@@ -107,15 +107,15 @@ def test_a_killed_run_has_the_rows_before_and_the_next_one_takes_over(moment: Mo
 )
 def test_signals_that_come_together_are_one(numbers: tuple[signal.Signals, ...], folder: Path) -> None:
     """A scheduler that is in earnest, a user who is impatient."""
-    ended = forked(folder, *OPTIONS, fault=SignalIn("rowfile:RowFile.add", numbers, after=True, call=2))
+    ended = forked(folder, *OPTIONS, fault=SignalIn("rows.writer:RowFile.add", numbers, after=True, call=2))
     assert ended.rows() == [0, 1] and ended.has_screen and ended.status == 2, ended.output
-    ended = forked(folder, *OPTIONS, fault=SignalIn("rowfile:RowFile._write_whole", numbers))
+    ended = forked(folder, *OPTIONS, fault=SignalIn("rows.writer:RowFile._write_whole", numbers))
     assert ended.rows() == [0, 1, 2] and ended.has_screen and ended.status == 2, ended.output
 
 
 def hang_up_below_nohup() -> None:
     signal.signal(HUP, signal.SIG_IGN)
-    SignalIn("measure:Measure.record", (HUP,), call=2)()
+    SignalIn("plugin.measure:Measure.record", (HUP,), call=2)()
 
 
 def test_a_signal_that_is_ignored_ends_nothing(folder: Path) -> None:
@@ -140,9 +140,9 @@ def test_killed_while_rows_are_rescued_it_still_has_them(folder: Path) -> None:
     temporary.mkdir()
     vanishing = "import shutil\n\ndef test_vanish():\n    shutil.rmtree('results')\n"
     for fault, rows in (
-        (SignalIn("rowfile:RowFile._say_where_they_are", (KILL,)), [0, 1, 2]),
-        (SignalIn("rowfile:RowFile._say_where_they_are", (TERM,)), [0, 1, 2]),
-        (SignalIn("rowfile:RowFile._rescue", (TERM,)), [0]),
+        (SignalIn("rows.writer:RowFile._say_where_they_are", (KILL,)), [0, 1, 2]),
+        (SignalIn("rows.writer:RowFile._say_where_they_are", (TERM,)), [0, 1, 2]),
+        (SignalIn("rows.writer:RowFile._rescue", (TERM,)), [0]),
     ):
         (folder / "results").mkdir(exist_ok=True)
         project(folder, test_avanish=vanishing)

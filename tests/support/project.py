@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from shardmark.api.grid import Grid, Work
+from shardmark.api import Grid, Work
 from shardmark.plugin.measure import memory_budget
 from shardmark.meter.memory import Memory
 from shardmark.rows.observers import Goals, Observer

@@ -23,7 +23,7 @@ from correctness.support.paths import ROOT
 from shardmark.ranks.world import PRELOADED
 
 CONFTEST = """
-from shardmark import world
+from shardmark.ranks import world
 
 pytest_plugins = ["shardmark.plugin"]
 world.PRELOADED[1:] = ["shardmark.ranks.rank"]  # the rest takes seconds, and nobody here needs it

@@ -81,7 +81,7 @@ class SignalIn:
     """For a run of its own: those signals, to itself, before a function of Shardmark does its work, or after it."""
 
     name: str
-    """Such as "rowfile:RowFile.add"."""
+    """Such as "rows.writer:RowFile.add"."""
     numbers: tuple[signal.Signals, ...]
     after: bool = False
     call: int = 1

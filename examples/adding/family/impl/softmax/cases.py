@@ -1,0 +1,16 @@
+"""What varies from case to case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SoftmaxCase:
+    """One softmax of so many elements."""
+
+    elements: int
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        return f"{self.elements}-{self.dtype}"

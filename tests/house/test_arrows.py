@@ -1,0 +1,102 @@
+"""Which room may import which: types and modules imported by name included."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from correctness.support.paths import ROOT
+
+PACKAGES = ("text", "api", "ranks", "verdict", "meter", "rows", "predict", "report", "plugin")
+"""Of shardmark, lowest first: each imports only those before it."""
+
+FORBIDDEN = {
+    "shardmark": ("impl", "correctness", "perf", "tests", "studies"),
+    "impl": ("correctness", "perf", "tests", "studies", "pytest", "time"),
+    "correctness": ("perf", "tests", "studies"),
+    "perf": ("correctness", "tests", "studies"),
+    "studies": ("correctness", "tests"),
+    "examples": ("correctness", "perf", "tests", "studies"),
+}
+"""What no file of a room imports."""
+
+COMMAND = ("shardmark/predict/__main__.py", "impl")
+"""The one command of the tool that loads the suite's implementations."""
+
+
+def imports_of(source: str) -> Iterator[str]:
+    """The dotted names that a file imports anywhere in it: `from a import b` is a.b, `import_module("a")` is a."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                yield from (f"{module}.{each.name}" for each in names)
+            case ast.Import(names=names):
+                yield from (each.name for each in names)
+            case ast.Call(
+                func=ast.Name(id=called) | ast.Attribute(attr=called), args=[ast.Constant(value=str(name)), *_]
+            ):
+                if called in ("import_module", "__import__", "find_spec"):
+                    yield name
+
+
+@cache
+def arrows(room: str) -> list[tuple[str, str]]:
+    """Each file of a folder at the top with each dotted name that it imports."""
+    return [
+        (str(path.relative_to(ROOT)), name)
+        for path in sorted((ROOT / room).rglob("*.py"))
+        for name in imports_of(path.read_text())
+    ]
+
+
+def upward(file: str, name: str) -> bool:
+    """Whether a file of shardmark imports a package that comes after its own."""
+    own, other = Path(file).parts[1].removesuffix(".py"), [*name.split("."), ""][1]
+    if not name.startswith("shardmark.") or own not in PACKAGES or other not in PACKAGES:
+        return False
+    return PACKAGES.index(other) > PACKAGES.index(own)
+
+
+def test_no_arrow_of_the_tool_points_upward() -> None:
+    assert [arrow for arrow in arrows("shardmark") if upward(*arrow)] == []
+
+
+def test_every_package_of_the_tool_has_its_place() -> None:
+    found = {path.name.removesuffix(".py") for path in (ROOT / "shardmark").iterdir() if path.name[0] not in "_."}
+    assert found - {"py.typed"} == set(PACKAGES)
+
+
+@pytest.mark.parametrize("room", FORBIDDEN)
+def test_a_room_imports_nothing_that_it_must_not_know(room: str) -> None:
+    found = [arrow for arrow in arrows(room) if arrow[1].partition(".")[0] in FORBIDDEN[room] and arrow != COMMAND]
+    assert arrows(room) and found == []
+
+
+def test_techniques_import_of_the_tool_its_api_alone() -> None:
+    of_the_tool = [(file, name) for file, name in arrows("impl") if name.partition(".")[0] == "shardmark"]
+    assert of_the_tool and [arrow for arrow in of_the_tool if arrow[1].rpartition(".")[0] != "shardmark.api"] == []
+
+
+def test_nothing_is_imported_out_of_files_of_tests() -> None:
+    rooms = (*FORBIDDEN, "tests")
+    assert [(file, name) for room in rooms for file, name in arrows(room) if ".test_" in name] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from shardmark.report.page import page",
+        "from shardmark import report",
+        "def late():\n    import shardmark.report",
+        "if TYPE_CHECKING:\n    from shardmark.report.page import Page",
+        "import_module('shardmark.report')",
+        "importlib.import_module('shardmark.report')",
+    ],
+)
+def test_an_arrow_upward_is_seen_however_it_is_drawn(source: str) -> None:
+    assert any(upward("shardmark/rows/row.py", name) for name in imports_of(source))
+    assert not any(upward("shardmark/report/screen.py", name) for name in imports_of(source))
