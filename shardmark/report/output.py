@@ -10,8 +10,8 @@ from pathlib import Path
 from shardmark.report.markdown import COMMENT, markdown
 from shardmark.rows.atomic_json import Entry, GrowingFile, dumped
 
-NEEDED = ("jinja2", "vl_convert")
-"""What draws a page, by the names of the modules."""
+NEEDED = ("altair", "jinja2", "vl_convert")
+"""Modules that draw a page."""
 
 
 class ReportError(ValueError):

@@ -53,7 +53,7 @@ def page(runs: Sequence[tuple[str, Entry]]) -> str:
     numbers = count()
 
     def svg(figure: Figure) -> dict[str, Any]:
-        drawn, width = draw(figure.spec, f"plot-{next(numbers)}", figure.title, _described(figure), figure.names)
+        drawn, width = draw(figure.chart, f"plot-{next(numbers)}", figure.title, _described(figure), figure.names)
         return {"svg": Markup(drawn), "whole": width > HALF}
 
     script = (FOLDER / "page.js").read_text(encoding="utf-8")

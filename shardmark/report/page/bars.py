@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import altair as alt
+
 from shardmark.meter.kernels import CATEGORIES
 from shardmark.report.page.figure import Cell, Figure, first, in_unit, shown_as, titled
-from shardmark.report.page.vega import INK, SERIES, Spec, room, stand_ins
+from shardmark.report.page.vega import INK, SERIES, Chart, chart, color, names_axis, room, stand_ins
 from shardmark.report.plots import finite, labels, number
 from shardmark.rows.columns import Entry
 from shardmark.rows.row import figure
@@ -15,7 +17,7 @@ PARTS = ("forward", "backward", "communication", "optimizer")
 """Of a step; a test may time others."""
 
 _TENSORS, _WORKSPACE, _FORMULA = "tensors", "workspace", "formula of the tensors"
-_WIDTH = 200
+_WIDTH, _BAR = 200, 13
 
 
 def time_and_peak(entries: Sequence[Entry]) -> Figure | None:
@@ -44,8 +46,9 @@ def time_and_peak(entries: Sequence[Entry]) -> Figure | None:
     if any(row[3] is not None for row in rows):
         panels.append(_peak(rows, shorts, None if panels else room(names)))
     beside = room(numbers)  # of the bars, which may end where their panel does
-    spec = {"hconcat": panels, "spacing": beside, "padding": {"left": 5, "top": 5, "bottom": 5, "right": beside}}
-    return Figure("Step time and peak memory", spec, columns, rows, notes, list(shorts))
+    padding = {"left": 5, "top": 5, "bottom": 5, "right": beside}
+    both = alt.hconcat(*panels, spacing=beside, padding=padding)
+    return Figure("Step time and peak memory", both, columns, rows, notes, list(shorts))
 
 
 def time_by_part(entries: Sequence[Entry]) -> Figure | None:
@@ -80,46 +83,22 @@ def _parts(entry: Entry) -> Entry:
     return found if isinstance(found := figure(entry, "time.parts"), dict) else {}
 
 
-def _named(names: Sequence[str], width: float | None) -> Spec:
-    """The rows from top to bottom, those without a bar in this panel too, their names in so many pixels."""
-    axis = None if width is None else {"title": None, "domain": False, "minExtent": width}
-    return {
-        "field": "name",
-        "type": "nominal",
-        "sort": None,
-        "scale": {"domain": list(names)},
-        "axis": axis,
-    }
-
-
-def _time(rows: Sequence[Sequence[Cell]], shorts: Mapping[str, str], width: float) -> Spec:
+def _time(rows: Sequence[Sequence[Cell]], shorts: Mapping[str, str], width: float) -> Chart:
     data = [
         {"name": shorts[str(name)], "mean": mean, "low": max(0.0, mean - spread), "high": mean + spread}
         | {"number": shorts[shown_as(mean)]}
         for name, mean, spread, *_ in rows
         if isinstance(mean, float) and isinstance(spread, float)
     ]
-    axis = {"title": titled("step time", "s"), "tickCount": 4}
-    return {
-        "data": {"values": data},
-        "width": _WIDTH,
-        "height": {"step": 20},
-        "encoding": {"y": _named([shorts[str(row[0])] for row in rows], width)},
-        "layer": [
-            {
-                "mark": {"type": "bar", "height": 13, "color": SERIES[0]},
-                "encoding": {"x": {"field": "mean", "type": "quantitative", "axis": axis}},
-            },
-            {
-                "mark": {"type": "rule"},
-                "encoding": {"x": {"field": "low", "type": "quantitative"}, "x2": {"field": "high"}},
-            },
-            _number("high"),
-        ],
-    }
+    base = chart(data).encode(names_axis("name", [shorts[str(row[0])] for row in rows], width, domain=False))
+    bars = base.mark_bar(height=_BAR, color=SERIES[0]).encode(
+        alt.X("mean:Q", axis=alt.Axis(title=titled("step time", "s"), tickCount=4))
+    )
+    spreads = base.mark_rule().encode(alt.X("low:Q"), alt.X2("high"))
+    return _sized(bars + spreads + _number(base, "high"), _WIDTH)
 
 
-def _peak(rows: Sequence[Sequence[Cell]], shorts: Mapping[str, str], width: float | None) -> Spec:
+def _peak(rows: Sequence[Sequence[Cell]], shorts: Mapping[str, str], width: float | None) -> Chart:
     data = [
         {"name": shorts[str(name)], "part": part, "MiB": amount}
         for name, _, _, tensors, workspace, _ in rows
@@ -136,37 +115,22 @@ def _peak(rows: Sequence[Sequence[Cell]], shorts: Mapping[str, str], width: floa
         for formula, peak in [(row[5], _sum(row))]
         if peak is not None and not isinstance(formula, str)
     ]
-    legend = {"title": None, "columns": 3, "symbolType": "square"}
-    kinds = {"domain": [_TENSORS, _WORKSPACE, _FORMULA], "range": [SERIES[1], SERIES[2], INK]}
-    axis = {"title": titled("peak memory", "B"), "tickCount": 4}
-    return {
-        "width": _WIDTH,
-        "height": {"step": 20},
-        "encoding": {"y": _named([shorts[str(row[0])] for row in rows], width)},
-        "layer": [
-            {
-                "data": {"values": data},
-                "mark": {"type": "bar", "height": 13},
-                "encoding": {
-                    "x": {"field": "MiB", "type": "quantitative", "axis": axis},
-                    "color": {"field": "part", "type": "nominal", "scale": kinds, "legend": legend},
-                    "order": {"field": "part"},
-                },
-            },
-            {
-                "data": {"values": sums},
-                "mark": {"type": "tick", "thickness": 2, "height": 19},
-                "encoding": {"x": {"field": "MiB", "type": "quantitative"}, "color": {"datum": _FORMULA}},
-            },
-            {"data": {"values": sums}, **_number("end")},
-        ],
-    }
+    y = names_axis("name", [shorts[str(row[0])] for row in rows], width, domain=False)
+    kinds = color("part", [_TENSORS, _WORKSPACE, _FORMULA], [SERIES[1], SERIES[2], INK], columns=3, symbolType="square")
+    axis = alt.Axis(title=titled("peak memory", "B"), tickCount=4)
+    bars = chart(data).mark_bar(height=_BAR).encode(y, kinds, alt.X("MiB:Q", axis=axis), alt.Order("part:N"))
+    base = chart(sums).encode(y)
+    formulas = base.mark_tick(thickness=2, height=19).encode(alt.X("MiB:Q"), alt.ColorDatum(_FORMULA))
+    return _sized(bars + formulas + _number(base, "end"), _WIDTH)
 
 
-def _number(at: str) -> Spec:
-    """The bar's figure, beside its end."""
-    x = {"field": at, "type": "quantitative"}
-    return {"mark": {"type": "text", "align": "left", "dx": 5}, "encoding": {"x": x, "text": {"field": "number"}}}
+def _number(base: alt.Chart, end: str) -> alt.Chart:
+    """The bar's figure, right of its end."""
+    return base.mark_text(align="left", dx=5).encode(alt.X(f"{end}:Q"), alt.Text("number:N"))
+
+
+def _sized(chart: alt.LayerChart, width: int) -> Chart:
+    return chart.properties(width=width, height=alt.Step(20))
 
 
 def _sum(row: Sequence[Cell]) -> float | None:
@@ -193,22 +157,15 @@ def _stacked(
         if amount is not None
     ]
     present = [part for part in parts if any(each["part"] == part for each in data)]
-    kinds = {"domain": present, "range": [SERIES[parts.index(part)] for part in present]}
-    spec = {
-        "data": {"values": data},
-        "width": 2 * _WIDTH,
-        "height": {"step": 20},
-        "mark": {"type": "bar", "height": 13},
-        "encoding": {
-            "y": _named(list(shorts.values()), room(names)),
-            "x": {"field": "amount", "type": "quantitative", "axis": {"title": titled("time", unit), "tickCount": 6}},
-            "color": {
-                "field": "part",
-                "type": "nominal",
-                "scale": kinds,
-                "legend": {"title": None, "symbolType": "square"},
-            },
-            "order": {"field": "order", "type": "quantitative"},
-        },
-    }
-    return Figure(title, spec, ["row", *(f"{part} ms" for part in parts)], rows, notes, names)
+    bars = (
+        chart(data)
+        .mark_bar(height=_BAR)
+        .encode(
+            names_axis("name", list(shorts.values()), room(names), domain=False),
+            alt.X("amount:Q", axis=alt.Axis(title=titled("time", unit), tickCount=6)),
+            color("part", present, [SERIES[parts.index(part)] for part in present], symbolType="square"),
+            alt.Order("order:Q"),
+        )
+    )
+    sized = bars.properties(width=2 * _WIDTH, height=alt.Step(20))
+    return Figure(title, sized, ["row", *(f"{part} ms" for part in parts)], rows, notes, names)

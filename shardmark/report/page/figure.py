@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardmark.report.page.vega import Spec
+from shardmark.report.page.vega import Chart
 from shardmark.report.plots import UNITS
 from shardmark.rows.columns import Entry
 
@@ -27,12 +27,12 @@ class Figure:
     """One plot. `columns` and `rows` are its data, in the units that the plot has."""
 
     title: str
-    spec: Spec
+    chart: Chart
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     notes: Sequence[str] = field(default=())
     names: Sequence[str] = field(default=())
-    """Of the axis for whose names the specification has stand-ins."""
+    """Of the axis for whose names the chart has stand-ins."""
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,30 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import altair as alt
+
 from shardmark.report.page.figure import MOST_LINES, Absent, Cell, Drawn, Figure, first, in_unit, titled
-from shardmark.report.page.vega import DASH, INK, SERIES, Spec, log_ticks, room, series, stand_ins
+from shardmark.report.page.vega import (
+    DASH,
+    INK,
+    SERIES,
+    Chart,
+    chart,
+    color,
+    log_ticks,
+    names_axis,
+    room,
+    series,
+    stand_ins,
+)
 from shardmark.report.plots import Lines, Points, apart, finite, labels, line_names, number
 from shardmark.rows.columns import Entry
 from shardmark.rows.row import figure
 
 _WIDTH, _HEIGHT = 560, 280
 _HERE = "this run"
+_FORMAT = ",.6~r"
+_LEGEND = alt.Legend(title=None, symbolStrokeWidth=2)
 
 
 def lines(plot: Lines, entries: Sequence[Entry]) -> Drawn:
@@ -39,7 +55,7 @@ def lines(plot: Lines, entries: Sequence[Entry]) -> Drawn:
     notes += [f"Dashed: {plot.limit_title}."] if plot.limit is not None else []
     notes += [f"Dashed: {plot.curve_title}; hollow: where that is least."] if plot.curve is not None else []
     only = f": {of_several[0]}" if plot.panels is not None and len(of_several) == 1 else ""
-    return Figure(f"{plot.title}{only}", _lines_spec(plot, shown), columns, rows, notes)
+    return Figure(f"{plot.title}{only}", _lines_chart(plot, shown), columns, rows, notes)
 
 
 def _measured(plot: Lines, entries: Sequence[Entry]) -> list[dict[str, Any]]:
@@ -76,7 +92,7 @@ def _curve(plot: Lines, entry: Entry) -> list[dict[str, Any]]:
     return points
 
 
-def _lines_spec(plot: Lines, data: list[dict[str, Any]]) -> Spec:
+def _lines_chart(plot: Lines, data: list[dict[str, Any]]) -> Chart:
     sizes = sorted({each["x"] for each in data if each["kind"] in ("measured", "limit")})
     panels = len({each["panel"] for each in data})
     measured = list(dict.fromkeys(each["name"] for each in data if each["kind"] == "measured"))
@@ -85,47 +101,30 @@ def _lines_spec(plot: Lines, data: list[dict[str, Any]]) -> Spec:
     colors, shapes = map(list, zip(*series(len(names)), strict=True))
     if plot.limit is not None:
         colors[len(measured) :], shapes[len(measured) :] = [INK], [DASH]
-    width = (_WIDTH - 60 * (panels - 1)) / panels if panels > 1 else _WIDTH
-    legend = {"title": None, "symbolStrokeWidth": 2}
-    ticks = {"values": log_ticks(each["y"] for each in data)} if plot.log_y else {}
-    encoding = {
-        "x": {
-            "field": "x",
-            "type": "quantitative",
-            "scale": {"type": "log", "base": 2, "nice": False, "padding": 12},
-            "axis": {"title": plot.x_title or plot.x, "values": sizes, "format": ",.6~r", "grid": False},
-        },
-        "y": {
-            "field": "y",
-            "type": "quantitative",
-            "scale": {"type": "log" if plot.log_y else "linear"},
-            "axis": {"title": titled(plot.y_title or plot.y, plot.unit), "format": ",.6~r"} | ticks,
-        },
-        "color": {
-            "field": "name",
-            "type": "nominal",
-            "scale": {"domain": names, "range": colors},
-            "legend": legend,
-        },
-        "shape": {"field": "name", "type": "nominal", "scale": {"domain": names, "range": shapes}, "legend": legend},
-    }
-    line = {key: encoding[key] for key in ("x", "y", "color")}
-    said = {"mark": {"type": "line", "strokeDash": [6, 4]}, "encoding": line}
-    marks = {"mark": {"type": "point", "filled": True, "size": 55}, "encoding": encoding}
-    best = {"mark": {"type": "point", "filled": False, "size": 160, "strokeWidth": 2}, "encoding": encoding}
-    layer: list[Spec] = [
-        {"mark": {"type": "line"}, "encoding": line, "transform": [{"filter": "datum.kind === 'measured'"}]},
-        {**said, "transform": [{"filter": "datum.kind === 'limit' || datum.kind === 'model'"}]},
-        {**marks, "transform": [{"filter": "datum.kind === 'measured'"}]},
-        {**best, "transform": [{"filter": "datum.kind === 'least by the model'"}]},
+    x = alt.X(
+        "x:Q",
+        scale=alt.Scale(type="log", base=2, nice=False, padding=12),
+        axis=alt.Axis(title=plot.x_title or plot.x, values=sizes, format=_FORMAT, grid=False),
+    )
+    y_axis = alt.Axis(title=titled(plot.y_title or plot.y, plot.unit), format=_FORMAT)
+    if plot.log_y:
+        y_axis["values"] = log_ticks(each["y"] for each in data)
+    y = alt.Y("y:Q", scale=alt.Scale(type="log" if plot.log_y else "linear"), axis=y_axis)
+    shape = alt.Shape("name:N", scale=alt.Scale(domain=names, range=shapes), legend=_LEGEND)
+    base = alt.Chart().encode(x, y, alt.Color("name:N", scale=alt.Scale(domain=names, range=colors), legend=_LEGEND))
+    layers = [
+        base.mark_line().transform_filter("datum.kind === 'measured'"),
+        base.mark_line(strokeDash=[6, 4]).transform_filter("datum.kind === 'limit' || datum.kind === 'model'"),
+        base.mark_point(filled=True, size=55).encode(shape).transform_filter("datum.kind === 'measured'"),
+        base.mark_point(filled=False, size=160, strokeWidth=2)
+        .encode(shape)
+        .transform_filter("datum.kind === 'least by the model'"),
     ]
+    chart = alt.layer(*layers, data=alt.InlineData(data))
     if panels == 1:
-        return {"data": {"values": data}, "width": width, "height": _HEIGHT, "layer": layer}
-    return {
-        "data": {"values": data},
-        "facet": {"column": {"field": "panel", "type": "nominal", "sort": None}},
-        "spec": {"width": math.floor(width), "height": _HEIGHT, "layer": layer},
-    }
+        return chart.properties(width=_WIDTH, height=_HEIGHT)
+    width = math.floor((_WIDTH - 60 * (panels - 1)) / panels)
+    return chart.properties(width=width, height=_HEIGHT).facet(column=alt.Column("panel:N", sort=None))
 
 
 def points(plot: Points, entries: Sequence[Entry]) -> Drawn:
@@ -160,39 +159,24 @@ def points(plot: Points, entries: Sequence[Entry]) -> Drawn:
     sources = dict.fromkeys(each.source for each in plot.published)
     if sources:
         notes.append(f"Hollow: published by {', '.join(sources)}, on hardware and in sizes of their own.")
-    return Figure(plot.title, {"hconcat": panels, "spacing": 12}, columns, rows, notes, shown)
+    return Figure(plot.title, alt.hconcat(*panels, spacing=12), columns, rows, notes, shown)
 
 
-def _points_panel(plot: Points, data: list[dict[str, Any]], metric: str, width: float | None) -> Spec:
+def _points_panel(plot: Points, data: list[dict[str, Any]], metric: str, width: float | None) -> Chart:
     names = list(dict.fromkeys(each["name"] for each in data))
     whose = list(dict.fromkeys(each["of"] for each in data))
-    axis = {"title": None, "domain": False, "grid": True, "labels": width is not None, "minExtent": width or 0}
-    ticks = {"values": log_ticks(each["value"] for each in data if each["metric"] == metric)}
-    encoding = {
-        "y": {"field": "name", "type": "nominal", "sort": None, "scale": {"domain": names}, "axis": axis},
-        "x": {
-            "field": "value",
-            "type": "quantitative",
-            "scale": {"type": "log"},
-            "axis": {"title": titled(metric, plot.units[metric]), "format": ",.6~r", "labelOverlap": True} | ticks,
-        },
-        "color": {
-            "field": "of",
-            "type": "nominal",
-            "scale": {"domain": whose, "range": SERIES[: len(whose)]},
-            "legend": {"title": None, "columns": 2},
-        },
-    }
-    return {
-        "data": {"values": [each for each in data if each["metric"] == metric]},
-        "width": 230,
-        "height": {"step": 18},
-        "layer": [
-            {
-                "mark": {"type": "point", "filled": filled, "size": 70, "strokeWidth": 2},
-                "encoding": encoding,
-                "transform": [{"filter": f"datum.of {'===' if filled else '!=='} '{_HERE}'"}],
-            }
-            for filled in (True, False)
-        ],
-    }
+    marks = [each for each in data if each["metric"] == metric]
+    ticks = log_ticks(each["value"] for each in marks)
+    axis = alt.Axis(title=titled(metric, plot.units[metric]), format=_FORMAT, labelOverlap=True, values=ticks)
+    base = chart(marks).encode(
+        names_axis("name", names, width or 0, domain=False, grid=True, labels=width is not None),
+        alt.X("value:Q", scale=alt.Scale(type="log"), axis=axis),
+        color("of", whose, SERIES[: len(whose)], columns=2),
+    )
+    layers = [
+        base.mark_point(filled=filled, size=70, strokeWidth=2).transform_filter(
+            f"datum.of {'===' if filled else '!=='} '{_HERE}'"
+        )
+        for filled in (True, False)
+    ]
+    return alt.layer(*layers).properties(width=230, height=alt.Step(18))

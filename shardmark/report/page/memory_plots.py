@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import altair as alt
+
 from shardmark.meter.timeline import KINDS
 from shardmark.report.page.figure import MOST_LINES, MOST_PLOTS, Absent, Cell, Drawn, Figure, in_unit, titled
-from shardmark.report.page.vega import INK, SERIES, Spec, series
+from shardmark.report.page.vega import INK, SERIES, Chart, chart, color, series
 from shardmark.report.plots import finite, labels
 from shardmark.rows.columns import Entry
 from shardmark.rows.row import figure
@@ -38,8 +40,8 @@ def by_kind(entries: Sequence[Entry], device_bytes: float | None) -> Iterator[Dr
             size = f"{100 * peak / device_bytes:.2g}% of the device's {device_bytes / 2**30:,.1f} GiB"
             notes.append(f"The peak is {size}{'' if near else ', which is not drawn: it is far above'}.")
         title = f"Memory by kind through the step: {label}"
-        spec = _areas(rows, kinds, in_unit(device_bytes, "B") if near else None)
-        yield Figure(title, spec, ["moment", *(f"{kind} MiB" for kind in kinds)], rows, notes)
+        areas = _areas(rows, kinds, in_unit(device_bytes, "B") if near else None)
+        yield Figure(title, areas, ["moment", *(f"{kind} MiB" for kind in kinds)], rows, notes)
 
     if len(shown) > MOST_PLOTS:
         yield Absent("Memory by kind through the step", f"Only the first {MOST_PLOTS} of {len(shown)} rows have plots.")
@@ -52,52 +54,29 @@ def _thinned(moments: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]
     ]
 
 
-def _areas(rows: Sequence[Sequence[Cell]], kinds: Sequence[str], size: float | None) -> Spec:
+def _areas(rows: Sequence[Sequence[Cell]], kinds: Sequence[str], size: float | None) -> Chart:
     data = [
         {"moment": row[0], "kind": kind, "order": place, "MiB": amount}
         for row in rows
         for place, (kind, amount) in enumerate(zip(kinds, row[1:], strict=True))
     ]
-    colors = {"domain": list(kinds), "range": [SERIES[KINDS.index(kind)] for kind in kinds]}
-    layer: list[Spec] = [
-        {
-            "data": {"values": data},
-            "mark": {"type": "area", "interpolate": "step-after"},
-            "encoding": {
-                "x": {
-                    "field": "moment",
-                    "type": "quantitative",
-                    "axis": {
-                        "title": "the step, from beginning to end",
-                        "labels": False,
-                        "ticks": False,
-                        "grid": False,
-                    },
-                    "scale": {"nice": False},
-                },
-                "y": {"field": "MiB", "type": "quantitative", "stack": "zero", "axis": {"title": "MiB"}},
-                "color": {
-                    "field": "kind",
-                    "type": "nominal",
-                    "scale": colors,
-                    "legend": {"title": None, "symbolType": "square"},
-                },
-                "order": {"field": "order", "type": "quantitative"},
-            },
-        }
-    ]
+    x_axis = alt.Axis(title="the step, from beginning to end", labels=False, ticks=False, grid=False)
+    areas = (
+        chart(data)
+        .mark_area(interpolate="step-after")
+        .encode(
+            alt.X("moment:Q", axis=x_axis, scale=alt.Scale(nice=False)),
+            alt.Y("MiB:Q", stack="zero", axis=alt.Axis(title="MiB")),
+            color("kind", kinds, [SERIES[KINDS.index(kind)] for kind in kinds], symbolType="square"),
+            alt.Order("order:Q"),
+        )
+    )
+    layers = [areas]
     if size is not None:
-        limit = {"data": {"values": [{"size": size, "text": "the device's memory"}]}}
-        y = {"y": {"field": "size", "type": "quantitative"}}
-        layer += [
-            {**limit, "mark": {"type": "rule", "strokeDash": [6, 4]}, "encoding": y},
-            {
-                **limit,
-                "mark": {"type": "text", "align": "right", "dy": -7, "x": _WIDTH},
-                "encoding": {**y, "text": {"field": "text"}},
-            },
-        ]
-    return {"width": _WIDTH, "height": _HEIGHT, "layer": layer}
+        limit = chart([{"size": size, "text": "the device's memory"}]).encode(alt.Y("size:Q"))
+        layers.append(limit.mark_rule(strokeDash=[6, 4]))
+        layers.append(limit.mark_text(align="right", dy=-7, x=_WIDTH).encode(alt.Text("text:N")))
+    return alt.layer(*layers).properties(width=_WIDTH, height=_HEIGHT)
 
 
 CROSS = "M-1,-1L1,1M-1,1L1,-1"
@@ -133,26 +112,18 @@ def by_stage(entries: Sequence[Entry]) -> Iterator[Drawn]:
         yield Figure(title, _over_stages(data, [name.replace("_", " ") for name in names], word), columns, rows, notes)
 
 
-def _over_stages(data: list[dict[str, Any]], names: list[str], word: str) -> Spec:
+def _over_stages(data: list[dict[str, Any]], names: list[str], word: str) -> Chart:
     rows = list(dict.fromkeys(each["row"] for each in data))
-    colors, shapes = ({"domain": rows, "range": list(each)} for each in zip(*series(len(rows)), strict=True))
-    legend = {"title": None, "columns": 2}
-    x = {"field": "stage", "type": "ordinal", "sort": names, "axis": {"title": None, "labelAngle": 0}}
-    encoding = {
-        "x": x,
-        "y": {"field": "MiB", "type": "quantitative", "axis": {"title": titled(word, "B")}},
-        "color": {"field": "row", "type": "nominal", "scale": colors, "legend": legend},
-        "shape": {"field": "row", "type": "nominal", "scale": shapes, "legend": legend},
-    }
-    formula = {**{key: encoding[key] for key in ("x", "color")}, "y": {"field": "formula", "type": "quantitative"}}
-    line = {key: encoding[key] for key in ("x", "y", "color")}
-    return {
-        "data": {"values": data},
-        "width": _WIDTH,
-        "height": _HEIGHT,
-        "layer": [
-            {"mark": {"type": "line", "interpolate": "step-after"}, "encoding": line},
-            {"mark": {"type": "point", "filled": True, "size": 55}, "encoding": encoding},
-            {"mark": {"type": "point", "shape": CROSS, "color": INK, "size": 90}, "encoding": formula},
-        ],
-    }
+    colors, shapes = map(list, zip(*series(len(rows)), strict=True))
+    legend = alt.Legend(title=None, columns=2)
+    base = chart(data).encode(
+        alt.X("stage:O", sort=names, axis=alt.Axis(title=None, labelAngle=0)),
+        alt.Y("MiB:Q", axis=alt.Axis(title=titled(word, "B"))),
+        color("row", rows, colors, columns=2),
+    )
+    lines = base.mark_line(interpolate="step-after")
+    points = base.mark_point(filled=True, size=55).encode(
+        alt.Shape("row:N", scale=alt.Scale(domain=rows, range=shapes), legend=legend)
+    )
+    crosses = base.mark_point(shape=CROSS, color=INK, size=90).encode(alt.Y("formula:Q"))
+    return alt.layer(lines, points, crosses).properties(width=_WIDTH, height=_HEIGHT)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import altair as alt
+
 from shardmark.report.page.figure import MOST_PLOTS, Absent, Cell, Drawn, Figure, first, in_unit
-from shardmark.report.page.vega import INK, SERIES, Spec, room, stand_ins
+from shardmark.report.page.vega import INK, SERIES, Chart, chart, color, names_axis, room, stand_ins
 from shardmark.report.plots import labels
 from shardmark.rows.columns import Entry
 from shardmark.rows.reader import entries_of
@@ -50,33 +52,24 @@ def _ends(parts: dict[str, float]) -> list[dict[str, Any]]:
     return ends
 
 
-def _lanes(rows: Sequence[Sequence[Cell]], names: Sequence[str], ends: list[dict[str, Any]]) -> Spec:
+def _lanes(rows: Sequence[Sequence[Cell]], names: Sequence[str], ends: list[dict[str, Any]]) -> Chart:
     shorts = stand_ins(names)
     data = [{"stream": shorts[str(name)], "from": begin, "to": end} for name, begin, end in rows]
-    x = {"type": "quantitative", "axis": {"title": "ms"}, "scale": {"nice": False}}
-    order = [shorts[name] for name in names]
-    y = {"field": "stream", "type": "nominal", "sort": order, "axis": {"title": None, "minExtent": room(names)}}
-    scale = {"domain": order, "range": [SERIES[i % len(SERIES)] for i in range(len(order))]}
-    color = {"field": "stream", "type": "nominal", "legend": None, "scale": scale}
-    at = {"x": {**x, "field": "ms"}}
-    over: Spec = {"data": {"values": ends}, "encoding": at}
-    return {
-        "width": _WIDTH,
-        "height": {"step": 26},
-        "layer": [
-            {
-                "data": {"values": data},
-                "mark": {"type": "bar", "height": 16},
-                "encoding": {"x": {**x, "field": "from"}, "x2": {"field": "to"}, "y": y, "color": color},
-            },
-            {**over, "mark": {"type": "rule", "strokeDash": [4, 4]}},
-            {
-                **over,
-                "mark": {"type": "text", "align": "right", "dx": -4, "y": -6},
-                "encoding": {**at, "text": {"field": "part"}},
-            },
-        ],
-    }
+    order = list(shorts.values())
+    nice, axis = alt.Scale(nice=False), alt.Axis(title="ms")
+    busy = (
+        chart(data)
+        .mark_bar(height=16)
+        .encode(
+            alt.X("from:Q", axis=axis, scale=nice),
+            alt.X2("to"),
+            names_axis("stream", order, room(names)),
+            color("stream", order, [SERIES[i % len(SERIES)] for i in range(len(order))]).legend(None),
+        )
+    )
+    over = chart(ends).encode(alt.X("ms:Q", axis=axis, scale=nice))
+    labels_ = over.mark_text(align="right", dx=-4, y=-6).encode(alt.Text("part:N"))
+    return alt.layer(busy, over.mark_rule(strokeDash=[4, 4]), labels_).properties(width=_WIDTH, height=alt.Step(26))
 
 
 def is_predicted(run: Entry) -> bool:
@@ -112,7 +105,7 @@ def _interval(entry: Entry) -> Sequence[float]:
     return figure(entry, "time.predicted.interval") or ()
 
 
-def _beside(shown: Sequence[Entry]) -> Spec:
+def _beside(shown: Sequence[Entry]) -> Chart:
     shorts = stand_ins([each["test"] for each in shown])
     kinds = ["predicted", "measured"]
     data = [
@@ -120,26 +113,14 @@ def _beside(shown: Sequence[Entry]) -> Spec:
         for each in shown
         for kind in kinds
     ]
-    x = {"type": "quantitative", "scale": {"type": "log"}, "axis": {"title": "ms"}}
+    scale, axis = alt.Scale(type="log"), alt.Axis(title="ms")
     names = [each["test"] for each in shown]
-    y = {"field": "test", "type": "nominal", "sort": None, "axis": {"title": None, "minExtent": room(names)}}
-    color = {
-        "field": "time",
-        "type": "nominal",
-        "scale": {"domain": kinds, "range": [INK, SERIES[0]]},
-        "legend": {"title": None},
-    }
-    shape = {**color, "scale": {"domain": kinds, "range": ["diamond", "circle"]}}
-    interval = {"x": {**x, "field": "from"}, "x2": {"field": "to"}, "y": y}
-    return {
-        "data": {"values": data},
-        "width": 420,
-        "height": {"step": 20},
-        "layer": [
-            {"mark": {"type": "rule"}, "encoding": interval},
-            {
-                "mark": {"type": "point", "filled": True, "size": 60},
-                "encoding": {"x": {**x, "field": "ms"}, "y": y, "color": color, "shape": shape},
-            },
-        ],
-    }
+    base = chart(data).encode(names_axis("test", [shorts[name] for name in names], room(names)))
+    shape = alt.Scale(domain=kinds, range=["diamond", "circle"])
+    intervals = base.mark_rule().encode(alt.X("from:Q", scale=scale, axis=axis), alt.X2("to"))
+    points = base.mark_point(filled=True, size=60).encode(
+        alt.X("ms:Q", scale=scale, axis=axis),
+        color("time", kinds, [INK, SERIES[0]]),
+        alt.Shape("time:N", scale=shape, legend=alt.Legend(title=None)),
+    )
+    return alt.layer(intervals, points).properties(width=420, height=alt.Step(20))

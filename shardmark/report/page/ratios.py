@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import altair as alt
+
 from shardmark.report.changes import Changes
 from shardmark.report.page.figure import Cell, Figure, first
-from shardmark.report.page.vega import INK, SERIES, Spec, room, stand_ins
+from shardmark.report.page.vega import INK, SERIES, Chart, chart, color, names_axis, room, stand_ins
 from shardmark.rows.columns import Entry
 
 
@@ -33,30 +35,17 @@ def _numbers(each: Entry) -> list[float]:
     return [float(f"{each[key]:.4g}") for key in ("ratio", "low", "high")]
 
 
-def _spec(data: list[Entry], name: str, tests: Sequence[str]) -> Spec:
+def _spec(data: list[Entry], name: str, tests: Sequence[str]) -> Chart:
     shorts = stand_ins(tests)
-    data = [each | {"test": shorts[each["test"]]} for each in data]
-    encoding = {
-        "y": {"field": "test", "type": "nominal", "sort": None, "axis": {"title": None, "minExtent": room(tests)}},
-        "yOffset": {"field": "run", "sort": [name, "this run"]},
-        "color": {
-            "field": "run",
-            "type": "nominal",
-            "scale": {"domain": [name, "this run"], "range": [INK, SERIES[0]]},
-            "legend": {"title": None},
-        },
-    }
-    x = {"type": "quantitative", "scale": {"zero": False}}
-    return {
-        "data": {"values": data},
-        "width": 420,
-        "height": {"step": 14, "for": "offset"},
-        "encoding": encoding,
-        "layer": [
-            {"mark": {"type": "rule"}, "encoding": {"x": {**x, "field": "low"}, "x2": {"field": "high"}}},
-            {
-                "mark": {"type": "point", "filled": True, "size": 50},
-                "encoding": {"x": {**x, "field": "ratio", "axis": {"title": "ratio to peer"}}},
-            },
-        ],
-    }
+    runs = [name, "this run"]
+    base = chart([each | {"test": shorts[each["test"]]} for each in data]).encode(
+        names_axis("test", list(shorts.values()), room(tests)),
+        alt.YOffset("run:N", sort=runs),
+        color("run", runs, [INK, SERIES[0]]),
+    )
+    scale = alt.Scale(zero=False)
+    intervals = base.mark_rule().encode(alt.X("low:Q", scale=scale), alt.X2("high"))
+    points = base.mark_point(filled=True, size=50).encode(
+        alt.X("ratio:Q", scale=scale, axis=alt.Axis(title="ratio to peer"))
+    )
+    return alt.layer(intervals, points).properties(width=420, height=alt.Step(14, **{"for": "offset"}))

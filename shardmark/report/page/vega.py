@@ -1,10 +1,10 @@
-"""Vega-Lite draws: a specification in, an SVG out that follows the page's colours.
+"""Charts by Altair, drawn by Vega-Lite: a chart in, an SVG out that follows the page's colours.
 
-Of what was tried, `vl-convert-python` is Vega-Lite itself with an engine to run it, so that the page needs no script to
-show a plot and loads none. It draws a plot in a tenth of a second and leaves room for names of any length. matplotlib,
-which this suite draws its documents with, took five times as long, more than a page of 2,000 rows may take for its
-plots, and has room for names only where it lays each one out twice. Plotly and ECharts draw in the reader's browser:
-either is more than a megabyte before the first figure, and without JavaScript there is nothing. uPlot is small, and
+Altair only writes the specification. `vl-convert-python` is Vega-Lite itself with an engine to run it, so the page
+needs no script to show a plot and loads none. It draws a plot in a tenth of a second and leaves room for names of any
+length. What else was tried: matplotlib, which draws this suite's documents, takes five times as long, more than a page
+of 2,000 rows may take, and finds room for names only by laying out each plot twice. Plotly and ECharts draw in the
+reader's browser: more than a megabyte before the first figure, and nothing without JavaScript. uPlot is small, but
 draws on a canvas, which neither a theme's colours nor a screen reader reaches.
 """
 
@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from typing import Any
 
-Spec = dict[str, Any]
+import altair as alt
+
+Chart = alt.Chart | alt.LayerChart | alt.HConcatChart | alt.FacetChart
 
 SERIES = [f"var(--series-{i})" for i in range(8)]
 _SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left"]
@@ -29,7 +31,7 @@ DASH = "M-1,-0.2H1V0.2H-1Z"
 
 INK, FAINT, BACKGROUND = "var(--ink)", "var(--rule)", "var(--surface)"
 
-_CONFIG: Spec = {
+_CONFIG: dict[str, Any] = {
     "aria": False,  # names of every mark, which take a tenth of the time
     "background": None,
     "font": "Arial",
@@ -67,6 +69,26 @@ _CONFIG: Spec = {
 }
 
 
+def chart(data: Iterable[Mapping[str, Any]]) -> alt.Chart:
+    """A chart of these records, without marks."""
+    return alt.Chart(alt.InlineData([dict(each) for each in data]))
+
+
+def names_axis(field: str, names: Sequence[str], width: float | None, **axis: Any) -> alt.Y:
+    """One line for each name, from top to bottom, whether it has a mark or not; names take `width` pixels.
+
+    Without a width there is no axis, as in a panel whose left neighbour has it.
+    """
+    shown = None if width is None else alt.Axis(title=None, minExtent=width, **axis)
+    return alt.Y(f"{field}:N", sort=None, scale=alt.Scale(domain=list(names)), axis=shown)
+
+
+def color(field: str, kinds: Sequence[str], colors: Sequence[str], **legend: Any) -> alt.Color:
+    """A colour for each kind, and their legend."""
+    scale = alt.Scale(domain=list(kinds), range=list(colors))
+    return alt.Color(f"{field}:N", scale=scale, legend=alt.Legend(title=None, **legend))
+
+
 def series(count: int) -> list[tuple[str, str]]:
     """So many pairs of a colour and a shape: no two lines are told apart by colour alone, and up to 64 are by both."""
     return [(SERIES[i % 8], _SHAPES[(i + i // 8) % 8]) for i in range(count)]
@@ -94,16 +116,16 @@ def room(names: Iterable[str]) -> float:
     return 10 + max(sum(6.2 if character.isascii() else 12 for character in name) for name in names)
 
 
-def draw(spec: Spec, name: str, title: str, description: str, names: Sequence[str] = ()) -> tuple[str, int]:
-    """The SVG of a Vega-Lite specification, and its width. Its title's ids begin with `name`, which no other
-    plot has; Vega-Lite gives none to what is drawn here.
+def draw(drawn: Chart, name: str, title: str, description: str, names: Sequence[str] = ()) -> tuple[str, int]:
+    """The SVG of a chart, and its width in pixels.
 
-    `names` are those of an axis whose stand-ins the specification has.
+    `name` begins the ids of its title and description; no other plot may have it. `names` are the ones whose stand-ins
+    the chart has.
     """
     from vl_convert import vegalite_to_svg  # an engine of its own, that only a page needs
 
-    drawn = vegalite_to_svg({"$schema": "https://vega.github.io/schema/vega-lite/v5.json", "config": _CONFIG, **spec})
-    opening, _, body = drawn.partition(">")
+    text = vegalite_to_svg({**drawn.to_dict(validate=False), "config": _CONFIG})
+    opening, _, body = text.partition(">")
     width, height = (float(found) for found in re.findall(r'(?:width|height)="([\d.]+)"', opening)[:2])
     body = re.sub(r'\s(?:aria-[a-z]+|role)="[^"]*"', "", body)  # an image has one name: the plot's
     body = re.sub(r'="[^"<>]*"', _rounded, body)
