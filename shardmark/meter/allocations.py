@@ -1,6 +1,4 @@
-"""What a recording of the profiler says of memory, event by event: each block from when it is taken to when it is given
-back, who took it, and what it is.
-"""
+"""The memory events of a profiler recording: each block from allocation to release, its owner, and its kind."""
 
 from __future__ import annotations
 
@@ -59,14 +57,14 @@ class Allocated:
 
 @dataclass(frozen=True)
 class Released:
-    """`block` is no longer live."""
+    """`block` is freed."""
 
     block: Block
 
 
 @dataclass(frozen=True)
 class Marked:
-    """Here `mark(name)` was called."""
+    """`mark(name)` was called here."""
 
     name: str
 
@@ -124,7 +122,7 @@ def replayed(
 
 
 class _Live:
-    """The blocks that are live, by address: none overlaps another."""
+    """The live blocks by address; none overlaps another."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, Block] = {}
@@ -135,7 +133,6 @@ class _Live:
         insort(self._addresses, block.address)
 
     def holds(self, block: Block) -> bool:
-        """Whether it is live."""
         return self._blocks.get(block.address) is block
 
     def pop(self, address: int) -> Block | None:
@@ -145,7 +142,7 @@ class _Live:
         return block
 
     def overlapping(self, block: Block) -> list[Block]:
-        """Those that lie, in part or whole, where `block` does: at most one of them begins before it."""
+        """The live blocks that share an address with `block`: at most one of them begins before it."""
         first = max(0, bisect_right(self._addresses, block.address) - 1)
         last = bisect_left(self._addresses, block.address + block.nbytes)
         near = (self._blocks[address] for address in self._addresses[first:last])
@@ -154,7 +151,7 @@ class _Live:
 
 @dataclass(frozen=True)
 class _Within:
-    """What an event is part of: a library operator; a functional collective, and its call of the backend."""
+    """The operators around an event: a library operator; a functional collective, and its call of the backend."""
 
     operator: Any = None
     collective: Any = None
@@ -164,7 +161,7 @@ class _Within:
 
 
 class _Collectives:
-    """What functional collectives took: each one's result, and what its backend has while it is under way."""
+    """The blocks of functional collectives: each result, and what its backend holds while it is under way."""
 
     def __init__(self) -> None:
         self._by_result: dict[Block, Any] = {}
@@ -178,7 +175,7 @@ class _Collectives:
             self._by_result[block] = within.collective
 
     def end(self, result: Block) -> list[Block]:
-        """The collective that gave `result` is over: forget it, and return the blocks that its backend took."""
+        """The collective that gave `result` has finished: forget it, and return the blocks that its backend held."""
         return self._of_backend.pop(self._by_result.pop(result, None), [])
 
 
@@ -224,7 +221,7 @@ def _in_order(
 
 
 def user_line(frame: FrameType | None) -> str:
-    """Where the innermost of the frames is that is neither PyTorch's, Python's nor this plugin's, as "file.py:7"."""
+    """The innermost frame outside of PyTorch, Python and this plugin, as "file.py:7"."""
     while frame is not None:
         if not _is_foreign(frame.f_code.co_filename):
             return f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
@@ -233,7 +230,7 @@ def user_line(frame: FrameType | None) -> str:
 
 
 def _line(call: Any) -> str:
-    """Where the function of a Python call begins, or else where it is called from; "" where neither is the user's."""
+    """The user's line at which the function of a Python call begins, or from which it is called; "" without one."""
     for frame in filter(None, (getattr(call, "callsite", None), call.caller)):
         try:
             file = frame.file_name
@@ -246,7 +243,7 @@ def _line(call: Any) -> str:
 
 @cache
 def _is_foreign(file: str) -> bool:
-    """Whether it is a file of PyTorch, Python or this plugin. The profiler gives paths relative to `sys.path`."""
+    """Whether the file belongs to PyTorch, Python or this plugin. The profiler's paths are relative to `sys.path`."""
     if file.startswith(("<", "torch/", "shardmark/")):
         return True
     python, path = Path(os.__file__).parent, Path(file)
@@ -257,7 +254,7 @@ def _is_foreign(file: str) -> bool:
 
 @cache
 def _shown(file: str) -> str:
-    """The path, relative to where pytest runs if it is below."""
+    """The path; relative to the folder in which pytest runs, if it is below."""
     path = Path(file)
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
@@ -276,7 +273,7 @@ def _with_kernels() -> frozenset[str]:
 
 
 def _is_range(event: Any) -> bool:
-    """Whether it is a range that Python opened, other than around the kernel of an operator, whose name it has."""
+    """Whether Python opened this range, other than the range around an operator's kernel, which has its name."""
     return event.typed[1].scope == RecordScope.USER_SCOPE and event.name not in _with_kernels()
 
 

@@ -30,7 +30,7 @@ MATRIX_INSTRUCTION = {80: "HMMA", 90: "HGMMA", 100: "UTC.MMA"}
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What one compiled kernel takes of the chip: registers of a thread, bytes of spills a thread and shared memory."""
+    """One compiled kernel: registers and spilled bytes of a thread, and shared memory in bytes."""
 
     kernel: str
     capability: int
@@ -42,7 +42,7 @@ class KernelReport:
 
     @property
     def matrix_instructions(self) -> dict[str, int]:
-        """How often each instruction of the chip's matrix unit stands there."""
+        """How often each matrix instruction occurs in the machine code."""
         return {
             name: count
             for name, count in self.instructions.items()
@@ -51,7 +51,7 @@ class KernelReport:
 
 
 class _Driver:
-    """As much of Triton's driver as compiling asks for."""
+    """The part of Triton's driver that compiling calls."""
 
     def __init__(self, capability: int) -> None:
         from triton.backends.compiler import GPUTarget

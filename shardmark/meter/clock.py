@@ -27,7 +27,7 @@ class DeviceClock:
         return self.now
 
     def reset(self) -> None:
-        """Back to zero, so that the next difference is exact whatever went before."""
+        """Set the time to zero, so that the next difference has no rounding error from earlier times."""
         self.now = 0.0
 
     def advance(self, seconds: float) -> None:
@@ -39,7 +39,7 @@ class DeviceClock:
 
 @dataclass
 class Laps:
-    """What one timed step took, in seconds: in all, and part by part in the order they ended."""
+    """One timed step, in seconds: the whole, and its parts in the order in which they ended."""
 
     seconds: float
     parts: dict[str, float] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Stopwatch:
         self._marks: list[tuple[str, torch.cuda.Event | float]] = []
 
     def start(self) -> None:
-        """Begin: work queued on the device before now is not counted."""
+        """Begin. Work that was queued on the device before is not counted."""
         if self.device == "cuda":
             torch.cuda.synchronize()
             if self._spin:
@@ -78,11 +78,11 @@ class Stopwatch:
         self._marks = [("", self._now())]
 
     def mark(self, part: str) -> None:
-        """A part called `part` ends here and the next one begins."""
+        """End a part called `part`; the next part begins."""
         self._marks.append((part, self._now()))
 
     def stop(self) -> Laps:
-        """End, wait for the device, and read: what follows the last mark counts in the whole and in no part."""
+        """End, wait for the device, and read the clock. Time after the last mark counts in the whole and in no part."""
         last, host = self._now(), None
         if self.device == "cuda":
             host = time.perf_counter() - self._began
@@ -102,7 +102,7 @@ class Stopwatch:
 
 @cache
 def _cycles_per_second() -> float:
-    """Of the counter that `torch.cuda._sleep` reads; measured, as it is not every GPU's clock rate."""
+    """The rate of the counter that `torch.cuda._sleep` reads, measured: on some GPUs it is not the clock rate."""
     cycles = 1_000_000
     torch.cuda._sleep(cycles)  # the first one loads the kernel
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -57,9 +57,8 @@ class Communication:
 
     @property
     def sent(self) -> int:
-        """Bytes that each rank must send for it, on average over its ranks where they differ: 2(n-1)/n of `nbytes` for
-        an all-reduce, (n-1)/n for any other collective, and all for the sender of a message.
-        """
+        """Bytes that each rank must send, on average over the ranks: 2(n-1)/n of `nbytes` for an all-reduce, (n-1)/n
+        for any other collective, all of them for the sender of a message."""
         if self.name in ("send", "receive"):
             return self.nbytes if self.name == "send" else 0
         return (2 if self.name == "all_reduce" else 1) * (self.ranks - 1) * self.nbytes // self.ranks
@@ -79,7 +78,7 @@ _OURS = torch._C.DispatchKey.ADInplaceOrView
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Have `listener` hear of what this process communicates, of any thread, while the block runs."""
+    """Call `listener` for each collective and message that any thread of this process starts in the block."""
     global _library
     if _library is None:
         _library = torch.library.Library("c10d", "IMPL")
@@ -113,7 +112,7 @@ def _kernel(operator: str) -> Callable[..., Any]:
 
 
 def described(operator: str, arguments: dict[str, Any]) -> Communication:
-    """The communication of the process group's operator of that name, called with those arguments."""
+    """The communication that a call of this operator of the process group is."""
     tensors = [[leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] for value in arguments.values()]
     nbytes = max((sum(tensor.nbytes for tensor in each) for each in tensors), default=0)
     dtype = next((each[0].dtype for each in tensors if each), torch.uint8)

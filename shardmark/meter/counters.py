@@ -1,5 +1,4 @@
-"""What one steady-state step does, counted: figures without noise, the same in every run on the same kind of device and
-version of torch.
+"""Counts of one steady-state step: figures without noise, equal in every run on one kind of device and version of torch.
 
     counted = count(workload, "cpu")    # one step under the profiler, and one forward whose saved tensors are weighed
     counted.operators, counted.saved_bytes
@@ -40,7 +39,7 @@ _MAY_READ = "aten::index"
 
 @dataclass(frozen=True)
 class Counters:
-    """What one rank did in one step."""
+    """Counts of one step on one rank."""
 
     collectives: list[tuple[str, str, int, int]]
     """Operation, dtype, bytes, and how often in a row, in the order in which they began: of collectives, messages and
@@ -84,7 +83,7 @@ def count(workload: Workload, device: str, largest: Callable[[float], float] = l
 
 
 def _profiled(workload: Workload, device: str) -> tuple[dict[str, Any], bool]:
-    """All of the step's counters but one, and whether compiled code ran."""
+    """All of the step's counters but the saved bytes, and whether compiled code ran."""
     started: list[Communication] = []
     workload.prepare()
     with (
@@ -112,7 +111,7 @@ def _profiled(workload: Workload, device: str) -> tuple[dict[str, Any], bool]:
 
 
 class _Tally:
-    """What the profiler's events come to."""
+    """Sums over the profiler's events."""
 
     def __init__(self) -> None:
         self.operators = 0
@@ -122,10 +121,8 @@ class _Tally:
         self.compiled = False
 
     def follow(self, event: Any, within: bool = False, has_flops: bool = False) -> None:
-        """Count an event and those below it.
-
-        `within` says that an operator around it has been counted, `has_flops` that its FLOPs have.
-        """
+        """Count an event and the events below it. `within`: an operator around it is counted already; `has_flops`: so
+        are its FLOPs."""
         what, fields = event.typed
         if what == _EventType.TorchOp and event.name.startswith(_COMPILED):
             self.compiled = True
@@ -154,7 +151,7 @@ class _Tally:
 
 
 def _as_tensor(value: Any) -> Any:
-    """A tensor of the recorded shape, for a formula; anything else as it is."""
+    """A tensor of the recorded shape, for a FLOP formula; any other value unchanged."""
     sizes = getattr(value, "sizes", None)
     return value if sizes is None else torch.empty(sizes, dtype=value.dtype, device="meta")
 
@@ -165,7 +162,7 @@ def _contains(event: Any, name: str) -> bool:
 
 @cache
 def _overloads(name: str) -> list[Any]:
-    """The operator's overloads, without TorchScript's own; none of what is no operator, such as a range."""
+    """The operator's overloads, without TorchScript's; none for a name that is no operator, such as a range."""
     namespace, _, base = name.partition("::")
     if not (namespace and base.isidentifier()):
         return []
@@ -183,7 +180,7 @@ def _computes(name: str) -> bool:
 
 
 def _is_kernel(overload: Any) -> bool:
-    """Whether it has a kernel of its own, and writes to an argument or makes a tensor that is no view."""
+    """Whether it has a kernel of its own that writes to an argument or makes a tensor other than a view."""
     if torch.Tag.out in overload.tags or torch.Tag.inplace_view in overload.tags:
         return False
     if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd"):
@@ -211,8 +208,8 @@ def _positional(name: str) -> int:
 
 @cache
 def _formulas() -> dict[str, Callable[..., int]]:
-    """FLOPs by the operator's name and from its arguments; PyTorch has none for its attention on CPU, nor for
-    what adds a product in place."""
+    """FLOPs by operator and arguments. PyTorch has no formula for its attention on CPU, nor for products added in
+    place."""
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop  # imports Triton
 
     own = {str(target).replace(".", "::", 1): formula for target, formula in flop_registry.items()}
@@ -223,7 +220,7 @@ def _formulas() -> dict[str, Callable[..., int]]:
 
 @contextmanager
 def _triton_launches() -> Iterator[list[None]]:
-    """One for each launch of a Triton kernel."""
+    """A list that gets an entry for each launch of a Triton kernel."""
     launches: list[None] = []
     try:
         from triton import knobs
@@ -242,7 +239,7 @@ def _triton_launches() -> Iterator[list[None]]:
 
 
 def _of_the_device(events: list[Any]) -> tuple[int | None, int | None]:
-    """Kernels that ran on the GPU, and how often the step waited for it; None where CUPTI cannot be used."""
+    """Kernels that ran on the GPU, and how often the step waited for it; None where CUPTI is not available."""
     kernels = sum(event.activity_type() == "kernel" for event in events)
     steps = [event for event in events if event.name() == _STEP and event.activity_type() == "user_annotation"]
     if not kernels or len(steps) != 1:

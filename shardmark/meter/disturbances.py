@@ -1,4 +1,4 @@
-"""What the machine did while a case was timed, as far as it can be told from the times and from the kernel's scheduler.
+"""Disturbances while a case was timed, as far as the times and the kernel's scheduler show them.
 
 A time budget's verdict needs none of it: a disturbance only makes an interval wider. It says whether to look for a
 quiet machine, and what to look for.
@@ -82,7 +82,7 @@ def in_words(found: dict[str, float]) -> str:
 
 
 def _change(series: NDArray[np.float64]) -> dict[str, float]:
-    """A warm-up, a level or a drift: the one that leaves least of the series unexplained, if it is no chance."""
+    """The warm-up, level or drift that leaves least of the series unexplained, if it is significant."""
     n = len(series)
     spread = 1.4826 * float(np.median(np.abs(np.diff(series)))) / 2**0.5 + 1e-9
     places = sorted({2 + i * (n - 5) // _PLACES for i in range(_PLACES + 1)})

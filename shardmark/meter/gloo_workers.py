@@ -58,7 +58,7 @@ def workers_free_first(device: str) -> Iterator[None]:
 
 
 def _has_workers() -> bool:
-    """Whether this process is in a group of Gloo's: a simulated one (`shardmark.predict.simulation`) has no threads."""
+    """Whether this process is in a Gloo group with threads; a simulated group has none."""
     if not dist.is_initialized():
         return False
     backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
@@ -82,7 +82,7 @@ def _wait_by_handle(wait: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _workers_sleep() -> bool:
-    """Whether every worker is idle or waits for another rank, so that none is dropping tensors."""
+    """Whether every worker is idle or waits for another rank: none is dropping tensors then."""
     for thread in Path("/proc/self/task").iterdir():
         try:
             name, _, state = (thread / "stat").read_text().partition("(")[2].rpartition(")")
@@ -94,7 +94,7 @@ def _workers_sleep() -> bool:
 
 
 def _hold(inputs: dict[int, Any], collective: Callable[..., Any]) -> Callable[..., Any]:
-    """A functional collective has no handle to hold, only its result: until that is waited for, hold what went in."""
+    """Hold a functional collective's inputs until its result is waited for: it has no handle that would hold them."""
 
     def holding(*args: Any, **kwargs: Any) -> Any:
         results = collective(*args, **kwargs)

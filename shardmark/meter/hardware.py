@@ -75,7 +75,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device, and how it is joined to others. On a CPU a figure may be `nan`, which says that it is not known."""
+    """One device, and its links to others. A CPU's figure may be `nan`: not known."""
 
     name: str
     device: str
@@ -106,12 +106,13 @@ class Hardware:
 
     @property
     def rules(self) -> tuple[object, ...]:
-        """What a prediction of memory depends on: devices that agree in it need the same bytes."""
+        """All that a prediction of memory depends on: devices with equal rules need the same bytes."""
         return self.device, self.capability, self.blas_workspace_bytes, self.sm_count
 
     @property
     def threads_per_sm(self) -> int:
-        """That an SM holds at once (CUDA C++ Programming Guide, technical specifications by compute capability)."""
+        """Threads that an SM holds at once (CUDA C++ Programming Guide, technical specifications by compute
+        capability)."""
         return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get(self.capability or (0, 0), 2048)
 
 
@@ -129,11 +130,9 @@ def known_hardware() -> dict[str, Hardware]:
 
 
 def hardware(name: str) -> Hardware:
-    """The hardware of that name, or of that file where the name ends with `.toml`.
-
-    ValueError, in one line, for a name that is not known, a file that cannot be read, keys that are missing or not
-    known, and a figure that is not a plain positive number in its unit.
-    """
+    """The hardware of that name, or of that file where the name ends with `.toml`. ValueError, in one line, for an
+    unknown name, a file that cannot be read, missing or unknown keys, and a figure that is not a plain positive
+    number in its unit."""
     if name.endswith(".toml"):
         return _of_file(Path(name))
     if name == THIS:
@@ -162,7 +161,7 @@ def _of_file(path: Path) -> Hardware:
 
 
 def _hardware(name: str, table: dict[str, Any]) -> Hardware:
-    """ValueError, in one line, for the first thing that is wrong in the table."""
+    """Hardware from a table. ValueError, in one line, for the first thing that is wrong in it."""
     missing = [key for key in KEYS if key not in table and key not in OPTIONAL]
     if missing:
         raise ValueError(f"missing {', '.join(missing)}")
@@ -180,7 +179,7 @@ def _hardware(name: str, table: dict[str, Any]) -> Hardware:
 
 
 def _positive(value: object, whole: bool, cpu: bool) -> bool:
-    """Whether it is a plain positive number; of a CPU also one that is not known, or 0 of what it has none of."""
+    """Whether the value is a plain positive number; a CPU's may also be unknown, or 0 for something that it lacks."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     if cpu and (math.isnan(value) or value == 0):
@@ -199,7 +198,7 @@ def _flops(flops: object, cpu: bool) -> dict[str, float]:
 
 
 def _reached(table: dict[str, Any]) -> Reached:
-    """What is left out is as in `Reached`."""
+    """The fractions in the table; a missing one is that of `Reached`."""
     given = table.get("reached", {})
     known = [key.name for key in fields(Reached)]
     if not isinstance(given, dict) or not set(given) <= set(known):
@@ -231,7 +230,7 @@ CPU = hardware("cpu")
 
 
 def of_this_machine(device: str) -> Hardware:
-    """What has the rules of this machine's device: on CUDA a known one of its capability, or the table's newest."""
+    """Hardware with the rules of this machine's device: on CUDA a known one of its capability, or the newest known."""
     if device == "cpu":
         return CPU
     capability = torch.cuda.get_device_capability()

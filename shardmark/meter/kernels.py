@@ -1,4 +1,4 @@
-"""What ran in a profiled step: each kernel's time, its phase, the module it ran for, and its kind.
+"""The kernels of a profiled step: each one's time, phase, module and kind.
 
 On CUDA a kernel is a kernel of the device. On CPU it is an operator, with its own time: without that of the operators
 it calls.
@@ -31,13 +31,13 @@ _KINDS = (
 
 
 def category(name: str) -> str | None:
-    """The kind of an operator or a kernel by its name, or None where that says nothing."""
+    """The kind of an operator or a kernel by its name; None where the name does not tell."""
     return next((kind for kind, pattern in _KINDS if re.search(pattern, name, re.IGNORECASE)), None)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One kernel that ran once."""
+    """One run of one kernel."""
 
     name: str
     operator: str | None
@@ -64,18 +64,18 @@ class Kernel:
 
 @dataclass
 class StepProfile:
-    """Where one step's time went. `elapsed` is each phase's seconds by the clock, under the profiler."""
+    """Time of one step by kernel. `elapsed` is each phase's seconds by the clock, under the profiler."""
 
     elapsed: dict[str, float]
     calls: list[Call]
 
     def select(self, phases: Iterable[str] | None = None) -> list[Call]:
-        """The calls of those phases, or of all, in the order they started."""
+        """The calls of those phases, or of all, in the order in which they started."""
         wanted = set(self.elapsed if phases is None else phases)
         return [call for call in self.calls if call.phase in wanted]
 
     def kernels(self, phase: str) -> list[Kernel]:
-        """What ran in that phase, the longest first."""
+        """The kernels of that phase, the longest first."""
         groups: dict[tuple[str, str], list[float]] = defaultdict(list)
         for call in self.select([phase]):
             groups[call.name, call.category].append(call.seconds)
@@ -119,7 +119,7 @@ def _share(part: float, whole: float) -> float:
 def read_profile(
     profiler: torch.profiler.profile, phases: Sequence[str], modules: frozenset[str], device: str
 ) -> StepProfile:
-    """What a finished profiler saw, given the names of the phases' ranges and of the modules'."""
+    """The step that a finished profiler saw, given the names of the phases' and the modules' ranges."""
     events = [event for event in profiler.events() if event.device_type == DeviceType.CPU and not event.is_async]
     events.sort(key=lambda event: (event.time_range.start, -event.time_range.end))  # a parent before its children
     ranges = [event for event in events if event.is_user_annotation and event.name in phases and not event.cpu_parent]
@@ -154,7 +154,8 @@ def read_profile(
 
 
 def _is_operator(event: FunctionEvent) -> bool:
-    """Whether it is the dispatcher's (aten::mm) or a compiled graph: no range, no node, no function of Python's."""
+    """Whether it is an operator of the dispatcher (aten::mm) or a compiled graph; not a range, a node or a Python
+    function."""
     if event.is_user_annotation or event.name.startswith("autograd::"):
         return False
     return "::" in event.name or event.name.startswith("## Call CompiledFxGraph")

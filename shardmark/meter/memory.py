@@ -41,7 +41,7 @@ PHASE, PEAK, STAGE, RESET = "phase ", "peak of ", "stage ", "reset"
 
 @dataclass(frozen=True)
 class Workspace:
-    """The most that one operator took and gave back before it returned, in bytes, and which operator that was."""
+    """The most bytes that one operator took and freed before it returned, and that operator."""
 
     nbytes: int = 0
     operator: str = ""
@@ -49,9 +49,8 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Stage:
-    """What is held when a stage ends, in bytes: live, the most there was since the meter began, and what the caching
-    allocator keeps, which only CUDA has.
-    """
+    """Bytes at the end of a stage: live, the peak since the meter began, and (CUDA alone) reserved by the caching
+    allocator."""
 
     live: int
     peak: int
@@ -60,7 +59,7 @@ class Stage:
 
 @dataclass
 class Memory:
-    """What one metered pass held, in bytes: live at the end of each phase, and at the peak."""
+    """Bytes of one metered pass: live at the end of each phase, and at the peak."""
 
     phases: dict[str, int] = field(default_factory=dict)
     peak: int = 0
@@ -100,15 +99,15 @@ class Meter(Memory):
         mark(RESET)
 
     def keep_peak(self, step: str) -> None:
-        """The peak of tensors since it was last reset is that of `step`."""
+        """Store the peak of tensors since the last reset as that of `step`."""
         mark(PEAK + step)
 
     def stage(self, name: str) -> None:
-        """The stage of that name ends here."""
+        """A stage of that name ends here."""
         mark(STAGE + name)
 
     def read(self) -> None:
-        """Fill in the figures from what was recorded."""
+        """Fill in the figures from the recording."""
         self.follow(self._recording.replay())
 
     def follow(self, events: list[Event]) -> None:
@@ -172,9 +171,8 @@ def meter(device: str) -> Iterator[Meter]:
 
 
 class _CudaMeter(Meter):
-    """On CUDA phases, stages and the peak as a whole are the caching allocator's own statistics: what a side stream
-    still reads is live there, and already released in a recording.
-    """
+    """The caching allocator's own statistics give phases, stages and the peak on CUDA: a block that a side stream
+    still reads is live there, and freed already in a recording."""
 
     def _live(self, which: str = "current") -> int:
         return torch.cuda.memory_stats().get(f"requested_bytes.all.{which}", 0)  # empty until the first allocation
@@ -211,7 +209,7 @@ METERS = {"cpu": Meter, "cuda": _CudaMeter}
 
 
 def release(device: str) -> None:
-    """Free garbage, and on CUDA what the caching allocator keeps: other ranks and cases need the room."""
+    """Free garbage, and on CUDA the caching allocator's free blocks: other ranks and cases need the room."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -223,7 +221,7 @@ large ones to 2 MiB, and leaves gaps between them."""
 
 
 def available_bytes(device: str) -> int:
-    """Bytes that a new case could still allocate: on the current GPU, or available to this process in RAM."""
+    """Bytes that a new case could still allocate: on the current GPU, or in RAM for this process."""
     release(device)
     if device == "cuda":
         return math.floor((1 - FRAGMENTED) * torch.cuda.mem_get_info()[0])
@@ -246,7 +244,7 @@ def _cgroup_room() -> Iterator[int]:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether `error` is the allocator's "no more", on CUDA or on CPU (where it is a plain RuntimeError)."""
+    """Whether `error` says that memory ran out, on CUDA or on CPU (where it is a plain RuntimeError)."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

@@ -29,7 +29,7 @@ STEP = "the metered step"
 
 @dataclass(frozen=True)
 class Held:
-    """Blocks that were live at the peak and have the same origin."""
+    """Live blocks at the peak with the same origin."""
 
     nbytes: int
     blocks: int
@@ -98,7 +98,7 @@ def excess_lines(formula: int, found: Sequence[Held]) -> Iterator[str]:
 
 
 def _lines_beyond(predicted: Sequence[Held], found: Sequence[Held]) -> Iterator[str]:
-    """The origins of more bytes than predicted, first those of most bytes more."""
+    """The origins that hold more bytes than predicted, the largest difference first."""
     both = {_origin(each) for each in predicted} & {_origin(each) for each in found}
     expected, there = _by_origin(predicted, both), _by_origin(found, both)
     pairs = [(each, expected.get(origin, Held(0, 0, "", "", ""))) for origin, each in there.items()]

@@ -1,4 +1,4 @@
-"""What a rank is asked to measure, and what it answers."""
+"""The request to a rank, and its answer: the plan of a measurement, and what one rank measured."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Identity:
-    """What a row is of: the part of it that is known before anything is measured."""
+    """The part of a row that is known before anything is measured."""
 
     family: str
     implementation: str
@@ -54,7 +54,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Plan:
-    """The request to a rank: what to run there, how often, and what else to observe."""
+    """The request to a rank: what to run, how often, and what else to observe."""
 
     workload: type[Any]  # a Workload
     implementation: Implementation
@@ -94,12 +94,12 @@ class RankObserver:
 
     @classmethod
     def around(cls, plan: Plan) -> AbstractContextManager[Any]:
-        """What all of the measuring happens in."""
+        """A context for the whole measurement."""
         return nullcontext()
 
     @classmethod
     def before_first_step(cls, memory: Meter) -> None:
-        """Called in the metered pass, when the workload is made and prepared."""
+        """Called in the metered pass, once the workload is made and prepared."""
 
     @classmethod
     def on_rank(cls, plan: Plan, measured: Measured) -> Any:
@@ -108,7 +108,7 @@ class RankObserver:
 
 @dataclass
 class Measured:
-    """What one rank measured: its memory, and the rounds of the implementation, its peer, and its parts alone."""
+    """One rank's measurements: memory, and the rounds of the implementation, its peer, and its parts alone."""
 
     backend: str
     memory: Memory
@@ -126,6 +126,6 @@ class Measured:
 
     @classmethod
     def once(cls, backend: str, memory: Memory, laps: list[Laps]) -> Measured:
-        """Measured of something that is done once: the bytes after each stage and at the peak, and the times."""
+        """Measurements of something that is done once: bytes after each stage and at the peak, and times."""
         reported = Memory(peak=memory.peak, tensors=memory.tensors, workspace=memory.workspace, stages=memory.stages)
         return cls(backend, reported, {IMPLEMENTATION: laps})

@@ -1,4 +1,4 @@
-"""The compiler as a new machine has it, so that what compiling costs can be measured.
+"""A cold compiler, as on a new machine, to measure what compiling costs.
 
 with cold_compiler():
     step()  # compiles, whatever was compiled before
@@ -41,7 +41,7 @@ def cold_compiler(device: str) -> Iterator[None]:
 
 @contextmanager
 def _shared_files() -> Iterator[None]:
-    """Have all ranks of this host use the first one's compiler files."""
+    """Give all ranks of this host the first rank's folder of compiler files."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return

@@ -37,13 +37,13 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints two li
 
 
 def mark(name: str) -> None:
-    """Leave `name` in the recording, at this moment."""
+    """Leave `name` in the recording at this moment."""
     with record_function(MARK + name):
         pass
 
 
 def mark_waited(result: torch.Tensor) -> None:
-    """Leave in the recording that the functional collective which gave `result` is done."""
+    """Record that the functional collective which gave `result` has finished."""
     mark(f"{WAITED}{result.data_ptr()}")
 
 
@@ -60,7 +60,7 @@ class Recording:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Record what the block does."""
+        """Record the block."""
         have_libraries_give_back(self.device)  # or a later recording would not see what an earlier one had them take
         with self._profile, _requests_remembered(self.device) as self.requested:
             yield
@@ -78,7 +78,7 @@ class Recording:
 
 @contextmanager
 def without_operators() -> Iterator[None]:
-    """Recordings of the block have no operators, but for those that have a range: most of their time is these."""
+    """Recordings in the block leave out operators without a range, which take most of a recording's time."""
     scopes = {RecordScope.USER_SCOPE}
     enabled = partial(profiler._enable_profiler, scopes=scopes)  # type: ignore[call-arg]  # as annotated
     with patch.object(profiler, "_enable_profiler", enabled):
@@ -87,7 +87,7 @@ def without_operators() -> Iterator[None]:
 
 @contextmanager
 def no_gc() -> Iterator[None]:
-    """In the block Python looks for no garbage."""
+    """Switch Python's garbage collection off in the block."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -99,7 +99,7 @@ def no_gc() -> Iterator[None]:
 
 @contextmanager
 def recording(device: str, lines: bool = False) -> Iterator[Recording]:
-    """Record every allocation on `device` ("cpu" or "cuda"), with `lines` also where in Python: that is slow."""
+    """Record every allocation on `device` ("cpu" or "cuda"); with `lines` also the Python line, which is slow."""
     recorded = Recording(device, lines)
     with recorded.running():
         yield recorded
@@ -113,10 +113,8 @@ def have_libraries_give_back(device: str) -> None:
 
 @contextmanager
 def _requests_remembered(device: str) -> Iterator[dict[int, deque[int]]]:
-    """Bytes that were requested of the CUDA allocator at each address, in order; the profiler sees them rounded up.
-
-    They are there once the block has ended; on CPU there are none, as nothing is rounded.
-    """
+    """Bytes requested of the CUDA allocator at each address, in order, complete once the block has ended; the profiler
+    sees them rounded up. Empty on CPU, where nothing is rounded."""
     requested: dict[int, deque[int]] = defaultdict(deque)
     if device != "cuda":
         yield requested

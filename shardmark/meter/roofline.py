@@ -1,4 +1,4 @@
-"""What this machine can do, and so the least time that work can take: the roofline; and what its maker says it can.
+"""The roofline: this machine's measured rates, and so the least time that work can take; and its published peak.
 
 The two rates are measured here, in the run itself, with the plainest code that reaches them: one large matrix product
 and one large copy (Williams, Waterman, Patterson, "Roofline", CACM 2009).
@@ -20,7 +20,7 @@ from shardmark.meter.memory import release
 
 @dataclass(frozen=True)
 class Roofline:
-    """Rates of the whole machine on CPU, of one device on CUDA."""
+    """FLOP/s and bytes/s of the whole machine on CPU, of one device on CUDA."""
 
     flops_per_second: float
     """As measured. Where no peak is published, in a narrower dtype than float32 that of float32 if it is larger: a
@@ -30,7 +30,7 @@ class Roofline:
     """What MFU is a fraction of: the chip's published dense peak where it is known, else `flops_per_second`."""
 
     def seconds(self, work: Work) -> float:
-        """The least time that the work takes: whichever of arithmetic and memory traffic is slower."""
+        """The least seconds that the work takes: the slower of arithmetic and memory traffic."""
         return max(work.flops / self.flops_per_second, work.bytes_moved / self.bytes_per_second)
 
 
@@ -98,7 +98,7 @@ def _products_rate(device: str, dtype: torch.dtype) -> float:
 
 
 def _fastest(device: str, function: Callable[[], object]) -> float:
-    """Seconds of the best of five; of fewer where one takes long, as half precision does on a CPU without it."""
+    """Seconds of the best of five runs; of fewer where one takes long, as half precision does on a CPU without it."""
     repetitions: list[float] = []
     while len(repetitions) < 5 and (len(repetitions) < 2 or sum(repetitions) < ENOUGH):
         repetitions.append(_seconds(device, function))

@@ -22,7 +22,7 @@ class _ForwardEndedError(Exception):
 
 
 class _Saved:
-    """What autograd holds in a saved tensor's place."""
+    """Stands in for a saved tensor in the graph."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -74,7 +74,7 @@ def _own_tensors(workload: Workload) -> Iterator[Tensor]:
 
 
 def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The tensor's storage; of one that is made of others, such as a DTensor, theirs."""
+    """The tensor's storage; for a tensor made of others, such as a DTensor, theirs."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor.untyped_storage()
         return

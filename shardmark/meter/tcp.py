@@ -11,7 +11,7 @@ _TCP_INFO_BYTES_SENT = 200
 
 
 def tcp_bytes_sent() -> int:
-    """Bytes sent over all connections open in this process: payload only, counted once where it was sent again."""
+    """Payload bytes sent over all open connections of this process; a retransmission is not counted again."""
     return sum(map(_bytes_sent, os.listdir("/proc/self/fd")))
 
 

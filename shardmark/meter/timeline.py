@@ -50,21 +50,21 @@ class Timeline:
 
 
 class Recorder:
-    """A running recording; `read` once it has ended."""
+    """A running recording. Call `read` once it has ended."""
 
     def __init__(self, device: str) -> None:
         self._recording = Recording(device)
         self._labels: list[dict[int, str]] = []
 
     def mark(self, name: str, kinds: Mapping[str, Iterable[Tensor]] | None = None) -> None:
-        """A phase called `name` ends here; the tensors of each kind are given while they are live."""
+        """A phase called `name` ends here; `kinds` are the live tensors of each kind."""
         items = (kinds or {}).items()
         self._labels.append({x.untyped_storage().data_ptr(): kind for kind, tensors in items for x in tensors})
         mark(name)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """What happens in the block is recorded."""
+        """Record the block."""
         with self._recording.running():
             yield
 
@@ -103,7 +103,7 @@ class Recorder:
         return result
 
     def _give_kinds(self, events: list[Event]) -> None:
-        """Give every block one kind, which it has until it is freed."""
+        """Give each block one kind for its whole life."""
         labels = iter(self._labels)
         live: dict[int, Block] = {}
         before: set[Block] | None = None
@@ -134,7 +134,7 @@ def _give(blocks: Iterable[Block], kind: str) -> None:
 
 
 def _thinned(moments: list[Bytes], most: int) -> list[Bytes]:
-    """At most `most` of them, in order: of each stretch the largest."""
+    """At most `most` moments, in order: the largest of each stretch."""
     stretch = -(-len(moments) // most) or 1
     return [
         max(moments[i : i + stretch], key=lambda moment: sum(moment.values())) for i in range(0, len(moments), stretch)

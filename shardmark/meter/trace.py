@@ -41,7 +41,7 @@ HISTORY = 100_000
 
 @contextmanager
 def nvtx_range(name: str, device: str) -> Iterator[None]:
-    """A range of that name in NVTX, which Nsight shows; on CPU nothing."""
+    """An NVTX range of that name, which Nsight shows; nothing on CPU."""
     if device == "cuda":
         torch.cuda.nvtx.range_push(name)
     try:
@@ -53,7 +53,7 @@ def nvtx_range(name: str, device: str) -> Iterator[None]:
 
 @contextmanager
 def named_range(name: str) -> Iterator[None]:
-    """A range of that name in PyTorch's profiler, and where there is CUDA in NVTX."""
+    """A range of that name in PyTorch's profiler, and on CUDA in NVTX."""
     with record_function(name), nvtx_range(name, "cuda" if torch.cuda.is_available() else "cpu"):
         yield
 
@@ -133,7 +133,7 @@ def profile_step(workload: Workload, device: str, *, trace: Path | None = None) 
 
 
 class _Phases:
-    """Ranges from mark to mark. A range is named when it begins, so the names are the marks of an earlier step."""
+    """Ranges from mark to mark. A range needs its name when it begins, so an earlier step gives the names."""
 
     def __init__(self, names: list[str], device: str) -> None:
         self.names = names
@@ -151,7 +151,6 @@ class _Phases:
         self._open()
 
     def finish(self) -> None:
-        """The step is over."""
         if self._ended != len(self.names) - 1:
             raise ValueError(f"a step marks the same parts each time: {self.names[self._ended]!r} did not come")
         self._end()
@@ -170,7 +169,7 @@ class _Phases:
 
 
 def modules_of(workload: Workload) -> nn.Module:
-    """The workload's module; where it has several, one that holds them by their attributes' names."""
+    """The workload's module; of several modules, one that holds them by their attributes' names."""
     found = {name: value for name, value in vars(workload).items() if isinstance(value, nn.Module)}
     if len(found) == 1:
         return next(iter(found.values()))
@@ -232,7 +231,7 @@ class TraceFolder:
                 each.rmdir()
 
     def stem(self, test_id: str, wanted: str) -> Path:
-        """The test's files without their endings: `wanted`, and a digest if another test of this run may have that."""
+        """The test's file names without endings: `wanted`, with a digest if another test of this run has the same."""
         name = re.sub(r"[^\w.+=-]+", "_", wanted)[:150]
         if self._others or self._tests.setdefault(name, test_id) != test_id:
             name = f"{name}-{hashlib.sha256(test_id.encode()).hexdigest()[:8]}"
