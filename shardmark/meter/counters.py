@@ -1,4 +1,4 @@
-"""Counts of one steady-state step: figures without noise, equal in every run on one kind of device and version of torch.
+"""Counts of one steady-state step: figures without noise, equal in every run on one kind of device and one torch.
 
     counted = count(workload, "cpu")    # one step under the profiler, and one forward whose saved tensors are weighed
     counted.operators, counted.saved_bytes

@@ -203,8 +203,8 @@ def link(pytestconfig: pytest.Config) -> Link:
     return found
 
 
-@pytest.fixture
-def measure(request: pytest.FixtureRequest, benchmark: Any) -> Measure:
+@pytest.fixture(name="measure")  # or the function would hide the module shardmark.plugin.measure
+def measure_fixture(request: pytest.FixtureRequest, benchmark: Any) -> Measure:
     """Measure a case, hold it to its budgets, and save its row: see `shardmark.plugin.measure.Measure`."""
     return Measure(request.config.stash[SESSION], request.node, benchmark)
 
