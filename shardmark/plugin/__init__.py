@@ -38,7 +38,7 @@ from shardmark.ranks.link import Link
 from shardmark.ranks.machine import begin_with_own_device, keep_compiled_code_apart
 from shardmark.ranks.rank import WorldError, WorldLostError
 from shardmark.ranks.world import RankError, World
-from shardmark.report.undecided import Undecided
+from shardmark.report.outcomes import Undecided
 from shardmark.rows.row import describe_machine
 from shardmark.text import printable
 

@@ -16,7 +16,7 @@ from shardmark.api.work import Work
 from shardmark.meter.disturbances import in_words
 from shardmark.meter.over_budget import Held, excess_lines
 from shardmark.meter.plan import Identity, Measured
-from shardmark.report import undecided
+from shardmark.report.outcomes import LEFT_OPEN
 from shardmark.rows.observers import Observer
 from shardmark.rows.row import (
     Row,
@@ -137,7 +137,7 @@ class Recorder:
             pytest.fail("\n".join([complaints[FAIL], "", *lines]).rstrip(), pytrace=False)
         if complaints[UNDECIDED]:
             machine = in_words(row["time"]["machine"])
-            self._item.stash[undecided.WHY] = "; ".join(each for each in (complaints[UNDECIDED], machine) if each)
+            self._item.stash[LEFT_OPEN] = "; ".join(each for each in (complaints[UNDECIDED], machine) if each)
 
     def _limit(self, identity: Identity, work: Work, seconds: float) -> Row:
         """The row's "limit", of a step that takes so many seconds."""

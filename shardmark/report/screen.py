@@ -10,9 +10,8 @@ from typing import Any
 from shardmark.report.answers import LEGEND
 from shardmark.report.outcomes import first_line
 from shardmark.report.summary import Summary
-from shardmark.report.undecided import OUTCOME
 from shardmark.text import cut, printable
-from shardmark.verdict.betting import MISSED
+from shardmark.verdict.betting import MISSED, UNDECIDED
 
 LEAST, MOST = 80, 120
 """Characters of a line: as many as the terminal has, between these."""
@@ -23,7 +22,7 @@ NAME, SHORT = 38, 28
 LINES = 2
 """Of an answer, at most."""
 
-SHOWN = {"failed": 8, OUTCOME: 3, MISSED: 3}
+SHOWN = {"failed": 8, UNDECIDED: 3, MISSED: 3}
 """Lines of each kind; the others are counted."""
 
 Styled = tuple[str, dict[str, Any]]
@@ -38,7 +37,7 @@ def screen_lines(summary: Summary, width: int, verbose: bool = False) -> Iterato
     outcomes = summary.outcomes
     lists: list[tuple[str, dict[str, str], dict[str, Any]]] = [
         ("failed", outcomes.failed, {"red": True}),
-        (OUTCOME, outcomes.undecided, {"yellow": True}),
+        (UNDECIDED, outcomes.undecided, {"yellow": True}),
     ]
     for title, tests, style in lists:
         if tests:

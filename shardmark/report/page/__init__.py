@@ -13,11 +13,9 @@ from shardmark.report.answers import LEGEND
 from shardmark.report.changes import changes
 from shardmark.report.outcomes import first_line
 from shardmark.report.page.figure import Figure
-from shardmark.report.page.predicted import beside, is_predicted
-from shardmark.report.page.ratios import ratios
-from shardmark.report.page.section import Section, section
-from shardmark.report.page.strategies import COLUMNS, strategies
-from shardmark.report.page.table import Table, as_link
+from shardmark.report.page.predicted import COLUMNS, strategies
+from shardmark.report.page.section import Section, Table, as_link, section
+from shardmark.report.page.two_runs import beside, is_predicted, ratios
 from shardmark.report.page.vega import draw
 from shardmark.report.questions import OTHERS, Questions
 from shardmark.report.summary import Summary

@@ -120,7 +120,7 @@ def _lines_chart(plot: Lines, data: list[dict[str, Any]]) -> Chart:
         .encode(shape)
         .transform_filter("datum.kind === 'least by the model'"),
     ]
-    chart = alt.layer(*layers, data=alt.InlineData(data))
+    chart = alt.layer(*layers, data=alt.InlineData(tuple(data)))
     if panels == 1:
         return chart.properties(width=_WIDTH, height=_HEIGHT)
     width = math.floor((_WIDTH - 60 * (panels - 1)) / panels)

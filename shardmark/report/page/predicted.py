@@ -1,21 +1,24 @@
-"""What was predicted: which stream is busy when, and times beside those of a run that measured."""
+"""Predicted rows: which stream is busy when, and which strategies fit on the hardware."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
 
-from shardmark.report.page.figure import MOST_PLOTS, Absent, Cell, Drawn, Figure, first, in_unit
-from shardmark.report.page.vega import INK, SERIES, Chart, chart, color, names_axis, room, stand_ins
+from shardmark.report.page.figure import MOST_PLOTS, Absent, Cell, Drawn, Figure, in_unit
+from shardmark.report.page.vega import SERIES, Chart, chart, color, names_axis, room, stand_ins
 from shardmark.report.plots import labels
+from shardmark.report.ranking import who
 from shardmark.rows.columns import Entry
-from shardmark.rows.reader import entries_of
 from shardmark.rows.row import figure
-from shardmark.text import ms
+from shardmark.text import mib, ms
 
 _WIDTH = 500
+COLUMNS = ("strategy", "ranks", "step ms", "tensors MiB", "reserved MiB", "free MiB", "fits")
+
 WIDE = 0.12
 """Of the step: narrower parts have no room for their names."""
 
@@ -30,7 +33,7 @@ def streams(entries: Sequence[Entry]) -> Iterator[Drawn]:
             [name, in_unit(begin, "s"), in_unit(end, "s")] for name, lane in busy.items() for begin, end in lane
         ]
         notes = [f"{_ms(figure(entry, 'stats.mean'))}. Short gaps are not drawn."]
-        if interval := _interval(entry):
+        if interval := predicted_interval(entry):
             between = " and ".join(map(_ms, interval))
             notes.insert(
                 0, f"9 of 10 steps: between {between}; at least {_ms(figure(entry, 'time.predicted.at_least'))}."
@@ -72,55 +75,56 @@ def _lanes(rows: Sequence[Sequence[Cell]], names: Sequence[str], ends: list[dict
     return alt.layer(busy, over.mark_rule(strokeDash=[4, 4]), labels_).properties(width=_WIDTH, height=alt.Step(26))
 
 
-def is_predicted(run: Entry) -> bool:
-    """Whether a run's rows are of a simulation."""
-    return any(entry["extra_info"].get("simulated") for entry in entries_of(run))
-
-
-def beside(predicted: Entry, measured: Entry) -> Figure | None:
-    """Predicted times with their intervals, beside the measured ones of the same tests; None where there are none."""
-    means = {entry["fullname"]: entry["stats"]["mean"] for entry in measured["benchmarks"]}
-    found = [
-        entry for entry in predicted["benchmarks"] if entry["fullname"] in means and figure(entry, "time.predicted")
-    ]
-    if not found:
-        return None
-    notes = ["Bars: between which 9 of 10 steps are predicted to be. The error is the predicted time's."]
-    names = [entry["fullname"].partition("::")[2] or entry["fullname"] for entry in found]
-    rows: list[list[Cell]] = []
-    for name, entry in zip(names, found, strict=True):
-        mean, own = entry["stats"]["mean"], means[entry["fullname"]]
-        seconds = (in_unit(each, "s") for each in (mean, *(_interval(entry) or (mean, mean)), own))
-        rows.append([name, *seconds, f"{100 * (mean / own - 1):+.1f}%"])
-    columns = ["test", "predicted ms", "from", "to", "measured ms", "error"]
-    shown = list(first([dict(zip(columns, row, strict=True)) for row in rows], notes))
-    return Figure("Predicted beside measured", _beside(shown), columns, rows, notes, names)
-
-
 def _ms(seconds: float) -> str:
     return f"{ms(seconds)} ms"
 
 
-def _interval(entry: Entry) -> Sequence[float]:
+def predicted_interval(entry: Entry) -> Sequence[float]:
     return figure(entry, "time.predicted.interval") or ()
 
 
-def _beside(shown: Sequence[Entry]) -> Chart:
-    shorts = stand_ins([each["test"] for each in shown])
-    kinds = ["predicted", "measured"]
-    data = [
-        {"test": shorts[each["test"]], "time": kind, "ms": each[f"{kind} ms"], "from": each["from"], "to": each["to"]}
-        for each in shown
-        for kind in kinds
+@dataclass(frozen=True)
+class Fits:
+    """Of one case, and of which hardware."""
+
+    title: str
+    rows: list[list[str]]
+    """What fits, the fastest first; then what does not."""
+
+
+def strategies(entries: Sequence[Entry]) -> list[Fits]:
+    """A table for each case that several implementations were predicted for, where it is known what a device has."""
+    cases: dict[tuple[str, int], list[Entry]] = {}
+    for entry in entries:
+        if figure(entry, "memory.available") is not None and figure(entry, "memory.reserved") is not None:
+            row = entry["extra_info"]
+            cases.setdefault((row["case"]["id"], row["world_size"]), []).append(entry)
+    found = []
+    for (case, ranks), same in cases.items():
+        if len({who(entry["extra_info"]) for entry in same}) > 1:
+            title = f"{case} on {ranks} x {same[0]['extra_info']['hardware']}"
+            found.append(Fits(title, [_cells(entry) for entry in sorted(same, key=_place)]))
+    return found
+
+
+def _free(entry: Entry) -> int:
+    free: int = figure(entry, "memory.available") - figure(entry, "memory.reserved")
+    return free
+
+
+def _place(entry: Entry) -> tuple[bool, bool, float]:
+    seconds = figure(entry, "stats.mean") if entry["stats"] else None
+    return _free(entry) < 0, seconds is None, seconds or 0.0
+
+
+def _cells(entry: Entry) -> list[str]:
+    row, free = entry["extra_info"], _free(entry)
+    return [
+        "=".join(who(row)),
+        str(row["world_size"]),
+        ms(entry["stats"]["mean"]) if entry["stats"] else "",
+        mib(row["memory"]["tensors"]),
+        mib(row["memory"]["reserved"]),
+        mib(free),
+        "no" if free < 0 else "yes",
     ]
-    scale, axis = alt.Scale(type="log"), alt.Axis(title="ms")
-    names = [each["test"] for each in shown]
-    base = chart(data).encode(names_axis("test", [shorts[name] for name in names], room(names)))
-    shape = alt.Scale(domain=kinds, range=["diamond", "circle"])
-    intervals = base.mark_rule().encode(alt.X("from:Q", scale=scale, axis=axis), alt.X2("to"))
-    points = base.mark_point(filled=True, size=60).encode(
-        alt.X("ms:Q", scale=scale, axis=axis),
-        color("time", kinds, [INK, SERIES[0]]),
-        alt.Shape("time:N", scale=shape, legend=alt.Legend(title=None)),
-    )
-    return alt.layer(intervals, points).properties(width=420, height=alt.Step(20))

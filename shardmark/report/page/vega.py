@@ -71,7 +71,7 @@ _CONFIG: dict[str, Any] = {
 
 def chart(data: Iterable[Mapping[str, Any]]) -> alt.Chart:
     """A chart of these records, without marks."""
-    return alt.Chart(alt.InlineData([dict(each) for each in data]))
+    return alt.Chart(alt.InlineData(tuple(data)))  # not a list, which Altair copies value by value for each layer
 
 
 def names_axis(field: str, names: Sequence[str], width: float | None, **axis: Any) -> alt.Y:
