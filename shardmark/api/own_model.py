@@ -29,7 +29,7 @@ Loss = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class OwnModel:
-    """A user's own model, of `--model`, as far as a case has to know it."""
+    """The facts of a user's own model, of `--model`, that a case needs."""
 
     spec: str
     """What makes it again in another process: FILE:ATTR, with an absolute path."""
@@ -43,10 +43,8 @@ class OwnModel:
 
 @dataclass(frozen=True)
 class OwnModelCase:
-    """One AdamW step on each of `ranks`; beside what `impl.training_step.cases.TrainingStepCase` has.
-
-    `model` is what makes it; `dtype` is that of its `parameters`, which are so many; `flops` are those of one rank.
-    """
+    """One AdamW step on each of `ranks`. `model` is the FILE:ATTR that makes it, `dtype` that of its `parameters` (a
+    count), `flops` those of a forward and backward pass on one rank."""
 
     model: str
     name: str
@@ -74,13 +72,13 @@ class OwnModelCase:
 
     @property
     def work(self) -> Work:
-        """Of one rank: every parameter is read twice, its gradient written, and AdamW moves 28 bytes of each."""
+        """Work of one rank: every parameter is read twice, its gradient written, and AdamW moves 28 bytes of each."""
         return Work(flops=self.flops, bytes_moved=40 * self.parameters, model_flops=self.flops)
 
 
 @dataclass
 class Made:
-    """What a training step trains: `loss(module, *batch)` is its loss."""
+    """A module, its batch and its loss: a step computes `loss(module, *batch)`."""
 
     module: nn.Module
     batch: tuple[Any, ...]
@@ -90,7 +88,7 @@ class Made:
 
 
 def make(spec: str, device: str) -> Made:
-    """Call the user's function, and have what it makes on that device."""
+    """Call the user's function and move what it returns to that device."""
     label = f"--model {spec}"
     target, _ = found(label, spec)
     if not callable(target):
@@ -110,7 +108,7 @@ def found(label: str, spec: str) -> tuple[Any, str]:
 
 
 def _checked(label: str, returned: Any) -> Made:
-    """What the function returned, if it is of the right shape."""
+    """Check the function's return value."""
     if not isinstance(returned, tuple) or len(returned) not in (3, 4):
         found = f"{len(returned)} values" if isinstance(returned, tuple) else type(returned).__name__
         raise RegistryError(f"{label}: it returns (model, batch, loss), and perhaps the model's blocks, not {found}")
@@ -139,10 +137,8 @@ def _as_list(label: str, module: nn.Module, blocks: Any) -> nn.ModuleList:
 
 
 def find_blocks(module: nn.Module) -> nn.ModuleList:
-    """The outermost modules of one class of which a ModuleList or a Sequential holds several: a transformer's blocks.
-
-    Those without modules in them, such as linears, do not count.
-    """
+    """A transformer's blocks: the outermost modules of one class of which a ModuleList or a Sequential holds several.
+    Modules without children, such as linears, do not count."""
     lists = list(_repeated(module))
     return lists[0] if len(lists) == 1 else nn.ModuleList(block for blocks in lists for block in blocks)
 
@@ -168,7 +164,7 @@ def size_of(batch: tuple[Any, ...], dim: int) -> int:
 
 
 def resized(batch: tuple[Any, ...], dim: int, size: int) -> tuple[Any, ...]:
-    """The batch, so long in that dimension: the first ones there, or all of them again and again."""
+    """The batch with `size` entries in that dimension: its first ones, or all of them repeated."""
     before = size_of(batch, dim)
 
     def of(tensor: Tensor) -> Tensor:

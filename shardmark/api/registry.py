@@ -24,7 +24,7 @@ from shardmark.api.requirements import Requirement
 
 
 class RegistryError(ValueError):
-    """A family, an implementation or a target that is not there or does not fit, in one line."""
+    """A family, an implementation or a target is missing or does not fit; one line."""
 
 
 class Unsupported(ValueError):
@@ -87,11 +87,11 @@ class Implementation:
 
     @property
     def adapted(self) -> Any:
-        """The target as its family's tests call it."""
+        """The target in the form that its family's tests call."""
         return FAMILIES[self.family].adapt(self.target)
 
     def unavailable_reason(self, device: str, to_measure: bool = False) -> str | None:
-        """Why it does not run, or is not measured, on `device`; None where it does."""
+        """Why the implementation does not run, or is not measured, on `device`; None where it does."""
         requirements = (*self.requires, *(self.requires_to_measure if to_measure else ()))
         return next((reason for requirement in requirements if (reason := requirement(device))), None)
 
@@ -102,7 +102,7 @@ class Implementation:
         return self.memory(case, device=device) if "device" in _parameters(self.memory) else self.memory(case)
 
     def accepts(self, option: str) -> bool:
-        """Whether the target has a parameter of that name, as far as is known."""
+        """Whether the target has a parameter of that name; True where it could not be imported."""
         return self.target is None or option in _parameters(self.target)
 
     def __str__(self) -> str:
@@ -114,8 +114,8 @@ class Implementation:
 
 
 def _parameters(target: Any) -> set[str]:
-    """The names of a call's parameters: of a class that takes `**options`, those of its base classes as well, but for
-    what it gives them itself."""
+    """The names of a call's parameters. A class with `**options` takes its base classes' too, except those that it
+    passes to them itself."""
     try:
         parameters = inspect.signature(target).parameters.values()
     except ValueError:  # what is written in C may have no signature
@@ -171,7 +171,7 @@ FAMILIES: dict[str, Family] = {}
 
 
 def add_family(family: Family) -> Family:
-    """Put a family in the registry and give it back."""
+    """Put a family into the registry and return it."""
     FAMILIES[family.name] = family
     return family
 
@@ -232,12 +232,12 @@ def register(
 
 
 def moved(path: str) -> str:
-    """Where a file is whose path a target has; elsewhere on ranks of another version (`shardmark.ranks.checkout`)."""
+    """The path itself; on ranks of another version, the same file's path there (`shardmark.ranks.checkout`)."""
     return path
 
 
 def family_and_target(option: str) -> tuple[str, str]:
-    """The two halves of a value of `--impl`; ValueError, in one line, for another value."""
+    """Split a value of `--impl` at "="; ValueError, in one line, for another value."""
     family, _, target = option.partition("=")
     if not (family and target):
         raise ValueError(f"--impl takes FAMILY=TARGET, not {option!r}")
@@ -295,7 +295,7 @@ def check_contract(implementation: Implementation, device: str) -> None:
 
 
 def listing(device: str) -> str:
-    """What `--implementations` prints: every implementation, whether it runs on `device`, and if not why."""
+    """The text of `--implementations`: each implementation, whether it runs on `device`, and if not why."""
     lines = [f"torch {torch.__version__}, device {device}"]
     width = max((len(name) for owner in FAMILIES.values() for name in owner.implementations), default=0)
     for owner in FAMILIES.values():

@@ -26,7 +26,7 @@ def requires_cuda(device: str) -> str | None:
 
 @cache
 def requires_compiler(device: str) -> str | None:
-    """Reason unless what `torch.compile` makes for `device` runs there, forward and backward."""
+    """Reason unless code that `torch.compile` makes for `device` runs there, forward and backward."""
     dtypes = (torch.float32, torch.bfloat16)
     x, y = (torch.ones(8, 40, device=device, dtype=dtype, requires_grad=True) for dtype in dtypes)
     try:
@@ -40,7 +40,7 @@ def requires_compiler(device: str) -> str | None:
 
 
 def _loss(x: Tensor, y: Tensor) -> Tensor:
-    """What most compiled code is made of: vectors, a reduction, and two dtypes."""
+    """A sample of what most compiled code does: vectors, a reduction, two dtypes."""
     return (torch.softmax(x, -1) * torch.nn.functional.silu(y)).sum()
 
 

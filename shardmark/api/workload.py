@@ -32,9 +32,9 @@ class Workload(Protocol):
     def __init__(self, implementation: Implementation, case: Any, device: str) -> None: ...
 
     def prepare(self) -> None:
-        """What comes before each step and is not timed."""
+        """Run before each step, not timed."""
         ...
 
     def step(self, mark: Mark) -> None:
-        """The work. `mark(part)` ends a part of it, for the stopwatch and for the memory meter."""
+        """Run the work. `mark(part)` ends a part of it, for the stopwatch and for the memory meter."""
         ...

@@ -104,7 +104,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _end_with(config: pytest.Config, line: str) -> None:
-    """End the run after the test that is running, whose failure is told whatever torchrun sends by then."""
+    """End the run after the current test; its failure is reported whatever signal torchrun sends by then."""
     config.stash[SESSION].ending.hold()
     config.pluginmanager.get_plugin("session").shouldstop = line  # type: ignore[union-attr]
 
@@ -170,7 +170,7 @@ def device(pytestconfig: pytest.Config) -> str:
 
 @pytest.fixture
 def compiler(device: str) -> None:
-    """For a test that calls `torch.compile` itself: it is skipped where that does not work."""
+    """Skips a test that calls `torch.compile` itself where that does not work."""
     if reason := requires_compiler(device):
         pytest.skip(reason)
 
@@ -239,7 +239,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
 
 
 class LastToFinish:
-    """What comes after all that is to be done and before the tables, which nothing keeps from being printed."""
+    """Runs after every other hook of the session's end and before the tables, which are printed in any case."""
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
@@ -253,7 +253,7 @@ class LastToFinish:
 
 
 def _write_report(session: pytest.Session) -> None:
-    """The page of `--report`; where that fails, the run does not pass."""
+    """Write the page of `--report`; a run whose page cannot be written does not pass."""
     own = session.config.stash[SESSION]
     older = [] if own.gate is None or own.gate.baseline is None else [(own.gate.name, own.gate.baseline.output)]
     if own.report is not None and own.rows.rows and not own.report.write_run(own.rows.output(), older):

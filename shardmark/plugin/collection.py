@@ -1,4 +1,4 @@
-"""The plugin's hooks of collection: over what a test runs, which tests run, and what the run is to judge."""
+"""The plugin's hooks of collection: parametrization, selection, and the count of verdicts."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ LONGEST_LINE = 110
 
 @dataclass
 class Verdict:
-    """What a target's contract checks have come to."""
+    """Outcomes of one target's contract checks."""
 
     passed: int = 0
     failures: list[tuple[int, str, str]] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Verdict:
         return f"is {word}: {checks}"
 
     def lines(self, verbose: bool) -> list[str]:
-        """The first failure, or with `verbose` all of them; what was not run, and why; notes."""
+        """The first failure, or with `verbose` every one; the checks that did not run, with reasons; notes."""
         shown = sorted(self.failures)[: None if verbose else 1]
         lines = [f"{'first' if i == 0 else 'then'}: {name}: {line}" for i, (_, name, line) in enumerate(shown)]
         lines += [f"not run: {count} because {reason}" for reason, count in self.not_run.most_common()]

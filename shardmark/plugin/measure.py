@@ -133,7 +133,8 @@ class Measure(Recorder):
         return self._session.deadlines.measured
 
     def attempt(self, identity: Identity, memory: MemoryBudget | None, run: Callable[[], list[T]]) -> list[T]:
-        """What `run` returns, if the case fits and memory does not run out; else its row says so, and the test ends."""
+        """Run it if the case fits, and return its result. Where memory runs out, save a row that says so and end the
+        test."""
         __tracebackhide__ = True
         if self._session.simulated:
             raise registry.Unsupported("it measures by its own means, and --simulate predicts steps alone")
@@ -141,9 +142,7 @@ class Measure(Recorder):
         return self._unless_out_of_memory(identity, memory, run)
 
     def _predict(self, plan: Plan, work: Work, slack: float, observe: Sequence[Observer]) -> Row:
-        """Judge and save what the case would take on the first rank, and return the row. Times are judged by none:
-        they are estimates.
-        """
+        """Judge and save what the case would take on the first rank; return the row. Predicted times are not judged."""
         __tracebackhide__ = True
         # Imported here because all of PyTorch's FSDP comes with it, which takes a second.
         from shardmark.predict.simulation.chrome_trace import write_trace
@@ -212,7 +211,7 @@ class Measure(Recorder):
             return None
 
     def _limits(self, race: Race | None) -> Limits | None:
-        """What the rounds are to decide; None where pytest-benchmark is disabled."""
+        """The limits that the rounds must decide; None where pytest-benchmark is disabled."""
         ratios: tuple[float, ...] = (race.budget,) if race is not None and race.budget is not None else ()
         if race is not None and self._session.gate is not None:
             ratios += self._session.gate.limits(self._benchmark.fullname, race.peer)
@@ -222,7 +221,7 @@ class Measure(Recorder):
         return Limits(self._confidence(race), ratios, tuple(seconds))
 
     def _peer(self, implementation: Implementation, race: Race | None) -> Implementation | None:
-        """The implementation that it is raced against, if that is another one and runs here."""
+        """The implementation of the race, if it is another one and runs here."""
         if race is None:
             return None
         peer = registry.family(implementation.family).implementations[race.peer]
@@ -233,7 +232,8 @@ class Measure(Recorder):
         )
 
     def _rounds(self, own_rounds: Rounds | None, least: int) -> Rounds:
-        """The test's own, or by pytest-benchmark's options (a test's marker goes first); at least `least`."""
+        """The test's own rounds, else those of pytest-benchmark's options (a test's marker goes first); at least
+        `least`."""
         marker = self._item.get_closest_marker("benchmark")
         own = marker.kwargs if marker else {}
 
@@ -255,7 +255,7 @@ class Measure(Recorder):
         )
 
     def _admit(self, identity: Identity, memory: MemoryBudget | None) -> int:
-        """Bytes available for the case; one that would not fit is skipped, with a row that says what it needs."""
+        """Bytes available for the case. A case that would not fit is skipped, with a row that says what it needs."""
         needed = 0 if memory is None else memory.needed * _copies(identity)
         available = min(self._session.worlds.get(identity.world_size).run(available_bytes, identity.device))
         if needed > available:
@@ -305,5 +305,5 @@ def memory_budget(implementation: Implementation, case: Any, device: str, slack:
 
 
 def _copies(identity: Identity) -> int:
-    """How many ranks share the memory that is available: on CPU, all."""
+    """How many ranks share the available memory: on CPU all of them."""
     return 1 if identity.device == "cuda" else identity.world_size

@@ -144,7 +144,7 @@ def device(value: str, ranks: str | None) -> str:
 
 
 def simulated(option: Callable[..., Any]) -> worlds.Simulated | None:
-    """What `--simulate` asks for; None without it."""
+    """The hardware and ranks of `--simulate`; None without it."""
     if option("simulate") is None:
         return None
     on_this = option("simulate").partition(":")[0] == THIS  # which measures its rates, on a link too
@@ -166,7 +166,7 @@ def path(name: str, option: Callable[[str], str]) -> Path:
 
 
 def check_benchmark(option: Callable[..., Any]) -> None:
-    """What pytest-benchmark would find out when all is measured, or not at all."""
+    """Check early what pytest-benchmark checks after the measurements, or never."""
     for name, most in (("min_rounds", MOST_ROUNDS), ("max_time", LONGEST_DEADLINE), ("warmup_iterations", MOST_ROUNDS)):
         value = option(f"benchmark_{name}", 0)
         if not 0 <= float(value) <= most:
@@ -216,7 +216,7 @@ def ranks(value: str | None, device: str) -> list[int]:
 
 
 def contract_ranks(ranks: list[int], device: str) -> list[int]:
-    """With three more: an odd number, that shards rarely divide by."""
+    """The ranks, and 3: an odd number rarely divides shapes."""
     if torchrun.launched():
         return ranks
     sizes = {2, 3} if device == "cpu" else {*ranks, 3}
@@ -224,10 +224,8 @@ def contract_ranks(ranks: list[int], device: str) -> list[int]:
 
 
 def selected(options: list[str], device: str, refused: dict[str, str]) -> dict[str, list[Implementation]]:
-    """What `--impl` names, by family. What its family's check refuses goes to `refused`, and does not end the others.
-
-    Raises RegistryError where nothing is left.
-    """
+    """The targets of `--impl` by family. A target that fails its family's check goes to `refused`; the others still
+    run. RegistryError where none is left."""
     selected: dict[str, list[Implementation]] = {}
     for option in dict.fromkeys(options):
         family, spec = registry.family_and_target(option)
@@ -246,7 +244,7 @@ def selected(options: list[str], device: str, refused: dict[str, str]) -> dict[s
 
 
 def _told_apart(implementation: Implementation, others: list[Implementation]) -> Implementation:
-    """With its file in its name, and if need be its folder, where another one has the same name."""
+    """With the file in its name, and if need be the folder, where another target has the same name."""
     taken = {other.name for other in others}
     parts = implementation.spec.replace(".py:", ":").replace(":", "/").split("/")
     names = [implementation.name, ".".join(parts[-2:]), ".".join(parts[-3:]), implementation.spec]

@@ -4,8 +4,8 @@
 
     perf/test_attention.py ......................                            about 7 min left
 
-What each test took in the last run here is in pytest's cache; what has no record there is taken to last as long as the
-others do; and how this run has gone so far corrects both.
+pytest's cache remembers each test's seconds in the last run here; a test without a record counts as the mean of the
+others; this run's pace so far corrects both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SAVE, _RESTORE, _ERASE = "\x1b7", "\x1b8", "\x1b[K"
 
 
 class Estimate:
-    """Seconds left of these tests. `remembered` is what each took before, `usual` what others take."""
+    """Seconds left. `remembered`: seconds of each test in an earlier run; `usual`: seconds of a test without one."""
 
     def __init__(self, tests: Iterable[str], remembered: Mapping[str, float], usual: float) -> None:
         tests = list(tests)
@@ -45,19 +45,19 @@ class Estimate:
 
     @property
     def left(self) -> float:
-        """Seconds until the last test has ended, if this run goes on as it has so far."""
+        """Estimated seconds until the last test ends, at this run's pace."""
         return sum(self._expected.values()) * (self._taken + TRUST) / (self._planned + TRUST)
 
 
 def in_words(seconds: float) -> str:
-    """About how long that is: 40 s, 9 min, 2.5 h."""
+    """A duration for people: about 40 s, 9 min, 2.5 h."""
     if seconds < 90:
         return f"about {max(1, round(seconds))} s"
     return f"about {seconds / 60:.0f} min" if seconds < 90 * 60 else f"about {seconds / 3600:.1f} h"
 
 
 class Progress:
-    """Reports how many measured tests a session has and how long they take, and remembers it."""
+    """Shows how many tests measure and how long they take, and remembers each test's seconds."""
 
     def __init__(self, config: pytest.Config) -> None:
         session = config.stash[SESSION]

@@ -1,4 +1,4 @@
-"""What becomes of a measured case: its row, the verdicts on it, and whether its test passes."""
+"""Judge a measured case, save its row, and pass or fail its test."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MARGIN = 1.1
 
 
 class Recorder:
-    """Judges what the ranks measured of a test's case, and saves its row."""
+    """Judges what the ranks measured for a test's case, and saves the row."""
 
     def __init__(self, session: Session, item: pytest.Item, benchmark: Any) -> None:
         self._session = session
@@ -51,7 +51,7 @@ class Recorder:
         self._benchmark = benchmark
 
     def _confidence(self, race: Race | None) -> float:
-        """Of each interval that decides a verdict of the test, which measures that race."""
+        """The confidence of each interval that decides a verdict of this test."""
         return self._session.confidence(self._item.nodeid, race)
 
     def record(
@@ -140,7 +140,7 @@ class Recorder:
             self._item.stash[LEFT_OPEN] = "; ".join(each for each in (complaints[UNDECIDED], machine) if each)
 
     def _limit(self, identity: Identity, work: Work, seconds: float) -> Row:
-        """The row's "limit", of a step that takes so many seconds."""
+        """The row's "limit" for a step of that many seconds."""
         devices = identity.world_size if identity.device == "cuda" else 1
         dtype = identity.case.dtype
         limit = limit_entry(work, self._session.roofline(dtype), devices, seconds)

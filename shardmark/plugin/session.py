@@ -1,4 +1,4 @@
-"""One pytest session: its options, checked, and what its tests share. A bad value is one line and exit status 4."""
+"""One pytest session: its checked options, and what its tests share. A bad value is one line and exit status 4."""
 
 from __future__ import annotations
 
@@ -38,11 +38,8 @@ from shardmark.verdict.budget import AbsoluteBudget, confidence, read_budgets
 
 
 class Session:
-    """What the options say, checked, and what the tests share: worlds and the link between them, clock, rows.
-
-    Raises ValueError (of which RegistryError, WorldError, LinkError and BudgetFileError are kinds), in one line, for a
-    bad value.
-    """
+    """The checked options, and what tests share: worlds, the link between ranks, the clock, the rows. ValueError
+    (RegistryError, WorldError, LinkError and BudgetFileError are kinds of it), in one line, for a bad value."""
 
     def __init__(self, config: pytest.Config, ending: Ending) -> None:
         option = config.getoption
@@ -104,27 +101,27 @@ class Session:
 
     @property
     def link_rate(self) -> str | None:
-        """The rate of the link between the ranks, if there is one."""
+        """The rate of the link between the ranks; None without a link."""
         return None if self.link is None else self.link.rate
 
     @property
     def hardware(self) -> Hardware:
-        """Whose rules formulas and predictions follow: the simulated one's, else this machine's."""
+        """The hardware whose rules formulas and predictions follow: the simulated one, else this machine."""
         return self.simulated.hardware if self.simulated else of_this_machine(self.device)
 
     def implementations(self, family: str) -> list[Implementation]:
-        """The family's implementations that this run is about: those of `--impl`, else all registered."""
+        """The family's implementations in this run: those of `--impl`, else all registered."""
         registered = registry.family(family).implementations
         return self.selected[family] if family in self.selected else list(registered.values())
 
     def cases(self, grid: Grid) -> Sequence[Any]:
-        """The grid's cases that this run is about: that of `--model`, else those at `--scale`."""
+        """The grid's cases in this run: that of `--model`, else those at `--scale`."""
         if self.model is None:
             return grid.at(self.scale)
         return [] if grid.own is None else [grid.own(self.model)]
 
     def asks(self, grid: Grid | None) -> bool:
-        """Whether tests over that grid run, or with None tests that have no grid."""
+        """Whether tests over that grid run; with None, whether tests without a grid run."""
         if self.model is None:
             return grid is None or grid.own is None or any(grid.at(scale) for scale in SCALES)
         return grid is not None and grid.own is not None
@@ -136,10 +133,8 @@ class Session:
         return self._rooflines[dtype]
 
     def most_flops_per_second(self, dtype: str) -> float:
-        """What this machine computes at most for an implementation in that dtype, which may convert to float32.
-
-        Measured now, as noise may have slowed what the roofline was measured by; never less than that.
-        """
+        """The FLOP/s that no implementation in that dtype can exceed here; it may convert to float32. Measured again,
+        as noise may have slowed the roofline's measurement; at least the roofline's rate."""
         rooflines = [self.roofline(dtype), *(self._measured_roofline(each) for each in {dtype, "float32"})]
         return max(max(each.flops_per_second, each.peak_flops_per_second) for each in rooflines)
 
@@ -168,7 +163,7 @@ class Session:
         self.judgements = sum(counts.values()) + (self._others > 0)
 
     def _count_judgements(self, item: pytest.Item) -> int:
-        """How many of a test's intervals are known to decide a verdict, before it measures."""
+        """The intervals known to decide a verdict of the test before it measures."""
         implementation = implementation_of(item)
         race = implementation.time if implementation is not None else None
         budget = self.model is None and (implementation is None or (race is not None and race.budget is not None))
@@ -179,13 +174,13 @@ class Session:
         return beside + (budget or older or beside > 0)  # as the test may have a budget of its own
 
     def budgets_for(self, test_id: str) -> list[AbsoluteBudget]:
-        """The budgets of `--budgets` whose pattern matches that test; they count as matched from now on."""
+        """The budgets of `--budgets` whose pattern matches that test. They count as matched from now on."""
         found = [budget for budget in self.budgets if budget.matches(test_id)]
         self.matched_budgets.update(budget.pattern for budget in found)
         return found
 
     def _said(self, entries: list[Entry]) -> Entry:
-        """What the run's file has beside its rows: how the tests ended, and the answers to the questions."""
+        """The parts of the run's file beside rows: how the tests ended, and the answers to the questions."""
         return {"outcomes": self.outcomes.saved(), "questions": self.questions.answered(entries, self.outcomes)}
 
     def close(self) -> None:
@@ -211,12 +206,12 @@ SESSION = pytest.StashKey[Session]()
 
 
 def _is_helping() -> bool:
-    """Whether another process writes the rows: one of torchrun's other ranks, a worker of pytest-xdist."""
+    """Whether another process writes the rows: this one is a further rank of torchrun or a worker of pytest-xdist."""
     return "PYTEST_XDIST_WORKER" in os.environ or (torchrun.launched() and torchrun.rank() > 0)
 
 
 def _gate(option: Callable[..., Any], rows: RowFile) -> Gate | None:
-    """What `--against` names, opened."""
+    """Open the file of `--against`."""
     if option("against") is None:
         if option("update_baseline"):
             raise ValueError("--update-baseline needs --against, which names the file")
@@ -226,7 +221,7 @@ def _gate(option: Callable[..., Any], rows: RowFile) -> Gate | None:
 
 
 def _ref(option: Callable[..., Any], device: str, folder: Path) -> Ref | None:
-    """The version that `--against-ref` names, checked out."""
+    """Check out the version of `--against-ref`."""
     ref = option("against_ref")
     if ref is None:
         return None
@@ -237,7 +232,7 @@ def _ref(option: Callable[..., Any], device: str, folder: Path) -> Ref | None:
 
 
 def _link(rate: str | None, device: str) -> Link | None:
-    """The link of `--link`, made."""
+    """Make the link of `--link`."""
     if rate is None:
         return None
     if device == "cuda":
@@ -251,9 +246,8 @@ def _link(rate: str | None, device: str) -> Link | None:
 
 
 def start_session(config: pytest.Config) -> Session:
-    """The session's state, which a signal now ends; what a user got wrong becomes pytest's one-line usage error, exit
-    status 4.
-    """
+    """Make the session, which signals end from now on. A bad option becomes pytest's usage error: one line, exit
+    status 4."""
     ending = Ending()
     ending.handle()
     try:
@@ -269,12 +263,12 @@ def start_session(config: pytest.Config) -> Session:
 
 
 def measures(item: pytest.Item) -> bool:
-    """Whether the test takes a case's time and memory; the others check that an implementation is right."""
+    """Whether the test measures a case's time and memory; other tests check that an implementation is right."""
     return "measure" in getattr(item, "fixturenames", ())
 
 
 def implementation_of(item: pytest.Item) -> Implementation | None:
-    """The one that a test is parametrized with, if any."""
+    """The implementation that a test is parametrized with, if any."""
     parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     found = parameters.get("implementation")
     return found if isinstance(found, Implementation) else None

@@ -1,4 +1,4 @@
-"""What a run writes on the terminal when it ends: one screen, and with -v its tables before that."""
+"""The end of a run on the terminal: one screen, and with -v its tables before that."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REPORTED = "fE"
 
 
 def write_summary(terminal: pytest.TerminalReporter, session: Session, verbose: bool) -> None:
-    """The machine, what failed, goals and answers; where the rows are; the budgets that no test matched."""
+    """Print the screen; then the file of the rows, and the budgets that matched no test."""
     rows = session.rows.rows
     if verbose:
         for title, lines in tables.render(rows, session.questions, every_column=True):

@@ -33,8 +33,8 @@ ROWS = "shardmark rows"
 
 
 def may_have_workers(config: pytest.Config) -> bool:
-    """Not where the user says how many, or wants to see this process: --pdb, -s. Not under torchrun, which starts one
-    set of ranks, and not in a worker."""
+    """False where the user gives a number of processes or looks on (--pdb, -s), under torchrun, which starts its own
+    ranks, and in a worker."""
     option = config.option
     if getattr(option, "numprocesses", 0) is not None or option.tx:  # given, or there is no pytest-xdist
         return False
@@ -44,7 +44,7 @@ def may_have_workers(config: pytest.Config) -> bool:
 
 
 def share_the_devices(config: pytest.Config, devices: int) -> None:
-    """Have a worker for each of them, if there are several and anything is measured. Not where rows are compared with
+    """Start a worker for each device, if there are several and anything is measured; not where rows are compared with
     older ones, which one process does."""
     option = config.option
     compares = option.against is not None or option.against_ref is not None
@@ -55,13 +55,13 @@ def share_the_devices(config: pytest.Config, devices: int) -> None:
 
 
 def takes_world(item: pytest.Item) -> bool:
-    """Whether the test runs on a world, and so on more devices than its worker's own."""
+    """Whether the test runs on a world, and so on more than its worker's device."""
     return not {"world", "worlds"}.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What a worker's test has measured."""
+    """The rows of one test of a worker."""
 
     entries: list[Entry]
     benchmarks: list[Any]
@@ -172,13 +172,13 @@ def _benchmarks(config: pytest.Config) -> Any:
 
 
 def _enable_benchmarks(config: pytest.Config) -> None:
-    """pytest-benchmark measures nothing beside pytest-xdist, as processes would share a device; ours do not."""
+    """Let pytest-benchmark measure under pytest-xdist: it refuses because processes may share a device; ours do not."""
     benchmarks = _benchmarks(config)
     benchmarks.disabled = benchmarks.xdist_warning = False
 
 
 def _portable(benchmark: Any) -> Any:
-    """Without its test's fixture; its parameters are what the JSON says of them."""
+    """The benchmark without its test's fixture, with parameters as the JSON has them."""
     result = copy(benchmark)
     result.fixture = SimpleNamespace(has_error=benchmark.has_error)
     result.params = benchmark.params and {name: str(value) for name, value in benchmark.params.items()}

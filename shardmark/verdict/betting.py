@@ -45,7 +45,7 @@ _HALVINGS = 40
 
 @dataclass(frozen=True)
 class Interval:
-    """What the true value is, with that confidence: between `low` and `high`; 0 and infinity while nothing is known."""
+    """The true value lies between `low` and `high` with that confidence; 0 and infinity while nothing is known."""
 
     center: float
     low: float
@@ -62,7 +62,7 @@ class Interval:
 
     @property
     def ends(self) -> list[float] | None:
-        """Both ends; None while either is not known."""
+        """Both ends; None while one of them is not known."""
         return [self.low, self.high] if self.low > 0 and math.isfinite(self.high) else None
 
     def __str__(self) -> str:
@@ -70,10 +70,8 @@ class Interval:
 
 
 def interval(samples: Sequence[float], confidence: float = SHOWN_CONFIDENCE) -> Interval:
-    """Of the value around which `samples`, all positive, lie in the order in which they were taken.
-
-    However often one looks while there are more and more of them, all of those intervals hold it with `confidence`.
-    """
+    """The interval of the value around which the positive `samples`, in the order in which they were taken, lie. All
+    intervals of a growing series of samples hold it together with `confidence`, however many are looked at."""
     if not samples:
         raise ValueError("an interval needs at least one sample")
     pairs = _Pairs(samples, confidence)
@@ -85,7 +83,7 @@ def interval(samples: Sequence[float], confidence: float = SHOWN_CONFIDENCE) -> 
 
 
 def decided(samples: Sequence[float], limit: float, confidence: float) -> bool:
-    """Whether that interval lies on one side of a limit: without finding its ends."""
+    """Whether that interval lies on one side of a limit. Faster than finding its ends."""
     return _Pairs(samples, confidence).side(math.log(limit)) != 0
 
 
@@ -103,14 +101,14 @@ def paired_ratios(seconds: Sequence[float], peer_seconds: Sequence[float]) -> li
 
 
 class _Pairs:
-    """The logarithms of samples, and what they say of the true one."""
+    """Logarithms of the samples, and the bets on their center."""
 
     def __init__(self, samples: Sequence[float], confidence: float) -> None:
         self.logs = np.log(np.maximum(samples, np.finfo(float).tiny))
         self._needed = _needed(confidence)
 
     def side(self, t: float) -> int:
-        """1 if the true one is above t, -1 if it is below, 0 as long as that is open; the larger t, the less."""
+        """1 if the center is shown to be above t, -1 if below, 0 while that is open; never larger for a larger t."""
         payoffs = _payoffs(self.logs - t)
         above, below = _log_wealth(payoffs), _log_wealth(-payoffs)
         if min(above.max(), below.max()) >= self._needed:  # both were disproved once: the last word counts
@@ -124,24 +122,24 @@ class _Pairs:
 
 
 def _needed(confidence: float) -> float:
-    """The logarithm of what one must once have had to disprove something: half of the error is for each end."""
+    """Logarithm of the wealth that disproves a value: half of the error is for each end."""
     return math.log(2 / (1 - confidence))
 
 
 def _payoffs(above: NDArray[np.float64]) -> NDArray[np.float64]:
-    """For each scale and pair what a share of 1 gains, by how far it lies above what is bet against."""
+    """The gain of a share of 1 for each scale and pair: how far the pair lies above the value that is bet against."""
     return np.clip(above / _SCALES[:, None], -1, 1)
 
 
 def _log_wealth(payoffs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The logarithm of what one has after each pair who began with 1, in equal parts for each share and scale."""
+    """Logarithm of the wealth after each pair of a bettor who begins with 1, in equal parts for each share and scale."""
     each = np.cumsum(np.log1p(_SHARES[:, None, None] * payoffs), axis=2)  # (share, scale, pair)
     most = each.max(axis=(0, 1))
     return np.asarray(most + np.log(np.exp(each - most).mean(axis=(0, 1))))
 
 
 def _last(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """Where `holds`, which does at `low` and up to some point, ends to hold."""
+    """The point between `low`, where `holds` is true, and `high` at which it becomes false."""
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if holds(middle) else (low, middle)

@@ -42,7 +42,7 @@ MEMORY_SLACK = 1.05
 
 
 def confidence(judgements: int) -> float:
-    """What each interval needs, so that all of a run hold with 1 - FAMILY_WISE_ERROR."""
+    """Confidence of each of so many intervals, so that all of a run hold with 1 - FAMILY_WISE_ERROR."""
     return 1 - FAMILY_WISE_ERROR / max(judgements, 1)
 
 
@@ -53,14 +53,14 @@ def tolerated(budget: float) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the rounds of a case are to decide: limits of the ratio to the peer, and of the step in seconds."""
+    """The limits that a case's rounds must decide: of the ratio to the peer, and of the step in seconds."""
 
     confidence: float
     ratios: tuple[float, ...] = ()
     seconds: tuple[float, ...] = ()
 
     def undecided(self, seconds: Sequence[float], peer_seconds: Sequence[float] | None) -> bool:
-        """Whether the rounds so far leave a verdict open; without a peer there is none on the ratio."""
+        """Whether the rounds so far leave a verdict open. Without a peer no ratio is judged."""
         samples = [(seconds, limit) for limit in self.seconds]
         if peer_seconds is not None:
             samples += [(paired_ratios(seconds, peer_seconds), tolerated(limit)) for limit in self.ratios]
@@ -81,7 +81,7 @@ class MemoryBudget:
 
     @property
     def needed(self) -> int:
-        """Bytes without which the case is not started."""
+        """Bytes that must be available before the case starts."""
         return self.formula + self.expected_workspace
 
     @property
@@ -114,7 +114,7 @@ class AbsoluteBudget:
     bytes: int | None = None
 
     def matches(self, test_id: str) -> bool:
-        """Whether this budget speaks of that test; brackets in the pattern are literal, as test ids have them."""
+        """Whether the pattern matches that test. Brackets in it are literal, as in test ids."""
         wildcards = re.escape(self.pattern).replace(r"\*", ".*").replace(r"\?", ".")
         return re.fullmatch(wildcards, test_id) is not None
 
@@ -152,7 +152,7 @@ def read_budgets(path: Path) -> list[AbsoluteBudget]:
 
 
 def _told_apart(*sizes: int) -> list[str]:
-    """In MiB, or in bytes where in MiB two that differ would read the same."""
+    """Sizes in MiB; in bytes where two sizes that differ would read the same."""
     shown = [f"{nbytes / MIB:.2f} MiB" for nbytes in sizes]
     return shown if len(set(shown)) == len(set(sizes)) else [f"{nbytes:,} bytes" for nbytes in sizes]
 
