@@ -132,7 +132,7 @@ def _payoffs(above: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _log_wealth(payoffs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Logarithm of the wealth after each pair of a bettor who begins with 1, in equal parts for each share and scale."""
+    """Log of the wealth after each pair of a bettor who begins with 1, in equal parts for each share and scale."""
     each = np.cumsum(np.log1p(_SHARES[:, None, None] * payoffs), axis=2)  # (share, scale, pair)
     most = each.max(axis=(0, 1))
     return np.asarray(most + np.log(np.exp(each - most).mean(axis=(0, 1))))
