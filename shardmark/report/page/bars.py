@@ -17,7 +17,7 @@ PARTS = ("forward", "backward", "communication", "optimizer")
 """Of a step; a test may time others."""
 
 _TENSORS, _WORKSPACE, _FORMULA = "tensors", "workspace", "formula of the tensors"
-_WIDTH, _BAR = 200, 13
+_WIDTH, _HEIGHT, _BAR = 200, alt.Step(20), 13
 
 
 def time_and_peak(entries: Sequence[Entry]) -> Figure | None:
@@ -95,7 +95,7 @@ def _time(rows: Sequence[Sequence[Cell]], shorts: Mapping[str, str], width: floa
         alt.X("mean:Q", axis=alt.Axis(title=titled("step time", "s"), tickCount=4))
     )
     spreads = base.mark_rule().encode(alt.X("low:Q"), alt.X2("high"))
-    return _sized(bars + spreads + _number(base, "high"), _WIDTH)
+    return alt.layer(bars, spreads, _number(base, "high")).properties(width=_WIDTH, height=_HEIGHT)
 
 
 def _peak(rows: Sequence[Sequence[Cell]], shorts: Mapping[str, str], width: float | None) -> Chart:
@@ -121,16 +121,12 @@ def _peak(rows: Sequence[Sequence[Cell]], shorts: Mapping[str, str], width: floa
     bars = chart(data).mark_bar(height=_BAR).encode(y, kinds, alt.X("MiB:Q", axis=axis), alt.Order("part:N"))
     base = chart(sums).encode(y)
     formulas = base.mark_tick(thickness=2, height=19).encode(alt.X("MiB:Q"), alt.ColorDatum(_FORMULA))
-    return _sized(bars + formulas + _number(base, "end"), _WIDTH)
+    return alt.layer(bars, formulas, _number(base, "end")).properties(width=_WIDTH, height=_HEIGHT)
 
 
 def _number(base: alt.Chart, end: str) -> alt.Chart:
     """The bar's figure, right of its end."""
     return base.mark_text(align="left", dx=5).encode(alt.X(f"{end}:Q"), alt.Text("number:N"))
-
-
-def _sized(chart: alt.LayerChart, width: int) -> Chart:
-    return chart.properties(width=width, height=alt.Step(20))
 
 
 def _sum(row: Sequence[Cell]) -> float | None:
@@ -167,5 +163,5 @@ def _stacked(
             alt.Order("order:Q"),
         )
     )
-    sized = bars.properties(width=2 * _WIDTH, height=alt.Step(20))
+    sized = bars.properties(width=2 * _WIDTH, height=_HEIGHT)
     return Figure(title, sized, ["row", *(f"{part} ms" for part in parts)], rows, notes, names)
