@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from impl.collectives.accounting import bus_bandwidth, bytes_sent
 from impl.collectives.cases import COLLECTIVES, CollectiveCase
-from perf.answers import fastest_by_collective
 from shardmark.api import Grid, Implementation, Mark, Work
 from shardmark.meter.tcp import tcp_bytes_sent
 from shardmark.plugin.measure import Measure
 from shardmark.ranks.world import World
+from shardmark.report.observed_answers import fastest_by_collective
 from shardmark.report.plots import Lines
 
 

@@ -24,12 +24,12 @@ from impl.fsdp.workload import FSDPStep
 from impl.sharded_optimizer.cases import ShardedStepCase
 from impl.sharded_optimizer.workload import ShardedStep
 from impl.training_step.cases import TrainingStepCase
-from perf.answers import what_is_hidden_on_a_link
 from shardmark.api import Grid, Implementation, Mark, Race, registry
 from shardmark.meter.measure_case import timed_steps
 from shardmark.meter.plan import Plan
 from shardmark.plugin.measure import Measure
 from shardmark.ranks.world import World
+from shardmark.report.observed_answers import hides_as_measured
 from shardmark.rows.observers import ExposedCommunication, HiddenCommunication, Timeline
 
 _BUCKETS_MB = (1, 2, 5, 10, 25)
@@ -57,7 +57,7 @@ WHAT_HIDES = pytest.mark.question(
     "What hides behind backward on a limited link?",
     short="hidden on a link",
     columns=["case", "implementation", "time ms", "hidden", "ratio to peer", "goal", "verdict"],
-    answer=what_is_hidden_on_a_link,
+    answer=hides_as_measured("naive"),
 )
 SHARDING = pytest.mark.question(
     "What does sharding cost on a limited link?",

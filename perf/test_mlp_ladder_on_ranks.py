@@ -14,7 +14,6 @@ from impl.accounting.simple_fsdp import peak, peak_of_stages, stages, work
 from impl.fsdp.cases import RankRung
 from impl.fsdp.ladder_workload import MLP_LADDER, RankLadderStep, shard_model
 from impl.training_step.cases import TrainingStepCase
-from perf.answers import fastest_and_smallest_rung, held_while_made
 from perf.published import published
 from shardmark.api import Grid, Implementation, registry, stage
 from shardmark.meter.clock import Stopwatch
@@ -22,6 +21,7 @@ from shardmark.meter.memory import meter, release
 from shardmark.meter.plan import Identity, Measured
 from shardmark.plugin.measure import Measure, memory_budget
 from shardmark.ranks.world import World
+from shardmark.report.observed_answers import fastest_and_smallest_rung, held_while_made
 from shardmark.report.plots import Points
 from shardmark.rows.observers import Compile, Stages
 

@@ -18,7 +18,6 @@ from impl.accounting.optimizer_order import VARIANTS, stage_bytes
 from impl.fsdp.optimizer_order import rewire
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel
 from impl.training_step.cases import TrainingStepCase
-from perf.answers import who_trains
 from shardmark.api import Grid, stage
 from shardmark.meter.clock import Stopwatch
 from shardmark.meter.measure_case import MOST_PASSES, NEAR
@@ -26,6 +25,7 @@ from shardmark.meter.memory import meter
 from shardmark.meter.plan import Identity, Measured
 from shardmark.plugin.measure import Measure
 from shardmark.ranks.world import World
+from shardmark.report.observed_answers import who_trains
 from shardmark.rows.observers import Losses, Stages
 
 CASES = Grid(

@@ -22,7 +22,6 @@ from impl.fsdp.accounting import work as fsdp_work
 from impl.fsdp.cases import FSDPCase
 from impl.fsdp.workload import FSDPStep
 from impl.training_step.cases import ScalingCase, TrainingStepCase
-from perf.answers import efficiencies
 from shardmark.api import Grid, Implementation, Race, Work
 from shardmark.meter.clock import Laps
 from shardmark.meter.measure_case import shuffled, timed_steps
@@ -33,6 +32,7 @@ from shardmark.plugin import WorldsBySize
 from shardmark.plugin.measure import Measure
 from shardmark.ranks.rank import available_cores
 from shardmark.ranks.world import World
+from shardmark.report.observed_answers import efficiencies
 from shardmark.report.plots import Lines
 from shardmark.rows.columns import Column
 from shardmark.rows.row import Row, step_seconds

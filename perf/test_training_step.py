@@ -9,8 +9,6 @@ import pytest
 from impl.training_step.accounting import work
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
 from impl.training_step.workload import CONTEXTS, DTYPES, MODELS, LanguageModelStep
-from perf.answers import warmed_up
-from perf.observers.after_warmups import AfterWarmups, after_warmups
 from shardmark.api import Grid, Implementation, OwnModelCase, registry
 from shardmark.meter.clock import Laps
 from shardmark.meter.measure_case import timed_steps
@@ -19,8 +17,10 @@ from shardmark.meter.plan import IMPLEMENTATION, Measured, Plan, Rounds
 from shardmark.plugin.measure import Measure, memory_budget
 from shardmark.ranks.world import World
 from shardmark.report.answers import goals
+from shardmark.report.observed_answers import warmed_up
 from shardmark.report.plots import Lines
 from shardmark.rows.observers import Goals, Observer
+from shardmark.rows.observers.after_warmups import AfterWarmups, after_warmups
 from shardmark.rows.row import Row
 
 STEP_TIMES = Grid(

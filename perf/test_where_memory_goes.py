@@ -13,9 +13,9 @@ from impl.model import SIZES
 from impl.training_step.accounting import work
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
 from impl.training_step.workload import CONTEXTS, DTYPES, LanguageModelStep
-from perf.answers import largest_kinds
 from shardmark.api import Grid, Implementation
 from shardmark.plugin.measure import Measure
+from shardmark.report.observed_answers import largest_kinds
 from shardmark.rows.observers import Timeline
 
 STEP_MEMORY = Grid(

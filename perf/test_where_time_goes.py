@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import pytest
 
-from impl.training_step.accounting import work
+from impl.training_step.accounting import attention_flops, work
 from impl.training_step.cases import TrainingStepCase
 from impl.training_step.workload import CONTEXTS, MODELS, LanguageModelStep
-from perf.answers import largest_parts
-from perf.observers.attention_parts import AttentionProfile
 from shardmark.api import Grid, Implementation
 from shardmark.plugin.measure import Measure
+from shardmark.report.observed_answers import largest_parts
+from shardmark.rows.observers.attention_parts import AttentionProfile
 
 STEP_KERNELS = Grid(
     smoke=[TrainingStepCase("tiny", batch=2, context=32, attention="eager")],
@@ -42,4 +42,4 @@ STEP_KERNELS = Grid(
 )
 @pytest.mark.cases(STEP_KERNELS)
 def test_where_time_goes(implementation: Implementation, case: TrainingStepCase, measure: Measure) -> None:
-    measure(LanguageModelStep, implementation, case, work=work(case), observe=[AttentionProfile(case)])
+    measure(LanguageModelStep, implementation, case, work=work(case), observe=[AttentionProfile(attention_flops(case))])

@@ -9,13 +9,13 @@ from impl.data_parallel.accounting import best_bucket_bytes, bucketed_peak, copy
 from impl.data_parallel.cases import ReductionCase
 from impl.data_parallel.workload import DataParallelStep
 from impl.training_step.cases import TrainingStepCase
-from perf.observers.overhead_model import bucket_lines
 from shardmark.api import Implementation, family
 from shardmark.meter.memory import meter
 from shardmark.meter.plan import Plan
 from shardmark.plugin import WorldsBySize
 from shardmark.predict.simulation.predict import predict
 from shardmark.rows.observers.fits import fit_line
+from shardmark.rows.observers.overhead_model import bucket_lines
 
 
 def peak(implementation: Implementation, case: TrainingStepCase) -> dict[str, int]:

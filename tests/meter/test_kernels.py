@@ -11,7 +11,6 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
 from impl.attention import FlashAttentionPyTorch, as_attention, sdpa
-from perf.observers.attention_parts import attention_parts
 from shardmark.meter.kernels import (
     ATTENTION,
     ELSE,
@@ -23,6 +22,7 @@ from shardmark.meter.kernels import (
     read_profile,
 )
 from shardmark.meter.trace import profile_step
+from shardmark.rows.observers.attention_parts import attention_parts
 from tests.support.training_step import TINY, TrainingStep
 
 

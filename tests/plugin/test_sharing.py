@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from correctness.support.paths import ROOT
-from impl.training_step.cases import TrainingStepCase
 from perf.conftest import pytest_cmdline_main
-from perf.observers.after_warmups import AfterWarmups
-from perf.observers.attention_parts import AttentionProfile
 from shardmark.plugin import workers
 from shardmark.rows.observers import Goals, Timeline
+from shardmark.rows.observers.after_warmups import AfterWarmups
+from shardmark.rows.observers.attention_parts import AttentionProfile
 from tests.support.runs import CONFTEST, Ended, forked, project
 
 SHARING = """
@@ -159,7 +158,7 @@ def test_verdicts_share_one_error_in_every_process(rows: dict[int, dict[str, Any
 
 def test_what_perf_observes_goes_by_pickle() -> None:
     for observer in (
-        AttentionProfile(TrainingStepCase("tiny", 2, 32)),
+        AttentionProfile({"scores": 1, "softmax": 1, "values": 1}),
         AfterWarmups({0: [1.0]}),
         Timeline(),
         Goals(mfu=0.5),

@@ -16,9 +16,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from correctness.support.metering import plan_of
 from correctness.support.paths import ROOT
-from impl.data_parallel.workload import OverheadCase
-from perf.observers.after_warmups import AfterWarmups, after_warmups
-from perf.observers.overhead_model import OverheadModel
+from impl.data_parallel.accounting import best_bucket_bytes, exposed_seconds
 from shardmark.api import stage
 from shardmark.api.registry import Implementation
 from shardmark.api.workload import Mark
@@ -40,6 +38,8 @@ from shardmark.rows.observers import (
     Stages,
     Timeline,
 )
+from shardmark.rows.observers.after_warmups import AfterWarmups, after_warmups
+from shardmark.rows.observers.overhead_model import OverheadModel
 from shardmark.rows.row import Row
 from tests.support.measured import row_by
 from tests.support.project import make_project, run_project
@@ -235,11 +235,12 @@ def test_peaks_by_length_are_lines_and_nothing_in_the_row() -> None:
 
 @pytest.mark.parametrize(("per_byte", "bandwidth"), [(1e-9, 1e9), (0.0, None)], ids=["clear", "hidden_by_noise"])
 def test_the_overhead_model_is_the_line_through_the_all_reduces(per_byte: float, bandwidth: float | None) -> None:
-    case = OverheadCase("all_reduce", 1, model="tiny", bucket_sizes=(1,), kilobytes=(4, 64, 1024))
-    parts = {f"{size} KB": 1e-4 + per_byte * size * 1024 for size in case.kilobytes}
-    row = row_by(OverheadModel(case), [Measured("gloo", Memory(), {IMPLEMENTATION: [Laps(1.0, parts)]})])
-    model = row["time"].get("model")
-    assert (model and model["bandwidth"]) == (bandwidth and pytest.approx(bandwidth, rel=1e-3))
+    kilobytes = (4, 64, 1024)
+    parts = {f"{size} KB": 1e-4 + per_byte * size * 1024 for size in kilobytes}
+    model = OverheadModel(2**20, kilobytes, (1,), best_bucket_bytes, exposed_seconds)
+    row = row_by(model, [Measured("gloo", Memory(), {IMPLEMENTATION: [Laps(1.0, parts)]})])
+    fitted = row["time"].get("model")
+    assert (fitted and fitted["bandwidth"]) == (bandwidth and pytest.approx(bandwidth, rel=1e-3))
 
 
 def test_rounds_after_warm_ups_are_means_in_columns_of_their_own() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 from impl.training_step.accounting import SOFTMAX_FLOPS, attention_flops
 from impl.training_step.cases import TrainingStepCase
-from perf.observers.attention_parts import AttentionProfile
 from shardmark.meter.kernels import ELSE, MATRIX_PRODUCT, Call, StepProfile
 from shardmark.meter.memory import Memory, Workspace
 from shardmark.meter.plan import Identity, Measured
 from shardmark.report.questions import Questions
 from shardmark.report.tables import render
+from shardmark.rows.observers.attention_parts import AttentionProfile
 from shardmark.rows.observers.kernel_tables import WIDEST
 from shardmark.rows.observers.memory_tables import memory_lines, stage_lines
 from shardmark.rows.row import memory_entry, new_row
@@ -32,7 +32,9 @@ def test_lines_show_attentions_parts_against_its_products() -> None:
     profile = StepProfile({"forward": 1.0, "backward": 1.0}, calls)
     parts = {"scores": (0.003, 4e9), "softmax": (0.002, 1e9), "values": (0.001, 4e9)}
     attention = {name: {"seconds": seconds, "flops": flops} for name, (seconds, flops) in parts.items()}
-    lines = list(AttentionProfile(case).lines([_entry({"phases": profile.as_row(), "attention": attention})]))
+    lines = list(
+        AttentionProfile(attention_flops(case)).lines([_entry({"phases": profile.as_row(), "attention": attention})])
+    )
     cells = [line.split() for line in lines]
     assert ["forward", "75.0%", "1", "3.000", f"{'x' * (WIDEST - 3)}...", "matrix", "product"] in cells
     assert ["forward", "4.000", "75.0%", "0.0%", "0.0%", "25.0%"] in cells
@@ -41,7 +43,7 @@ def test_lines_show_attentions_parts_against_its_products() -> None:
     assert ["softmax", "2.000", "1.000", "50.0%", "12.5%"] in cells
     assert ["both", "products", "4.000", "8.000", "100.0%", "100.0%"] in cells
     row_without: dict[str, Any] = {"extra_info": {}}
-    assert not list(AttentionProfile(case).lines([row_without]))
+    assert not list(observer.lines([row_without]))
 
 
 def test_columns_show_what_is_alone_and_what_is_hidden() -> None:

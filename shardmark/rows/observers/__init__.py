@@ -3,7 +3,7 @@
     measure(Step, implementation, case, work=work, observe=[Timeline(activations=formulas), Compile()])
 
 An observer owns what runs on each rank, its part of the row, the columns that show it, and its lines under the
-question's table. A question's own observer is a subclass of `Observer`; the suite's are in `perf/observers/`.
+question's table. A question's own observer is a subclass of `Observer`.
 """
 
 from shardmark.rows.columns import Entry

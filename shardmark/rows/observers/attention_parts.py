@@ -1,4 +1,4 @@
-"""Inside attention: what its two products and its softmax take of a profiled step's forward."""
+"""Inside attention: the time of its two matrix products and its softmax in a profiled step's forward."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from impl.training_step.accounting import attention_flops
-from impl.training_step.cases import TrainingStepCase
 from shardmark.meter.kernels import MATRIX_PRODUCT, SOFTMAX, Call, StepProfile, category
-from shardmark.rows.observers import Entry, Profile
+from shardmark.rows.columns import Entry
+from shardmark.rows.observers.profile import Profile
 from shardmark.text import layout
 
 
 class AttentionProfile(Profile):
-    """Kernels by phase, and beside them attention's parts, where they are seen: not in a fused kernel."""
+    """Kernels by phase, and the parts of attention, which a fused kernel does not show.
 
-    def __init__(self, case: TrainingStepCase) -> None:
-        super().__init__(partial(_kernels, case))
+    `flops` are those of "scores", "softmax" and "values" in the forward of all layers.
+    """
+
+    def __init__(self, flops: Mapping[str, int]) -> None:
+        super().__init__(partial(_kernels, flops))
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
-        """The parts stand below each row's kernels."""
+        """Each row's kernels, and below them the parts of attention."""
         for entry in entries:
             yield from super().lines([entry])
             if parts := entry["extra_info"].get("kernels", {}).get("attention"):
@@ -29,21 +31,16 @@ class AttentionProfile(Profile):
                 yield from layout(list(_table(parts)), ("inside attention, forward",))
 
 
-def _kernels(case: TrainingStepCase, profile: StepProfile) -> dict[str, Any]:
-    return {"phases": profile.as_row(), "attention": inside_attention(profile, case)}
-
-
-def inside_attention(profile: StepProfile, case: TrainingStepCase) -> dict[str, dict[str, float]]:
-    """Seconds and FLOPs of attention's parts in all layers' forward."""
-    flops = attention_flops(case)
+def _kernels(flops: Mapping[str, int], profile: StepProfile) -> dict[str, Any]:
     parts = attention_parts(profile.inside(".attention", "forward"))
-    return {name: {"seconds": seconds, "flops": flops[name]} for name, seconds in parts.items()}
+    attention = {name: {"seconds": seconds, "flops": flops[name]} for name, seconds in parts.items()}
+    return {"phases": profile.as_row(), "attention": attention}
 
 
 def attention_parts(modules: Mapping[str, Iterable[Call]]) -> dict[str, float]:
     """Seconds of attention's "scores" (q kᵀ), "softmax" and "values" (probabilities times v) in forward.
 
-    Attention that is not fused runs two products, the scores' first. Empty unless each module ran just these.
+    Eager attention runs two matrix products, the one of the scores first. Empty unless each module ran exactly two.
     """
     parts = dict.fromkeys(("scores", "softmax", "values"), 0.0)
     for calls in modules.values():

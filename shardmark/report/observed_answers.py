@@ -1,4 +1,4 @@
-"""Answers of single questions, from what their own observers and cases put into the rows."""
+"""Answers read from what observers and cases add to the rows: exposed communication, stages, losses, kernels."""
 
 from __future__ import annotations
 
@@ -6,41 +6,57 @@ from collections.abc import Iterable, Sequence
 
 from shardmark.api import MB
 from shardmark.meter.kernels import MATRIX_PRODUCT
-from shardmark.report.answers import at, fastest_and_smallest, largest_case
+from shardmark.report.answers import Answer, at, fastest_and_smallest, largest_case
 from shardmark.report.ranking import beside, fastest_of, mean_seconds, time_beside, times
 from shardmark.rows.columns import Entry, Row
 from shardmark.text import mib
 from shardmark.verdict.betting import UNDECIDED
 
 
-def what_is_hidden(entries: Sequence[Entry]) -> str:
-    """Of what naive data parallelism waits for communication, the share that the fastest does not."""
-    case = largest_case(entries)
-    fastest = fastest_of(case)
-    exposed = {implementation(entry): entry["extra_info"]["time"]["parts"]["communication"] for entry in case}
-    naive = next((entry for entry in case if implementation(entry) == "naive"), None)
-    if naive is None or fastest.entry is naive:
-        return at(entries, case) + str(fastest)
-    time = time_beside(case, fastest.entry, naive)
-    share = 1 - exposed[implementation(fastest.entry)] / exposed["naive"]
-    if time.high >= 1 or share <= 0:
-        return at(entries, case) + str(fastest)
-    name = implementation(fastest.entry)
-    return f"{at(entries, case)}{name} hides {share:.0%} of communication, {beside(time, 'naive')}"
+def hides(other: str) -> Answer:
+    """The share of the exposed communication of `other` that the fastest implementation hides."""
+
+    def answer(entries: Sequence[Entry]) -> str:
+        case = largest_case(entries)
+        fastest = fastest_of(case)
+        theirs = _entry_of(case, other)
+        if theirs is None or fastest.entry is theirs:
+            return at(entries, case) + str(fastest)
+        time = time_beside(case, fastest.entry, theirs)
+        share = 1 - _exposed(fastest.entry) / _exposed(theirs)
+        if time.high >= 1 or share <= 0:
+            return at(entries, case) + str(fastest)
+        name = implementation(fastest.entry)
+        return f"{at(entries, case)}{name} hides {share:.0%} of communication, {beside(time, other)}"
+
+    return answer
 
 
-def what_is_hidden_on_a_link(entries: Sequence[Entry]) -> str:
-    """The share of communication that the fastest hides, as it was measured beside communication alone."""
-    case = largest_case(entries)
-    fastest = fastest_of(case)
-    name, hidden = implementation(fastest.entry), fastest.entry["extra_info"]["time"]["hidden"]
-    others = [entry for entry in case if implementation(entry) == "naive"]
-    time = beside(time_beside(case, fastest.entry, others[0]), "naive") if others else str(fastest)
-    return f"{at(entries, case)}{name} hides {hidden:.0%} of communication, {time}"
+def hides_as_measured(other: str) -> Answer:
+    """The fastest implementation's own `hidden` share, from a run of communication alone; its time beside `other`'s."""
+
+    def answer(entries: Sequence[Entry]) -> str:
+        case = largest_case(entries)
+        fastest = fastest_of(case)
+        name, hidden = implementation(fastest.entry), fastest.entry["extra_info"]["time"]["hidden"]
+        theirs = _entry_of(case, other)
+        time = beside(time_beside(case, fastest.entry, theirs), other) if theirs else str(fastest)
+        return f"{at(entries, case)}{name} hides {hidden:.0%} of communication, {time}"
+
+    return answer
+
+
+def _entry_of(case: Sequence[Entry], name: str) -> Entry | None:
+    return next((entry for entry in case if implementation(entry) == name), None)
+
+
+def _exposed(entry: Entry) -> float:
+    seconds: float = entry["extra_info"]["time"]["parts"]["communication"]
+    return seconds
 
 
 def fastest_by_collective(entries: Sequence[Entry]) -> str:
-    """Whose of the collectives are fastest, each at the largest size that several have."""
+    """The fastest implementation of each collective, at its largest size that several implementations have."""
     kinds: dict[str, list[Entry]] = {}
     for entry in entries:
         kinds.setdefault(entry["extra_info"]["case"]["collective"], []).append(entry)
@@ -52,7 +68,7 @@ def fastest_by_collective(entries: Sequence[Entry]) -> str:
 
 
 def best_bucket(entries: Sequence[Entry]) -> str | None:
-    """Of each wrapper the size with the shortest step; and what the model of overhead has for the backend."""
+    """The bucket size of each wrapper's shortest step, and the size that the model of overhead predicts."""
     sizes: dict[str, dict[int, Entry]] = {}
     for entry in entries:
         if (size := entry["extra_info"]["case"].get("bucket_mb")) is not None:
@@ -71,9 +87,9 @@ def _best_size(of: dict[int, Entry]) -> str:
 
 
 def fastest_and_smallest_rung(entries: Sequence[Entry]) -> str | None:
-    """Who takes the least time and holds the fewest bytes, of the steps of one model with the same options.
+    """The fastest step and the one of fewest bytes, among steps of one model with the same options.
 
-    A rung's id begins with its step: without that, the rungs that differ by it alone are one case.
+    A rung's id begins with its step; without that part, rungs that differ in the step alone are one case.
     """
     return fastest_and_smallest([_without_step(entry) for entry in entries])
 
@@ -84,7 +100,7 @@ def _without_step(entry: Entry) -> Entry:
 
 
 def held_while_made(entries: Sequence[Entry]) -> str | None:
-    """The most that a rank holds while the model is made, on meta and whole."""
+    """The peak of a rank while the model is made, on the meta device beside all of it on each rank."""
     peaks = {row["case"]["meta"]: max(s["peak"] for s in row["memory"]["stages"].values()) for row in rows(entries)}
     if len(peaks) < 2:
         return None
@@ -92,7 +108,7 @@ def held_while_made(entries: Sequence[Entry]) -> str | None:
 
 
 def who_trains(entries: Sequence[Entry]) -> str:
-    """Whose loss falls, and what those whose loss does not hold beside those."""
+    """Which variants train (their loss falls), and how many bytes the others hold beside them."""
     losses = {row["implementation"]: row["losses"] for row in rows(entries)}
     held = {row["implementation"]: list(row["memory"]["stages"].values())[-1]["live"] for row in rows(entries)}
     falls = [name for name, values in losses.items() if values[-1] < values[0]]
@@ -104,7 +120,7 @@ def who_trains(entries: Sequence[Entry]) -> str:
 
 
 def efficiencies(entries: Sequence[Entry]) -> str:
-    """Of each kind of scaling the best efficiency."""
+    """The best efficiency of strong and of weak scaling."""
     best: dict[str, tuple[float, str]] = {}
     for row in rows(entries):
         kind = row["case"]["kind"]
@@ -113,7 +129,7 @@ def efficiencies(entries: Sequence[Entry]) -> str:
 
 
 def largest_kinds(entries: Sequence[Entry]) -> str:
-    """The two kinds that most of the peak is."""
+    """The two largest kinds of bytes at the peak."""
     case = largest_case(entries)
     kinds = case[0]["extra_info"]["memory"]["kinds"]["peak"]
     first, second = sorted(kinds, key=lambda kind: kinds[kind], reverse=True)[:2]
@@ -122,7 +138,7 @@ def largest_kinds(entries: Sequence[Entry]) -> str:
 
 
 def largest_parts(entries: Sequence[Entry]) -> str:
-    """The two phases that most of the step is, and the share of matrix products."""
+    """The two longest phases of the step, and the share of matrix products."""
     case = largest_case(entries)
     row = case[0]["extra_info"]
     parts, phases = row["time"]["parts"], row["kernels"]["phases"].values()
@@ -134,7 +150,7 @@ def largest_parts(entries: Sequence[Entry]) -> str:
 
 
 def warmed_up(entries: Sequence[Entry]) -> str:
-    """Rounds that begin with the process's first step, beside those after as many warm-ups as there are."""
+    """The rounds without warm-ups beside those after the most warm-ups: their mean, and their spread."""
     case = largest_case(entries)
     after = case[0]["extra_info"]["time"]["after_warmups"]
     cold, warm = (after[count] for count in (min(after, key=int), max(after, key=int)))
@@ -143,7 +159,7 @@ def warmed_up(entries: Sequence[Entry]) -> str:
 
 
 def implementation(entry: Entry) -> str:
-    """Of which one an entry is."""
+    """Name of the entry's implementation."""
     name: str = entry["extra_info"]["implementation"]
     return name
 

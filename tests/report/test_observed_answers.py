@@ -1,10 +1,10 @@
-"""What single questions of perf/ answer, from rows of made-up figures."""
+"""Answers from what observers and cases add to rows, of made-up figures."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from perf import answers
+from shardmark.report import observed_answers as answers
 from shardmark.report.answers import answered
 from shardmark.rows.columns import Entry
 from tests.support.entries import entry
@@ -30,17 +30,17 @@ def of(name: str, seconds: float = 1.0, case: dict[str, Any] | None = None, **se
 def test_what_the_fastest_hides_is_of_what_naive_exposes() -> None:
     naive, ddp = exposing("naive", 0.4), exposing("ddp", 0.2, ("naive", 0.75, 0.8, 0.85))
     bucketed = exposing("bucketed", 0.1, ("ddp", 0.85, 0.9, 0.95))
-    assert said(answers.what_is_hidden, naive, ddp, bucketed) == "bucketed hides 75% of communication, 0.72x naive"
-    assert said(answers.what_is_hidden, naive, exposing("ddp", 0.2, ("naive", 0.7, 0.9, 1.1))) == (
+    assert said(answers.hides("naive"), naive, ddp, bucketed) == "bucketed hides 75% of communication, 0.72x naive"
+    assert said(answers.hides("naive"), naive, exposing("ddp", 0.2, ("naive", 0.7, 0.9, 1.1))) == (
         "ddp 0.90x naive (undecided)"  # which hides nothing for sure
     )
-    assert said(answers.what_is_hidden, ddp) == "ddp 0.80x naive"
+    assert said(answers.hides("naive"), ddp) == "ddp 0.80x naive"
 
 
 def test_on_a_link_the_hidden_share_is_the_rows_own() -> None:
     naive = exposing("naive", 0.4, hidden=0.0)
     bucketed = exposing("bucketed", 0.1, ("naive", 0.7, 0.73, 0.76), hidden=0.62)
-    shown = said(answers.what_is_hidden_on_a_link, naive, bucketed)
+    shown = said(answers.hides_as_measured("naive"), naive, bucketed)
     assert shown == "bucketed hides 62% of communication, 0.73x naive"
 
 

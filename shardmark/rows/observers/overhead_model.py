@@ -1,66 +1,74 @@
-"""Bucket sizes: what communication adds to a step by the model of overhead, beside what was measured."""
+"""Exposed communication by bucket size: a model of per-call overhead and bandwidth, beside what was measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from impl.data_parallel.accounting import best_bucket_bytes, exposed_seconds
-from impl.data_parallel.workload import OverheadCase
-from impl.model import SIZES
 from shardmark.api.grid import MB
 from shardmark.meter.plan import IMPLEMENTATION, Measured
-from shardmark.rows.observers import Entry, Observer
+from shardmark.rows.columns import Entry
 from shardmark.rows.observers.fits import fit_line
+from shardmark.rows.observers.observer import Observer
 from shardmark.rows.row import Row
 from shardmark.text import layout
 
 
 class OverheadModel(Observer):
-    """What bucket sizes should cost, from all-reduces of several sizes; nothing where noise hides the bandwidth."""
+    """What bucket sizes should cost, from timed all-reduces of several sizes; nothing where noise hides the bandwidth.
 
-    def __init__(self, case: OverheadCase) -> None:
-        self.case = case
+    The timed parts are named after `kilobytes`, as in "64 KB". `bucket_sizes` are in MB. `best_bucket_bytes(gradients,
+    overhead, bandwidth)` and `exposed_seconds(gradients, bucket, overhead, bandwidth)` are the model.
+    """
+
+    def __init__(
+        self,
+        gradient_bytes: int,
+        kilobytes: Sequence[int],
+        bucket_sizes: Sequence[int],
+        best_bucket_bytes: Callable[[int, float, float], float],
+        exposed_seconds: Callable[[int, float, float, float], float],
+    ) -> None:
+        self.gradient_bytes, self.kilobytes, self.bucket_sizes = gradient_bytes, kilobytes, bucket_sizes
+        self.best_bucket_bytes, self.exposed_seconds = best_bucket_bytes, exposed_seconds
 
     def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
         """The "model" in the row's time."""
-        if model := overhead_model(ranks, self.case):
+        rounds = list(zip(*(rank.laps[IMPLEMENTATION] for rank in ranks), strict=True))
+        # Of each size, the median over the rounds of the slowest rank's time.
+        seconds = {
+            size * 1024: median(max(laps.parts[f"{size} KB"] for laps in round_) for round_ in rounds)
+            for size in self.kilobytes
+        }
+        if model := self._model(seconds):
             row["time"]["model"] = model
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
-        """The model beside what each bucket size was measured to expose."""
+        """The model beside the measured exposed communication of each bucket size."""
         return bucket_lines(entries)
 
-
-def overhead_model(ranks: Sequence[Measured], case: OverheadCase) -> dict[str, Any] | None:
-    """Overhead and bandwidth of an all-reduce, each size's time the median of the slowest rank's, and what they say.
-
-    None where noise makes more bytes take no longer.
-    """
-    rounds = list(zip(*(rank.laps[IMPLEMENTATION] for rank in ranks), strict=True))
-    seconds = {
-        size * 1024: median(max(laps.parts[f"{size} KB"] for laps in round_) for round_ in rounds)
-        for size in case.kilobytes
-    }
-    overhead, per_byte, miss = fit_line(seconds)
-    if per_byte <= 0:
-        return None
-    gradients = 4 * SIZES[case.model].parameters
-    fitted = max(overhead, 0.0), 1 / per_byte
-    best = best_bucket_bytes(gradients, *fitted)
-    return {
-        "seconds": {str(nbytes): each for nbytes, each in seconds.items()},
-        "gradient_bytes": gradients,
-        "overhead": fitted[0],
-        "bandwidth": fitted[1],
-        "miss": miss,
-        "best_bytes": best,
-        "best_seconds": exposed_seconds(gradients, best, *fitted) if best else 0.0,
-        "exposed": {
-            str(size): exposed_seconds(gradients, min(size * MB, gradients), *fitted) for size in case.bucket_sizes
-        },
-    }
+    def _model(self, seconds: dict[int, float]) -> dict[str, Any] | None:
+        """Overhead and bandwidth of an all-reduce, from seconds by bytes; None where more bytes take no longer."""
+        overhead, per_byte, miss = fit_line(seconds)
+        if per_byte <= 0:
+            return None
+        gradients = self.gradient_bytes
+        fitted = max(overhead, 0.0), 1 / per_byte
+        best = self.best_bucket_bytes(gradients, *fitted)
+        return {
+            "seconds": {str(nbytes): each for nbytes, each in seconds.items()},
+            "gradient_bytes": gradients,
+            "overhead": fitted[0],
+            "bandwidth": fitted[1],
+            "miss": miss,
+            "best_bytes": best,
+            "best_seconds": self.exposed_seconds(gradients, best, *fitted) if best else 0.0,
+            "exposed": {
+                str(size): self.exposed_seconds(gradients, min(size * MB, gradients), *fitted)
+                for size in self.bucket_sizes
+            },
+        }
 
 
 def bucket_lines(entries: Sequence[Entry]) -> Iterator[str]:
