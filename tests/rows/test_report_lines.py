@@ -32,9 +32,8 @@ def test_lines_show_attentions_parts_against_its_products() -> None:
     profile = StepProfile({"forward": 1.0, "backward": 1.0}, calls)
     parts = {"scores": (0.003, 4e9), "softmax": (0.002, 1e9), "values": (0.001, 4e9)}
     attention = {name: {"seconds": seconds, "flops": flops} for name, (seconds, flops) in parts.items()}
-    lines = list(
-        AttentionProfile(attention_flops(case)).lines([_entry({"phases": profile.as_row(), "attention": attention})])
-    )
+    observer = AttentionProfile(attention_flops(case))
+    lines = list(observer.lines([_entry({"phases": profile.as_row(), "attention": attention})]))
     cells = [line.split() for line in lines]
     assert ["forward", "75.0%", "1", "3.000", f"{'x' * (WIDEST - 3)}...", "matrix", "product"] in cells
     assert ["forward", "4.000", "75.0%", "0.0%", "0.0%", "25.0%"] in cells
