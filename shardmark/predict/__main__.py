@@ -14,7 +14,7 @@ from shardmark.predict.what_fits import command
 
 
 def main() -> int:
-    """What the command exits with; 4, pytest's usage error, where the suite is not installed."""
+    """The command's exit status; 4, pytest's usage error, where the suite is not installed."""
     installed = find_spec("shardmark_suite")
     folders = [Path(__file__).parents[2], *map(Path, (installed and installed.submodule_search_locations) or [])]
     suite = next((folder for folder in folders if (folder / "impl" / "__init__.py").is_file()), None)

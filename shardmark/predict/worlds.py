@@ -1,4 +1,4 @@
-"""What stands in for worlds where cases are predicted: nothing runs on them."""
+"""Stand-ins for worlds where cases are predicted: nothing runs on them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ MOST_RANKS = 100_000
 
 
 def ranks_of(text: str) -> int | None:
-    """The number of ranks that it says, from 1 to MOST_RANKS; None where it says none."""
+    """The number in the text, from 1 to MOST_RANKS; None for any other text."""
     plain = text.isascii() and text.isdecimal() and len(text) < 10
     return int(text) if plain and 1 <= int(text) <= MOST_RANKS else None
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The hardware that is predicted for, and how many ranks of it."""
+    """The simulated hardware, and its number of ranks."""
 
     hardware: Hardware
     ranks: int
 
 
 def simulated(value: str) -> Simulated:
-    """What a value of `--simulate`, HARDWARE[:RANKS], stands for; ValueError, in one line, for another value."""
+    """Parse a value of `--simulate`, HARDWARE[:RANKS]. ValueError, in one line, for another value."""
     name, colon, ranks = value.rpartition(":") if ":" in value else (value, "", "1")
     try:
         known = hardware(name)
@@ -51,7 +51,7 @@ def simulated(value: str) -> Simulated:
 
 
 class SimulatedWorld:
-    """So many ranks that are not there."""
+    """A world of that many ranks of which none exists."""
 
     device = "cpu"
     alive = True
@@ -61,7 +61,7 @@ class SimulatedWorld:
         self.deadline = 0.0
 
     def run(self, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> NoReturn:
-        """Raises Unsupported: what is not `measure`'s own passes is not predicted."""
+        """Raises Unsupported: only `measure`'s own passes are predicted."""
         raise Unsupported(f"{function.__name__} is for ranks that run, and --simulate predicts steps alone")
 
 
@@ -81,7 +81,7 @@ class SimulatedWorlds:
 
     @property
     def machine(self) -> Machine | None:
-        """What measures the rates of the machine at hand, where that is the hardware."""
+        """Measures the rates of this machine, if it is the simulated hardware."""
         if self._machine is None and self._hardware.name == THIS:
             from shardmark.predict.simulation.this_machine import Machine  # all of PyTorch's FSDP comes with it
 
@@ -89,6 +89,6 @@ class SimulatedWorlds:
         return self._machine
 
     def close(self) -> None:
-        """End the ranks that measure, if any."""
+        """End the measuring ranks, if any."""
         if self._machine is not None:
             self._machine.worlds.close()

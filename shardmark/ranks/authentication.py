@@ -31,11 +31,11 @@ class Seal:
         self._key = key
 
     def seal(self, message: bytes, name: str) -> bytes:
-        """The message with its code; under another name it does not open."""
+        """The message with its code. It opens only under the same name."""
         return self._code(message, name) + message
 
     def open(self, sealed: bytes, name: str) -> bytes:
-        """The message; WorldError where it was not sealed with this key, under this name."""
+        """The message. WorldError where it was not sealed with this key, under this name."""
         code, message = sealed[:_CODE], sealed[_CODE:]
         if not hmac.compare_digest(code, self._code(message, name)):
             raise WorldError(f"a message ({name}) that no process of this launch has written")
@@ -46,9 +46,8 @@ class Seal:
 
 
 def launch_key(first: bool, one_machine: bool) -> bytes:
-    """The key of this launch: the environment's, or, on one machine, one that the `first` process writes to a file that
-    only its user can read. WorldError, in one line, where there is none.
-    """
+    """The key of this launch: the environment's, or, on one machine, a key that the `first` process writes to a file
+    that only its user can read. WorldError, in one line, without one."""
     if given := os.environ.get(VARIABLE):
         return given.encode()
     if not one_machine:
@@ -78,7 +77,7 @@ def forget_key() -> None:
 
 
 def _file() -> Path:
-    """Of this launch alone: by the process that started it, and when that was started."""
+    """The key's file, named after the process that launched the ranks and its start time."""
     launcher = os.getppid()
     started = Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[19]
     return Path(tempfile.gettempdir()) / f"shardmark-{os.getuid()}-{launcher}-{started}.key"

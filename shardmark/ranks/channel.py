@@ -18,11 +18,11 @@ _MARK = b"rank"
 
 
 class GarbledError(ValueError):
-    """What came is no message: something else was written to the socket."""
+    """Bytes that are no message: something else was written to the socket."""
 
 
 class Channel:
-    """One end, which takes and gives whole messages and moves what the other end is ready for."""
+    """The test process's end: queues whole messages, and sends and receives what the other end is ready for."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -67,7 +67,7 @@ class Channel:
 
 
 class _Incoming:
-    """The message that comes next, as much of it as is here, in memory of its own size."""
+    """The next message, as far as it has arrived, in memory of its own size."""
 
     def __init__(self) -> None:
         self._begin(bytearray(_HEADER.size), call=None)

@@ -20,12 +20,12 @@ INSTALLED = ("site-packages", "dist-packages")
 
 
 class CheckoutError(ValueError):
-    """A version that cannot be had, in one line."""
+    """A version that is not available; one line."""
 
 
 @dataclass(frozen=True)
 class Checkout:
-    """The files of one version: `copy` has what it has of `root`."""
+    """A copy of one version's files: `copy` corresponds to `root`."""
 
     ref: str
     commit: str
@@ -33,17 +33,15 @@ class Checkout:
     copy: Path
 
     def moved(self, path: str) -> str:
-        """Where what lies in the root is in the copy; what lies elsewhere, or is installed, stays."""
+        """A path below the root becomes the same path in the copy; other paths, and installed files, stay."""
         absolute = Path(os.path.realpath(path))
         if not absolute.is_relative_to(self.root) or not set(INSTALLED).isdisjoint(absolute.parts):
             return path
         return str(self.copy / absolute.relative_to(self.root))
 
     def enter(self) -> None:
-        """Have this process import the code that is measured from the copy, whatever it has imported before.
-
-        The instruments stay the ones that there are: both versions are measured by the same ones.
-        """
+        """Import the measured code from the copy from now on, whatever this process has imported before. The tool
+        itself stays: the same one measures both versions."""
         for name in [name for name, module in sys.modules.items() if self._has(name, module)]:
             del sys.modules[name]
         registry.FAMILIES.clear()
@@ -52,7 +50,7 @@ class Checkout:
         os.chdir(self.moved(os.getcwd()))
 
     def _has(self, name: str, module: Any) -> bool:
-        """Whether a module is of what is measured."""
+        """Whether the module belongs to the measured code."""
         spec = getattr(module, "__spec__", None)
         places = [*(getattr(spec, "submodule_search_locations", None) or [])]
         if spec is not None and getattr(spec, "has_location", False):  # not what is built in
@@ -66,10 +64,8 @@ class Checkout:
 
 
 def check_out(ref: str, folder: Path) -> Checkout:
-    """A copy of that commit, branch or tag of the repository that `folder` is in, in a new folder for temporary files.
-
-    Raises CheckoutError where there is no repository, or no such version in it.
-    """
+    """Copy that commit, branch or tag of the repository around `folder` into a new temporary folder. CheckoutError
+    where there is no repository, or no such version in it."""
     root = Path(_git(ref, folder, "rev-parse", "--show-toplevel").decode().rstrip("\n"))
     commit = _git(ref, folder, "rev-parse", "--verify", "--end-of-options", f"{ref}^{{commit}}").decode().strip()
     archive = _git(ref, root, "archive", commit)

@@ -1,4 +1,4 @@
-"""How long a test waits for an implementation that hangs: once the whole deadline, from then on little."""
+"""How long a test waits for an implementation that hangs: the whole deadline once, then little."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OVERDUE = 1e-3
 
 
 class Hung(BaseException):
-    """A test that had not ended by its deadline; the traceback ends where it was. No `except Exception` takes it."""
+    """A test did not end by its deadline; the traceback ends where it was. `except Exception` does not catch it."""
 
 
 class Deadlines:
-    """Seconds for each implementation, by a name that no other has; `measured`, for a case that is measured."""
+    """Deadlines in seconds, by implementation; `measured` is that of a measured case."""
 
     def __init__(self, first: float, measured: float) -> None:
         self.first = first

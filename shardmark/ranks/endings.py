@@ -1,4 +1,4 @@
-"""How a rank ended, or where it is while it does not answer; and what it has started, which must not outlive it."""
+"""How a rank ended, or where a silent rank is; and the end of all that it started."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ OTHERS = (*PYTHON, *torch.__path__, OWN, "<")
 
 
 def end_of_process(process: Any) -> int:
-    """A descriptor that can be read once the process has ended: its children do not hold it, as they do a pipe."""
+    """A descriptor that becomes readable when the process ends. Its children do not hold it open, as they would a
+    pipe."""
     try:
         return os.pidfd_open(process.pid)
     except (AttributeError, OSError):  # no Linux of 2019 or later
@@ -38,7 +39,7 @@ def end_of_process(process: Any) -> int:
 
 
 class RankFiles:
-    """What rank `rank` leaves in its world's private folder."""
+    """The files of rank `rank` in its world's private folder."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._stacks = folder / f"rank{rank}.stacks"
@@ -52,7 +53,7 @@ class RankFiles:
 
 
 def how_it_ended(process: Any, files: RankFiles, grace: float) -> str:
-    """With the stack that faulthandler left if a signal like SIGSEGV ended it."""
+    """How the process ended, with the stack that faulthandler wrote if a signal such as SIGSEGV ended it."""
     process.join(grace)
     code = process.exitcode
     names = {number.value: number.name for number in signal.Signals}
@@ -69,11 +70,8 @@ def how_it_ended(process: Any, files: RankFiles, grace: float) -> str:
 
 
 def where_they_are(ranks: dict[int, Any], files: dict[int, RankFiles], seconds: float, grace: float) -> dict[int, str]:
-    """What each process that has not answered does, those first that are likely to be the cause: stopped ones, and
-    those that wait for no other rank.
-
-    The handler that writes the stacks of its threads is in C, so a rank stuck in C answers too.
-    """
+    """What each silent process does, likely causes first: stopped ones, then those that wait for no other rank. The
+    handler that writes the stacks is in C, so a rank stuck in C answers too."""
     stopped = [rank for rank, process in ranks.items() if _is_stopped(process.pid)]
     stacks = _ask_for_stacks({r: process for r, process in ranks.items() if r not in stopped}, files, grace)
     found: dict[int, tuple[int, str]] = {}
@@ -105,14 +103,14 @@ def _ask_for_stacks(ranks: dict[int, Any], files: dict[int, RankFiles], grace: f
 
 
 def _frames(stack: str) -> list[tuple[str, str, str]]:
-    """File, line and function of each frame of the thread that does the call, the innermost first."""
+    """File, line and function of each frame of the thread that runs the call, the innermost first."""
     threads = [re.findall(r'^  File "(.*)", line (\S+) in (.*)$', part, re.MULTILINE) for part in stack.split("\n\n")]
     called = [frames for frames in threads if frames and frames[-1][2] == "perform"]
     return (called or [frames for frames in threads if frames] or [[]])[0]
 
 
 def _place(stack: str) -> str:
-    """The function that it is in, and the user's own line that led there."""
+    """The innermost function, and the user's line that led there."""
     frames = [frame for frame in _frames(stack) if not frame[0].startswith(OWN)]
     if not frames:
         return "code without a Python stack"
@@ -135,7 +133,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def end_ranks(processes: Sequence[Any], folder: Path) -> None:
-    """End every rank, and what it has started, in its own process group or, as a daemon is, in another."""
+    """End every rank and the processes that it started, in its process group or, as daemons are, in another."""
     for process in processes:
         # A rank holds nothing that needs saving, and a hung one would ignore anything softer.
         with contextlib.suppress(OSError):
@@ -150,8 +148,7 @@ def end_ranks(processes: Sequence[Any], folder: Path) -> None:
 
 
 def _started_by_ranks_of(folder: Path) -> list[int]:
-    """Processes that have that folder in their environment, as programs that a rank has started do, or a file of it
-    open, as a rank's forks do."""
+    """Processes that ranks started: programs have that folder in their environment, forks have a file of it open."""
     variable, inside = f"{WORLD_VARIABLE}={folder}\0".encode(), f"{folder}/"
     found = []
     for process in Path("/proc").glob("[0-9]*"):

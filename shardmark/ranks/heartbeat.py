@@ -25,10 +25,8 @@ DOUBTFUL = 2
 
 
 class Heartbeat:
-    """Count for this rank, and watch the `others`, until it is closed.
-
-    Where the store itself does not answer any more, this process ends: what calls it could only wait.
-    """
+    """Count for this rank and watch the `others`, until closed. Where the store stops answering, this process ends:
+    its callers could only wait."""
 
     def __init__(self, store: dist.Store, rank: int, others: Iterable[int] = ()) -> None:
         self._key = f"{rank}"
@@ -51,7 +49,7 @@ class Heartbeat:
         return [rank for rank, beats in self._silent.items() if beats >= DOUBTFUL]
 
     def close(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._closed.set()
 
     def _beat(self) -> None:
@@ -77,7 +75,7 @@ class Heartbeat:
 
 
 def end_without_store(how: str) -> NoReturn:
-    """End this process at once: without torchrun's store it can neither be asked nor answer."""
+    """End this process at once: without torchrun's store nobody can reach it."""
     rank, where = os.environ["RANK"], f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     sys.stderr.write(f"shardmark: rank {rank} ends, as torchrun's store at {where} {how}\n")
     sys.stderr.flush()

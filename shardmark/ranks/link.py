@@ -36,18 +36,18 @@ _CLONE_NEWNET = 0x40000000
 
 
 class LinkError(ValueError):
-    """A link that cannot be made, in one line."""
+    """A link that cannot be made; one line."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """One end of a link: what a process has to know to move there."""
+    """One end of a link, as a process needs it to move there."""
 
     namespace: str
     interface: str = INTERFACE
 
     def enter(self) -> None:
-        """Move the calling thread there, and all that it starts from then on."""
+        """Move the calling thread, and all that it starts from now on, to this host."""
         descriptor = os.open(self.namespace, os.O_RDONLY)
         try:
             _checked("setns", descriptor, _CLONE_NEWNET)
@@ -83,11 +83,11 @@ class Link:
             raise
 
     def host(self, rank: int, size: int) -> Host:
-        """Where that rank of a world of `size` lives: the first half of the ranks (the larger) on the first host."""
+        """The host of that rank: the first half of the ranks (the larger) is on the first host."""
         return self.hosts[2 * rank >= size]
 
     def close(self) -> None:
-        """Close both network namespaces, which are gone when no rank is left in them."""
+        """Close both network namespaces; they disappear with the last rank in them."""
         self._close()
 
     def __enter__(self) -> Link:
@@ -115,7 +115,7 @@ def _check_machine() -> None:
 
 
 def _new_namespace() -> int:
-    """A descriptor of a namespace that the calling thread made, and is in from then on."""
+    """A descriptor of a new namespace, which the calling thread enters."""
     _checked("unshare", _CLONE_NEWNET)
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
 
@@ -130,7 +130,7 @@ def _run_on(host: Host, *commands: str) -> None:
 
 
 def _in_a_thread(function: Callable[[], T]) -> T:
-    """Call it in a thread of its own, so that only that thread, which then ends, is moved elsewhere."""
+    """Call it in a thread of its own: only that thread moves to another namespace, and it then ends."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 

@@ -36,15 +36,15 @@ from shardmark.ranks.rank_state import Messages, RankState, seed_rank
 
 
 class WorldError(ValueError):
-    """A world that cannot be, or work that cannot be sent to one, in one line."""
+    """A world that cannot exist, or work that cannot be sent to one; one line."""
 
 
 class WorldLostError(WorldError):
-    """A world that an earlier test has ended, and that cannot be replaced."""
+    """An earlier test ended this world, and it cannot be replaced."""
 
 
 def available_cores() -> int:
-    """Cores this process may run on, or as many as its control group (cgroup v2) has time for, as in a container."""
+    """Cores that this process may use: by affinity, or by its control group's quota (cgroup v2), as in a container."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -54,7 +54,7 @@ def available_cores() -> int:
 
 
 def threads_of_a_rank(ranks: int) -> int:
-    """One rank's share of the cores, where each worker of pytest-xdist has as many ranks."""
+    """One rank's share of the cores, when each worker of pytest-xdist has that many ranks."""
     return max(1, available_cores() // (ranks * _workers()))
 
 
@@ -64,7 +64,7 @@ def _workers() -> int:
 
 
 def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """A call as bytes, with the seed it is made under; WorldError, in one line, for what cannot be sent."""
+    """A call as bytes, with its random seed. WorldError, in one line, for a call that cannot be pickled."""
     try:
         return pickle.dumps((function, args, torch.initial_seed()))
     except Exception as error:  # pickle raises as many kinds as there are things it cannot pickle
@@ -85,8 +85,7 @@ WORLD_VARIABLE = "SHARDMARK_WORLD"
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says to a call: its `value`, or how it failed (a traceback, and the exception, pickled, if it can
-    be)."""
+    """A rank's answer to a call: its `value`, or its failure (a traceback, and the exception if it can be pickled)."""
 
     value: Any = None
     failure: tuple[str, bytes | None] | None = None
@@ -102,7 +101,7 @@ class Answer:
 
 
 def perform(work: bytes | bytearray, keep: bool = False) -> bytes:
-    """Do a pickled call; its `Answer`, as bytes. With `keep` what it changes on the rank stays."""
+    """Run a pickled call; its `Answer`, as bytes. With `keep`, changes to the process stay."""
     own_process = os.getpid()
     before = RankState()
     try:
@@ -132,8 +131,7 @@ def perform(work: bytes | bytearray, keep: bool = False) -> bytes:
 
 
 def _report(error: BaseException) -> str:
-    """The exception and its traceback. Whatever a user's own exception does when it is asked for its text is left out,
-    and so is what is too long."""
+    """The exception and its traceback. Text that a user's exception fails to give is left out; long text is cut."""
     try:
         own = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of `perform`
         report = traceback.TracebackException(type(error), error, own)
@@ -171,7 +169,8 @@ def _left_behind(before: RankState) -> dict[str, Any]:
 
 
 def _unrest_on_gpu() -> str | None:
-    """An error on the GPU stays with its process; a collective that other ranks never begin does not end."""
+    """Why the GPU cannot take another call: an error there stays with its process, and a collective that other ranks
+    never begin does not end."""
     if not torch.cuda.is_initialized():
         return None
     errors: list[RuntimeError] = []
@@ -192,7 +191,7 @@ def _unrest_on_gpu() -> str | None:
 
 
 def ranks_met(device: str) -> list[int]:
-    """The ranks whose messages arrive in a collective of all."""
+    """The ranks whose messages arrive in a collective of all ranks."""
     own = torch.tensor([dist.get_rank()], device=device)
     found = [torch.full_like(own, -1) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
@@ -208,8 +207,8 @@ def serve(
     checkout: Checkout | None,
     end: socket.socket,
 ) -> None:
-    """A rank's life: join the group, from that host and with that version of the code where they are given, then answer
-    each call until nobody asks."""
+    """A rank's life: join the group, from that host and with that version of the code if given, then answer calls
+    until the world is closed."""
     os.setpgid(0, 0)  # with what it starts, so that all of them end together
     _die_with_parent()
     gc.freeze()  # what was imported before the fork stays: to look through it takes a quarter of a second each time
@@ -250,7 +249,7 @@ def _answer_calls(end: socket.socket) -> None:
 
 
 def _keep_temporary_files_in(directory: Path) -> None:
-    """Those of a rank that is killed go with the world; what PyTorch has compiled stays where it was."""
+    """Put temporary files into the world's folder, which outlives no world; PyTorch's compiled code stays where it is."""
     compiler = sys.modules.get("torch._inductor.runtime.cache_dir_utils")  # the server has imported it
     if compiler is not None:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiler.default_cache_dir())
@@ -286,7 +285,7 @@ def _bind_to_cores(rank: int, size: int) -> None:
 
 
 def _place(cpu: int) -> tuple[int, int, int]:
-    """Where Linux's `cpu` is: its socket and its core, so that those of one core stay together where it has two."""
+    """Socket and core of Linux's `cpu`, so that the hardware threads of one core stay together."""
     topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
     try:
         socket_, core = (int((topology / name).read_text()) for name in ("physical_package_id", "core_id"))
@@ -296,7 +295,7 @@ def _place(cpu: int) -> tuple[int, int, int]:
 
 
 def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank: int, threads: int) -> None:
-    """Join the process group (NCCL or Gloo); each of a machine's ranks has its GPU, and that many threads."""
+    """Join the process group (NCCL or Gloo), a GPU for each rank of this machine, and that many threads."""
     torch.set_num_threads(threads)
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 2000))  # as torch.compile does when it first compiles
     keep_compiled_code_apart()

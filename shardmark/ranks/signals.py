@@ -13,7 +13,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Ending:
-    """While it handles them, raises KeyboardInterrupt; where they are held back, after that."""
+    """Makes signals raise KeyboardInterrupt; a signal that is held back raises it later."""
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
@@ -21,23 +21,24 @@ class Ending:
         self._came = False
 
     def handle(self) -> None:
-        """Until `leave`. What is ignored stays so: a run under nohup goes on when its terminal ends."""
+        """Handle the signals until `leave`. An ignored signal stays ignored: a run under nohup goes on when its
+        terminal ends."""
         for number in SIGNALS:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 self._before[number] = signal.signal(number, self._handle)
 
     def leave(self) -> None:
-        """The signals do what they did before."""
+        """Put the former handlers back."""
         while self._before:
             signal.signal(*self._before.popitem())
 
     def hold(self) -> None:
-        """From now on the run ends by itself."""
+        """Hold signals back from now on: the run is ending by itself."""
         self._held += 1
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A signal that comes in the block is raised after it."""
+        """Hold signals back in the block; raise after it."""
         self._held += 1
         try:
             yield

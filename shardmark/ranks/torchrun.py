@@ -91,7 +91,7 @@ def _join(device: str) -> tuple[dist.Store, Seal, Heartbeat | None]:
 
 
 def serve(device: str) -> None:
-    """Do what rank 0 asks until it says stop; torchrun's SIGTERM ends a rank that is stuck."""
+    """Answer rank 0's calls until it says stop; torchrun's SIGTERM ends a rank that is stuck."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     store, seal, heartbeat = _join(device)
     call = 0
@@ -197,7 +197,7 @@ class TorchrunWorld:
         return answers
 
     def _in_step(self, answers: dict[int, Answer]) -> bool:
-        """See `World`'s."""
+        """See `World._in_step`."""
         if any(answer.broken for answer in answers.values()) or len({a.collectives for a in answers.values()}) == 1:
             return True
         try:
@@ -220,7 +220,7 @@ class TorchrunWorld:
             os.close(self._ends.popitem()[1])
 
     def _gone(self, answers: dict[int, Answer]) -> dict[int, str]:
-        """Ranks that cannot answer any more, and how that is known."""
+        """Ranks that can no longer answer, each with the reason."""
         ended = select.select(self._ends.values(), [], [], 0)[0]
         gone = {rank_: _DEAD for rank_, end in self._ends.items() if end in ended}
         if self._heartbeat is not None:
@@ -228,7 +228,7 @@ class TorchrunWorld:
         return {rank_: how for rank_, how in gone.items() if rank_ not in answers}
 
     def _doubtful(self, answers: dict[int, Answer]) -> bool:
-        """Whether a rank whose heartbeat is late has not answered either: its host may be gone."""
+        """Whether a rank that has not answered is late with its heartbeat too: its host may be gone."""
         return self._heartbeat is not None and not answers.keys() >= set(self._heartbeat.doubtful())
 
     def _perform_own(self, work: bytes, own: list[bytes]) -> None:
@@ -237,7 +237,7 @@ class TorchrunWorld:
         own.append(perform(work))
 
     def _answer(self, call: int, rank_: int, own: list[bytes]) -> bytes | None:
-        """The rank's answer to that call, if it is there."""
+        """The rank's answer to that call; None until it arrives."""
         if rank_ == 0:
             return own[0] if own else None
         key = f"{call}/{rank_}"
@@ -252,14 +252,14 @@ class TorchrunWorld:
 
 
 def _exit_at_once() -> None:
-    """After a call that has failed."""
+    """Exit without waiting for other ranks, after a failed call."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
 
 
 class LocalWorld:
-    """A world of one rank in this process: what single-device cases run on when torchrun's ranks are the world."""
+    """A world of one rank in this process, for single-device cases under torchrun."""
 
     size = 1
     alive = True

@@ -62,7 +62,7 @@ def available_ranks(device: str) -> int:
 
 
 def check_size(size: int, device: str) -> None:
-    """Raise WorldError, in one line, for a world larger than the machine allows."""
+    """WorldError, in one line, for a world larger than the machine allows."""
     allowed = available_ranks(device)
     if size > allowed and device == "cuda":
         raise WorldError(f"{size} ranks need {size} CUDA devices, and this machine has {allowed}")
@@ -152,8 +152,8 @@ class World:
         return [answers[rank].value for rank in range(self.size)]
 
     def _in_step(self, answers: dict[int, Answer]) -> bool:
-        """Whether the ranks meet in the next collective: asked of them where they raised, or have begun different
-        numbers."""
+        """Whether all ranks meet in the next collective; asked where ranks raised or began different numbers of
+        collectives."""
         same = len({answer.collectives for answer in answers.values()}) == 1 and not failures_of(answers)
         if same or any(answer.broken for answer in answers.values()):
             return True
@@ -171,7 +171,7 @@ class World:
 
     @property
     def alive(self) -> bool:
-        """Whether every rank is there to take work."""
+        """Whether every rank can take work."""
         return bool(self._processes) and all(process.is_alive() for process in self._processes)
 
     @property
@@ -242,7 +242,7 @@ def _unusable(what: str) -> Answer:
 
 
 def _loopback_is_up() -> bool:
-    """Whether the interface "lo" may carry traffic; also where nobody can tell."""
+    """Whether the interface "lo" carries traffic; True where this cannot be told."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("16sH14x", b"lo", 0))
@@ -252,7 +252,8 @@ def _loopback_is_up() -> bool:
 
 
 def _make_room_for_sockets() -> None:
-    """Have multiprocessing keep its sockets in /tmp where TMPDIR is too long for one, as Python does from 3.14 on."""
+    """Put multiprocessing's sockets into /tmp where TMPDIR is too long for a socket's path, as Python does from 3.14
+    on."""
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST_FOLDER:
         with patch.object(tempfile, "tempdir", "/tmp"):
             util.get_temp_dir()  # made once, and then kept until the process ends
