@@ -249,7 +249,9 @@ def _is_foreign(file: str) -> bool:
     python, path = Path(os.__file__).parent, Path(file)
     if not path.is_absolute():
         return (python / path).is_file() and not path.is_file()
-    return any(path.is_relative_to(folder) for folder in (Path(torch.__file__).parent, python, Path(__file__).parent))
+    return any(
+        path.is_relative_to(folder) for folder in (Path(torch.__file__).parent, python, Path(__file__).parents[1])
+    )
 
 
 @cache

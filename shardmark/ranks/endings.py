@@ -24,7 +24,7 @@ HINTS = {
 """What may be behind a signal."""
 
 PYTHON = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")]
-OWN = os.path.dirname(__file__)
+OWN = str(Path(__file__).parents[1])
 OTHERS = (*PYTHON, *torch.__path__, OWN, "<")
 """How files begin whose code is not the user's."""
 

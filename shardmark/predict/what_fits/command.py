@@ -86,7 +86,7 @@ def _ranks(value: str) -> list[int]:
 def _strategies(own: Sequence[str]) -> list[Strategy]:
     """Those that are always shown, and the user's."""
     training = {name: family for name, family in FAMILIES.items() if family.workload is not None}
-    ordered = sorted(training.items(), key=lambda pair: pair[1].on_ranks)  # one device first
+    ordered = sorted(training.items(), key=lambda pair: (pair[1].on_ranks, not pair[1].strategies))  # one device first
     strategies = [
         Strategy(resolve(name, implementation), checkpointed)
         for name, family in ordered
