@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from impl.checkpointing.cases import CASES
 from impl.training_step.accounting import work
 from impl.training_step.cases import TrainingStepCase
 from impl.training_step.workload import CheckpointedStep
-from shardmark.api import Grid, Implementation, OwnModelCase
+from shardmark.api import Implementation, OwnModelCase
 from shardmark.plugin.measure import Measure
 from shardmark.report.answers import saves
 from shardmark.rows.columns import Column
@@ -16,18 +17,6 @@ RECOMPUTED = Column(
     "recomputed", lambda entry, row: f"{row['work']['recomputed']:.0%}" if "recomputed" in row["work"] else None
 )
 """FLOPs that the policy computes again, as a share of the step's."""
-
-CASES = Grid(
-    smoke=[TrainingStepCase("tiny", batch=2, context=64)],
-    laptop=[TrainingStepCase("deep", batch=2, context=256)],
-    paper=[TrainingStepCase(model, batch=4, context=1024) for model in ("medium", "xl")],
-    full=[
-        TrainingStepCase(model, batch=4, context=context)
-        for model in ("medium", "large", "xl")
-        for context in (1024, 2048)
-    ],
-    own=OwnModelCase.of,
-)
 
 
 @pytest.mark.family("checkpointing")

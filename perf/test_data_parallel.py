@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from impl.data_parallel.accounting import best_bucket_bytes, exposed_seconds, work
-from impl.data_parallel.cases import ReductionCase
+from impl.data_parallel.cases import CASES, ReductionCase
 from impl.data_parallel.workload import AllReduces, DataParallelStep, OverheadCase
 from impl.model import SIZES
 from impl.training_step.cases import TrainingStepCase
-from shardmark.api import MB, Grid, Implementation, OwnModelCase, Race
+from shardmark.api import MB, Grid, Implementation, Race
 from shardmark.meter.measure_case import measure as measure_on_rank
 from shardmark.meter.plan import Plan, Rounds
 from shardmark.plugin.measure import Measure, memory_budget
@@ -21,14 +21,6 @@ from shardmark.report.observed_answers import best_bucket, hides
 from shardmark.report.plots import Lines
 from shardmark.rows.observers import ExposedCommunication
 from shardmark.rows.observers.overhead_model import OverheadModel
-
-CASES = Grid(
-    smoke=[TrainingStepCase("tiny", batch=2, context=32)],
-    laptop=[TrainingStepCase("mini", batch=2, context=32)],
-    paper=[TrainingStepCase(model, batch=4, context=512) for model in ("medium", "xl")],
-    full=[TrainingStepCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
-    own=OwnModelCase.of,
-)
 
 _SIZES = {"smoke": (1, 25), "laptop": (1, 10, 100), "paper": (1, 10, 100, 1000)}  # MB
 

@@ -7,20 +7,12 @@ from dataclasses import replace
 import pytest
 
 from impl.fsdp.accounting import work
-from impl.fsdp.cases import FSDPCase
+from impl.fsdp.cases import CASES, FSDPCase
 from impl.fsdp.workload import FSDPStep
-from shardmark.api import Grid, Implementation, OwnModelCase
+from shardmark.api import Grid, Implementation
 from shardmark.plugin.measure import Measure
 from shardmark.ranks.world import World
 from shardmark.report.answers import saves
-
-CASES = Grid(
-    smoke=[FSDPCase("tiny", batch=2, context=32)],
-    laptop=[FSDPCase("mini", batch=2, context=32)],
-    paper=[FSDPCase(model, batch=4, context=512) for model in ("medium", "xl")],
-    full=[FSDPCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
-    own=OwnModelCase.of,
-)
 
 LOW_PRECISION = Grid(
     smoke=[],

@@ -10,21 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from impl.sharded_optimizer.cases import ShardedStepCase
+from impl.sharded_optimizer.cases import CASES, ShardedStepCase
 from impl.sharded_optimizer.workload import ShardedStep
-from shardmark.api import Grid, Implementation, OwnModelCase
+from shardmark.api import Implementation
 from shardmark.plugin.measure import Measure
 from shardmark.ranks.world import World
 from shardmark.report.answers import saves
 from shardmark.rows.observers import ExposedCommunication, Timeline
-
-CASES = Grid(
-    smoke=[ShardedStepCase("tiny", batch=2, context=32)],
-    laptop=[ShardedStepCase("mini", batch=2, context=32)],
-    paper=[ShardedStepCase(model, batch=4, context=512) for model in ("medium", "xl")],
-    full=[ShardedStepCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
-    own=OwnModelCase.of,
-)
 
 
 @pytest.mark.family("sharded_optimizer")

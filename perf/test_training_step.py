@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from impl.training_step.accounting import work
-from impl.training_step.cases import STEP_MODES, TrainingStepCase
-from impl.training_step.workload import CONTEXTS, DTYPES, MODELS, LanguageModelStep
+from impl.training_step.cases import STEP_MODES, STEP_TIMES, TrainingStepCase
+from impl.training_step.workload import LanguageModelStep
 from shardmark.api import Grid, Implementation, OwnModelCase, registry
 from shardmark.meter.clock import Laps
 from shardmark.meter.measure_case import timed_steps
@@ -22,29 +22,6 @@ from shardmark.report.plots import Lines
 from shardmark.rows.observers import Goals, Observer
 from shardmark.rows.observers.after_warmups import AfterWarmups, after_warmups
 from shardmark.rows.row import Row
-
-STEP_TIMES = Grid(
-    smoke=[TrainingStepCase("tiny", batch=2, context=32, mode=mode) for mode in STEP_MODES],
-    laptop=[
-        *(TrainingStepCase("tiny", batch=4, context=context) for context in CONTEXTS),
-        *(TrainingStepCase("mini", batch=4, context=128, mode=mode) for mode in STEP_MODES),
-        TrainingStepCase("mini", batch=4, context=128, dtype="bfloat16"),
-        TrainingStepCase("tiny", batch=1, context=64, dtype="float16"),  # few CPUs multiply float16 in hardware
-    ],
-    paper=[
-        *(TrainingStepCase(model, batch=4, context=512, dtype="bfloat16") for model in MODELS),
-        *(TrainingStepCase("medium", batch=4, context=context) for context in CONTEXTS),
-        *(TrainingStepCase("medium", batch=4, context=512, mode=mode) for mode in STEP_MODES[:2]),
-    ],
-    full=[
-        TrainingStepCase(model, batch=4, context=context, dtype=dtype, mode=mode)
-        for model in MODELS
-        for context in CONTEXTS
-        for dtype in DTYPES
-        for mode in STEP_MODES
-    ],
-    own=OwnModelCase.of,
-)
 
 STEP_COMPILED = Grid(
     smoke=[],

@@ -11,8 +11,8 @@ import pytest
 from impl.accounting.model import activations
 from impl.model import SIZES
 from impl.training_step.accounting import work
-from impl.training_step.cases import STEP_MODES, TrainingStepCase
-from impl.training_step.workload import CONTEXTS, DTYPES, LanguageModelStep
+from impl.training_step.cases import CONTEXTS, DTYPES, STEP_MODES, TrainingStepCase
+from impl.training_step.workload import LanguageModelStep
 from shardmark.api import Grid, Implementation
 from shardmark.plugin.measure import Measure
 from shardmark.report.observed_answers import largest_kinds

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from impl.training_step.accounting import attention_flops, work
-from impl.training_step.cases import TrainingStepCase
-from impl.training_step.workload import CONTEXTS, MODELS, LanguageModelStep
+from impl.training_step.cases import CONTEXTS, MODELS, TrainingStepCase
+from impl.training_step.workload import LanguageModelStep
 from shardmark.api import Grid, Implementation
 from shardmark.plugin.measure import Measure
 from shardmark.report.observed_answers import largest_parts

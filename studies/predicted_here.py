@@ -19,14 +19,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import impl  # noqa: F401  (registers)
+from impl.checkpointing.cases import CASES as CHECKPOINTING
+from impl.data_parallel.cases import CASES as DATA_PARALLEL
 from impl.data_parallel.workload import DataParallelStep
+from impl.fsdp.cases import CASES as FSDP
 from impl.fsdp.cases import FSDPCase
 from impl.fsdp.workload import FSDPStep
+from impl.sharded_optimizer.cases import CASES as SHARDED_OPTIMIZER
 from impl.sharded_optimizer.cases import ShardedStepCase
 from impl.sharded_optimizer.workload import ShardedStep
+from impl.training_step.cases import STEP_TIMES
 from impl.training_step.workload import CheckpointedStep, LanguageModelStep
-from perf import test_checkpointing, test_data_parallel, test_fsdp, test_sharded_optimizer, test_training_step
 from shardmark.api import registry
 from shardmark.meter.plan import Plan
 from shardmark.predict.simulation.on_ranks import step_seconds
@@ -36,9 +39,9 @@ from shardmark.ranks.world import Worlds
 
 TURNS, STEPS = 2, 5
 STRATEGIES = (
-    ("data_parallel", ("naive", "flat", "overlapped", "bucketed", "ddp"), DataParallelStep, test_data_parallel.CASES),
-    ("sharded_optimizer", ("unsharded", "zero_redundancy", "sharded"), ShardedStep, test_sharded_optimizer.CASES),
-    ("fsdp", ("sharded", "fsdp1", "fsdp2"), FSDPStep, test_fsdp.CASES),
+    ("data_parallel", ("naive", "flat", "overlapped", "bucketed", "ddp"), DataParallelStep, DATA_PARALLEL),
+    ("sharded_optimizer", ("unsharded", "zero_redundancy", "sharded"), ShardedStep, SHARDED_OPTIMIZER),
+    ("fsdp", ("sharded", "fsdp1", "fsdp2"), FSDPStep, FSDP),
 )
 
 
@@ -78,10 +81,10 @@ def plans(ranks: int) -> Iterator[Plan]:
         return Plan(workload, registry.resolve(family, name), None, case, "cpu", ranks)
 
     if ranks == 1:
-        for case in test_training_step.STEP_TIMES.laptop:
+        for case in STEP_TIMES.laptop:
             yield plan("training_step", "eager", LanguageModelStep, case)
         for name in registry.family("checkpointing").implementations:
-            for case in test_checkpointing.CASES.laptop:
+            for case in CHECKPOINTING.laptop:
                 yield plan("checkpointing", name, CheckpointedStep, case)
     for family, names, workload, grid in STRATEGIES:
         for case in grid.laptop:

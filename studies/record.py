@@ -1,11 +1,12 @@
-"""What a machine does, kept in studies/records/<machine>.json.gz and told in docs/results-<machine>.md.
+"""What a machine does: record a run in studies/records/<machine>.json.gz and write docs/results-<machine>.md from it.
 
-    python studies/record.py -k goals                       # on a GPU: check its Triton kernels, then measure the goals
-    python studies/record.py                                 # and all of it at paper scale: less than an hour
-    python studies/record.py --keep out.json two-cores-cpu   # a run that there is, under that name
+    python -m studies.record -k goals                        # on a GPU: check its Triton kernels, measure the goals
+    python -m studies.record                                 # on a GPU: measure all at paper scale, under an hour
+    python -m studies.record --keep out.json two-cores-cpu   # record an existing run under that name
 
 Every Triton kernel is checked at every configuration before anything is measured. Other arguments are pytest's and
-choose what is measured; rows go each in the place of an older one of the same test. No host is named in a record.
+choose what is measured. New rows replace older rows of the same tests. A record names no host. The record of
+two-cores-cpu also fills README's table of figures.
 """
 
 from __future__ import annotations
@@ -20,14 +21,12 @@ from typing import Any
 
 import torch
 
+from shardmark.report.markdown import markdown
+from shardmark.report.questions import KNOWN
+from shardmark.rows.atomic_json import RowFileError
+from shardmark.rows.reader import LISTS, RunFileError, read_run
+
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # where it is run as a file
-
-from shardmark.report.markdown import markdown  # noqa: E402
-from shardmark.rows.atomic_json import RowFileError  # noqa: E402
-from shardmark.rows.reader import LISTS, RunFileError, read_run  # noqa: E402
-from studies import readme  # noqa: E402
-
 RECORDS, DOCUMENTS = ROOT / "studies" / "records", ROOT / "docs"
 
 MACHINE = (
@@ -35,20 +34,45 @@ MACHINE = (
     *("triton", "libc"),
     *("python_version", "machine", "system", "attention_backend"),
 )
-"""What a record says of its machine, beside the name of its processor."""
+"""Fields of `machine_info` that a record keeps, beside the name of the processor."""
 ENTRY = ("group", "name", "fullname", "stats", "extra_info", "cells")
 STATS = ("mean", "stddev", "median", "min", "max", "rounds", "ops")
 
 KERNELS = "(triton or kernels) and not compiles"
-"""Tests of Triton kernels, by name, without those that compile for chips that are not here."""
+"""pytest's `-k` for tests of Triton kernels, without those that compile for other chips."""
+
+
+README_MACHINE = "two-cores-cpu"
+README_BEGIN, README_END = "<!-- figures: studies/record.py writes them -->\n", "<!-- end of the figures -->\n"
+README_COLUMNS = ("case", "time ms", "ratio to peer", "tensors MiB", "budget MiB", "verdict")
+README_ROWS = {
+    "attention, `eager`": "perf/test_attention.py::test_memory_by_length[eager-b2-s2048-d64-full-float32-both]",
+    "attention, `sdpa`": "perf/test_attention.py::test_memory_by_length[sdpa-b2-s2048-d64-full-float32-both]",
+    "loss, `eager`": "perf/test_loss.py::test_time_and_memory[eager-t1024-d128-v8192-float32]",
+    "loss, `fused_pytorch`": "perf/test_loss.py::test_time_and_memory[fused_pytorch-t1024-d128-v8192-float32]",
+    "checkpointing, `none`": "perf/test_checkpointing.py::test_training_step[none-deep-b2-s256-float32-step]",
+    "checkpointing, `full`": "perf/test_checkpointing.py::test_training_step[full-deep-b2-s256-float32-step]",
+    "data parallel, `naive`": "perf/test_data_parallel.py::test_training_step[naive-mini-b2-s32-float32-step-2ranks]",
+    "data parallel, `bucketed`": (
+        "perf/test_data_parallel.py::test_training_step[bucketed-mini-b2-s32-float32-step-2ranks]"
+    ),
+    "ZeRO-1, `sharded`": (
+        "perf/test_sharded_optimizer.py::test_sharded_optimizer[sharded-mini-b2-s32-float32-step-2ranks]"
+    ),
+    "FSDP, `sharded`": "perf/test_fsdp.py::test_training_step[sharded-mini-b2-s32-float32-step-2ranks]",
+}
+"""Rows of README's table of figures: what README calls each, and the full name of its test."""
 
 
 def main(arguments: list[str]) -> int:
-    """Check, measure, record; the first exit status that is not 0."""
+    """Check the kernels, measure, record. Returns the first exit status that is not 0."""
     if arguments[:1] == ["--keep"]:
         return _keep(arguments[1:])
     if not torch.cuda.is_available():
-        print("studies/record.py records what a GPU does, and there is none", file=sys.stderr)
+        print(
+            "python -m studies.record measures a GPU, and there is none; --keep records an existing run",
+            file=sys.stderr,
+        )
         return 4
     checked = _pytest("correctness", "-m", "sweep or not sweep", "-k", KERNELS, "-q")
     with tempfile.TemporaryDirectory() as folder:
@@ -62,35 +86,35 @@ def main(arguments: list[str]) -> int:
 
 
 def _keep(arguments: list[str]) -> int:
-    """Under that name, in the place of what was there."""
+    """Record an existing run under that name; it replaces the older record."""
     if len(arguments) != 2:
-        print("studies/record.py --keep takes the file of a run and the machine's name", file=sys.stderr)
+        print("python -m studies.record --keep takes the file of a run and the machine's name", file=sys.stderr)
         return 4
     path, name = arguments
     try:
         write(_slug(name), read_run(Path(path)))
     except (RunFileError, RowFileError) as error:
-        print(f"studies/record.py: {error}", file=sys.stderr)
+        print(f"python -m studies.record: {error}", file=sys.stderr)
         return 4
     return 0
 
 
 def write(name: str, output: dict[str, Any]) -> None:
-    """The record and its document."""
+    """Write the record and its document; of `README_MACHINE` README's table too."""
     record, document = _record(name), DOCUMENTS / f"results-{name}.md"
     record.parent.mkdir(exist_ok=True)
     text = json.dumps(compacted(output), separators=(",", ":"))
     record.write_bytes(gzip.compress(text.encode(), mtime=0))  # the same rows are the same file
     run = read_run(record)
     document.write_text(markdown([(record.name, run)]), encoding="utf-8")
-    if name == readme.MACHINE:
+    if name == README_MACHINE:
         readme_file = ROOT / "README.md"
-        readme_file.write_text(readme.with_figures(readme_file.read_text(encoding="utf-8"), run), encoding="utf-8")
-    print(f"recorded in {record.relative_to(ROOT)}, and told in {document.relative_to(ROOT)}")
+        readme_file.write_text(with_figures(readme_file.read_text(encoding="utf-8"), run), encoding="utf-8")
+    print(f"recorded in {record.relative_to(ROOT)}, and written to {document.relative_to(ROOT)}")
 
 
 def compacted(output: dict[str, Any]) -> dict[str, Any]:
-    """A run without each round's time, the host's name, and what pytest-benchmark says of its options."""
+    """The run without single rounds' times, the host's name and pytest-benchmark's options."""
     info = output["machine_info"]
     machine: dict[str, Any] = {name: info[name] for name in MACHINE if name in info}
     machine["cpu"] = {"brand_raw": (info.get("cpu") or {}).get("brand_raw")}
@@ -109,9 +133,9 @@ def _record(name: str) -> Path:
 
 
 def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
-    """Newer results, and of the older ones the rows of tests, and their questions, that are not among the newer.
+    """The newer run, with those rows and questions of the older run that the newer one does not have.
 
-    What either run said of all its rows is left out where it is not of all of these.
+    Answers and outcomes are left out where rows of both runs are merged: they were about one run's rows.
     """
     result = dict(newer)
     fresh = {row["fullname"] for kind in LISTS for row in newer.get(kind, [])}
@@ -134,8 +158,28 @@ def _pytest(*arguments: str) -> int:
 
 
 def _slug(name: str) -> str:
-    """A file's name: "NVIDIA H200" is nvidia-h200."""
+    """A machine's name as a file's name: "NVIDIA H200" becomes "nvidia-h200"."""
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+
+
+def with_figures(text: str, run: dict[str, Any]) -> str:
+    """The text with the run's figures in place of those that it has.
+
+    KeyError for a run without one of `README_ROWS`.
+    """
+    entries = {entry["fullname"]: entry for entry in run["benchmarks"]}
+    lines = [f"| technique | {' | '.join(README_COLUMNS)} |", f"|---|{'---|' * len(README_COLUMNS)}"]
+    for called, name in README_ROWS.items():
+        cells = [called, *(_cell(column, entries[name]) for column in README_COLUMNS)]
+        lines.append(f"| {' | '.join(cells)} |")
+    before, rest = text.split(README_BEGIN)
+    return before + README_BEGIN + "\n".join(lines) + f"\n{README_END}" + rest.split(README_END)[1]
+
+
+def _cell(name: str, entry: dict[str, Any]) -> str:
+    column = KNOWN[name]
+    cell = column.brief or column.cell
+    return cell(entry, entry["extra_info"]) or "-"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from impl.training_step.cases import TrainingStepCase
+from shardmark.api import Grid, OwnModelCase
 
 
 @dataclass(frozen=True)
@@ -20,3 +21,12 @@ class ReductionCase(TrainingStepCase):
     def reduce_bytes(self) -> int:
         """Bytes of a gradient's element while it is communicated."""
         return 2
+
+
+CASES = Grid(
+    smoke=[TrainingStepCase("tiny", batch=2, context=32)],
+    laptop=[TrainingStepCase("mini", batch=2, context=32)],
+    paper=[TrainingStepCase(model, batch=4, context=512) for model in ("medium", "xl")],
+    full=[TrainingStepCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
+    own=OwnModelCase.of,
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from impl.training_step.cases import TrainingStepCase
+from shardmark.api import Grid, OwnModelCase
 
 
 @dataclass(frozen=True)
@@ -66,3 +67,12 @@ class NineLinearsCase:
     def linears_a_unit(self) -> int:
         """How many linears are all-gathered together."""
         return {"linears": 1, "thirds": self.linears // 3, "whole": self.linears}[self.wrap]
+
+
+CASES = Grid(
+    smoke=[FSDPCase("tiny", batch=2, context=32)],
+    laptop=[FSDPCase("mini", batch=2, context=32)],
+    paper=[FSDPCase(model, batch=4, context=512) for model in ("medium", "xl")],
+    full=[FSDPCase(model, batch=4, context=512) for model in ("small", "medium", "large", "xl")],
+    own=OwnModelCase.of,
+)

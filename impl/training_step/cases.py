@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardmark.api import Unsupported
+from shardmark.api import Grid, OwnModelCase, Unsupported
 
 STEP_MODES = ("forward", "forward_backward", "step")
+CONTEXTS = (128, 256, 512, 1024)
+MODELS = ("small", "medium", "large", "xl", "2.7b")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -63,3 +66,27 @@ class ScalingCase:
     def efficiency(self, ranks: int, ratio: float) -> float:
         """Scaling efficiency where the step on `ranks` ranks takes `ratio` times the step of one rank; 1 is ideal."""
         return 1 / (ranks * ratio) if self.kind == "strong" else 1 / ratio
+
+
+STEP_TIMES = Grid(
+    smoke=[TrainingStepCase("tiny", batch=2, context=32, mode=mode) for mode in STEP_MODES],
+    laptop=[
+        *(TrainingStepCase("tiny", batch=4, context=context) for context in CONTEXTS),
+        *(TrainingStepCase("mini", batch=4, context=128, mode=mode) for mode in STEP_MODES),
+        TrainingStepCase("mini", batch=4, context=128, dtype="bfloat16"),
+        TrainingStepCase("tiny", batch=1, context=64, dtype="float16"),  # few CPUs multiply float16 in hardware
+    ],
+    paper=[
+        *(TrainingStepCase(model, batch=4, context=512, dtype="bfloat16") for model in MODELS),
+        *(TrainingStepCase("medium", batch=4, context=context) for context in CONTEXTS),
+        *(TrainingStepCase("medium", batch=4, context=512, mode=mode) for mode in STEP_MODES[:2]),
+    ],
+    full=[
+        TrainingStepCase(model, batch=4, context=context, dtype=dtype, mode=mode)
+        for model in MODELS
+        for context in CONTEXTS
+        for dtype in DTYPES
+        for mode in STEP_MODES
+    ],
+    own=OwnModelCase.of,
+)

@@ -13,10 +13,6 @@ from impl.training_step.cases import TrainingStepCase
 from impl.training_step.models import checkpointed, made
 from shardmark.api import Implementation, Loss, Mark, OwnModelCase, Unsupported, resolve, trains_own_model
 
-CONTEXTS = (128, 256, 512, 1024)
-MODELS = ("small", "medium", "large", "xl", "2.7b")
-DTYPES = ("float32", "bfloat16", "float16")
-
 
 class LanguageModelStep:
     """One AdamW step of a language model on random tokens, or the part of it that the case names; or of a user's own

@@ -15,8 +15,7 @@ from perf.schema import complaints
 from shardmark.report.markdown import markdown
 from shardmark.rows.reader import LISTS, read_run
 from studies import record
-from studies.readme import MACHINE, with_figures
-from studies.record import DOCUMENTS, RECORDS, ROOT, compacted, main, merged
+from studies.record import DOCUMENTS, README_MACHINE, RECORDS, ROOT, compacted, main, merged, with_figures
 from tests.support.entries import entry
 
 
@@ -71,8 +70,8 @@ def test_a_record_names_no_host_and_has_no_rounds(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--keep"], "studies/record.py --keep takes the file of a run and the machine's name"),
-        (["--keep", "none.json", "here"], "studies/record.py: none.json: No such file or directory"),
+        (["--keep"], "python -m studies.record --keep takes the file of a run and the machine's name"),
+        (["--keep", "none.json", "here"], "python -m studies.record: none.json: No such file or directory"),
     ],
     ids=["nothing", "no_file"],
 )
@@ -93,7 +92,7 @@ def test_each_document_says_what_its_record_has(path: Path) -> None:
 
 def test_readmes_figures_are_those_of_its_record() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert with_figures(text, read_run(RECORDS / f"{MACHINE}.json.gz")) == text
+    assert with_figures(text, read_run(RECORDS / f"{README_MACHINE}.json.gz")) == text
 
 
 def test_readme_is_read_in_one_sitting() -> None:
@@ -126,5 +125,7 @@ def test_each_document_has_a_record() -> None:
 @pytest.mark.sweep
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_it_is_one_line() -> None:
-    run = subprocess.run([sys.executable, str(ROOT / "perf" / "record.py")], capture_output=True, text=True, timeout=60)
-    assert run.returncode == 4 and run.stderr == "studies/record.py records what a GPU does, and there is none\n"
+    command = [sys.executable, "-m", "studies.record"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    line = "python -m studies.record measures a GPU, and there is none; --keep records an existing run\n"
+    assert (run.returncode, run.stderr) == (4, line)
