@@ -1,9 +1,8 @@
-"""How accurate attention has to be: as eager attention in the same dtype, against float64.
+"""Tolerance of attention: errors against float64, compared with those of eager attention in the same dtype.
 
 The tolerance is twice the error of eager attention. Where eager is exact by luck, or a sum cancels, it is twice the
-error that rounding explains. In half precision that is one rounding of each term of a result, added up like random
-signs: the root of the sum of squares. In the dtype that sums are made in (float32 for half precision) it is the worst
-case: the sum of one rounding of each term.
+error that rounding explains. Terms in half precision are each rounded once, with random signs: the error is the root
+of the sum of squares. Sums (in float32 for half precision) get the worst case: the sum of one rounding of each term.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ NORMS: dict[str, Callable[[Tensor], float]] = {
 
 
 def _terms(inputs: list[Tensor], is_causal: bool, power: int) -> dict[str, Tensor]:
-    """The sum of terms in each element: of their absolute values, or the root of that of their squares."""
+    """Sum of absolute terms of each element for power 1, root of the sum of squares for power 2."""
     q, k, v, grad = inputs
     group = kv_group(q, k)
     k, v = (per_query_head(x, group) for x in (k, v))
@@ -84,9 +83,9 @@ def _terms(inputs: list[Tensor], is_causal: bool, power: int) -> dict[str, Tenso
     out = probs @ v
     q, k, v, grad, out = (x.abs() ** power for x in (q, k, v, grad, out))
     scale = scale**power
-    # exp turns absolute errors into relative ones: a score's, and that of the log-sum-exp, kept in the dtype of sums.
+    # exp turns absolute errors of the score and of the log-sum-exp, stored in the sums' dtype, into relative ones.
     p = probs**power * (1 + scale * q @ k.mT + (lse.abs() if power == 1 else 0))
-    # Of ds = p (dp - delta): dp and delta are sums over head_dim, and may cancel.
+    # ds = p (dp - delta): dp and delta are sums over head_dim that may cancel.
     ds = p * (grad @ v.mT + (grad * out).sum(-1, keepdim=True))
     per_head = {"dk": scale * ds.mT @ q, "dv": p.mT @ grad}
     if group > 1:

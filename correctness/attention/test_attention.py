@@ -31,7 +31,7 @@ LENGTHS = {  # q_len, k_len
 
 
 def _marked(names: Iterable[str]) -> list[Any]:
-    """All but those that Triton's interpreter is quick with are marked as large; of two alike one is `judged`."""
+    """Mark shapes that Triton's interpreter is slow with as `large`, and one of two alike as `judged`."""
     marks = dict.fromkeys(LARGE, pytest.mark.large) | {"more_keys": pytest.mark.judged}
     return [pytest.param(name, marks=marks.get(name, ())) for name in names]
 
@@ -48,10 +48,10 @@ LARGE = (
 def test_a_query_sees_the_keys_up_to_its_own(
     implementation: Implementation, shape_id: str, dtype: torch.dtype, is_causal: bool, device: str
 ) -> None:
-    """All scores are zero, so that each query gives the keys that it sees equal weights.
+    """With all scores zero, each query gives equal weights to the keys that it sees.
 
-    v's column c is 1 at one key and 0 at the others: out[i, c] is the weight that query i gives that key. Of the
-    output's gradient column c is 1 at one query: v's gradient [j, c] is the weight that it gives key j.
+    Column c of v is 1 at one key and 0 elsewhere, so out[i, c] is the weight that query i gives that key. Column c of
+    the output's gradient is 1 at one query, so [j, c] of v's gradient is the weight that this query gives key j.
     """
     q_len, k_len = LENGTHS[shape_id]
     if "beyond" in shape_id:
@@ -72,7 +72,7 @@ def test_a_query_sees_the_keys_up_to_its_own(
 
 
 def _around_powers_of_two(length: int) -> Tensor:
-    """At most 40 positions: the first, the last, and those where tiles and narrow numbers end."""
+    """At most 40 positions: the first, the last, and those where tiles and small integer types end."""
     near = {2**power + more for power in range(3, 16) for more in (-1, 0, 1)}
     return torch.tensor(sorted((near | {0, 1, 2, length - 1}) & set(range(length)))[-40:])
 
@@ -91,7 +91,7 @@ def _assert_weights(when: str, found: Tensor, wanted: Tensor, queries: Tensor | 
 @pytest.mark.examples(25, 100, 399)
 @pytest.mark.parametrize("of", ["queries", "keys"])
 def test_none_is_lost_of_any_number(implementation: Implementation, examples: int, of: str, device: str) -> None:
-    """Whatever the size of tiles, the last key is seen, and the last query sees."""
+    """For any tile size, the last key is seen and the last query is computed."""
     for n in one_beyond_tiles(examples):
         shapes = ((n, 4), (3, 4)) if of == "queries" else ((3, 4), (n, 4))
         inputs = random_inputs(*shapes, torch.float32, device)
@@ -151,7 +151,7 @@ def test_is_as_accurate_as_eager(
 def test_many_queries_are_as_accurate_as_eager(
     implementation: Implementation, dtype: torch.dtype, is_causal: bool, device: str
 ) -> None:
-    """Not in half precision, in which PyTorch's SDPA adds up the gradients of v on CPU."""
+    """Half precision is left out: on CPU, PyTorch's SDPA sums the gradients of v in it."""
     inputs = random_inputs((2, 4097, 16), (2, 3, 16), dtype, device)
     part = [x[:, : -(-x.shape[-2] // 8)] for x in inputs]
     skip_if_slow(implementation, lambda: results(implementation.adapted, part, is_causal), device)

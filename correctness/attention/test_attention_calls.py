@@ -42,7 +42,7 @@ def test_leaves_its_inputs_as_they_are(implementation: Implementation, device: s
 
 @pytest.mark.parametrize("first_backward", [0, 1], ids=["in_order", "in_reverse"])
 def test_two_forwards_before_either_backward(implementation: Implementation, first_backward: int, device: str) -> None:
-    """Of the same shape, with other values and another mask, as two layers of a model, or two batches."""
+    """Two layers or two batches: equal shapes, different values and masks."""
     calls = [(_inputs(device), True), (_inputs(device), False)]
     leaves = [[x.detach().requires_grad_() for x in inputs[:3]] for inputs, _ in calls]
     outputs = [implementation.adapted(*qkv, is_causal=causal) for qkv, (_, causal) in zip(leaves, calls, strict=True)]
@@ -96,7 +96,7 @@ SEQUENCE = [  # q_len, k_len, dtype, is_causal
 
 
 def test_calls_of_other_shapes_and_dtypes_between(implementation: Implementation, device: str) -> None:
-    """What is kept between calls, a mask or a buffer, fits no call but its own."""
+    """A mask or buffer cached by an earlier call must not be used for another shape or dtype."""
     ran = 0
     for q_len, k_len, dtype, is_causal in SEQUENCE:
         inputs = _inputs(device, q_len, k_len, dtype)
@@ -115,7 +115,7 @@ def test_calls_of_other_shapes_and_dtypes_between(implementation: Implementation
 def test_the_same_tensors_changed_in_place_give_other_results(
     implementation: Implementation, mode: str, device: str
 ) -> None:
-    """As parameters do from step to step, buffers of tokens, and a cache of keys and values, which has fewer heads."""
+    """Parameters, token buffers and KV caches (with fewer heads) change in place between calls."""
     q, k, v, grad = inputs = random_inputs((4, 33, 16), (2, 33, 16), torch.float32, device)
     tensors = [x.requires_grad_(mode == "gradients") for x in (q, k, v)]
     with {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(mode, torch.enable_grad)():
@@ -144,7 +144,7 @@ def test_gives_the_same_output_without_gradients(implementation: Implementation,
 
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 def test_trains_on_what_it_was_first_evaluated_on(implementation: Implementation, is_causal: bool, device: str) -> None:
-    """Lengths that no other test has: what was made for them under inference_mode is of no use to autograd."""
+    """Lengths that no other test has: tensors cached under inference_mode cannot be saved for backward."""
     inputs = _inputs(device, 43, 39)
     with torch.inference_mode():
         implementation.adapted(*inputs[:3], is_causal=is_causal)
@@ -153,7 +153,7 @@ def test_trains_on_what_it_was_first_evaluated_on(implementation: Implementation
 
 
 def _penalty_gradient(attention: Attention, inputs: list[Tensor]) -> Tensor:
-    """The gradient in k of a loss with a penalty on the gradient of q.
+    """Gradient with respect to k of a loss that penalizes the gradient of q.
 
     The output's gradient depends on the output, and all leaves get theirs: else `once_differentiable` does not raise.
     """
@@ -203,7 +203,7 @@ def test_a_second_backward_pass_is_the_same_or_an_error(implementation: Implemen
 
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 def test_nothing_quadratic_is_held_until_backward(implementation: Implementation, is_causal: bool, device: str) -> None:
-    """Of twice the length a Function holds twice the bytes; a matrix of scores, or a mask, would be four times."""
+    """At twice the length a Function saves twice the bytes; a score matrix or a mask would take four times as many."""
     if not (isinstance(implementation.target, type) and issubclass(implementation.target, torch.autograd.Function)):
         pytest.skip(f"{implementation.name} is not a torch.autograd.Function, so its contract says nothing of memory")
     short, long = 256, 512

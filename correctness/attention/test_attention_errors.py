@@ -49,7 +49,7 @@ def test_dtypes_that_do_not_go_together_are_refused(
 def test_dtypes_that_attention_is_not_defined_for_are_refused(
     implementation: Implementation, dtype: torch.dtype, device: str, record_property: Note
 ) -> None:
-    """Of any implementation whole numbers, which would round the output; ours takes the four dtypes and no others."""
+    """Any implementation refuses integers, which would round the output; ours refuse all but the four float dtypes."""
     inputs = [x.to(dtype) for x in random_inputs((2, 1, 16), (2, 5, 16), torch.float32, device)[:3]]
     if is_ours(implementation):
         call = partial(implementation.adapted, *inputs)
@@ -91,7 +91,7 @@ NOTHING_ASKED = {  # shapes of q and of k
 def test_nothing_asked_is_an_empty_answer(
     implementation: Implementation, how: str, is_causal: bool, device: str, record_property: Note
 ) -> None:
-    """As torch's own modules take an empty batch: the last of an epoch, or a rank's share of a small one."""
+    """Empty batches occur, as on a rank whose share of a small batch is empty; torch's modules accept them."""
     q, k = (torch.randn(shape, device=device, requires_grad=True) for shape in NOTHING_ASKED[how])
     v = torch.randn_like(k, requires_grad=True)
     gradients: tuple[Tensor, ...] = ()

@@ -16,10 +16,10 @@ from shardmark.api import Implementation
 pytestmark = [pytest.mark.family("attention"), pytest.mark.usefixtures("poisoned")]
 
 SDPA = {"sdpa", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn"}
-"""PyTorch's own, as they are."""
+"""PyTorch's own implementations."""
 
 EFFICIENT_IN_FLOAT32 = {"sdpa", "sdpa_efficient"}
-"""Those that run the memory-efficient kernel on float32 on CUDA; flash and cuDNN do not take float32."""
+"""Implementations that run the memory-efficient kernel for float32 on CUDA; flash and cuDNN refuse float32."""
 
 WIDE = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 
@@ -30,7 +30,7 @@ def _inputs(device: str, dtype: torch.dtype = torch.float32, length: int = 7) ->
 
 @WIDE
 def test_large_scores_do_not_overflow(implementation: Implementation, dtype: torch.dtype, device: str) -> None:
-    """Their exponentials would, unless each row's largest is subtracted first."""
+    """Exponentials of large scores overflow unless the row's maximum is subtracted first."""
     q, k, v, grad = random_inputs((2, 150, 64), (2, 150, 64), dtype, device)
     found = results(implementation.adapted, [100 * q, 100 * k, v, grad], is_causal=True)
     for name, x in found.items():
@@ -43,7 +43,7 @@ def test_large_scores_do_not_overflow(implementation: Implementation, dtype: tor
 def test_sums_that_half_precision_lacks_do_not_overflow(
     implementation: Implementation, value: float, dtype: torch.dtype, device: str
 ) -> None:
-    """Of such values under many keys that are alike, before they are divided by the sum of the weights."""
+    """600 equal keys: the weighted sum of large values overflows float16 if it is divided by the weights' sum last."""
     q, k, v, _ = random_inputs((2, 5, 16), (2, 600, 16), dtype, device)
     out = implementation.adapted(q, k[:, :1].expand_as(k).contiguous(), torch.full_like(v, value))
     wanted = {"out": torch.full_like(out, value, dtype=torch.float64)}
@@ -55,7 +55,7 @@ def test_sums_that_half_precision_lacks_do_not_overflow(
 def test_what_is_added_to_every_score_changes_nothing(
     implementation: Implementation, added: float, dtype: torch.dtype, device: str
 ) -> None:
-    """Scores that are all below zero, too: a running maximum that begins at zero would leave nothing of them."""
+    """Scores all far below zero: a running maximum that starts at zero would underflow every weight."""
     inputs = random_inputs((2, 70, 16), (2, 70, 16), dtype, device)
     inputs[0][..., 0] = 100.0
     inputs[1][..., 0] = added * 16**0.5 / 100
@@ -66,7 +66,7 @@ def test_what_is_added_to_every_score_changes_nothing(
 def test_a_later_key_is_not_seen_however_large_its_score(
     implementation: Implementation, dtype: torch.dtype, device: str
 ) -> None:
-    """30,000 above those that are seen: a mask that is added must be -inf, and not -10,000."""
+    """Masked scores are up to 30,000 larger than visible ones: an additive mask must be -inf, not -10,000."""
     inputs = random_inputs((2, 40, 16), (2, 40, 16), dtype, device)
     inputs[0][..., 0] = 100.0
     inputs[1][..., 0] = torch.linspace(0, 30_000 * 16**0.5 / 100, 40, device=device, dtype=dtype)
@@ -78,7 +78,7 @@ def test_a_later_key_is_not_seen_however_large_its_score(
 def test_a_nan_under_a_weight_that_rounds_to_zero_reaches_what_attends_to_it(
     implementation: Implementation, less: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Its score is that much below the others, as are those of all keys beside it: no tile may be left out."""
+    """Keys from 20 on have scores lower by `less`, among them the NaN's: no tile may be skipped as negligible."""
     q, k, v, _ = random_inputs((2, 5, 16), (2, 300, 16), dtype, device)
     q[..., 0], k[:, 20:, 0] = 4.0, -float(less)
     v[:, 150, 2] = float("nan")
@@ -107,7 +107,7 @@ NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
 def test_what_is_not_finite_reaches_what_it_concerns_and_no_more_than_in_eager(
     implementation: Implementation, is_causal: bool, value: float, where: str, device: str, record_property: Note
 ) -> None:
-    """Eager multiplies what a query does not see by zero, which is NaN; an implementation may leave it out instead."""
+    """Eager multiplies masked values by zero, which gives NaN; an implementation may skip them instead."""
     if implementation.spec in SDPA:
         pytest.skip(
             "PyTorch's SDPA differs: on CPU its flash kernel loses a NaN in q, and its math kernel adds the mask"
@@ -129,7 +129,7 @@ def test_what_is_not_finite_reaches_what_it_concerns_and_no_more_than_in_eager(
 
 
 def _row_by_row(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
-    """Each query over the keys it sees and no others."""
+    """Attention of each query over the keys that it sees alone."""
     if not is_causal:
         return eager_attention(q, k, v)
     return torch.cat([eager_attention(q[i : i + 1], k[: i + 1], v[: i + 1]) for i in range(q.shape[0])])
@@ -138,7 +138,7 @@ def _row_by_row(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
 def test_a_row_of_scores_that_are_all_minus_infinity_is_nan_or_zero(
     implementation: Implementation, device: str
 ) -> None:
-    """NaN in ours; PyTorch's SDPA defines it as zero."""
+    """Ours give NaN; PyTorch's SDPA defines zero."""
     q, k, v, _ = _inputs(device)
     q[3], k[:, 0] = 0.0, k[:, 0].abs() + 1
     q[3, 0] = -float("inf")
@@ -152,7 +152,7 @@ def test_a_row_of_scores_that_are_all_minus_infinity_is_nan_or_zero(
 def test_keys_at_minus_infinity_count_for_nothing(
     implementation: Implementation, device: str, record_property: Note
 ) -> None:
-    """More of them than a tile has, and before the others: the first tile leaves nothing to subtract."""
+    """550 keys at -inf come first, more than a tile: the first tile's maximum is -inf."""
     if device == "cuda" and implementation.spec in EFFICIENT_IN_FLOAT32:
         pytest.skip(
             "PyTorch's memory-efficient attention multiplies float32 as 3xTF32: each x is tf32(x) + tf32(x - tf32(x)), "
@@ -171,7 +171,7 @@ def test_keys_at_minus_infinity_count_for_nothing(
 def test_autocast_does_not_change_the_result_of_float32_inputs_much(
     implementation: Implementation, to: torch.dtype, tolerance: float, device: str, record_property: Note
 ) -> None:
-    """Implementations may follow autocast or not; they may not be worse than its dtype, or fail under bfloat16's."""
+    """Following autocast is optional; errors stay within its dtype's, and bfloat16 must not raise."""
     inputs = random_inputs((2, 2, 301, 32), (2, 2, 97, 32), torch.float32, device)
     found: dict[str, Tensor] = {}
     call = nullcontext() if to == torch.bfloat16 else may_raise(implementation, f"autocast to {to}", record_property)
@@ -184,7 +184,7 @@ def test_autocast_does_not_change_the_result_of_float32_inputs_much(
 
 
 def test_autocast_leaves_float64_as_it_is(implementation: Implementation, device: str) -> None:
-    """Or there is an error, as torch.cat's is."""
+    """A RuntimeError, as torch.cat raises, is accepted too."""
     inputs = random_inputs((2, 2, 40, 8), (2, 2, 33, 8), torch.float64, device)
     try:
         with torch.autocast(device, dtype=torch.bfloat16):

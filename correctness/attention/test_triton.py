@@ -1,4 +1,4 @@
-"""The Triton kernels of attention, one configuration at a time: right in the interpreter, sound when compiled."""
+"""Triton kernels of attention by configuration: accurate in the interpreter; compiled without spills."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def flash(device: str) -> Iterator[Any]:
 def test_each_configuration_is_as_accurate_as_eager(
     case: Case, is_causal: bool, flash: Any, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    """On sizes a little over its tiles, so that it has whole tiles, cut ones, and ones that are masked."""
+    """Sizes slightly above multiples of the tile: full, partial and masked tiles all occur."""
     kernel, arithmetic, chip, columns, tile = case
     if device == "cuda" and chip != flash_triton.chip_of(torch.device(device)):
         pytest.skip(f"for sm_{chip}, and this device is another")
@@ -125,7 +125,7 @@ FAULTS = {  # what is replaced in the kernels' source, and by what
 def test_a_planted_fault_is_caught(
     fault: str | None, flash: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
 ) -> None:
-    """The check that each configuration passes fails on kernels that are wrong; outputs are NaN until written."""
+    """The accuracy check must fail on a kernel with a planted fault; outputs are NaN until written."""
     small = {kernel: {128: [(16, 16, 4, 2)]} for kernel in TABLES[80][HALF]}
     monkeypatch.setattr(triton_configurations, "TABLES", {80: {HALF: small}})
     monkeypatch.setattr(flash_triton, "chip_of", lambda device: 80)
@@ -137,7 +137,7 @@ def test_a_planted_fault_is_caught(
 
 
 def _assert_sound(case: Case, report: KernelReport) -> None:
-    """No spills, shared memory within the chip's, and its matrix unit used."""
+    """Assert no spills, shared memory within the chip's limit, and use of its matrix unit."""
     _, arithmetic, chip, _, _ = case
     assert report.spilled_bytes == 0, f"{report.spilled_bytes} bytes a thread are spilled"
     limit = SHARED_MEMORY[chip]

@@ -1,4 +1,4 @@
-"""A textbook attention, step by step, from which planted defects differ in one step."""
+"""Textbook attention, step by step; each planted defect changes one step."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def checked(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def summed_over_groups(grad: Tensor, like: Tensor) -> Tensor:
-    """Gradients of k or v of each query head, as those of the heads of k and v."""
+    """Sum the gradients of each group of query heads: (..., q_heads, seq, dim) to the shape of `like`."""
     group = 1 if grad.ndim < 3 else grad.shape[-3] // like.shape[-3]
     return grad if group == 1 else grad.unflatten(-3, (-1, group)).sum(-3)
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp."""
+    """Output (..., q_len, dim) and log-sum-exp (..., q_len)."""
     q, k, v = checked(q, k, v)
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = scores_of(q.to(wide), k.to(wide))
@@ -59,7 +59,7 @@ def flash_backward(
 
 
 class Flash(torch.autograd.Function):
-    """Right; its second derivative is an error."""
+    """Correct attention; a second derivative raises an error."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""How accurate a loss has to be: as eager in the same dtype, against float64, or as rounding allows."""
+"""Tolerance of a loss: error against float64, at most twice eager's in the same dtype or what rounding allows."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _largest(x: Tensor) -> float:
 
 
 def rounding(inputs: Inputs, eps: float, summing_eps: float, options: dict[str, Any]) -> dict[str, float]:
-    """The error of each result that rounding explains."""
+    """Error of each result that rounding alone explains."""
     hidden, weight, targets = inputs.hidden, inputs.weight, inputs.targets
     kept = targets != options.get("ignore_index", -100)
     if not kept.any():

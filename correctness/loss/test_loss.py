@@ -22,7 +22,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 SUM_IN_HALF = ("chunked", "linear_cross_entropy")
-"""Ours and PyTorch's own, as they are."""
+"""Registered implementations, ours and PyTorch's."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("ignore_index", [-100, -1, 0, 5, 30, 31, 10**6, -(2**32)])
 def test_ignores_any_index(implementation: Implementation, ignore_index: int, device: str) -> None:
-    """As if its tokens were not there; one within the vocabulary too, its first and last, and ones far beyond it."""
+    """Ignored tokens change nothing, for an index inside the vocabulary (its first, its last) and far outside it."""
     inputs = random_inputs(40, 16, 31, device, ignored=ignore_index)
     inputs.targets[2], inputs.targets[3] = 0, 30
     found = results(implementation.adapted, inputs, ignore_index=ignore_index)
@@ -94,7 +94,7 @@ def test_takes_more_tokens_than_16_bits_count(implementation: Implementation, to
 def test_several_small_chunks_are_as_accurate(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    """Of seven tokens, the last of two: Triton's interpreter takes long for chunks of their real size."""
+    """Chunks of seven tokens, the last of two: Triton's interpreter is slow for chunks of their real size."""
     implementation = family("loss").implementations[name]
     if reason := implementation.unavailable_reason(device):
         pytest.skip(reason)
@@ -104,7 +104,7 @@ def test_several_small_chunks_are_as_accurate(
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_eager_is_the_formula(options: str, device: str) -> None:
-    """Written out, row by row, from the definitions."""
+    """Loss computed row by row from its definition."""
     inputs = random_inputs(20, 8, 13, device, torch.float64, OPTIONS[options].get("ignore_index", -100))
     asked = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0} | OPTIONS[options]
     losses = []
@@ -136,7 +136,7 @@ def test_no_target_left_is_no_loss_and_no_gradient(
 def test_no_target_left_of_large_logits(
     implementation: Implementation, options: str, dtype: torch.dtype, size: float, sign: int, device: str
 ) -> None:
-    """Each is a number, and in float16 their sum is none, in float32 their square: zero times infinity is no zero."""
+    """Finite values whose sum overflows float16, or whose square overflows float32: 0 * inf is NaN, not 0."""
     inputs = random_inputs(40, 8, 13, device, dtype)
     inputs.hidden.fill_(sign * size)
     inputs.weight.fill_(size * (40 if dtype == torch.float32 else 0.9))
@@ -147,7 +147,7 @@ def test_no_target_left_of_large_logits(
 def test_large_logits_of_ignored_targets_change_nothing(
     implementation: Implementation, options: str, device: str
 ) -> None:
-    """Beside targets that count: a square that float32 lacks, times zero, is no zero."""
+    """Ignored targets beside counted ones: a square that overflows float32, times zero, is NaN."""
     ignored = OPTIONS[options].get("ignore_index", -100)
     inputs = random_inputs(40, 8, 13, device, ignored=ignored)
     kept = inputs.targets != ignored
@@ -170,7 +170,7 @@ def _assert_zero(implementation: Implementation, inputs: Inputs, options: dict[s
 @pytest.mark.examples(25, 100, 399)
 @pytest.mark.parametrize("of", ["tokens", "words"])
 def test_none_is_lost_of_any_number(implementation: Implementation, examples: int, of: str, device: str) -> None:
-    """Whatever the size of tiles, the last token, or the last word, counts as the others do."""
+    """For any tile size, the last token and the last vocabulary entry count."""
     for n in one_beyond_tiles(examples):
         inputs = random_inputs(n if of == "tokens" else 3, 4, 5 if of == "tokens" else n, device, ignored=None)
         inputs.targets[-1:] = len(inputs.weight) - 1
@@ -210,7 +210,7 @@ def test_gives_gradients_to_what_requires_them(implementation: Implementation, n
 
 
 def test_planted_faults_are_caught(device: str) -> None:
-    """The tolerance is tight enough: a target off by one, a mean over all, a row left out, a scale forgotten."""
+    """The tolerance finds a target off by one, a mean over ignored tokens, a skipped row, a missing scale."""
     inputs = random_inputs(300, 24, 97, device)
     inputs.targets[0] = 0  # the one that the first fault mistakes
     options = {"label_smoothing": 0.1, "z_loss": 1e-2}

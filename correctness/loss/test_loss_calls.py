@@ -41,7 +41,7 @@ def test_leaves_its_inputs_as_they_are(implementation: Implementation, device: s
 
 @pytest.mark.parametrize("first_backward", [0, 1], ids=["in_order", "in_reverse"])
 def test_two_forwards_before_either_backward(implementation: Implementation, first_backward: int, device: str) -> None:
-    """Of the same shape, with other values, and other targets ignored, as two heads of a model, or two batches."""
+    """Two heads or two batches: equal shapes, different values and ignored targets."""
     calls = [(random_inputs(40, 16, 31, device), -100), (random_inputs(40, 16, 31, device, ignored=5), 5)]
     calls[1][0].targets[20:] = 5
     leaves, losses = [], []
@@ -73,7 +73,7 @@ def test_results_stay_while_other_calls_run(implementation: Implementation, with
 
 
 def test_two_losses_of_one_weight_add_up(implementation: Implementation, device: str) -> None:
-    """Each with a factor of its own, and the weight in another use, as one tied to an embedding."""
+    """Each loss has its own factor, and the weight has a second use, like one tied to an embedding."""
     first, second = (random_inputs(40, 16, 31, device) for _ in range(2))
 
     def gradients(loss_of: Loss, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -101,7 +101,7 @@ SEQUENCE: list[tuple[int, int, torch.dtype, dict[str, Any]]] = [  # tokens, voca
 
 
 def test_calls_of_other_sizes_and_options_between(implementation: Implementation, device: str) -> None:
-    """What is kept between calls, a buffer or an option, fits no call but its own."""
+    """A buffer or option cached by an earlier call must not be used for another call."""
     ran = 0
     for tokens, vocab, dtype, options in SEQUENCE:
         inputs = random_inputs(tokens, 16, vocab, device, dtype)
@@ -121,7 +121,7 @@ def test_calls_of_other_sizes_and_options_between(implementation: Implementation
 def test_the_same_tensors_changed_in_place_give_other_results(
     implementation: Implementation, mode: str, device: str
 ) -> None:
-    """As parameters do from step to step, and buffers of tokens."""
+    """Parameters and token buffers change in place between calls."""
     inputs = random_inputs(40, 16, 31, device)
     tensors = [x.requires_grad_(mode == "gradients") for x in (inputs.hidden, inputs.weight)]
     with {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(mode, torch.enable_grad)():
@@ -157,7 +157,7 @@ def test_gives_the_same_loss_without_gradients(implementation: Implementation, m
 
 
 def test_trains_on_what_it_was_first_evaluated_on(implementation: Implementation, device: str) -> None:
-    """Sizes that no other test has: what was made for them under inference_mode is of no use to autograd."""
+    """Sizes that no other test has: tensors cached under inference_mode cannot be saved for backward."""
     inputs = random_inputs(43, 12, 37, device)
     with torch.inference_mode():
         implementation.adapted(inputs.hidden, inputs.weight, inputs.targets)
@@ -166,7 +166,7 @@ def test_trains_on_what_it_was_first_evaluated_on(implementation: Implementation
 
 
 def _penalty_gradient(loss_of: Loss, inputs: Inputs) -> Tensor:
-    """The gradient in weight of a loss with a penalty on the gradient of hidden.
+    """Gradient with respect to weight of a loss that penalizes the gradient of hidden.
 
     The loss is squared, so that its own gradient is no constant, and all leaves get their gradients: else
     `once_differentiable` does not raise.

@@ -21,7 +21,7 @@ WIDE = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 
 @WIDE
 def test_large_logits_do_not_overflow(implementation: Implementation, dtype: torch.dtype, device: str) -> None:
-    """Their exponentials would, unless each row's largest is subtracted first."""
+    """Exponentials of large logits overflow unless the row's maximum is subtracted first."""
     inputs = random_inputs(40, 16, 31, device, dtype)
     assert_as_accurate_as_eager(implementation.adapted, replace(inputs, hidden=1000 * inputs.hidden))
 
@@ -31,7 +31,7 @@ def test_large_logits_do_not_overflow(implementation: Implementation, dtype: tor
 def test_what_is_added_to_every_logit_changes_nothing(
     implementation: Implementation, added: float, dtype: torch.dtype, device: str
 ) -> None:
-    """Logits that are all below zero, too: a running maximum that begins at zero would leave nothing of them."""
+    """Logits all far below zero: a running maximum that starts at zero would underflow every term."""
     inputs = random_inputs(40, 16, 31, device, dtype)
     inputs.hidden[:, 0], inputs.weight[:, 0] = 100.0, added / 100
     assert_as_accurate_as_eager(implementation.adapted, inputs)
@@ -41,7 +41,7 @@ def test_what_is_added_to_every_logit_changes_nothing(
 def test_statistics_of_half_precision_are_in_float32(
     implementation: Implementation, dtype: torch.dtype, device: str
 ) -> None:
-    """Of logits near zero, whose rounding is small, and the log-sum-exp near 8, whose rounding would not be."""
+    """Logits near zero round by little; a log-sum-exp near 8 would round by much in half precision."""
     inputs = random_inputs(40, 16, 3000, device)
     inputs = replace(inputs, hidden=inputs.hidden / 64).to(dtype)
     assert_as_accurate_as_eager(implementation.adapted, inputs)
@@ -74,7 +74,7 @@ def test_a_nan_makes_the_loss_nan(
 
 
 AUTOCAST = {"float32": (torch.float32, torch.float32), "mixed": (None, torch.float32)}
-"""Dtypes of hidden and weight; None: autocast's."""
+"""Dtypes of hidden and weight; None stands for autocast's dtype."""
 
 
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float16], ids=str)
@@ -82,7 +82,7 @@ AUTOCAST = {"float32": (torch.float32, torch.float32), "mixed": (None, torch.flo
 def test_under_autocast_products_are_in_its_dtype_and_the_loss_is_not(
     implementation: Implementation, how: str, to: torch.dtype, device: str
 ) -> None:
-    """As a Linear and torch's cross_entropy do; mixed: the last layer's output is in half precision already."""
+    """The reference is Linear and cross_entropy under autocast. `mixed`: hidden is in half precision already."""
     inputs = random_inputs(60, 32, 97, device)
     dtypes = [to if dtype is None else dtype for dtype in AUTOCAST[how]]
 
@@ -136,7 +136,7 @@ SCALES = {  # dtypes of the inputs and of autocast, and what the gradients of th
 @pytest.mark.parametrize("how", SCALES)
 @pytest.mark.parametrize("name", ["fused_pytorch", "fused_triton"])
 def test_the_scale_of_gradients_is_not_rounded_to_half_precision(name: str, how: str, device: str) -> None:
-    """Else all were too large or too small by up to half of what bfloat16 resolves, or infinite in float16."""
+    """A scale rounded to bfloat16 would bias every gradient the same way; in float16 it would be infinite."""
     implementation = family("loss").implementations[name]
     if reason := implementation.unavailable_reason(device):
         pytest.skip(reason)

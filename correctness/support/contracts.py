@@ -1,4 +1,4 @@
-"""What tests ask of any implementation by its contract, and of ours beyond it."""
+"""Checks for the tests of several families: what a contract requires of any implementation, and more of ours."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from shardmark.meter.clock import Stopwatch
 from shardmark.meter.memory import meter
 
 Note = Callable[[str, object], None]
-"""pytest's `record_property`: what is not in the contract is noted and fails nothing."""
+"""pytest's `record_property`: a finding outside the contract becomes a note, not a failure."""
 
 
 def is_ours(implementation: Implementation) -> bool:
-    """Whether it is registered here, and so held to more than its contract, such as the wording of its errors."""
+    """Whether the suite registers it: ours are held to more than the contract, such as the wording of errors."""
     return implementation.spec in family(implementation.family).implementations
 
 
 def assert_refused(
     implementation: Implementation, what: str, call: Callable[[], Any], wording: str, note: Note
 ) -> None:
-    """The call raises ValueError; ours in one line that has `wording`, a pattern."""
+    """Assert that the call raises ValueError; ours in one line that matches the pattern `wording`."""
     try:
         found = call()
     except ValueError as error:
@@ -46,7 +46,7 @@ def assert_refused(
 
 @contextmanager
 def may_raise(implementation: Implementation, what: str, note: Note) -> Iterator[None]:
-    """An error in it is noted, and fails ours alone: what it answers is to be looked at outside."""
+    """Turn an error in the block into a note; of our implementations it still fails the test."""
     try:
         yield
     except Unsupported:
@@ -58,7 +58,7 @@ def may_raise(implementation: Implementation, what: str, note: Note) -> Iterator
 
 
 def gradient_of_gradient(implementation: Implementation, call: Callable[[], Tensor], wording: str) -> Tensor | None:
-    """What the call gives, or None where it raises, as a contract allows; ours with `wording`, a pattern."""
+    """Result of the call, or None where it raises, as contracts allow; ours must match the pattern `wording`."""
     try:
         return call()
     except Unsupported:
@@ -70,12 +70,13 @@ def gradient_of_gradient(implementation: Implementation, call: Callable[[], Tens
 
 
 SLOW = 0.15
-"""Seconds for an eighth of a large case, with which the rest is left out: slow is not wrong."""
+"""Most seconds for an eighth of a large case; the whole case of a slower implementation is skipped."""
 
 
 def skip_if_slow(implementation: Implementation, eighth: Callable[[], Any], device: str) -> None:
-    """Run an eighth of a large case, and skip the test of an implementation that takes long for it, even when the first
-    run has compiled it and loaded its kernels. On a GPU none of ours is skipped; on CPU an interpreter may run it."""
+    """Skip the test if an eighth of its case takes more than SLOW seconds twice; the first run may compile.
+
+    On a GPU none of ours is skipped; on CPU an interpreter may run it."""
     if device == "cuda" and is_ours(implementation):
         return
     for _ in range(2):
@@ -84,11 +85,11 @@ def skip_if_slow(implementation: Implementation, eighth: Callable[[], Any], devi
         eighth()
         if (seconds := watch.stop().seconds) <= SLOW:
             return
-    pytest.skip(f"an eighth of it takes {seconds:.1f} s: too slow for a large case, of which it is not judged")
+    pytest.skip(f"too slow for a large case, which is not judged: an eighth of it takes {seconds:.1f} s")
 
 
 def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], when: str, share: float = 1e-3) -> None:
-    """Each result is off by no more than that share of its largest value: for faults that are no matter of rounding."""
+    """Assert each error is at most `share` of the largest value: for faults larger than rounding."""
     for name, exact in wanted.items():
         value = found[name]
         assert value.shape == exact.shape, f"{when}: {name} is {tuple(value.shape)}, expected {tuple(exact.shape)}"
@@ -98,7 +99,7 @@ def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], when: str, 
 
 
 def assert_unchanged(before: dict[str, Tensor], now: dict[str, Tensor], when: str) -> None:
-    """To the bit, NaN included."""
+    """Assert bitwise equality, NaN included."""
     for name, old in before.items():
         new = now[name]
         changed = ~((new == old) | (new.isnan() & old.isnan()))
@@ -106,7 +107,7 @@ def assert_unchanged(before: dict[str, Tensor], now: dict[str, Tensor], when: st
 
 
 def held_by(call: Callable[[], Any], device: str) -> int:
-    """Bytes that are live after the call, as long as what it returned is, and were not before."""
+    """Bytes that the call allocates and that stay live as long as its result."""
     with meter(device) as memory:
         kept = call()
         memory.mark("held")
@@ -115,8 +116,7 @@ def held_by(call: Callable[[], Any], device: str) -> int:
 
 
 def growth(call: Callable[[], Any], device: str, times: int = 4) -> int:
-    """Bytes that so many calls leave behind, when two before them have filled what is kept for good, and garbage is
-    collected."""
+    """Bytes that `times` calls leave behind, after two calls that fill caches and after garbage collection."""
     for _ in range(2):
         call()
     with meter(device) as memory:

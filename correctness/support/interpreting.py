@@ -1,4 +1,4 @@
-"""Triton's interpreter without its detours: the same results in half the time."""
+"""Speed up Triton's interpreter, for all families with kernels: equal results in half the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fault planted in the source of kernels: what checks them must fail on it."""
+"""Plant a fault in a kernel's source, for attention, loss and optim: the accuracy check must fail on it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 
 def every_fourth(faults: Iterable[str]) -> list[Any]:
-    """Of tests of the checks themselves: the others are planted in the sweep."""
+    """Parameters of which every fourth runs each time and the others in the sweep."""
     return [pytest.param(name, marks=pytest.mark.sweep if i % 4 else ()) for i, name in enumerate(faults)]
 
 

@@ -1,4 +1,4 @@
-"""A single process on the whole batch: what every way to train on several ranks is held to, in float64."""
+"""Training in one process on the whole batch, in float64: the reference for data_parallel, sharded_optimizer, fsdp."""
 
 from __future__ import annotations
 
