@@ -12,14 +12,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from correctness.checkpointing.models import SIZE
-from impl.accounting.programs.transformer import TransformerStep
-from impl.accounting.strategies.checkpointing import Recursive
+from impl.accounting.beside import beside
 from impl.attention import eager_attention
-from impl.checkpointing.accounting import POLICIES, segment_length
+from impl.checkpointing.accounting import BLOCK, POLICIES, Recursive
+from impl.checkpointing.segments import segment_length
 from impl.model import SIZES, Transformer
 from impl.training_step.cases import TrainingStepCase
 from impl.training_step.workload import CheckpointedStep
-from shardmark.api import family
+from shardmark.api import Followed, Moment, family
+from shardmark.api.reference import BACKWARD, ENTER, LEAVE
 from shardmark.meter.memory import Memory, meter
 
 DEPTHS = [1, *(pytest.param(layers, marks=pytest.mark.sweep) for layers in (2, 3, 7)), 5]
@@ -122,20 +123,24 @@ class CountingInputs(Recursive):
 
     most = 0
 
-    def enter_backward(self, unit: int) -> None:
-        super().enter_backward(unit)
-        live = self.ledger.live.entries
-        inputs = (live.get("residual stream", 0) + live.get("embedding output", 0)) // self.step.residual_bytes
-        self.most = max(self.most, inputs - 1)  # one lies between attention and the feed-forward
+    def compute_again(self, block: int) -> None:
+        super().compute_again(block)
+        self.most = max(self.most, self.ledger.live.entries[BLOCK] // self.stream - 1)  # the last output is none
 
 
 @pytest.mark.parametrize("layers", [*range(1, 40), 1000])
 def test_recursive_keeps_no_more_than_two_roots_of_the_inputs(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of blocks that make nothing but their output."""
     with sized(monkeypatch, layers=layers) as model:
-        case = TrainingStepCase(model, 1, 1)
-        strategy = CountingInputs(segment_length(layers))
-        TransformerStep(case, strategy).run()
-        most = strategy.most - 1  # beside the block's own
-        segments = -(-layers // segment_length(layers))
-        assert most == segments + min(segment_length(layers), layers) - 2 or layers % segment_length(layers)
-        assert most + 1 <= 2 * layers**0.5
+        technique = CountingInputs(TrainingStepCase(model, 1, 1))
+
+    def moment(kind: str, block: int, inputs: int) -> Moment:
+        live = {BLOCK: inputs * technique.stream}
+        return Moment(kind, f"blocks.{block}", live, live)
+
+    forward = [moment(kind, i, i + 1 + (kind == LEAVE)) for i in range(layers) for kind in (ENTER, LEAVE)]
+    backward = [moment(BACKWARD, i, i + 2) for i in reversed(range(layers))]
+    beside(Followed([*forward, *backward], {}, 0), technique)
+    length = segment_length(layers)
+    assert technique.most == -(-layers // length) + min(length, layers) - 1 or layers % length
+    assert technique.most <= 2 * layers**0.5

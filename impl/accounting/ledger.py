@@ -49,6 +49,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._live: dict[str, int] = {}
+        self._plain: Mapping[str, int] = {}
         self._at_peak: dict[str, int] = {}
         self.total = self._peak = 0
         self.marks: dict[str, Bytes] = {}
@@ -58,16 +59,15 @@ class Ledger:
         """Allocate so many bytes, beside what is live under that name already."""
         self._live[name] = self._live.get(name, 0) + nbytes
         self.total += nbytes
-        if self.total > self._peak:
-            self._peak, self._at_peak = self.total, dict(self._live)
+        self.note_peak()
 
     def free(self, name: str, nbytes: int | None = None) -> None:
         """Free so many of the bytes under that name, or all; AssertionError where it is unknown or has fewer."""
-        assert name in self._live, f"{name} is freed, and was never allocated"
-        live = self._live[name]
+        assert name in self._live or name in self._plain, f"{name} is freed, and was never allocated"
+        live = self._live.get(name, 0) + self._plain.get(name, 0)
         nbytes = live if nbytes is None else nbytes
         assert nbytes <= live, f"{name}: {nbytes:,} bytes are freed, {live:,} are live"
-        self._live[name] = live - nbytes
+        self._live[name] = self._live.get(name, 0) - nbytes
         self.total -= nbytes
 
     def borrow(self, name: str, nbytes: int) -> None:
@@ -80,16 +80,30 @@ class Ledger:
         self.free(old, nbytes)
         self.take(new, nbytes)
 
+    def beside(self, plain: Mapping[str, int]) -> None:
+        """All of it stands beside these bytes from here on, which a step without the technique has live."""
+        self.total += sum(plain.values()) - sum(self._plain.values())
+        self._plain = plain
+
     def mark(self, moment: str) -> None:
         self.marks[moment], self.peaks[moment] = self.live, self.peak
 
     @property
     def live(self) -> Bytes:
-        return Bytes(self._live)
+        return Bytes(self._entries())
 
     @property
     def peak(self) -> Bytes:
         return Bytes(self._at_peak)
+
+    def _entries(self) -> dict[str, int]:
+        names = {**self._plain, **self._live}
+        return {name: self._plain.get(name, 0) + self._live.get(name, 0) for name in names}
+
+    def note_peak(self) -> None:
+        """Compare with the peak so far: `take` has done so itself."""
+        if self.total > self._peak:
+            self._peak, self._at_peak = self.total, self._entries()
 
 
 SMALL = 1e-3

@@ -9,22 +9,165 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from impl.accounting.beside import BYTES, FLOAT, Technique, beside, peak_of_part
 from impl.accounting.ledger import Bytes, Ledger
-from impl.accounting.programs.transformer import TransformerStep
-from impl.accounting.strategies import Strategy
-from impl.accounting.strategies.checkpointing import EveryNth, Recursive, Selective
+from impl.accounting.plain import PlainLanguageModel
 from impl.checkpointing.segments import segment_length
-from impl.model.sizes import SIZES
+from impl.model.mlp import MLP_SIZES, MLPSize
+from impl.model.sizes import SIZES, TransformerSize
+from shardmark.api import AFTER_FORWARD, BACKWARD, ENTER, LEAVE, Moment, followed
 
 if TYPE_CHECKING:
     from impl.training_step.cases import TrainingStepCase
+
+BLOCK = "activations of blocks.*"
+"""What a block itself makes: the residual stream, of which its output is one."""
+
+
+class Checkpointing(Technique):
+    """Blocks run forward as ever, then free all activations but their input, and each `n`-th does so alone. Before its
+    backward a block computes them again, up to its last product, which backward has no use for."""
+
+    def __init__(self, case: TrainingStepCase, n: int = 1) -> None:
+        self.case, self.n = case, n
+        size: MLPSize | TransformerSize = MLP_SIZES[case.model] if case.model in MLP_SIZES else SIZES[case.model]
+        self.layers = size.layers
+        self.stream = FLOAT * case.tokens * (size.dim if isinstance(size, MLPSize) else size.d_model)
+        self.freed: dict[int, dict[str, int]] = {}
+        self.before: dict[str, int] = {}
+        self.backward = False
+
+    def at(self, moment: Moment) -> None:
+        folder, _, number = moment.name.partition(".")
+        if moment.kind == AFTER_FORWARD:
+            self.after_forward()
+        if moment.kind == BACKWARD and folder == "embedding" and self.checkpointed(0):
+            self.left_backward(0)
+        if folder == "blocks" and number.isdecimal():
+            self.at_block(int(number), moment)
+
+    def at_block(self, block: int, moment: Moment) -> None:
+        """Forward comes to a block or has left it; backward comes to it, and so has left the one after it."""
+        if moment.kind == ENTER:
+            self.before = dict(moment.live)
+        elif moment.kind == LEAVE and self.checkpointed(block):
+            made = {name: nbytes - self.before.get(name, 0) for name, nbytes in moment.live.items()}
+            made[BLOCK] -= self.stream  # its output
+            self.freed[block] = self.free(made)
+            self.left(block)
+        elif moment.kind == BACKWARD:
+            if block + 1 < self.layers and self.checkpointed(block + 1):
+                self.left_backward(block + 1)
+            if self.checkpointed(block):
+                self.compute_again(block)
+
+    def checkpointed(self, block: int) -> bool:
+        return (block + 1) % self.n == 0
+
+    def free(self, made: dict[str, int]) -> dict[str, int]:
+        """Free what is not kept of the activations that the block made, and return it."""
+        freed = {name: nbytes for name, nbytes in made.items() if nbytes > 0}
+        for name, nbytes in freed.items():
+            self.ledger.free(name, nbytes)
+        return freed
+
+    def left(self, block: int) -> None:
+        """Forward has left the block."""
+
+    def after_forward(self) -> None:
+        """Forward is done."""
+
+    def compute_again(self, block: int) -> None:
+        for name, nbytes in self.freed.pop(block).items():
+            self.ledger.take(name, nbytes)
+
+    def left_backward(self, block: int) -> None:
+        """Backward has left the block."""
+
+
+class OfMLP(Checkpointing):
+    """Under autocast the half-precision copies of weights and biases live to the end of its context, and backward's
+    recomputing has one of its own; without checkpointing a copy of a block's input is kept in place of the input."""
+
+    def __init__(self, case: TrainingStepCase) -> None:
+        super().__init__(case)
+        size, self.c = MLP_SIZES[case.model], BYTES[case.dtype]
+        half = self.c != FLOAT
+        self.weights = 2 * self.c * size.dim * size.hidden if half else 0
+        self.biases = self.c * (size.dim + size.hidden) if half else 0
+
+    def free(self, made: dict[str, int]) -> dict[str, int]:
+        size = MLP_SIZES[self.case.model]
+        for name, bias in ((f"{BLOCK}.w1", size.hidden), (f"{BLOCK}.w2", size.dim)):
+            made[name] = made.get(name, 0) - (self.weights // 2 + self.c * bias if self.weights else 0)
+        return super().free(made)
+
+    def left(self, block: int) -> None:
+        self.ledger.take(BLOCK, self.stream if self.weights else 0)  # its input
+
+    def left_backward(self, block: int) -> None:
+        self.ledger.free(BLOCK, self.stream if self.weights else 0)
+
+    def after_forward(self) -> None:
+        for name in (f"{BLOCK}.w1", f"{BLOCK}.w2") if self.weights else ():
+            self.ledger.free(name, self.layers * self.weights // 2)
+
+    def compute_again(self, block: int) -> None:
+        super().compute_again(block)
+        for name in (f"{BLOCK}.w1", f"{BLOCK}.w2"):
+            self.ledger.take(name, self.weights // 2)
+        self.ledger.borrow("biases in half precision", self.biases)
+
+
+class Recursive(Checkpointing):
+    """Each segment of blocks keeps its input. Before its backward the inputs of all its blocks are there, and then one
+    block's activations at a time."""
+
+    def __init__(self, case: TrainingStepCase) -> None:
+        super().__init__(case)
+        self.length = segment_length(self.layers)
+
+    def left(self, block: int) -> None:
+        if block % self.length:
+            self.ledger.free(BLOCK, self.stream)  # its input
+
+    def compute_again(self, block: int) -> None:
+        place = block % self.length
+        if block == self.layers - 1 or place == self.length - 1:
+            self.ledger.take(BLOCK, place * self.stream)
+        super().compute_again(block)
+
+
+class Selective(Checkpointing):
+    """Each block keeps its input and what its matrix products and attention gave."""
+
+    def free(self, made: dict[str, int]) -> dict[str, int]:
+        for product in ("attention.value", "feed_forward.w1", "feed_forward.w3"):
+            made.pop(f"{BLOCK}.{product}", None)
+        # Attention's output and its log-sum-exp stay; a copy with heads side by side goes, where there is one.
+        made[f"{BLOCK}.attention"] = self.stream if made[f"{BLOCK}.attention"] >= 2 * self.stream else 0
+        return super().free(made)
+
+    def left(self, block: int) -> None:
+        """What forward frees where nothing is checkpointed."""
+        self.ledger.take("q and k before RoPE", 2 * self.stream)
+        self.ledger.take("attention projection", self.stream)
+        self.ledger.take("feed-forward output", self.stream)
+
+    def compute_again(self, block: int) -> None:
+        self.ledger.free("q and k before RoPE", 2 * self.stream)  # both are read by what is computed again
+        self.ledger.free("attention projection", self.stream)
+        super().compute_again(block)
+
+    def left_backward(self, block: int) -> None:
+        self.ledger.free("feed-forward output", self.stream)  # nothing in backward asks for it
 
 
 @dataclass(frozen=True)
 class Checkpointed:
     """The bytes and FLOPs of one policy."""
 
-    strategy: Callable[[TrainingStepCase], Strategy]
+    technique: Callable[[TrainingStepCase], Technique]
     again: Callable[[TrainingStepCase], tuple[int, int]] = lambda case: (0, 0)
     """How many blocks are computed again but for their last product, which backward has no use for, and whole."""
 
@@ -45,12 +188,19 @@ class Checkpointed:
     def _run(self, case: TrainingStepCase, device: str = "cpu") -> Ledger:
         if case.dtype != "float32":
             raise ValueError(f"checkpointing's bytes have a closed form in float32, not in {case.dtype}")
-        return TransformerStep(case, self.strategy(case), autocast=True, device=device).run()
+        return beside(followed(PlainLanguageModel.of(case), device), self.technique(case))
 
 
 def every(n: int) -> Checkpointed:
     """Each n-th block keeps its input, and the others everything."""
-    return Checkpointed(lambda case: EveryNth(n), again=lambda case: (_layers(case) // n, 0))
+    return Checkpointed(lambda case: Checkpointing(case, n), again=lambda case: (_layers(case) // n, 0))
+
+
+def full_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
+    """Peak in bytes of the part of a step that the case names, where each block keeps its input alone; of the
+    transformer in float32, of the MLP also under autocast."""
+    technique = OfMLP(case) if case.model in MLP_SIZES else Checkpointing(case)
+    return peak_of_part(beside(followed(PlainLanguageModel.of(case), device), technique), case.mode)
 
 
 def _layers(case: TrainingStepCase) -> int:
@@ -61,16 +211,13 @@ def _segments(case: TrainingStepCase) -> int:
     return -(-_layers(case) // segment_length(_layers(case)))
 
 
-NONE = Checkpointed(lambda case: Strategy())
+NONE = Checkpointed(lambda case: Technique())
 
 FULL = every(1)
 
-RECURSIVE = Checkpointed(
-    lambda case: Recursive(segment_length(_layers(case))),
-    again=lambda case: (_layers(case), _layers(case) - _segments(case)),
-)
+RECURSIVE = Checkpointed(Recursive, again=lambda case: (_layers(case), _layers(case) - _segments(case)))
 
-SELECTIVE = Checkpointed(lambda case: Selective())
+SELECTIVE = Checkpointed(Selective)
 
 POLICIES = {"none": NONE, "full": FULL, "every_2": every(2), "recursive": RECURSIVE, "selective": SELECTIVE}
 """By the policies' names in the registry."""

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from impl.accounting.beside import FLOAT, Technique, beside
 from impl.accounting.ledger import Bytes
 from impl.accounting.model import training_work
-from impl.accounting.programs.parameters import FLOAT
-from impl.accounting.programs.transformer import TransformerStep
-from impl.accounting.strategies import Strategy
-from impl.accounting.strategies.data_parallel import Bucketed, Flat
+from impl.accounting.plain import PlainLanguageModel
 from impl.collectives.accounting import all_reduce_bytes_sent
 from impl.data_parallel.cases import ReductionCase
 from impl.model.sizes import SIZES
 from impl.training_step.cases import TrainingStepCase
-from shardmark.api import OwnModelCase, Work
+from shardmark.api import GRADIENTS, MB, OwnModelCase, Work, followed
 
 
 def work(case: TrainingStepCase | OwnModelCase, ranks: int) -> Work:
@@ -33,9 +31,47 @@ def work(case: TrainingStepCase | OwnModelCase, ranks: int) -> Work:
     )
 
 
+BUCKETS, REDUCED = "buckets of gradients", "gradients in the reduction's dtype"
+
+
+class Flat(Technique):
+    """One all-reduce: after backward, all gradients are copied into one tensor."""
+
+    def finish(self) -> None:
+        self.ledger.take("flat copy of the gradients", FLOAT * sum(self.values.values()))
+        self.ledger.take("number of ranks", 8)  # an int64, which the average divides by
+
+
+class Bucketed(Technique):
+    """Gradients live in buckets that exist from the start.
+
+    Reduced in fewer bytes an element, a copy of each gradient exists from its bucket's launch until the step has all of
+    it: of every gradient once backward is done; before that, where they do not all fit one bucket, of at most those
+    that are there.
+    """
+
+    def __init__(self, reduce_bytes: int = FLOAT) -> None:
+        self.copy_bytes = reduce_bytes if reduce_bytes != FLOAT else 0
+
+    def begin(self) -> None:
+        super().begin()
+        self.ledger.take(BUCKETS, FLOAT * sum(self.values.values()))
+        several = FLOAT * sum(self.values.values()) > MB
+        last = next(iter(self.values))  # the model's first parameter is in the last bucket
+        self.late = {last} if several else set(self.values)
+
+    def gradient(self, parameter: str) -> None:
+        self.ledger.free(GRADIENTS, FLOAT * self.values[parameter])  # it was copied into its slot
+        if parameter not in self.late:
+            self.ledger.take(REDUCED, self.copy_bytes * self.values[parameter])
+
+    def finish(self) -> None:
+        self.ledger.take(REDUCED, self.copy_bytes * sum(self.values[each] for each in self.late))
+
+
 def naive_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes when gradients are reduced in place."""
-    return _peak(case, Strategy(), device)
+    return _peak(case, Technique(), device)
 
 
 overlapped_peak = naive_peak
@@ -56,8 +92,8 @@ def copying_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
     return naive_peak(case, device).add({"copies of gradients": FLOAT * SIZES[case.model].parameters})
 
 
-def _peak(case: TrainingStepCase, strategy: Strategy, device: str) -> Bytes:
-    return TransformerStep(case, strategy, autocast=True, device=device).run().peak
+def _peak(case: TrainingStepCase, technique: Technique, device: str) -> Bytes:
+    return beside(followed(PlainLanguageModel.of(case), device), technique).peak
 
 
 def exposed_seconds(gradient_bytes: int, bucket_bytes: float, overhead: float, bandwidth: float) -> float:

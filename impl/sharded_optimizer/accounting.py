@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from impl.accounting.beside import STATE, Technique, beside
 from impl.accounting.ledger import Bytes
-from impl.accounting.programs.transformer import TransformerStep
-from impl.accounting.strategies import COUNTS, STATE
-from impl.accounting.strategies.sharded import ShardedOptimizer
+from impl.accounting.plain import PlainLanguageModel
+from impl.collectives.accounting import reduce_scatter_buffers
 from impl.data_parallel import accounting as data_parallel
 from impl.data_parallel.accounting import bucketed_peak
 from impl.model.sizes import SIZES
 from impl.sharded_optimizer.shards import default_bucket_mb
-from shardmark.api import MB, OwnModelCase, Work
+from shardmark.api import GRADIENTS, MB, OwnModelCase, Work, followed
 
 if TYPE_CHECKING:
     from impl.sharded_optimizer.cases import ShardedStepCase
@@ -86,19 +86,61 @@ def sharded_bytes(case: ShardedStepCase, rank: int, device: str = "cpu") -> Shar
     )
 
 
+SHARD, FLAT = "shard of the optimizer's state", "flat gradients of buckets"
+
+
+class _Sharded(Technique):
+    """Parameters are views into flat buckets, padded to a multiple of the ranks; a rank has `state` bytes of state.
+
+    A gradient moves into its bucket's flat tensor, which exists from the first of its gradients on. A full bucket is
+    reduce-scattered while backward goes on; its buffers, on CPU, are there until the step waits for it.
+    """
+
+    FACTOR = 8  # bytes of what gradients are multiplied by on their way, a float64
+
+    def __init__(self, case: ShardedStepCase, device: str, state: int) -> None:
+        self.case, self.device, self.state = case, device, state
+
+    def begin(self) -> None:
+        buckets, names = _buckets(self.case, self.device), list(self.values)
+        self.missing = [set(names[bucket.first : bucket.last + 1]) for bucket in buckets]
+        self.of = {name: i for i, bucket in enumerate(self.missing) for name in bucket}
+        self.flat = [_FLOAT * self.case.ranks * bucket.slice for bucket in buckets]
+        self.begun: set[int] = set()
+        self.launched = 0
+        self.ledger.take("padding of parameters", sum(self.flat) - _FLOAT * sum(self.values.values()))
+        self.ledger.take(SHARD, self.state)
+
+    def gradient(self, parameter: str) -> None:
+        i, nbytes = self.of[parameter], _FLOAT * self.values[parameter]
+        if self.flat[i] == nbytes:  # it has the bucket for itself, and needs no copy
+            self.ledger.rename(GRADIENTS, FLAT, nbytes)
+            self.ledger.borrow("1 / number of ranks", self.FACTOR)
+        else:
+            if i not in self.begun:
+                self.begun.add(i)
+                self.ledger.take(FLAT, self.flat[i])
+            self.ledger.borrow("1 / number of ranks", self.FACTOR)
+            self.ledger.free(GRADIENTS, nbytes)
+        self.missing[i].discard(parameter)
+        while self.launched < len(self.missing) and not self.missing[self.launched]:
+            buffers = reduce_scatter_buffers(self.flat[self.launched], self.case.ranks, self.device)
+            self.ledger.take("buffers of reduce-scatters under way", buffers)
+            self.launched += 1
+
+
 def sharded_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes of `sharded`, on the rank that has most."""
     most = max((_own(case, rank, device) for rank in range(case.ranks)), key=lambda own: 2 * own[0] + own[1])
-    places = [[*range(bucket.last, bucket.first - 1, -1)] for bucket in _buckets(case, device)]
-    strategy = ShardedOptimizer(case.ranks, places, 2 * _FLOAT * most[0], _FLOAT * most[1])
-    return TransformerStep(case, strategy, autocast=True, device=device).run().peak
+    technique = _Sharded(case, device, _FLOAT * (2 * most[0] + most[1]))
+    return beside(followed(PlainLanguageModel.of(case), device), technique).peak
 
 
 def balanced_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes where gradients are averaged by `bucketed`, and ranks have equal parts of the state."""
     peak = bucketed_peak(case, device)
-    state = peak.entries[STATE] + peak.entries[COUNTS]
-    return peak.without(STATE, COUNTS).add({"shard of the optimizer's state": -(-state // case.ranks)})
+    shard = -(-peak.entries[STATE] // case.ranks)
+    return peak.without(STATE).add({SHARD: shard})
 
 
 def unsharded_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from impl.accounting.beside import beside, peak_of_part
 from impl.accounting.ledger import Bytes
 from impl.accounting.model import training_work
-from impl.accounting.programs import mlp
-from impl.accounting.programs.transformer import TransformerStep
-from impl.accounting.strategies import Strategy, peak_of_part
+from impl.accounting.plain import PlainLanguageModel
 from impl.checkpointing import accounting as checkpointing
 from impl.model.mlp import MLP_SIZES
 from impl.model.sizes import SIZES
-from shardmark.api import OwnModelCase, Work
+from shardmark.api import OwnModelCase, Work, followed
 
 if TYPE_CHECKING:
     from impl.training_step.cases import TrainingStepCase
@@ -25,7 +24,7 @@ def work(case: TrainingStepCase | OwnModelCase) -> Work:
     if isinstance(case, OwnModelCase):
         return case.work
     if case.model in MLP_SIZES:
-        return mlp.work(case)
+        return _mlp_work(case)
     size = SIZES[case.model]
     whole = training_work(case)
     if case.mode != "forward":
@@ -34,15 +33,24 @@ def work(case: TrainingStepCase | OwnModelCase) -> Work:
     return Work(forward, 4 * size.parameters, model_flops=forward)
 
 
+def _mlp_work(case: TrainingStepCase) -> Work:
+    """6 FLOPs a token for each value of a matrix that multiplies, all but the embedding's, a third of them in forward;
+    bytes: weights read in forward and in backward, gradients written, and AdamW's 28 a parameter."""
+    size = MLP_SIZES[case.model]
+    forward = 2 * case.tokens * (size.layers * 2 * size.dim * size.hidden + size.vocab * size.dim)
+    if case.mode == "forward":
+        return Work(forward, 4 * size.parameters, model_flops=forward)
+    moved = (12 if case.mode == "forward_backward" else 40) * size.parameters
+    return Work(3 * forward, moved, model_flops=3 * forward)
+
+
 SCALER = 12
 """Bytes that float16's loss scaling holds in backward: the scale, how long it has held, and the scaled loss."""
 
 
 def eager_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
     """Bytes at the peak, of everything live: parameters, inputs, gradients, moments, activations, temporaries."""
-    if case.model in MLP_SIZES:
-        return mlp.eager_peak(case)
-    peak = peak_of_part(TransformerStep(case, Strategy(), autocast=True, device=device).run(), case.mode)
+    peak = peak_of_part(beside(followed(PlainLanguageModel.of(case), device)), case.mode)
     if case.mode != "forward" and case.dtype == "float16":
         peak = peak.add({"loss scaler": SCALER})
     return peak
@@ -50,10 +58,8 @@ def eager_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
 
 def checkpointed_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
     """Where each block keeps its input alone; of the transformer in half precision a bound: eager's."""
-    if case.model in MLP_SIZES:
-        return mlp.eager_peak(case, checkpointed=True)
-    whole = case.dtype == "float32" and case.mode == "step"
-    return checkpointing.FULL.peak(case, device) if whole else eager_peak(case, device)
+    known = case.model in MLP_SIZES or case.dtype == "float32"
+    return checkpointing.full_peak(case, device) if known else eager_peak(case, device)
 
 
 SOFTMAX_FLOPS = 5

@@ -7,6 +7,21 @@ register("loss", "mine", my_loss, time=Race("eager", budget=1.0))
 
 from shardmark.api.grid import MB, SCALES, Grid
 from shardmark.api.own_model import Loss, Made, OwnModel, OwnModelCase, find_blocks, make, resized
+from shardmark.api.reference import (
+    AFTER_BACKWARD,
+    AFTER_FORWARD,
+    BACKWARD,
+    BEGIN,
+    ENTER,
+    GRADIENT,
+    GRADIENTS,
+    LEAVE,
+    PARAMETERS,
+    Followed,
+    Moment,
+    PlainStep,
+    followed,
+)
 from shardmark.api.registry import (
     FAMILIES,
     Family,
@@ -25,17 +40,29 @@ from shardmark.api.work import Work
 from shardmark.api.workload import Mark, Workload, stage
 
 __all__ = [
+    "AFTER_BACKWARD",
+    "AFTER_FORWARD",
+    "BACKWARD",
+    "BEGIN",
+    "ENTER",
     "FAMILIES",
+    "GRADIENT",
+    "GRADIENTS",
+    "LEAVE",
     "MB",
+    "PARAMETERS",
     "SCALES",
     "Family",
+    "Followed",
     "Grid",
     "Implementation",
     "Loss",
     "Made",
     "Mark",
+    "Moment",
     "OwnModel",
     "OwnModelCase",
+    "PlainStep",
     "Race",
     "RegistryError",
     "Requirement",
@@ -46,6 +73,7 @@ __all__ = [
     "error_line",
     "family",
     "find_blocks",
+    "followed",
     "make",
     "register",
     "requires_compiler",

@@ -81,6 +81,10 @@ def test_sdpa_is_the_kernel_that_takes_the_dtype(mode: str) -> None:
     assert accounting.sdpa_peak(half, "cuda") == accounting.flash_peak(half)
 
 
+DROPOUT = 16
+"""Bytes of dropout's seed and offset, two int64, which attention's kernels on CUDA return."""
+
+
 @pytest.mark.parametrize("context", [32, 61])
 def test_of_a_step_in_float32_cuda_keeps_no_second_copy_of_attentions_output(context: int) -> None:
     """As a token's heads lie side by side already; log-sum-exp may be a few rows longer."""
@@ -94,11 +98,11 @@ def test_of_a_step_in_float32_cuda_keeps_no_second_copy_of_attentions_output(con
     assert copied == [False, True]
     case, size = TrainingStepCase("mini", 2, context, mode="forward"), SIZES["mini"]
     found = eager_peak(case) - eager_peak(case, "cuda")
-    longer = 4 * 2 * size.heads * (-context % 32)
+    longer = 4 * 2 * size.heads * (-context % 32) + DROPOUT
     assert found == size.layers * (4 * 2 * context * size.d_model - longer) > 0
     assert eager_peak(replace(case, mode="step"), "cuda") <= eager_peak(replace(case, mode="step"))
     half = replace(case, dtype="bfloat16")
-    assert eager_peak(half, "cuda") == eager_peak(half)
+    assert eager_peak(half, "cuda") == eager_peak(half) + size.layers * (DROPOUT + 8)  # flash's has one int64 more
 
 
 AT_THE_LOSS = {
@@ -114,7 +118,7 @@ AT_THE_LOSS = {
 def test_nor_does_a_step_on_ranks_whatever_is_sharded(name: str) -> None:
     """Nor one that is checkpointed, but for what its policy frees of it."""
     case, size = AT_THE_LOSS[name], SIZES["tiny"]
-    longer = 4 * case.batch * size.heads * (-case.context % 32)
+    longer = 4 * case.batch * size.heads * (-case.context % 32) + (0 if name == "fsdp" else DROPOUT)
     output = 4 * case.tokens * size.d_model
     for implementation in family(name).implementations.values():
         if implementation.memory is None:  # PyTorch's own, which is predicted

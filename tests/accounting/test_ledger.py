@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from correctness.support.metering import assert_metered, metered
+from impl.accounting.beside import STATE, Technique, beside
 from impl.accounting.ledger import Bytes, Ledger, explain
-from impl.accounting.programs.mlp import MLPStep
+from impl.accounting.plain import PlainLanguageModel
 from impl.accounting.programs.transformer import TransformerStep
-from impl.accounting.strategies import COUNTS, GRADIENTS, PARAMETERS, STATE, Strategy
-from impl.accounting.strategies.checkpointing import EveryNth, Recursive, Selective
-from impl.accounting.strategies.data_parallel import BUCKETS, Bucketed
 from impl.accounting.strategies.sharded import FullySharded
 from impl.attention.cases import AttentionCase
+from impl.checkpointing.accounting import Checkpointing, OfMLP, Recursive, Selective
 from impl.collectives.cases import CollectiveCase
+from impl.data_parallel.accounting import BUCKETS, Bucketed
 from impl.data_parallel.cases import ReductionCase
 from impl.data_parallel.workload import DataParallelStep
 from impl.fsdp.cases import FSDPCase
@@ -32,6 +32,8 @@ from impl.sharded_optimizer.workload import ShardedStep
 from impl.training_step.accounting import eager_peak
 from impl.training_step.cases import TrainingStepCase
 from impl.training_step.workload import LanguageModelStep
+from shardmark.api import followed
+from shardmark.api.reference import GRADIENTS, INPUTS, PARAMETERS
 from shardmark.api.registry import FAMILIES, Implementation, family
 from shardmark.meter.memory import meter
 
@@ -110,30 +112,35 @@ def test_a_formula_without_terms_says_so() -> None:
         explain(replace(implementation, memory=None), CASES["loss"])
 
 
-LEFT = {PARAMETERS, STATE, COUNTS, "tokens and targets", "loss"}
-"""What outlives a step's backward."""
+LEFT = {PARAMETERS, STATE, INPUTS, "activations of the loss"}
+"""What outlives a step's backward, the loss among it."""
 
 
 @pytest.mark.parametrize(
-    ("strategy", "gradients"),
+    ("technique", "gradients"),
     [
-        (Strategy, {GRADIENTS}),
-        (Bucketed, {BUCKETS}),
-        (lambda: EveryNth(2), {GRADIENTS}),
-        (lambda: Recursive(2), {GRADIENTS}),
-        (Selective, {GRADIENTS}),
+        (lambda case: Technique(), GRADIENTS),
+        (lambda case: Bucketed(), BUCKETS),
+        (lambda case: Checkpointing(case, 2), GRADIENTS),
+        (Recursive, GRADIENTS),
+        (Selective, GRADIENTS),
     ],
     ids=["plain", "bucketed", "every_2", "recursive", "selective"],
 )
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_backward_frees_all_activations(technique: Callable[[TrainingStepCase], Technique], gradients: str) -> None:
+    plain = followed(PlainLanguageModel.of(STEP), "cpu")
+    left = beside(plain, technique(STEP)).marks["after_backward"].entries
+    assert left.keys() == LEFT | {gradients} and left["activations of the loss"] == 4
+    assert left[gradients] == left[PARAMETERS] == 4 * SIZES["mini"].parameters
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_backward_frees_all_activations(
-    strategy: Callable[[], Strategy], gradients: set[str], dtype: str, attention: str
-) -> None:
-    case = replace(STEP, dtype=dtype, attention=attention)
-    left = TransformerStep(case, strategy(), autocast=True).run().marks["after_backward"].entries
-    assert left.keys() == LEFT | gradients | {"RoPE's tables"}
-    assert all(left[name] == 4 * SIZES["mini"].parameters for name in gradients)
+def test_backward_of_the_mlp_frees_all_activations(dtype: str, checkpointed: bool) -> None:
+    case = TrainingStepCase("mlp-tiny", 3, 61, dtype)
+    technique = OfMLP(case) if checkpointed else Technique()
+    left = beside(followed(PlainLanguageModel.of(case), "cpu"), technique).marks["after_backward"].entries
+    assert left.keys() == LEFT | {GRADIENTS} and left["activations of the loss"] == 4
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -148,25 +155,18 @@ def test_after_fully_sharded_backward_only_shards_are_left(ranks: int, reshard: 
     assert 2 * left["shard of gradients"] == 2 * left["shard of parameters"] == left["shard of exp_avg and exp_avg_sq"]
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_backward_of_the_mlp_frees_all_activations(dtype: str, checkpointed: bool) -> None:
-    left = MLPStep(TrainingStepCase("mlp-tiny", 3, 61, dtype), checkpointed).run().marks["after_backward"]
-    assert left.entries.keys() == LEFT | {GRADIENTS}
-
-
 @pytest.mark.parametrize(
     ("size", "case", "moment"),
     [
         (
             TransformerSize(64, 640, 2, 2, vocab=200),
             TrainingStepCase("ledger", 2, 7, "bfloat16"),
-            "half-precision gradient of a weight",
+            "backward of blocks.*.feed_forward.w1",
         ),
         (
             TransformerSize(32, 32, 1, 2, vocab=50),
             TrainingStepCase("ledger", 2, 200, attention="eager"),
-            "gradient of the masked scores",
+            "backward of blocks.*.attention",
         ),
     ],
     ids=["casting_a_weights_gradient", "softmax_of_several_sequences"],

@@ -13,7 +13,6 @@ from impl.accounting.ledger import Bytes, Ledger
 from impl.accounting.programs.parameters import BYTES, FLOAT
 from impl.accounting.strategies import COUNTS, GRADIENTS, STATE, peak_of_part
 from impl.model.mlp import MLP_SIZES
-from shardmark.api import Work
 
 if TYPE_CHECKING:
     from impl.training_step.cases import TrainingStepCase
@@ -71,20 +70,6 @@ def step_bytes(case: TrainingStepCase, checkpointed: bool = False) -> StepBytes:
 def eager_peak(case: TrainingStepCase, checkpointed: bool = False) -> Bytes:
     """Bytes at the peak of the part of the step that the case names, of everything live; moments in a whole step."""
     return peak_of_part(MLPStep(case, checkpointed).run(), case.mode)
-
-
-def work(case: TrainingStepCase) -> Work:
-    """FLOPs and least bytes of the part of a step that the case names.
-
-    6 FLOPs a token for each value of a matrix that multiplies, a third of them in forward; bytes: weights read in
-    forward and in backward, gradients written, and AdamW's 28 a parameter.
-    """
-    forward = 2 * case.tokens * _matrices(case)
-    parameters = MLP_SIZES[case.model].parameters
-    if case.mode == "forward":
-        return Work(forward, FLOAT * parameters, model_flops=forward)
-    moved = (12 if case.mode == "forward_backward" else 40) * parameters
-    return Work(3 * forward, moved, model_flops=3 * forward)
 
 
 def _matrices(case: TrainingStepCase) -> int:

@@ -64,10 +64,3 @@ def values(units: Units) -> int:
 def padded(count: int, ranks: int) -> int:
     """So many values, and as many more as make them divide by the ranks."""
     return -(-count // ranks) * ranks
-
-
-def in_model_order(units: Units) -> list[Parameter]:
-    """As `model.parameters()`: the embedding, the blocks, the final norm and the output projection."""
-    norm = next(parameter for unit in units for parameter in unit if parameter.name == "norm")
-    *others, output = (parameter for unit in units for parameter in unit if parameter is not norm)
-    return [*others, norm, output]

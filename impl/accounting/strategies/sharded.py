@@ -1,67 +1,16 @@
-"""What a rank holds where AdamW's state is sharded (ZeRO-1), or parameters, gradients and state are (FSDP)."""
+"""What a rank holds where parameters, gradients and AdamW's state are sharded (FSDP)."""
 
 from __future__ import annotations
 
 from impl.accounting.programs.parameters import (
     FLOAT,
     ROOT,
-    Parameter,
-    in_model_order,
     padded,
     values,
     with_norms_in_root,
 )
-from impl.accounting.strategies import COUNTS, GRADIENTS, Step, Strategy
+from impl.accounting.strategies import GRADIENTS, Step, Strategy
 from impl.collectives.accounting import reduce_scatter_buffers
-
-
-class ShardedOptimizer(Strategy):
-    """ZeRO-1: parameters are views into flat buckets, padded to a multiple of the ranks; each rank has a slice's state.
-
-    A gradient moves into its bucket's flat tensor, which exists from the first of its gradients on. A full bucket is
-    reduce-scattered while backward goes on; its buffers, on CPU, are there until the step waits for it.
-    `state_bytes` and `counts_bytes` are those of the rank that has most.
-    """
-
-    FACTOR = 8  # bytes of what gradients are multiplied by on their way, a float64
-
-    def __init__(self, ranks: int, buckets: list[list[int]], state_bytes: int, counts_bytes: int) -> None:
-        self.ranks = ranks
-        self.state_bytes, self.counts_bytes = state_bytes, counts_bytes
-        self.buckets = buckets
-        """Of each bucket its parameters' places in the model's order, from the last to the first."""
-
-    def take_parameters(self) -> None:
-        ordered = in_model_order(self.units)
-        self.missing = [{ordered[place] for place in bucket} for bucket in self.buckets]
-        self.flat = [FLOAT * padded(sum(p.values for p in bucket), self.ranks) for bucket in self.missing]
-        self.of = {parameter: i for i, bucket in enumerate(self.missing) for parameter in bucket}
-        self.begun: set[int] = set()
-        self.launched = 0
-        self.ledger.take("parameters in flat buckets", sum(self.flat))
-        self.ledger.take("shard of exp_avg and exp_avg_sq", self.state_bytes)
-        self.ledger.take(COUNTS, self.counts_bytes)
-
-    def gradient(self, parameter: Parameter) -> None:
-        i, nbytes = self.of[parameter], FLOAT * parameter.values
-        name = "flat gradients of buckets"
-        if self.flat[i] == nbytes:  # it has the bucket for itself, and needs no copy
-            self.ledger.rename(GRADIENTS, name, nbytes)
-            self.ledger.borrow("1 / number of ranks", self.FACTOR)
-        else:
-            if i not in self.begun:
-                self.begun.add(i)
-                self.ledger.take(name, self.flat[i])
-            self.ledger.borrow("1 / number of ranks", self.FACTOR)
-            self.ledger.free(GRADIENTS, nbytes)
-        self.missing[i].discard(parameter)
-        while self.launched < len(self.buckets) and not self.missing[self.launched]:
-            self.launch()
-
-    def launch(self) -> None:
-        buffers = reduce_scatter_buffers(self.flat[self.launched], self.ranks, self.step.device)
-        self.ledger.take("buffers of reduce-scatters under way", buffers)
-        self.launched += 1
 
 
 class UnitSharded(Strategy):

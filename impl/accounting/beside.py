@@ -1,0 +1,76 @@
+"""What a technique takes and frees at each moment of a plain step, and the bytes that come of both.
+
+beside(followed(plain, "cpu"), Flat()).peak.entries
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from impl.accounting.ledger import Bytes, Ledger
+from shardmark.api import AFTER_BACKWARD, AFTER_FORWARD, BEGIN, GRADIENT
+
+if TYPE_CHECKING:
+    from shardmark.api import Followed, Moment
+
+FLOAT = 4  # bytes of a float32, which parameters, gradients and moments are unless a plain step says otherwise
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+STATE = "the optimizer's state"
+
+
+class Technique:
+    """One device, or gradients that are all-reduced in place: nothing beside the plain step but the optimizer's state,
+    which a step that is not the first has from the start."""
+
+    plain: Followed
+    ledger: Ledger
+
+    def begin(self) -> None:
+        """Before forward."""
+        self.ledger.take(STATE, self.plain.state)
+
+    def at(self, moment: Moment) -> None:
+        """At each moment between the first and the last."""
+        if moment.kind == GRADIENT:
+            self.gradient(moment.name)
+
+    def gradient(self, parameter: str) -> None:
+        """The gradient of that parameter is there."""
+
+    def finish(self) -> None:
+        """Backward is done."""
+
+    @property
+    def values(self) -> dict[str, int]:
+        """How many values each parameter has, by name."""
+        return {name: math.prod(shape) for name, shape in self.plain.parameters.items()}
+
+
+MARKS = {BEGIN: "before_step", AFTER_FORWARD: "after_forward", AFTER_BACKWARD: "after_backward"}
+
+
+def beside(plain: Followed, technique: Technique | None = None) -> Ledger:
+    """The ledger of both, with the marks "before_step", "after_forward" and "after_backward"."""
+    technique = technique or Technique()
+    technique.plain, technique.ledger = plain, (ledger := Ledger())
+    for moment in plain.moments:
+        ledger.beside(moment.live)
+        if moment.kind == BEGIN:
+            technique.begin()
+        technique.at(moment)
+        if moment.kind in MARKS:
+            ledger.mark(MARKS[moment.kind])
+        ledger.beside(moment.peak)
+        ledger.note_peak()
+    technique.finish()
+    return ledger
+
+
+def peak_of_part(ledger: Ledger, mode: str) -> Bytes:
+    """The peak of a step's "forward", of its "forward_backward", or of the whole "step".
+
+    The optimizer's state comes with the first update, so it is not there where only parts are run.
+    """
+    peak = ledger.peaks["after_forward"] if mode == "forward" else ledger.peak
+    return peak if mode == "step" else peak.without(STATE)

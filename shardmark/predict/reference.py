@@ -1,0 +1,165 @@
+"""Follow a plain step in a simulation: what is live from moment to moment, by name."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardmark.api.reference import (
+    AFTER_BACKWARD,
+    AFTER_FORWARD,
+    BACKWARD,
+    BEGIN,
+    ENTER,
+    GRADIENT,
+    GRADIENTS,
+    INPUTS,
+    LEAVE,
+    PARAMETERS,
+    Followed,
+    Moment,
+    Plain,
+)
+from shardmark.meter.allocations import Allocated, Block, Event, Marked, Released
+from shardmark.meter.hardware import CPU, hardware
+from shardmark.meter.recording import mark, recording, without_operators
+from shardmark.predict.simulation.predict import simulation
+
+MOMENT = "moment "
+STEPPED = "stepped"
+_CUDA = "h100-80gb"
+
+
+def follow(plain: Plain, device: str) -> Followed:
+    """The moments of the plain step, by the rules of "cpu" or "cuda"."""
+    on = CPU if device == "cpu" else hardware(_CUDA)
+    with warnings.catch_warnings(action="ignore"), simulation(on=on), without_operators(), recording("cpu") as recorded:
+        step = plain.make()
+        owned = {p.data_ptr(): name for name, p in step.module.named_parameters()}
+        parameters = {name: tuple(p.shape) for name, p in step.module.named_parameters()}
+        _mark_moments(step.module)
+        _mark(BEGIN)
+        loss = step.loss()
+        _mark(AFTER_FORWARD)
+        loss.backward()
+        _mark(AFTER_BACKWARD)
+        if step.optimizer is not None:
+            step.optimizer.step()
+        _mark(STEPPED)
+        del step, loss
+    moments, state = _moments(recorded.replay(), owned)
+    return Followed(moments, parameters, state)
+
+
+def _mark(kind: str, name: str = "", address: int = 0) -> None:
+    mark(f"{MOMENT}{kind};{name};{address}")
+
+
+def _mark_moments(root: nn.Module) -> None:
+    """Mark each module's forward and backward, and each parameter's gradient."""
+    for name, module in root.named_modules():
+
+        def enter(module: nn.Module, args: Any, name: str = name) -> None:
+            _mark(ENTER, name)
+
+        def leave(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+            _mark(LEAVE, name)
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(lambda gradient: _mark(BACKWARD, name))
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+    for name, parameter in root.named_parameters():
+
+        def there(parameter: Tensor, name: str = name) -> None:
+            assert parameter.grad is not None
+            _mark(GRADIENT, name, parameter.grad.data_ptr())
+
+        parameter.register_post_accumulate_grad_hook(there)
+
+
+def _moments(events: Sequence[Event], owned: Mapping[int, str]) -> tuple[list[Moment], int]:
+    """The moments of forward and backward, and the bytes that the optimizer's step leaves."""
+    live = _Named(owned)
+    moments: list[Moment] = []
+    for event in events:
+        match event:
+            case Allocated(block) if not block.workspace:
+                live.take(block)
+            case Released(block) if not block.workspace:
+                live.free(block)
+            case Marked(name) if name.startswith(MOMENT):
+                kind, where, address = name.removeprefix(MOMENT).split(";")
+                if kind == STEPPED:  # the update has no temporaries: what it adds is state
+                    moments.append(Moment(AFTER_BACKWARD, "", live.began, live.began))
+                    return moments, live.total - sum(live.began.values())
+                if live.moment is not None:
+                    moments.append(Moment(*live.moment, live.began, live.at_peak()))
+                live.begin(kind, where, int(address))
+    raise AssertionError("the step has no end")
+
+
+class _Named:
+    """Bytes live by name, and at the peak since the last moment."""
+
+    def __init__(self, owned: Mapping[int, str]) -> None:
+        self.owned = owned
+        self.moment: tuple[str, str] | None = None
+        self.began: dict[str, int] = {}
+        self.total = 0
+        self._live: dict[str, int] = defaultdict(int)
+        self._names: dict[Block, str] = {}
+        self._at: dict[int, Block] = {}
+        self._running = [""]  # modules of forward, the innermost last
+        self._backward = False
+        self._most = 0
+        self._peak: dict[str, int] = {}
+
+    def take(self, block: Block) -> None:
+        self._at[block.address] = block
+        self._add(block, self._name(block))
+        self.total += block.nbytes
+
+    def free(self, block: Block) -> None:
+        self._note_peak()
+        self._live[self._names.pop(block)] -= block.nbytes
+        self.total -= block.nbytes
+
+    def begin(self, kind: str, where: str, address: int) -> None:
+        if kind == ENTER:
+            self._running.append(where)
+        elif kind == LEAVE:
+            self._running.pop()
+        elif kind == BACKWARD:
+            self._running[-1] = where
+        elif kind == GRADIENT and (block := self._at.get(address)) in self._names:
+            self._live[self._names[block]] -= block.nbytes
+            self._add(block, GRADIENTS)
+        self._backward = self._backward or kind == AFTER_FORWARD
+        self.moment, self.began = (kind, where), self._copy()
+        self._most, self._peak = self.total, self.began
+
+    def at_peak(self) -> dict[str, int]:
+        self._note_peak()
+        return self._peak
+
+    def _note_peak(self) -> None:
+        if self.moment is not None and self.total > self._most:
+            self._most, self._peak = self.total, self._copy()
+
+    def _copy(self) -> dict[str, int]:
+        return {name: nbytes for name, nbytes in self._live.items() if nbytes}
+
+    def _add(self, block: Block, name: str) -> None:
+        self._names[block] = name
+        self._live[name] += block.nbytes
+
+    def _name(self, block: Block) -> str:
+        if self.moment is None:
+            return PARAMETERS if block.address in self.owned else INPUTS
+        module = ".".join("*" if part.isdecimal() else part for part in self._running[-1].split("."))
+        return f"{'backward of' if self._backward else 'activations of'} {module or 'the loss'}"
