@@ -29,4 +29,4 @@ class FSDPStep(RankStep):
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-trains_own_model("fsdp", FSDPStep, on_ranks=True, strategies=(("fsdp2", False), ("fsdp2", True)))
+trains_own_model("fsdp", FSDPStep, on_ranks=True, strategies=(("fsdp2", False), ("fsdp2", True)), zero_stage=3)

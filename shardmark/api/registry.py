@@ -164,6 +164,10 @@ class Family:
     """Whether that workload needs a process group."""
     strategies: tuple[tuple[str, bool], ...] = ()
     """What `shardmark.predict` always shows: implementations, and whether each block is checkpointed as well."""
+    zero_stage: int = 0
+    """ZeRO's stage of those strategies: 0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    checkpoints: bool = False
+    """Whether every implementation recomputes activations already."""
     implementations: dict[str, Implementation] = field(default_factory=dict)
 
 
@@ -184,11 +188,18 @@ def family(name: str) -> Family:
 
 
 def trains_own_model(
-    family_name: str, workload: type[Any], *, on_ranks: bool, strategies: tuple[tuple[str, bool], ...] = ()
+    family_name: str,
+    workload: type[Any],
+    *,
+    on_ranks: bool,
+    strategies: tuple[tuple[str, bool], ...] = (),
+    zero_stage: int = 0,
+    checkpoints: bool = False,
 ) -> None:
     """Declare the workload that trains a user's own model by this family's implementations: see `Family`."""
     entry = family(family_name)
     entry.workload, entry.on_ranks, entry.strategies = workload, on_ranks, strategies
+    entry.zero_stage, entry.checkpoints = zero_stage, checkpoints
 
 
 def register(

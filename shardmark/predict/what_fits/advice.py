@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from shardmark.api.registry import resolve
+from shardmark.api.registry import FAMILIES, resolve
 from shardmark.meter.hardware import Hardware
 from shardmark.predict.simulation.communicator import room
 from shardmark.predict.what_fits.prediction import Prediction, Refused, StepTime, Strategy
 from shardmark.predict.what_fits.processes import Predictions
 
 MOST_LENGTH = 2**20
-SHARDED = (("sharded_optimizer", "sharded"), ("fsdp", "fsdp2"))
-"""What a strategy may be changed to, the cheaper one first."""
+"""The largest batch or context that is tried."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,8 @@ def _changes(predictions: Predictions, found: Outcome, sizes: Sequence[int]) -> 
     sharded.
     """
     mine = found.strategy
-    checkpoints = mine.checkpointed or mine.family == "checkpointing"
+    family = FAMILIES[mine.family]
+    checkpoints = mine.checkpointed or family.checkpoints
     if _could_fit(found):
         for checkpointed, autocast in ((True, False), (False, True), (True, True)):
             if (checkpoints and checkpointed) or (autocast and predictions.case.dtype != "float32"):
@@ -125,12 +125,12 @@ def _changes(predictions: Predictions, found: Outcome, sizes: Sequence[int]) -> 
             more = Strategy(mine.implementation, mine.checkpointed or checkpointed, autocast)
             if _predicted(predictions, more, found.ranks, found.hardware).fits:
                 yield " + ".join(["checkpointing"] * checkpointed + ["autocast"] * autocast)
-    families = [family for family, _ in SHARDED]
-    after = families.index(mine.family) + 1 if mine.family in families else 0
-    for family, name in SHARDED[after:]:
+    sharding = [each for each in FAMILIES.values() if each.strategies and each.zero_stage > family.zero_stage]
+    for each in sorted(sharding, key=lambda each: each.zero_stage):
+        name, _ = each.strategies[0]
         for size in sizes if not mine.on_ranks else [found.ranks]:
             for checkpointed in (False, True):
-                other = Strategy(resolve(family, name), checkpointed)
+                other = Strategy(resolve(each.name, name), checkpointed)
                 there = _predicted(predictions, other, size, found.hardware)
                 if there.fits:
                     yield f"{other}" + f" on {size} ranks" * (size != found.ranks)

@@ -86,7 +86,9 @@ def _ranks(value: str) -> list[int]:
 def _strategies(own: Sequence[str]) -> list[Strategy]:
     """Those that are always shown, and the user's."""
     training = {name: family for name, family in FAMILIES.items() if family.workload is not None}
-    ordered = sorted(training.items(), key=lambda pair: (pair[1].on_ranks, not pair[1].strategies))  # one device first
+    ordered = sorted(
+        training.items(), key=lambda pair: (pair[1].on_ranks, pair[1].zero_stage, pair[1].checkpoints)
+    )  # one device first, then by how much is sharded
     strategies = [
         Strategy(resolve(name, implementation), checkpointed)
         for name, family in ordered
