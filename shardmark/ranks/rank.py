@@ -249,7 +249,7 @@ def _answer_calls(end: socket.socket) -> None:
 
 
 def _keep_temporary_files_in(directory: Path) -> None:
-    """Put temporary files into the world's folder, which outlives no world; PyTorch's compiled code stays where it is."""
+    """Put temporary files into the world's folder, which goes with the world; PyTorch's compiled code stays."""
     compiler = sys.modules.get("torch._inductor.runtime.cache_dir_utils")  # the server has imported it
     if compiler is not None:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiler.default_cache_dir())
