@@ -24,7 +24,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from correctness.engine.examples import Enough, Patience
+from correctness.engine.examples import ENOUGH_TO_SHRINK as FEW
+from correctness.engine.examples import PATIENCE
 from shardmark.ranks.world import World
 
 SHRINKING, SHRINKING_ON_RANKS = 5.0, 20.0
@@ -149,22 +150,22 @@ def hold(
     histories: SearchStrategy[Any],
     plays: Callable[[Any], Problem | None],
     examples: int,
+    patience: float = PATIENCE,
     seconds: float = SHRINKING,
     can_go_on: Callable[[], bool] = lambda: True,
 ) -> None:
     """Play that many random histories, and the simplest one; raise AssertionError with the shortest that fails.
 
-    `plays(history)` returns the history's first problem or raises. The run's --seed draws the same histories again. A
-    failure is shortened for so many seconds, and as long as `can_go_on()`.
+    `plays(history)` returns the history's first problem or raises. The run's --seed draws the same histories again. Where
+    few are asked for, none is begun after `patience` seconds. A failure is shortened for so many `seconds`, and as long
+    as `can_go_on()`.
     """
     __tracebackhide__ = True
     search = _Search(plays, seconds, can_go_on)
-    patience = Patience(examples)
+    until = time.perf_counter() + patience if examples <= FEW else float("inf")
     for number in range(examples + 1):
-        try:
-            with patience:
-                search.try_one(histories, number)
-        except Enough:
+        search.try_one(histories, number)
+        if time.perf_counter() > until and search.failure is None:
             return
         if search.failure is not None:
             raise search.failure from None
@@ -181,7 +182,7 @@ def hold_on_ranks(
     """`hold` with `play_on_ranks`; a failure is shortened until the world has ended, as it does where ranks hang."""
     __tracebackhide__ = True
     plays = partial(play_on_ranks, world, make, implementation, device=device)
-    hold(histories, plays, examples, min(SHRINKING_ON_RANKS, world.deadline / 2), lambda: world.alive)
+    hold(histories, plays, examples, float("inf"), min(SHRINKING_ON_RANKS, world.deadline / 2), lambda: world.alive)
 
 
 class _Search:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from random import Random
 from typing import Any, NamedTuple
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from correctness.support.whole_batch import DIM, ROWS
@@ -129,6 +129,10 @@ class Plan:
     units: str
     """Which modules are wrapped: the linear layers, the layers, or the root module alone."""
 
+    def __str__(self) -> str:
+        layers = [f"{kind} of width {width}{' with bias' * bias}" for kind, width, bias in self.layers]
+        return f"{', '.join(layers)}; units: {self.units}"
+
     def make(self, seed: int, device: str) -> RandomModel:
         """In float64, the same for the same seed."""
         torch.manual_seed(seed)
@@ -142,11 +146,11 @@ class Plan:
         return [part for part in module.modules() if isinstance(part, kinds) and part not in roots]
 
 
-def random_plan(draw: Random, without: tuple[str, ...] = ()) -> Plan:
+def plans(without: tuple[str, ...] = ()) -> st.SearchStrategy[Plan]:
     """One to four layers, with widths down to one."""
-    kinds = [kind for kind in KINDS if kind not in without]
-    layers = [(draw.choice(kinds), draw.choice([1, 2, 5, 9]), draw.random() < 0.5) for _ in range(draw.randint(1, 4))]
-    return Plan(tuple(layers), draw.choice(["linears", "layers", "root"]))
+    kinds = st.sampled_from([kind for kind in KINDS if kind not in without])
+    layers = st.lists(st.tuples(kinds, st.sampled_from([1, 2, 5, 9]), st.booleans()), min_size=1, max_size=4)
+    return st.builds(Plan, layers.map(tuple), st.sampled_from(["linears", "layers", "root"]))
 
 
 class RandomModel(nn.Module):

@@ -16,10 +16,10 @@ from impl.fsdp import FullyShardedDataParallel
 from impl.fsdp.flat import Replicated
 from impl.fsdp.units import Unit
 
-PROGRAMS = "test_programs_do_what_they_do"
+HISTORIES = "test_any_history"
 
 
-@defect(cause="gradients", caught_by=PROGRAMS)
+@defect(cause="gradients", caught_by=HISTORIES)
 class CastsInputsWithoutGradient(FullyShardedDataParallel):
     """Inputs of another dtype than `compute_dtype` get no gradient."""
 
@@ -28,7 +28,7 @@ class CastsInputsWithoutGradient(FullyShardedDataParallel):
         return super()._cast(x)
 
 
-@defect(cause="options", caught_by=PROGRAMS)
+@defect(cause="options", caught_by=HISTORIES)
 class CastsBuffers(FullyShardedDataParallel):
     """Casts buffers to `compute_dtype`, though it is for parameters and inputs."""
 
@@ -39,7 +39,7 @@ class CastsBuffers(FullyShardedDataParallel):
                 buffer.data = buffer.data.to(compute_dtype)
 
 
-@defect(cause="communication", caught_by=PROGRAMS)
+@defect(cause="communication", caught_by=HISTORIES)
 class SkipsUnitsWithoutGradients(FullyShardedDataParallel):
     """Skips the reduce-scatter of a unit without a gradient on this rank, while another rank waits in it."""
 

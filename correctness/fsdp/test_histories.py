@@ -1,0 +1,232 @@
+"""Any history of what a user may do with a sharded model, beside the same on an unsharded one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from correctness.engine.histories import even_and_odd_ranks, events_of, hold_on_ranks, one_in
+from correctness.fsdp.checks import SGDs, as_expected, contains, full, parameters_of, wrap
+from correctness.fsdp.random_models import Plan, Rows, plans
+from impl.fsdp import norms_and_biases
+from shardmark.api import Implementation
+from shardmark.ranks.world import World
+
+pytestmark = pytest.mark.family("fsdp")
+
+OPTIONS = ({}, {}, {"compute_dtype": torch.float32}, {"reduce_dtype": torch.float32})
+HISTORIES_EACH = 8
+"""Histories for each of the examples that the test's mark counts."""
+
+
+class Traits(NamedTuple):
+    """What decides which histories a wrapper takes."""
+
+    of_torch: bool
+    """It is made of PyTorch's FSDP, which has limits of its own."""
+    without: tuple[str, ...]
+    """The layers that it cannot take."""
+    saves: bool
+    clips: bool
+
+
+def traits(implementation: Implementation, device: str) -> Traits:
+    model = wrap(implementation, nn.Linear(2, 2).to(device))
+    of_torch = contains(model, FSDPModule) or contains(model, FSDP1)
+    without: tuple[str, ...] = ("some rows", "tied") if of_torch else ()
+    if not of_torch and any(isinstance(p, DTensor) for p in model.parameters()):
+        without = ("some rows",)  # DTensors are reduced one by one, so every rank must have each gradient
+    clips = hasattr(model, "clip_grad_norm_") and not contains(model, FSDP1)
+    return Traits(of_torch, without, hasattr(model, "state_dict"), clips)
+
+
+class Event(NamedTuple):
+    """`value` says which: a loss whose backward runs, or what is drawn for a forward."""
+
+    kind: str
+    value: int = 0
+
+    def __str__(self) -> str:
+        return self.kind.replace("_", " ")
+
+
+@dataclass(frozen=True)
+class History:
+    plan: Plan
+    options: dict[str, Any]
+    in_groups: bool
+    """Even and odd ranks have a model each, in process groups of their own."""
+    events: list[Event]
+
+    def __str__(self) -> str:
+        options = [f"{name}={getattr(value, '__name__', value)}" for name, value in self.options.items()]
+        options += ["even and odd ranks in process groups of their own"] * self.in_groups
+        return "; ".join(["layers: " + str(self.plan), *options])
+
+
+@st.composite
+def histories(draw: st.DrawFn, of: Traits) -> History:
+    options = dict(draw(st.sampled_from(OPTIONS)))
+    if not of.of_torch and draw(one_in(3)):
+        options["reshard_after_forward"] = False
+    if draw(one_in(3)):
+        options["ignored_params"] = norms_and_biases
+    waiting, unsynchronized, used = 0, False, False
+
+    def event(kind: str) -> Event:
+        nonlocal waiting, unsynchronized, used
+        waiting += {"forward": 1, "backward": -1, "step": -waiting, "load": -waiting}.get(kind, 0)
+        unsynchronized = kind == "backward" or (unsynchronized and kind != "finish")
+        used = kind in ("forward", "evaluate") or (used and kind != "backward")
+        return Event(kind, draw(st.integers(0, 1023)) if kind in ("forward", "backward") else 0)
+
+    def following() -> Event:
+        """PyTorch's FSDP keeps what a call gathered until the next backward, so there one must come before the weights
+        change; and it takes one forward at a time."""
+        kinds = ["evaluate", "switch_mode"] + ["forward"] * 2 * (waiting < (1 if of.of_torch else 2))
+        kinds += ["backward"] * 3 * bool(waiting) + ["finish"] * 2 * unsynchronized
+        if not (of.of_torch and (waiting or used)):
+            kinds += ["gather"]
+            if not unsynchronized:
+                kinds += ["step", "step", "clear_gradients", *["save", "load"] * of.saves, *["clip"] * of.clips]
+        return event(draw(st.sampled_from(kinds)))
+
+    events = events_of(draw, draw(st.sampled_from([6, 8, 10, 12, 14, 16, 20, 24])), following)
+    if of.of_torch and waiting:
+        events.append(event("backward"))
+    unused = [] if of.of_torch else ["forward"]  # a forward that no backward follows
+    events += [event(kind) for kind in ("forward", "backward", "finish", *unused, "step", "evaluate", "gather")]
+    return History(draw(plans(of.without)), options, draw(one_in(3)), events)
+
+
+class Beside:
+    """A sharded and an unsharded model of the same weights, on this rank; each event is done to both."""
+
+    def __init__(self, implementation: Implementation, history: History, device: str) -> None:
+        self.device, self.group = device, even_and_odd_ranks()[1] if history.in_groups else None
+        self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.tolerance = 1e-3 if {"compute_dtype", "reduce_dtype"} & history.options.keys() else 1e-9
+        seeds = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        self.plain = history.plan.make(seeds[0], device)
+        module = history.plan.make(seeds[self.rank], device)
+        options: dict[str, Any] = {"process_group": self.group, "wrap": history.plan.wrap, **history.options}
+        self.model = wrap(implementation, module, **options)
+        self.optimizers = SGDs(self.model, self.plain)
+        self.open: list[tuple[Rows, Tensor, Rows, Tensor]] = []  # losses whose backward may still come
+        self.step_number = 0
+        self.saved = self._state()
+        self.wrong = self.starts_right()
+
+    def play(self, event: Event) -> None:
+        found = getattr(self, event.kind)(*[event.value] * (event.kind in ("forward", "backward")))
+        self.wrong = self.wrong or found or ""
+
+    def problem(self) -> str:
+        """Of this event, or of the buffers after it."""
+        return self.wrong or self.buffers()
+
+    def starts_right(self) -> str:
+        """The parameters are the first rank's to the bit, whatever they are computed in."""
+        return as_expected("at the start, the", full(self.model), parameters_of(self.plain), 0) or self.buffers()
+
+    def buffers(self) -> str:
+        """Forward changed them as it does without wrapper, in their own dtypes."""
+        names = [name for name, _ in self.plain.named_buffers()]
+        found, expected = (
+            dict(zip(names, module.buffers(), strict=True)) for module in (self.model.module, self.plain)
+        )
+        for name in names:
+            if found[name].dtype != expected[name].dtype:
+                return f"the buffer {name} is of {found[name].dtype}, expected {expected[name].dtype}"
+        return as_expected("the buffer", found, expected)
+
+    def _state(self) -> Any:
+        if not hasattr(self.model, "state_dict"):
+            return None
+        states = self.model.state_dict(), self.plain.state_dict()
+        return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, states)
+
+    def forward(self, value: int) -> None:
+        self.step_number += 1
+        every = Rows.of(self.step_number, self.ranks, self.device)
+        mine = every.share(self.rank)
+        inputs = {name for i, name in enumerate(("x", "shift")) if value >> i & 1}
+        sides = {i for i in range(8) if value >> 2 + i & 1}
+        for rows in (mine, every):
+            rows.require_gradients(inputs)
+        self.open.append((mine, mine.loss(self.model, sides), every, every.loss(self.plain, sides)))
+
+    def backward(self, value: int) -> str:
+        mine, own, every, whole = self.open.pop(value % len(self.open))
+        own.backward()
+        whole.backward()
+        share = slice(self.rank * len(mine.x), (self.rank + 1) * len(mine.x))
+        for name in ("x", "shift"):
+            found, expected = getattr(mine, name).grad, getattr(every, name).grad
+            if expected is None:
+                continue
+            if found is None:
+                return f"the input {name} has no gradient"
+            wanted = {name: self.ranks * expected[share]}
+            if problem := as_expected("the gradient of the input", {name: found}, wanted, self.tolerance):
+                return problem
+        return ""
+
+    def finish(self) -> None:
+        self.model.finish_gradient_synchronization()
+
+    def step(self) -> None:
+        self.optimizers.step()
+        self.open.clear()  # autograd takes no backward of a forward with other weights
+
+    def clear_gradients(self) -> None:
+        self.optimizers.zero_grad()
+
+    def clip(self) -> str:
+        if all(p.grad is None for p in self.plain.parameters()):
+            return ""
+        expected = nn.utils.clip_grad_norm_(self.plain.parameters(), 0.1)
+        norm = self.model.clip_grad_norm_(0.1)
+        return as_expected("the returned", {"norm": norm.cpu()}, {"norm": expected.cpu()}, self.tolerance)
+
+    def save(self) -> None:
+        self.saved = self._state()
+
+    def load(self) -> None:
+        mine, plains = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, self.saved)
+        self.model.load_state_dict(mine)
+        self.plain.load_state_dict(plains)
+        self.open.clear()
+
+    def switch_mode(self) -> None:
+        training = not self.plain.training
+        self.plain.train(training)
+        self.model.module.train(training)
+
+    def evaluate(self) -> str:
+        rows = Rows.of(99, self.ranks, self.device)
+        with torch.no_grad():
+            found, expected = (rows.loss(model, {0, 1}) for model in (self.model, self.plain))
+        return as_expected("without gradients, the", {"loss": found}, {"loss": expected}, self.tolerance)
+
+    def gather(self) -> str:
+        return as_expected("the gathered", full(self.model), parameters_of(self.plain), self.tolerance)
+
+
+@pytest.mark.large
+@pytest.mark.examples(1, 4, 40)
+def test_any_history_is_as_without_sharding(
+    implementation: Implementation, world: World, examples: int, device: str
+) -> None:
+    of = world.run(traits, implementation, device)[0]
+    hold_on_ranks(world, histories(of), Beside, implementation, device, HISTORIES_EACH * examples)
