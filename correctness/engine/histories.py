@@ -156,9 +156,9 @@ def hold(
 ) -> None:
     """Play that many random histories, and the simplest one; raise AssertionError with the shortest that fails.
 
-    `plays(history)` returns the history's first problem or raises. The run's --seed draws the same histories again. Where
-    few are asked for, none is begun after `patience` seconds. A failure is shortened for so many `seconds`, and as long
-    as `can_go_on()`.
+    `plays(history)` returns the history's first problem or raises. The run's --seed draws the same histories again.
+    Where few are asked for, none is begun after `patience` seconds. A failure is shortened for so many `seconds`, and
+    as long as `can_go_on()`.
     """
     __tracebackhide__ = True
     search = _Search(plays, seconds, can_go_on)
