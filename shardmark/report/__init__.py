@@ -1,1 +1,1 @@
-"""What people read of the rows."""
+"""Rows for people: the end of a run in the terminal, the page, Markdown."""

@@ -15,20 +15,24 @@ from shardmark.rows.atomic_json import RowFileError
 from shardmark.rows.reader import RunFileError, read_run
 
 USAGE = 4
-"""The exit status of what a user got wrong, as pytest's."""
+"""Exit status of a user's error, the same as pytest's."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the report, and print its path; or say in one line why not, with exit status 4."""
-    parser = argparse.ArgumentParser("python -m shardmark.report", description="A page, or Markdown, of saved runs.")
+    """Write the report and print its path. An error of the user is one line on stderr and exit status 4."""
+    parser = argparse.ArgumentParser(
+        "python -m shardmark.report", description="Write a page, or Markdown, of saved runs."
+    )
     parser.add_argument(
         "runs",
         nargs="+",
         type=Path,
         metavar="run.json",
-        help="what --benchmark-json wrote; the report is of the last, and of what has changed since those before it",
+        help="files that --benchmark-json wrote; the report shows the last one, and what changed since each other one",
     )
-    parser.add_argument("-o", "--output", required=True, metavar="out.html", help="the page, or out.md")
+    parser.add_argument(
+        "-o", "--output", required=True, metavar="out.html", help="file to write: a page (.html) or Markdown (.md)"
+    )
     given = parser.parse_args(arguments)
     try:
         runs = [(path.name, read_run(path)) for path in given.runs]

@@ -2,10 +2,9 @@
 
     @pytest.mark.question("What does a nap cost?", short="naps", answer=fastest)
 
-An answer is a function of the entries that count: those with times, whose tests did not fail (of a simulation, those
-with bytes). It returns what they say
-in a line, and None where they do not say it. Of several cases it is about the one with most work. What an interval
-leaves undecided the line does not decide.
+An answer is a function from entries to one line, or to None where the entries do not hold the answer. It gets the
+entries that count: with times (in a simulation, with bytes), of tests that did not fail. Among several cases it takes
+the one with most work. Where an interval leaves a comparison open, the line says so.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ NO_ANSWER = "no answer"
 
 NONE_SMALLER = "none smaller"
 NEAR = 0.99
-"""Who holds more than this share of the peer's bytes has saved nothing to speak of."""
+"""A peak above this share of the peer's counts as no saving."""
 
 LEGEND = (
-    f"The fastest beside its peer; the smallest peak. ({UNDECIDED}): the interval includes 1, "
-    f"or overlaps others; {NONE_SMALLER}: no peak {1 - NEAR:.0%} below the peer's."
+    f"Fastest time, as a ratio to the peer's; smallest peak. ({UNDECIDED}): the interval includes 1 "
+    f"or overlaps another; {NONE_SMALLER}: no peak is {1 - NEAR:.0%} below the peer's."
 )
-"""What the answers' words mean, for whoever shows answers."""
+"""Explains the words of the answers; shown wherever answers are."""
 
 
 def answered(entries: Sequence[Entry], how: Answer, failed: Collection[str] = ()) -> str:
-    """What these entries answer, and what of them does not count. `failed` are the full names of tests that failed.
+    """The answer in one line, followed by how many entries do not count and why.
 
-    Whatever a question's own function does, there is a line.
+    `failed` holds the full names of tests that failed. An exception in `how` becomes the line.
     """
     if entries and all(entry["extra_info"].get("simulated") for entry in entries):
         how = predicted
@@ -64,7 +63,7 @@ def answered(entries: Sequence[Entry], how: Answer, failed: Collection[str] = ()
 
 
 def _left_out(entry: Entry, failed: Collection[str]) -> str | None:
-    """Why an entry wins nothing."""
+    """Why an entry does not count; None if it does."""
     verdict = entry["extra_info"]["verdict"]
     if entry["fullname"] in failed or verdict == FAIL:
         return "failed"
@@ -74,7 +73,7 @@ def _left_out(entry: Entry, failed: Collection[str]) -> str | None:
 
 
 def fastest_and_smallest(entries: Sequence[Entry]) -> str | None:
-    """Who takes the least time, and who holds the fewest bytes: what a question says that declares no answer."""
+    """The fastest implementation and the smallest peak: the answer of a question that declares none."""
     case = largest_case(entries)
     if len({who(entry["extra_info"]) for entry in case}) == 1:
         return at(entries, case) + _alone(case[0])
@@ -83,13 +82,13 @@ def fastest_and_smallest(entries: Sequence[Entry]) -> str | None:
 
 
 def fastest(entries: Sequence[Entry]) -> str | None:
-    """Who takes the least time, beside the common peer."""
+    """The fastest implementation, as a ratio to the common peer."""
     case = largest_case(entries)
     return at(entries, case) + str(fastest_of(case))
 
 
 def saves(other: str | None = None) -> Answer:
-    """Who holds the fewest bytes at the peak, and for what time: beside `other`, by default the common peer."""
+    """The smallest peak and its time, as ratios to those of `other`, by default the common peer."""
 
     def answer(entries: Sequence[Entry]) -> str | None:
         case = [entry for entry in largest_case(entries) if "tensors" in entry["extra_info"]["memory"]]
@@ -110,9 +109,7 @@ def saves(other: str | None = None) -> Answer:
 
 
 def predicted(entries: Sequence[Entry]) -> str | None:
-    """Of a simulation: who takes the least time where there are times, and who holds the fewest bytes at the peak,
-    beside who holds most.
-    """
+    """A simulation's answer: the fastest and the smallest peak; without times, the smallest peak beside the largest."""
     case = [entry for entry in largest_case(entries) if "tensors" in entry["extra_info"]["memory"]]
     if not case:
         return None
@@ -131,7 +128,7 @@ def predicted(entries: Sequence[Entry]) -> str | None:
 
 
 def most(value: Callable[[Entry], float | None], words: str) -> Answer:
-    """The largest such figure, as in "{name} reaches {value:.0%} of the roofline"."""
+    """The largest `value`, in words such as "{name} reaches {value:.0%} of the roofline"."""
 
     def answer(entries: Sequence[Entry]) -> str | None:
         found = [(figure, entry) for entry in entries if (figure := value(entry)) is not None]
@@ -151,7 +148,7 @@ def goals(entries: Sequence[Entry]) -> str | None:
 
 
 def largest_case(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries of the case, and the number of ranks, with most work; of those that compare anything if any do."""
+    """The entries of the case and world size with most work; those with several implementations come first."""
     cases: dict[Any, list[Entry]] = {}
     for entry in entries:
         row = entry["extra_info"]
@@ -161,7 +158,7 @@ def largest_case(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def at(entries: Sequence[Entry], case: Sequence[Entry]) -> str:
-    """What tells that case from the question's others, before what is said of it; nothing where it is the only one."""
+    """A prefix such as "s4096: ": the parts of the case's id that other cases lack; empty if there is only one case."""
     ids = {entry["extra_info"]["case"]["id"] for entry in entries}
     parts = [set(each.split("-")) for each in ids]
     own = [part for part in case[0]["extra_info"]["case"]["id"].split("-") if not all(part in each for each in parts)]
@@ -174,7 +171,7 @@ def _work(entry: Entry) -> tuple[float, float, int]:
 
 
 def _smallest(case: Sequence[Entry], after: Entry) -> str | None:
-    """Who holds the fewest bytes, in words that follow those on `after`, which is the fastest."""
+    """The smallest peak in words; without the name if it belongs to `after`, the fastest, which was just named."""
     metered = [entry for entry in case if "tensors" in entry["extra_info"]["memory"]]
     if not metered:
         return None
@@ -190,7 +187,7 @@ def _smallest(case: Sequence[Entry], after: Entry) -> str | None:
 
 
 def _alone(entry: Entry) -> str:
-    """Of a question with a single implementation: its own figures."""
+    """The figures of a question's only implementation."""
     row = entry["extra_info"]
     said = [f"{row['implementation']} {milliseconds(entry['stats']['mean'])}"]
     if row["time"].get("ratio"):
@@ -201,7 +198,7 @@ def _alone(entry: Entry) -> str:
 
 
 def size(nbytes: int) -> str:
-    """In MiB, or of what is less than a hundredth in bytes."""
+    """As in "1.50 MiB"; below a hundredth of a MiB in bytes."""
     return f"{mib(nbytes)} MiB" if nbytes >= 2**20 / 100 else f"{nbytes:,} bytes"
 
 

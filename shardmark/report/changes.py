@@ -1,4 +1,4 @@
-"""What got slower or larger since an older run, and what faster or smaller, with the intervals."""
+"""Compare two runs: what got slower or larger, and what faster or smaller, with intervals."""
 
 from __future__ import annotations
 
@@ -15,32 +15,34 @@ from shardmark.rows.then_and_now.comparison import BETTER, WORSE, changes_in, co
 from shardmark.verdict.betting import FAIL, UNDECIDED, Interval
 
 NAMED = 10
-"""Tests that are new or gone and named; the others are counted."""
+"""At most so many new or missing tests are named; the others are counted."""
 
 OPEN = UNDECIDED
-"""What a figure that is not as it was comes to where it is neither worse nor better."""
+"""Outcome of a change that is neither worse nor better."""
 
 
 @dataclass
 class Changes:
-    """Of two runs: what is not as it was, by test, and how many figures were compared."""
+    """What differs between two runs, by test, and how many figures were compared."""
 
     name: str
     rows: list[list[str]] = field(default_factory=list)
     """[outcome, test, "time", "memory", "counters" or "verdict", in words]."""
     counts: list[str] = field(default_factory=list)
-    """Of time, memory and counters: how many rows were compared, and why others were not."""
+    """Lines that say, for time, memory and counters, how many rows were compared and why others were not."""
     ratios: dict[str, tuple[Interval, Interval]] = field(default_factory=dict)
-    """Of each test whose time has changed, the ratio to the peer then and now."""
+    """For each test whose time has changed: the ratio to the peer then, and now."""
 
     def of(self, outcome: str) -> int:
-        """How many figures came to that."""
+        """The number of figures with that outcome."""
         return sum(row[0] == outcome for row in self.rows)
 
 
 def changes(old: Entry, new: Entry, name: str) -> Changes:
-    """What has changed in the rows of both since the run of that name. Raises KeyError, TypeError or ValueError where
-    a row of either is of another version."""
+    """Compare the rows that both runs have; `name` is the old run's, as messages show it.
+
+    Raises KeyError, TypeError or ValueError where a row was written by another version.
+    """
     measured = {entry["fullname"]: entry["extra_info"] for entry in old["benchmarks"]}
     machines = [Machine.of(run["machine_info"]) for run in (old, new)]
     found: dict[str, dict[str, Compared]] = {}
@@ -80,7 +82,7 @@ def changes(old: Entry, new: Entry, name: str) -> Changes:
 
 
 def _judged(row: Row) -> Interval | None:
-    """The ratio to the peer, and the interval that its verdict was taken from."""
+    """The ratio to the peer with the interval that decided its verdict; None without a peer."""
     time = row["time"]
     if time.get("peer") is None or "predicted" in time:
         return None
@@ -95,7 +97,7 @@ def _is(change: Change, outcome: str) -> bool:
 
 
 def _named(what: str, tests: Sequence[str]) -> str:
-    """How many rows are, and of which tests, by the names that they have in their files."""
+    """As in "2 rows new: test_a.py::test_x, test_b.py::test_y."."""
     names = [test.rpartition("/")[2] for test in tests[:NAMED]]
     names += [f"{len(tests) - NAMED} more"] * (len(tests) > NAMED)
     return f"{number_of_rows(len(tests)).capitalize()} {what}{': ' * bool(names)}{', '.join(names)}."

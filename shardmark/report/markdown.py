@@ -1,4 +1,4 @@
-"""A run in Markdown, for a pull request or for a folder of documents: in short first, the tables folded below."""
+"""A run as Markdown, for a pull request or a folder of documents: a summary, then the tables, folded."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from shardmark.rows.then_and_now.comparison import BETTER, WORSE
 from shardmark.text import printable
 
 MOST = 20
-"""Lines of a list; the others are counted."""
+"""Lines shown of a list; the others are counted."""
 
 COMMENT = 65_536
-"""Characters of a comment on GitHub, at most."""
+"""Most characters of a comment on GitHub."""
 
-NO_ROOM = "\n{} of {} tables are left out, for which a comment has no room.\n"
+NO_ROOM = "\n{} of {} tables are left out: a comment has no room for them.\n"
 
 
 def markdown(runs: Sequence[tuple[str, Entry]], most: int | None = None) -> str:
-    """The last of these runs, by the names of their files, and what has changed since the others.
+    """The last of these (file name, run) pairs, and what has changed since the others.
 
-    Of `most` characters the tables have what the rest leaves them; those for which there is no room are counted.
-    Raises RunFileError, in one line, where a run is of another version of this suite.
+    `most` limits the characters: the summary is whole, and tables without room are left out and counted. Raises
+    RunFileError, in one line, where a run was written by another version of this suite.
     """
     *others, (name, run) = runs
     compared = [of_this_version(changes, before, older, run, before) for before, older in others]
@@ -47,7 +47,7 @@ def markdown(runs: Sequence[tuple[str, Entry]], most: int | None = None) -> str:
 
 
 def _parts(run: Entry, compared: Sequence[Changes]) -> tuple[str, list[str]]:
-    """The document up to its tables, and each table's own part, folded, which may be left out."""
+    """The summary, and each table folded: parts that may be left out."""
     summary = Summary.of(run)
     return _joined(_in_short(summary, compared)), [
         _joined(["", f"<details><summary>{inert(title)}</summary>", "", *_fenced(lines), "", "</details>"])
@@ -89,7 +89,7 @@ def _listed(title: str, tests: dict[str, str], summary: Summary) -> Iterator[str
 
 
 def _compared(changes: Changes) -> Iterator[str]:
-    """What is worse, open, and better than in another run, and of how many rows that is."""
+    """What is worse, undecided and better than in another run, and how many rows were compared."""
     counts = ", ".join(f"{changes.of(outcome)} {outcome}" for outcome in (WORSE, OPEN, BETTER))
     yield from ("", f"## Against {inert(changes.name)}: {counts}", "")
     yield from (f"- {inert(count)}" for count in changes.counts)
@@ -111,14 +111,14 @@ def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]
 
 
 def _fenced(lines: Sequence[str]) -> list[str]:
-    """As it is, whatever is in it."""
+    """A code block, whose fence is longer than any run of backticks in it."""
     text = [printable(line) for line in lines]
     fence = "`" * max([3, *(len(run) + 1 for line in text for run in re.findall("`+", line))])
     return [fence, *text, fence]
 
 
 def inert(text: str) -> str:
-    """As text: names come from users' files, and are to be no markup, no link, and to call nobody."""
+    """Escape a text from a user's file: no markup, no link, no mention of an account."""
     text = printable(escape(text, quote=False))
     text = re.sub(r"([\\`*|\[\]~]|(?<!\w)_|_(?!\w))", r"\\\1", text)
     return re.sub(r"(@|://|(?<!\w)www)", "\\1\N{ZERO WIDTH SPACE}", text)

@@ -1,4 +1,4 @@
-"""The file of a report: known to be writable before anything is measured, and written in one go."""
+"""The file of a report: checked before anything is measured, written at once."""
 
 from __future__ import annotations
 
@@ -15,44 +15,46 @@ NEEDED = ("altair", "jinja2", "vl_convert")
 
 
 class ReportError(ValueError):
-    """A report that cannot be made, in one line."""
+    """A report that cannot be made; the message is one line."""
 
 
 class Report:
-    """A page (`.html`) or Markdown (`.md`), at that path.
+    """A page (`.html`) or Markdown (`.md`) at `path`.
 
-    Raises ReportError or RowFileError where the path says neither, cannot be written, or what draws it is not there.
+    Raises ReportError for another suffix or a missing library, RowFileError where the path cannot be written.
     """
 
     def __init__(self, path: Path, option: str = "--report") -> None:
         if path.suffix not in (".html", ".md"):
-            raise ReportError(f"{option} {path}: a report is a page, .html, or Markdown, .md")
+            raise ReportError(f"{option} {path}: expected a page (.html) or Markdown (.md)")
         if path.suffix == ".html" and (missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]):
-            raise ReportError(f"{option} {path}: pip install 'shardmark[page]', as {' and '.join(missing)} draw it")
+            raise ReportError(f"{option} {path}: a page needs {' and '.join(missing)}: pip install 'shardmark[page]'")
         self.path = path
         self.written = False
         self.outcome = f"{option}: no report, as nothing was measured"
-        """The line that the run ends with: where the report is, or why there is none."""
+        """The last line of the run: where the report is, or why there is none."""
         self._most = COMMENT if option == "--report" else None
-        """Characters of Markdown: a run's is for a pull request, one of saved runs may be a document."""
+        """Most characters of Markdown: with --report it is for a comment; `python -m shardmark.report` has no limit."""
         self._file = GrowingFile(path, option=option)
 
     def write(self, runs: Sequence[tuple[str, Entry]]) -> None:
-        """Of the last of these runs, by the names of their files. Raises RunFileError for another version's, and
-        OSError where the disk has no room."""
+        """Write the report of the last of these (file name, run) pairs.
+
+        Raises RunFileError for a run of another version, and OSError where the disk is full.
+        """
         if self.path.suffix == ".md":
             text = markdown(runs, self._most)
         else:
-            from shardmark.report.page import page  # what draws takes a second to import
+            from shardmark.report.page import page  # imports what draws, which takes half a second
 
             text = page(runs)
         self._file.replace(text)
         self.written, self.outcome = True, str(self.path)
 
     def write_run(self, output: Entry, older: Sequence[tuple[str, Entry]] = ()) -> bool:
-        """Of the run that is at its end, which a report that fails does not keep from its end; whether it is written.
+        """Write the report of the run that is ending; return whether it is written. An error goes to `outcome`.
 
-        `output` is what pytest-benchmark would write of it; `older` what it was compared with.
+        `output` is what pytest-benchmark would write; `older` are the runs it was compared with.
         """
         try:
             self.write([*older, ("this run", json.loads(dumped(output)))])
@@ -61,5 +63,5 @@ class Report:
         return self.written
 
     def close(self) -> None:
-        """Leave what is there."""
+        """Close the file; what is written stays."""
         self._file.close()

@@ -1,8 +1,8 @@
-"""What a run's tests say of their questions: each one's columns, answer and plots, and the observers of its rows.
+"""Questions, as tests declare them: columns, answer and plots, and the observers of their rows.
 
     @pytest.mark.question("What does a nap cost?", short="naps", columns=["case", "time ms"], answer=fastest)
 
-A run's file keeps of it what cannot be read from rows without the tests: see `Questions.saved`.
+`Questions.saved` is what a run's file keeps of them, for reports that do not have the tests.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ KNOWN = {
     column.name: column
     for column in among(COLUMNS.values(), (own for observer in WITH_COLUMNS for own in observer.columns))
 }
-"""The columns that a question may name, the observers' among them, in the order in which `-v` shows them."""
+"""All columns that a question may name, observers' columns included, in the order of `-v`."""
 
 MOST_COLUMNS = 7
-"""More are read by nobody at once; `-v` shows them all."""
+"""Most columns of a question's table; `-v` shows them all."""
 
 
 OTHERS = "other measurements"
-"""What the rows of tests that name no question are called."""
+"""Title of rows whose tests name no question."""
 
 STATED = {"columns": "lists of columns", "short": "short forms", "answer": "answers", "derivation": "derivations"}
-"""What all tests of a question that say it say alike, and what it is called when they do not."""
+"""Arguments on which all tests of a question must agree, and their plural in the error message."""
 
 
 NO_CASES = "got empty parameter set"
-"""What pytest says of a test whose grid is empty at this scale."""
+"""pytest's reason to skip a test whose grid is empty at this scale."""
 
 
 @dataclass
 class Question:
-    """One question: what its table shows, who has lines under it, and how its answer is read from its rows."""
+    """One question: the columns of its table, the lines under it, its answer and its plots."""
 
     columns: tuple[Column, ...] = tuple(COLUMNS[name] for name in DEFAULT)
     short: str | None = None
-    """The question in a few words, for a line that the answer shares."""
+    """The question in a few words, printed before the answer on the same line."""
     answer: Answer | str = fastest_and_smallest
-    """Read from its rows; a text where it is derived, which holds if its tests pass."""
+    """A function of the question's rows; or the text of a derived answer, which holds if the tests pass."""
     derivation: tuple[str, ...] = ()
-    """Lines that say how such a text is derived."""
+    """Lines that derive such a text."""
     observers: dict[type[Observer], Observer] = field(default_factory=dict)
     plots: tuple[Plot, ...] = ()
     stated: set[str] = field(default_factory=set)
-    """What of it a test has said."""
+    """Names of the arguments that some test has given."""
     tests: set[str] = field(default_factory=set)
-    """Full names of those that this run measures for it."""
+    """Full names of the tests that this run measures for it."""
     kept_lines: tuple[str, ...] = ()
-    """Of a run's file, the lines that were under its table."""
+    """The lines under its table, read from a run's file."""
     kept_answer: str | None = None
-    """Of a run's file, what it answered."""
+    """The answer, read from a run's file."""
 
     def answered(self, entries: Sequence[Entry], outcomes: Outcomes) -> str | None:
-        """The answer in one line; None where there is nothing to ask, as of a grid without cases at this scale."""
+        """The answer in one line, or why there is none; None if the question has no cases at this scale."""
         if self.kept_answer is not None:
             return self.kept_answer
         if entries and not isinstance(self.answer, str):
@@ -77,14 +77,14 @@ class Question:
         return None if why is None or why.startswith(NO_CASES) else f"not measured: {first_line(why)}"
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
-        """The lines under its table: how it is derived, and what the observers have."""
+        """The lines under its table: the derivation, then those of the observers."""
         yield from self.kept_lines
         yield from self.derivation
         for observer in self.observers.values():
             yield from observer.lines(entries)
 
     def all_columns(self) -> list[Column]:
-        """Every column there is; the question's own ones each stand behind the one that its test names before it."""
+        """All columns, for `-v`; each of the question's own follows the column that its test names before it."""
         own = [column for observer in self.observers.values() for column in observer.columns]
         columns = among(KNOWN.values(), (column for column in own if column not in KNOWN.values()))
         for before, column in zip((None, *self.columns), self.columns, strict=False):
@@ -101,7 +101,7 @@ class Questions:
 
     @classmethod
     def of(cls, saved: Iterable[dict[str, Any]]) -> Questions:
-        """The questions that a run's file has saved; their plots are read by the page alone."""
+        """The questions of a run's file, without their plots, which only the page reads."""
         questions = cls()
         for each in saved:
             question = questions[each["text"]]
@@ -111,11 +111,11 @@ class Questions:
         return questions
 
     def name(self, text: str | None) -> str:
-        """The question of that text in few words, for a line that its answer shares."""
+        """The short form of the question, or its text."""
         return self[text].short or text or OTHERS
 
     def saved(self) -> list[dict[str, Any]]:
-        """What a report of the saved run has to know of each before its answer: the names of its columns, its plots."""
+        """Each question as JSON, for the run's file; answers and lines are filled in by `answered`."""
         return [
             {
                 "text": text,
@@ -129,7 +129,7 @@ class Questions:
         ]
 
     def answered(self, entries: Sequence[Entry], outcomes: Outcomes) -> list[dict[str, Any]]:
-        """The same with its answer and the lines under its table, once all entries are there."""
+        """`saved`, with the answers and the lines under the tables. Called once all entries are there."""
         said = {text: (answer, group) for text, group, answer in self.answers(entries, outcomes)}
         return [
             {**each, "answer": said[text][0], "lines": [*self[text].lines(said[text][1])]} if text in said else each
@@ -138,7 +138,7 @@ class Questions:
         ]
 
     def answers(self, entries: Sequence[Entry], outcomes: Outcomes) -> Iterator[tuple[str | None, list[Entry], str]]:
-        """Each question with its entries and its answer, in the order in which they were asked."""
+        """Yield (question, its entries, its answer) in the order of the tests."""
         groups: dict[str | None, list[Entry]] = {text: [] for text in self._questions}
         for entry in entries:
             groups.setdefault(entry["group"], []).append(entry)
@@ -147,7 +147,7 @@ class Questions:
                 yield text, group, answer
 
     def derivations(self, entries: Sequence[Entry]) -> Iterator[tuple[str | None, list[str]]]:
-        """The lines that derive an answer, of each question whose tests measured nothing."""
+        """Yield (question, lines) for each derived answer whose tests measured nothing."""
         measured = {entry["group"] for entry in entries}
         for text, each in self._questions.items():
             if text not in measured and (each.tests or each.kept_lines) and (lines := [*each.lines([])]):
@@ -185,7 +185,7 @@ class Questions:
             question.stated.add(name)
 
     def own_cells(self, entry: Entry) -> dict[str, str]:
-        """What the columns that this question alone has say of a row: their code is not saved with it."""
+        """Cells of a row in the question's own columns, by name. They are saved, as the columns' code cannot be."""
         cells: dict[str, str] = {}
         for column in self[entry["group"]].columns:
             with suppress(Exception):  # the row is worth more than its cell
@@ -194,7 +194,7 @@ class Questions:
         return cells
 
     def observe(self, text: str | None, observers: Sequence[Observer]) -> None:
-        """Note the observers of a row of that question."""
+        """Add the observers of one of the question's rows."""
         for observer in observers:
             self[text].observers.setdefault(type(observer), observer)
 
@@ -206,7 +206,7 @@ def _named(value: Any) -> str:
 
 
 def column_named(name: str) -> Column:
-    """The column of that name in a run's file: a known one, or a question's own, whose cells are in the entries."""
+    """The known column of that name; otherwise a question's own column, which reads the cells saved in the entries."""
     return KNOWN.get(name) or Column(name, lambda entry, row: entry.get("cells", {}).get(name))
 
 

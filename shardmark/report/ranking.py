@@ -1,4 +1,4 @@
-"""Who is faster, as far as a question's rows tell: each implementation's time beside one common peer's.
+"""Which implementation is fastest: each one's time as a ratio to one common peer's, with its interval.
 
 fastest = fastest_of(entries)      # of one case
 str(fastest)                       # "bucketed or ddp 0.73x naive"
@@ -15,15 +15,15 @@ from shardmark.rows.columns import Entry, Row
 from shardmark.verdict.betting import UNDECIDED
 
 Who = tuple[str, str]
-"""A family and an implementation of it, as names may be the same in two families."""
+"""(family, implementation): two families may use the same name."""
 
 ERRORS = 3.0
-"""Standard errors on each side of a mean, where there is no interval of a ratio: a machine drifts from row to row."""
+"""Half-width of a mean's span in standard errors, for ratios without an interval: a machine drifts from row to row."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A figure, and between which ends it is; 0 and infinity where nothing is known."""
+    """A figure with its lower and upper end; 0 and infinity where nothing is known."""
 
     low: float
     mid: float
@@ -34,12 +34,12 @@ class Span:
 
     @property
     def is_decided(self) -> bool:
-        """Whether the span of a ratio leaves 1 out, so that it is known which of the two is less."""
+        """Whether the span of a ratio excludes 1, so that it is known which of the two is smaller."""
         return self.high < 1 or self.low > 1
 
     @property
     def inverse(self) -> Span:
-        """1 over it."""
+        """The span of 1 / figure."""
         return Span(1 / self.high, 1 / self.mid, 1 / self.low if self.low else math.inf)
 
 
@@ -47,36 +47,36 @@ ONE = Span(1.0, 1.0, 1.0)
 
 
 def times(ratio: float) -> str:
-    """A ratio as people read it: 0.73x, 12x."""
+    """A ratio in two digits or so: 0.73x, 12x."""
     return f"{ratio:.2f}x" if 0.095 <= ratio < 9.95 else f"{ratio:.2g}x" if ratio < 100 else f"{ratio:,.0f}x"
 
 
 def milliseconds(seconds: float) -> str:
-    """In three digits."""
+    """Milliseconds in three digits."""
     return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
 
 
 def beside(ratio: Span, what: str) -> str:
-    """A ratio of times to `what`, and whether it is open if that is more, or less, than 1."""
+    """As in "0.73x naive"; marked undecided if the span includes 1."""
     text = f"{times(ratio.mid)} {what}"
     return text if ratio.is_decided else f"{text} ({UNDECIDED})"
 
 
 @dataclass(frozen=True)
 class Fastest:
-    """Who takes the least time, with who else may: whom the intervals do not set apart."""
+    """The fastest implementation, and its rivals: those whose intervals overlap its own."""
 
     entry: Entry
     time: Span
-    """Beside the peer; without one, seconds."""
+    """Ratio to the peer; without a peer, seconds."""
     peer: Who | None
     rivals: tuple[str, ...]
     slower: int
-    """How many the intervals do set apart."""
+    """How many are slower for certain."""
 
     @property
     def names(self) -> str:
-        """The fastest, or whoever may be it."""
+        """The fastest and its rivals, as in "bucketed or ddp"."""
         name, rivals = self.entry["extra_info"]["implementation"], self.rivals
         return f"{name} or {rivals[0] if len(rivals) == 1 else f'{len(rivals)} others'}" if rivals else name
 
@@ -90,7 +90,7 @@ class Fastest:
 
 
 def fastest_of(case: Sequence[Entry]) -> Fastest:
-    """Of the entries of one case."""
+    """The fastest among the entries of one case."""
     peer = peer_of(case)
     first = _first(case)
     (best, time), *others = sorted(relative_times(case, peer).items(), key=lambda item: item[1].mid)
@@ -99,29 +99,29 @@ def fastest_of(case: Sequence[Entry]) -> Fastest:
 
 
 def who(row: Row) -> Who:
-    """Of which implementation a row is."""
+    """A row's family and implementation."""
     return row["family"], row["implementation"]
 
 
 def peer_of(case: Sequence[Entry]) -> Who | None:
-    """The peer that most rows are raced against; None where none is."""
+    """The peer that most rows are raced against; None without races."""
     peers = Counter(theirs for _, theirs, _ in _races(case))
     return peers.most_common(1)[0][0] if peers else None
 
 
 def of_peer(case: Sequence[Entry]) -> Entry | None:
-    """That peer's own entry, if it is among them."""
+    """The entry of the common peer; None if it is not among these."""
     peer = peer_of(case)
     return None if peer is None else _first(case).get(peer)
 
 
 def time_beside(case: Sequence[Entry], mine: Entry, theirs: Entry) -> Span:
-    """The ratio of two entries' times."""
+    """Time of `mine` over time of `theirs`."""
     return relative_times(case, who(theirs["extra_info"]))[who(mine["extra_info"])]
 
 
 def mean_seconds(entry: Entry) -> Span:
-    """A step's mean time, within its standard errors."""
+    """A step's mean time in seconds, within its standard errors."""
     stats = entry["stats"]
     error = ERRORS * stats["stddev"] / math.sqrt(stats["rounds"]) if stats["rounds"] > 1 else math.inf
     return Span(max(stats["mean"] - error, 0.0), stats["mean"], stats["mean"] + error)
@@ -130,8 +130,8 @@ def mean_seconds(entry: Entry) -> Span:
 def relative_times(case: Sequence[Entry], peer: Who | None) -> dict[Who, Span]:
     """Each implementation's time as a ratio to the peer's; without a peer, in seconds.
 
-    Ratios that were measured in pairs are multiplied along the way to the peer (A to B, B to the peer), and so are the
-    ends of their intervals. Where no such way leads to anybody it is the ratio of the mean times.
+    Ratios measured in pairs are multiplied along the chain of races to the peer (A to B, B to the peer), and so are the
+    ends of their intervals. Without such a chain it is the ratio of the mean times.
     """
     first = _first(case)
     if peer is None:
@@ -151,7 +151,7 @@ def relative_times(case: Sequence[Entry], peer: Who | None) -> dict[Who, Span]:
 
 
 def _races(case: Sequence[Entry]) -> list[tuple[Who, Who, Span]]:
-    """Who was raced against whom, and the ratio of their times."""
+    """Each race: implementation, peer, and the ratio of their times."""
     first, races = _first(case), []
     for entry in case:
         row = entry["extra_info"]
@@ -162,10 +162,10 @@ def _races(case: Sequence[Entry]) -> list[tuple[Who, Who, Span]]:
 
 
 def ratio_to_peer(entry: Entry, peer: Entry | None) -> Span:
-    """Of the times of an entry that was raced, within its interval.
+    """The time ratio of an entry that was raced, within its interval.
 
-    Of too few rounds for one it is as open as the two entries' own mean times leave it, and as far as these are from
-    what was measured in pairs: a machine that drifts from row to row decides nothing.
+    Too few rounds give no interval; then the span covers both the measured ratio and the ratio of the two entries' mean
+    times, so that a machine that drifts from row to row decides nothing.
     """
     time = entry["extra_info"]["time"]
     ratio: float = time["ratio"]
@@ -179,7 +179,7 @@ def ratio_to_peer(entry: Entry, peer: Entry | None) -> Span:
 
 
 def _first(case: Sequence[Entry]) -> dict[Who, Entry]:
-    """By implementation its entry; of several, the one that was measured first."""
+    """Each implementation's entry; of several, the one that was measured first."""
     found: dict[Who, Entry] = {}
     for entry in case:
         found.setdefault(who(entry["extra_info"]), entry)

@@ -1,4 +1,4 @@
-"""The one screen that ends a run: the machine, what failed, goals and answers."""
+"""The screen that ends a run: the machine, what failed, goals and answers."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from shardmark.text import cut, printable
 from shardmark.verdict.betting import MISSED, UNDECIDED
 
 LEAST, MOST = 80, 120
-"""Characters of a line: as many as the terminal has, between these."""
+"""Characters of a line: the terminal's width, within these limits."""
 
 NAME, SHORT = 38, 28
-"""Characters of a test's name, and of a question in short."""
+"""Most characters of a test's name, and of a question's short form."""
 
 LINES = 2
-"""Of an answer, at most."""
+"""Most lines of an answer."""
 
 SHOWN = {"failed": 8, UNDECIDED: 3, MISSED: 3}
-"""Lines of each kind; the others are counted."""
+"""Lines shown of each kind; the others are counted."""
 
 Styled = tuple[str, dict[str, Any]]
 
 
 def screen_lines(summary: Summary, width: int, verbose: bool = False) -> Iterator[Styled]:
-    """The lines with their colours, each of `width` characters at most; `verbose` cuts and counts nothing."""
+    """Yield (line, colours), at most `width` characters a line; `verbose` shows all lines, uncut."""
     yield from _wrapped(summary.where(), width)
     yield from _wrapped(summary.what(), width)
     if busy := summary.busy():
@@ -64,7 +64,7 @@ def screen_lines(summary: Summary, width: int, verbose: bool = False) -> Iterato
 
 
 def _listed(named: list[tuple[str, str]], width: int, most: int | None) -> Iterator[str]:
-    """A line of each of the first ones, and how many more there are; None is all of them, and in full."""
+    """A line for each of the first `most`, then the number of the others; with None all of them, uncut."""
     shown = named[:most]
     room = min(max((len(printable(name)) for name, _ in shown), default=0), NAME)
     for name, why in shown:

@@ -1,6 +1,6 @@
-"""What a run says, in short: where it ran, how many rows, what failed, goals, and the answer to each question.
+"""Summary of a run: where it ran, how many rows, what failed, goals, and the answer to each question.
 
-Made of a run that has just ended, or of its file; the terminal's screen and the Markdown show it.
+It is made from a run that is ending or from its file; the terminal, the page and the Markdown show it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shardmark.rows.reader import entries_of
 from shardmark.verdict.betting import FAIL, MISSED, REACHED, UNDECIDED
 
 BUSY = 1 / 3
-"""The share of a run's rows that waited for a core above which the machine is said to have been busy."""
+"""The machine was busy if more than this share of the rows waited for a core."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A run's rows, its questions, how its tests ended, `machine_info`, and of a saved run the date."""
+    """A run's rows, questions, outcomes and `machine_info`; `date` is known of a saved run."""
 
     entries: list[Entry]
     questions: Questions
@@ -34,7 +34,7 @@ class Summary:
 
     @classmethod
     def of(cls, output: Entry) -> Summary:
-        """Of a run's file (`shardmark.rows.reader`); one that was ended before its last test lacks all but rows."""
+        """From a run's file (`shardmark.rows.reader`). A run that was killed has rows, but no outcomes."""
         entries = entries_of(output)
         if "outcomes" in output:
             outcomes = Outcomes.of(output["outcomes"])
@@ -46,7 +46,7 @@ class Summary:
         return cls(entries, questions, outcomes, output["machine_info"], date)
 
     def where(self) -> str:
-        """The machine, in a line."""
+        """The machine in one line."""
         info = self.machine
         parts = [
             *([", ".join(info["gpus"])] if info.get("gpus") else []),
@@ -59,7 +59,7 @@ class Summary:
         return ", ".join(parts)
 
     def what(self) -> str:
-        """How many rows, of which scale, on how many ranks, over which link; and how the tests ended."""
+        """Number of rows, scale, ranks and link, and how the tests ended, in one line."""
         rows = [entry["extra_info"] for entry in self.entries]
         scales = " and ".join(dict.fromkeys(row["scale"] for row in rows))
         ranks = sorted({row["world_size"] for row in rows})
@@ -71,7 +71,7 @@ class Summary:
         return f"{text}: {counted}" if (counted := self.outcomes.counted()) else text
 
     def busy(self) -> str | None:
-        """That many rows waited for a core, which others had: then their times are longer and their intervals wider."""
+        """A line if many rows waited for a core: their times are longer and their intervals wider. None otherwise."""
         machines = [entry["extra_info"]["time"].get("machine", {}) for entry in self.entries if entry["stats"]]
         waited = sum(machine.get(WAITED, 0.0) >= NOTED for machine in machines)
         if waited <= BUSY * len(machines):
@@ -79,7 +79,7 @@ class Summary:
         return f"the machine was busy: {waited} of {len(machines)} rows waited for a core"
 
     def name(self, test: str) -> str:
-        """A test as people know it: the implementation and the case of its row, or without a row its own name."""
+        """A test's implementation and case; for a test without a row, its own name."""
         for entry in self.entries:
             if entry["fullname"] == test:
                 row = entry["extra_info"]
@@ -87,13 +87,13 @@ class Summary:
         return test.rpartition("/")[2]
 
     def goals(self) -> str | None:
-        """How many were reached, missed and left undecided."""
+        """As in "goals: 3 reached, 1 missed"; None without goals."""
         counts = Counter(outcome for entry in self.entries for _, outcome in goal_outcomes(entry["extra_info"]))
         shown = ", ".join(f"{counts[outcome]} {outcome}" for outcome in (REACHED, MISSED, UNDECIDED) if counts[outcome])
         return f"goals: {shown}" if shown else None
 
     def missed(self) -> Iterator[tuple[str, str]]:
-        """The name of each row that misses a goal, and by what."""
+        """Each row that misses a goal: its name, and the figure beside the goal."""
         for entry in self.entries:
             time, limit = entry["extra_info"]["time"], entry["extra_info"]["limit"]
             if time.get("outcome") == MISSED:

@@ -1,4 +1,4 @@
-"""The terminal tables: one per question, in the form people publish.
+"""The tables of the terminal: one for each question, in the form that papers use.
 
 A table shows the columns that its question names, at most 110 characters wide; with `-v` it shows all.
 """
@@ -15,15 +15,17 @@ from shardmark.rows.columns import COLUMNS, Column, Entry
 from shardmark.text import layout
 
 WIDTH = 110
-"""Characters of a table, so that it fits beside nothing else on a screen and into a message."""
+"""Most characters of a line of a table, so that it fits on a screen and into a message."""
 
 KEYS = ("case", "implementation", "ranks", "verdict")
-"""Columns that stay in a table however narrow it must be: what a row is of, and how it ended."""
+"""Columns that are never dropped to make a table narrower."""
 
 
 def render(entries: list[Entry], questions: Questions, every_column: bool = False) -> Iterator[tuple[str, list[str]]]:
-    """(title, lines) of each question's table, and of each derivation; a case's implementations stand together, empty
-    cells are a dash."""
+    """Yield (title, lines): each question's table, then each derived answer.
+
+    The implementations of a case are on consecutive lines; a dash is an empty cell.
+    """
     for text, group in groupby(together(entries, question), key=question):
         rows, asked = together(list(group), case), questions[text]
         table = _whole(rows, asked.all_columns()) if every_column else _narrow(rows, asked.columns)
@@ -38,7 +40,7 @@ def _title(text: str | None, rows: list[Entry]) -> str:
 
 
 def question(entry: Entry) -> str | None:
-    """The question that a row answers."""
+    """The text of the row's question; None if its test names none."""
     return entry["group"]
 
 
@@ -48,7 +50,7 @@ def case(entry: Entry) -> str:
 
 
 def together(entries: list[Entry], key: Callable[[Entry], Any]) -> list[Entry]:
-    """Entries of one key side by side; keys, and the entries of each, in the order they came."""
+    """Entries grouped by key; keys, and the entries of each key, keep the order in which they first came."""
     order = {value: place for place, value in enumerate(dict.fromkeys(map(key, entries)))}
     return sorted(entries, key=lambda entry: order[key(entry)])
 
@@ -58,7 +60,7 @@ def _whole(entries: list[Entry], columns: Sequence[Column]) -> list[str]:
 
 
 def _narrow(entries: list[Entry], columns: Sequence[Column]) -> list[str]:
-    """The table in `WIDTH` characters: its cells brief where they must be, then without its last columns."""
+    """The table in at most `WIDTH` characters: first its cells become brief, then its last columns go."""
     shown = _filled(entries, with_ranks(columns, entries)) or [COLUMNS["case"]]
     while _dispensable(shown) and (len(shown) > MOST_COLUMNS or len(_lines(entries, shown)[1]) > WIDTH):
         verbose = [column for column in shown if column.brief is not None]
@@ -73,7 +75,7 @@ def _narrow(entries: list[Entry], columns: Sequence[Column]) -> list[str]:
 
 
 def with_ranks(columns: Sequence[Column], entries: Sequence[Entry]) -> list[Column]:
-    """The columns, with that of ranks behind the second where rows could not be told apart without it."""
+    """The columns; "ranks" is inserted third where the rows' world sizes differ."""
     ranks = COLUMNS["ranks"]
     if ranks in columns or len({entry["extra_info"]["world_size"] for entry in entries}) == 1:
         return [*columns]
@@ -85,7 +87,7 @@ def _dispensable(columns: Sequence[Column]) -> list[Column]:
 
 
 def _filled(entries: list[Entry], columns: Sequence[Column]) -> list[Column]:
-    """The columns that some row fills."""
+    """The columns in which some row has more than a trivial cell."""
     return [
         column
         for column in columns

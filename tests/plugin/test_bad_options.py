@@ -66,7 +66,7 @@ SEVERAL = {
     "--trace-dir=new/er --benchmark-json=none/x": "--benchmark-json none/x: there is no folder none",
     "--benchmark-json=out.json --benchmark-max-time=nan": "--benchmark-max-time is *",
     "--benchmark-json=out.json --trace-dir=file": "--trace-dir file: *",
-    "--report=page.txt": "--report page.txt: a report is a page, .html, or Markdown, .md",
+    "--report=page.txt": "--report page.txt: expected a page (.html) or Markdown (.md)",
     "--report=none/x.html": "--report none/x.html: there is no folder none",
     "--report=new.html --trace-dir=file": "--trace-dir file: *",
     "--simulate=cpu:2 --ranks=2": "--simulate runs nothing: not with --ranks",

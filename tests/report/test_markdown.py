@@ -93,7 +93,7 @@ def test_tables_have_the_room_that_a_comment_has() -> None:
     whole, part = (markdown([("out.json", run(*entries))], most) for most in (None, COMMENT))
     assert len(part) <= COMMENT < len(whole) and whole.count("<details>") == 100
     left_out = 100 - part.count("<details>")
-    assert part.endswith(f"{left_out} of 100 tables are left out, for which a comment has no room.\n")
+    assert part.endswith(f"{left_out} of 100 tables are left out: a comment has no room for them.\n")
 
 
 def test_a_run_that_ended_early_and_one_of_another_version() -> None:
