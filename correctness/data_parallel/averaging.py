@@ -1,4 +1,4 @@
-"""Gradients that are known exactly, to hold data-parallel wrappers to their averages; failures in plain words."""
+"""Modules with exactly known gradients, to check a wrapper's averages; failures name what was found instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardmark.api import Implementation, Unsupported
 
 Own = Callable[[int], list[Tensor | None]]
-"""`own(rank)` is what each parameter's gradient is on that rank, None where its loss does not reach the parameter."""
+"""`own(rank)` lists that rank's gradients before averaging; None where its loss does not reach the parameter."""
 
 
 class Products(nn.Module):
@@ -25,18 +25,18 @@ class Products(nn.Module):
         self.p = nn.ParameterList(nn.Parameter(value) for value in values)
 
     def forward(self, weights: Sequence[Tensor | None], order: Sequence[int] | None = None) -> Tensor:
-        """() in float64; the parameters are used in that order."""
+        """Loss () in float64; `order` lists the parameters in the order of use."""
         used = [i for i in order or range(len(weights)) if weights[i] is not None]
         return sum(((self.p[i] * weights[i]).double().sum() for i in used), torch.zeros((), dtype=torch.float64))
 
 
 def wrap(implementation: Implementation, module: nn.Module, **options: Any) -> Any:
-    """The module in that wrapper, with those of the options that it takes."""
+    """Wrap the module with those options that the implementation accepts."""
     return implementation.adapted(module, **{k: v for k, v in options.items() if implementation.accepts(k)})
 
 
 def bucket_sizes(implementation: Implementation) -> list[dict[str, float]]:
-    """Options for one bucket of small gradients, and for a bucket of each; of a wrapper without buckets none."""
+    """Options for one bucket for all, and for one bucket a gradient; no options for a wrapper without buckets."""
     return [{}, {"bucket_mb": 1e-5}] if implementation.accepts("bucket_mb") else [{}]
 
 
@@ -52,24 +52,24 @@ def needs_backward_on_every_rank(model: Any) -> None:
 
 
 def values(rank: int, *like: Tensor, step: int = 0) -> list[Tensor]:
-    """Random numbers of that rank and step, the same wherever they are asked for, in these shapes and dtypes."""
+    """Random numbers in the shapes and dtypes of `like`, seeded by rank and step: any rank can compute another's."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in like]
 
 
 def backward(model: Any, weights: Sequence[Tensor | None], device: str, **kwargs: Any) -> None:
-    """Backward of `Products`; a rank whose loss reaches nothing has none."""
+    """Run backward of `Products`, unless this rank's loss reaches no parameter."""
     if any(weight is not None for weight in weights):
         model([weight if weight is None else weight.to(device) for weight in weights], **kwargs).backward()
 
 
 def group_ranks(group: dist.ProcessGroup | None) -> list[int]:
-    """The global ranks in a process group; of the world where there is none."""
+    """Global ranks in a process group, by default the world."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 def wrong_averages(model: Any, own: Own, when: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """What is wrong with this rank's gradients: a line for each that is not the average of what the ranks had."""
+    """A line for each of this rank's gradients that is not the average over the ranks."""
     terms = [own(rank) for rank in group_ranks(group)]
     here = dist.get_rank(group)
     lines = []
@@ -108,7 +108,7 @@ def _wrong_average(p: nn.Parameter, of_ranks: Sequence[Tensor | None], here: int
 
 
 def likeness(found: Tensor, mean: Tensor, terms: Tensor, here: int) -> str:
-    """What it is instead, where that is something with a name."""
+    """Name a known mistake that `found` equals: zero, this rank's own, the sum, another rank's, a multiple."""
 
     def equal(other: Tensor) -> bool:
         return torch.allclose(found, other, rtol=1e-6, atol=0)
@@ -129,7 +129,7 @@ def likeness(found: Tensor, mean: Tensor, terms: Tensor, here: int) -> str:
 
 
 def assert_nothing_wrong(ranks: Sequence[Sequence[str]]) -> None:
-    """Fail with what ranks found wrong: the first lines of each."""
+    """Fail with the first three lines that each rank reports."""
     __tracebackhide__ = True
     said = [f"rank {rank} of {len(ranks)}, {line}" for rank, lines in enumerate(ranks) for line in lines[:3]]
     if said:

@@ -1,4 +1,4 @@
-"""What every data-parallel wrapper does, from the plainest case to the rarest: its averages."""
+"""Gradients are the average over the ranks, from the simplest case to the rarest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.family("data_parallel")
 
 Gradients = list[Tensor | None]
 OwnInStep = Callable[[int, int, list[Tensor]], Gradients]
-"""`own(step, rank, like)` is what the gradients of parameters like these are before they are averaged."""
+"""`own(step, rank, like)` gives a rank's gradients before averaging, in the shapes and dtypes of `like`."""
 
 
 def normal(step: int, rank: int, like: list[Tensor]) -> Gradients:
@@ -38,7 +38,7 @@ def normal(step: int, rank: int, like: list[Tensor]) -> Gradients:
 def averages(
     implementation: Implementation, like: list[Tensor], device: str, own: OwnInStep = normal, steps: int = 2
 ) -> list[str]:
-    """What is wrong with the gradients after each of some steps; they are freed before each."""
+    """Wrong averages after each step, one line each; gradients are set to None before each step."""
     rank, wrong = dist.get_rank(), []
     for options in bucket_sizes(implementation):
         module = Products(*map(torch.zeros_like, like)).to(device)
@@ -84,12 +84,12 @@ def test_no_gradient_is_left_of_any_number(
 
 
 def counted(step: int, rank: int, like: list[Tensor]) -> Gradients:
-    """Numbers of many digits, which are made quickly."""
+    """Numbers with many significant digits, cheap to make."""
     return [(torch.arange(x.numel()) % 99_991 + 100 * rank + 0.37).to(x.dtype).view(x.shape) for x in like]
 
 
 def test_gradients_of_large_parameters(implementation: Implementation, world: World, device: str) -> None:
-    """Above 1 MiB, and of no even size."""
+    """Parameters above 1 MiB, of odd sizes."""
     like = [torch.empty(n) for n in (7, 262_145, 100_003, 700_001)]
     assert_nothing_wrong(world.run(averages, implementation, like, device, counted, 1))
 
@@ -163,7 +163,7 @@ def gradients(implementation: Implementation, device: str) -> list[Tensor]:
 def test_gradients_are_the_same_on_every_rank_to_the_bit(
     implementation: Implementation, world: World, device: str
 ) -> None:
-    """Or the ranks' parameters drift apart."""
+    """Otherwise the ranks' parameters drift apart."""
     ranks = world.run(gradients, implementation, device)
     for rank, found in enumerate(ranks):
         differ = sum(int((mine != first).sum()) for mine, first in zip(found, ranks[0], strict=True))
@@ -174,7 +174,7 @@ THREE = [torch.empty(3), torch.empty(4), torch.empty(2, 2)]
 
 
 def only_rank_0_has_the_second(step: int, rank: int, like: list[Tensor]) -> Gradients:
-    """In every second step; in the others every rank has all of them."""
+    """In odd steps only rank 0 has the second gradient; in even steps every rank has all."""
     return [x if i != 1 or rank == 0 or step % 2 == 0 else None for i, x in enumerate(normal(step, rank, like))]
 
 
@@ -231,7 +231,7 @@ def test_frozen_parameters_have_no_gradient(implementation: Implementation, worl
 
 
 def thawed_gradients(implementation: Implementation, device: str) -> list[str]:
-    """What is wrong with the averages while the second of three parameters is frozen, and once it is not."""
+    """Wrong averages while the second of three parameters is frozen, and after it is unfrozen."""
     model = wrap(implementation, Products(*map(torch.zeros_like, THREE)).to(device), find_unused_parameters=True)
     wrong = []
     for step, when in enumerate(("before it is frozen", "while it is frozen", "once it is trainable again")):
@@ -254,7 +254,7 @@ def test_a_parameter_that_was_frozen_for_a_while_is_averaged_again(
 
 
 def not_finite(step: int, rank: int, like: list[Tensor]) -> Gradients:
-    """An infinity and a NaN on rank 0, which a loss scaler must find on every rank."""
+    """A loss scaler must find rank 0's infinity and NaN on every rank."""
     gradients = values(rank, *like, step=step)
     if rank == 0:
         gradients[0].view(-1)[1], gradients[1].view(-1)[0] = torch.inf, torch.nan

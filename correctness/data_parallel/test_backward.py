@@ -33,7 +33,7 @@ def _model(implementation: Implementation, device: str, like: list[Tensor] = LIK
 
 
 def _own(*steps: int) -> Callable[[int], list[Tensor | None]]:
-    """The sum of some steps' gradients on a rank."""
+    """Sum of a rank's gradients over some steps."""
     return lambda rank: [sum(terms) for terms in zip(*(values(rank, *LIKE, step=step) for step in steps), strict=True)]
 
 
@@ -42,7 +42,7 @@ def _backward(model: Any, step: int, device: str) -> None:
 
 
 def without_zeroing(implementation: Implementation, device: str) -> list[str]:
-    """Gradients after two steps in a row that nothing zeroes, and after one more that is zeroed in place."""
+    """Gradients after two steps without zeroing, and after a third that starts from gradients zeroed in place."""
     model = _model(implementation, device)
     for step in (1, 2):
         _backward(model, step, device)
@@ -126,7 +126,7 @@ def test_two_forward_passes_before_one_backward_pass(implementation: Implementat
 
 
 def a_forward_pass_without_a_backward_pass(implementation: Implementation, device: str) -> list[str]:
-    """As to evaluate between two steps."""
+    """A forward pass without backward, as an evaluation between two steps."""
     model, wrong = _model(implementation, device), []
     for step in (1, 2, 3):
         model.module.zero_grad()
@@ -182,7 +182,7 @@ def test_two_models_side_by_side(implementation: Implementation, world: World, d
 
 
 def kept_gradients(implementation: Implementation, device: str) -> bool:
-    """Whether gradients that the caller holds are still the first step's after a second one."""
+    """Whether gradients that the caller keeps from the first step are unchanged after the second."""
     model = _model(implementation, device)
     _backward(model, 1, device)
     model.finish_gradient_synchronization()

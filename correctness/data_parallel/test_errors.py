@@ -1,4 +1,4 @@
-"""What wrapping refuses, and what the suite's own wrappers say of steps that would leave the ranks different."""
+"""Errors of wrapping, and of steps after which the ranks would differ."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Raised = tuple[str, str]
 
 
 def _wrapping(implementation: Implementation, module: nn.Module) -> Raised:
-    """What wrapping raises: caught on the rank where every rank raises, so that the world lives on."""
+    """Error of wrapping, caught on the rank so that the world survives."""
     try:
         wrap(implementation, module)
     except Exception as error:
@@ -103,7 +103,7 @@ def backward_twice(implementation: Implementation, in_no_sync: bool, device: str
 def test_a_second_backward_before_synchronizing_is_an_error(
     name: str, in_no_sync: bool, world: World, device: str
 ) -> None:
-    """Inside `no_sync` too: it would add to gradients that are on their way."""
+    """Also inside `no_sync`: backward would add to gradients whose all-reduce is in flight."""
     for line in world.run(backward_twice, family("data_parallel").implementations[name], in_no_sync, device):
         assert "backward ran twice before finish_gradient_synchronization()" in line
 
@@ -120,7 +120,7 @@ def test_a_sparse_gradient_is_one_line_where_gradients_share_a_tensor(name: str,
 
 
 def step_without_synchronizing(implementation: Implementation, device: str) -> list[str]:
-    """What the optimizer says of gradients that are this rank's alone, after every way to have them."""
+    """Errors of the optimizer's step for each way to leave gradients that were not averaged."""
     model = wrap(implementation, nn.Linear(2, 2).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(1, 2, device=device)

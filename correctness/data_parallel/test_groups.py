@@ -25,7 +25,7 @@ LIKE = [torch.empty(4, 3), torch.empty(5)]
 
 
 def _wrong_in(implementation: Implementation, group: dist.ProcessGroup, steps: int, device: str) -> list[str]:
-    """What is wrong in a group: where its ranks start, and the averages of each step."""
+    """Wrong starting values and wrong averages in a process group."""
     rank, ranks = dist.get_rank(), group_ranks(group)
     model = wrap(implementation, Products(*values(rank, *LIKE, step=9)).to(device), process_group=group)
     where = f"in a process group of ranks {ranks}"
@@ -50,14 +50,14 @@ def _wrong_in(implementation: Implementation, group: dist.ProcessGroup, steps: i
 
 
 def first_rank_and_others(implementation: Implementation, device: str) -> list[str]:
-    """Rank 0 has a group of its own, beside that of all others."""
+    """Rank 0 is alone in one group; all other ranks form another."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(members) for members in ([0], [*range(1, ranks)]) if members]
     return _wrong_in(implementation, groups[min(rank, 1)], 2, device)
 
 
 def even_and_odd_ranks(implementation: Implementation, device: str) -> list[str]:
-    """Groups whose ranks are not neighbours; that of the even ranks takes one step more."""
+    """Groups of even and of odd ranks; the even group takes one step more."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(members) for members in ([*range(0, ranks, 2)], [*range(1, ranks, 2)]) if members]
     return _wrong_in(implementation, groups[rank % 2], 2 + (rank % 2 == 0), device)
@@ -71,7 +71,7 @@ def test_only_the_ranks_of_the_process_group_take_part(
 
 
 def in_two_groups_at_once(implementation: Implementation, device: str) -> list[str]:
-    """One model on the world, and one in a group of some of its ranks, whose steps take turns."""
+    """One model on the world and one in a subgroup take steps in turn."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(members) for members in ([0], [*range(1, ranks)]) if members]
     part, wrong = groups[min(rank, 1)], []

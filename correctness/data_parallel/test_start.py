@@ -1,4 +1,4 @@
-"""Where every data-parallel wrapper starts: with the first rank's parameters and buffers, to the bit."""
+"""Every data-parallel wrapper starts with rank 0's parameters and buffers, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.family("data_parallel")
 
 
 class Everything(nn.Module):
-    """Parameters and buffers of every kind, with each seed's own values."""
+    """Parameters and buffers of every kind; values depend on the seed."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8]
 
 
 class Extremes(nn.Module):
-    """Bits that do not survive arithmetic, as parameters and buffers; on other ranks than the first, others."""
+    """Parameters and buffers whose bits arithmetic would change; other ranks have other bits than rank 0."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Extremes(nn.Module):
 
 
 class Alike(nn.Module):
-    """On every rank the same numbers, in another order, and zeros of another sign: each tensor's sum is the same."""
+    """The same numbers in another order on each rank, and zeros of another sign: a comparison of sums sees nothing."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

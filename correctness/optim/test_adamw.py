@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.family("optimizer"), pytest.mark.usefixtures("poisoned
 
 
 def test_the_first_step_has_the_length_of_lr(implementation: Implementation, device: str) -> None:
-    """Bias corrections make both moments those of the gradient itself, whatever its size."""
+    """With bias corrections, the first step's moments are the gradient and its square: the update is about lr."""
     start = torch.tensor([1.0, 2.0, -3.0], dtype=torch.float64, device=device)
     grad = torch.tensor([1e-3, 5.0, -200.0], dtype=torch.float64, device=device)
     (found,) = train(implementation.target, [start], [[grad]], lr=0.1, eps=0.0, weight_decay=0.0)
@@ -37,7 +37,7 @@ def test_the_first_step_has_the_length_of_lr(implementation: Implementation, dev
 
 
 def test_weight_decay_is_apart_from_the_gradient(implementation: Implementation, device: str) -> None:
-    """It takes lr * weight_decay of the parameter, and does not enter the moments."""
+    """Weight decay subtracts lr * weight_decay * parameter and does not enter the moments."""
     start = tensors(device)
     (grads,) = gradients(start, 1)
     for lr in (0.1, 0.01):
@@ -80,7 +80,7 @@ def test_large_gradients_in_float16(implementation: Implementation, device: str,
 
 
 def test_each_of_300_steps(implementation: Implementation, device: str) -> None:
-    """More than a count in bfloat16 or in 8 bits can hold, and than corrections that end early last."""
+    """More steps than a count in bfloat16 or 8 bits can hold; by then bias corrections are near 1."""
     start = tensors(device, shapes=((3,),))
     steps = 30 if interpreted(implementation, device) else 300
     assert_as_accurate_as_plain(implementation.target, start, gradients(start, steps), lr=1e-2)
@@ -88,7 +88,7 @@ def test_each_of_300_steps(implementation: Implementation, device: str) -> None:
 
 @pytest.mark.parametrize("steps", [pytest.param(3_000, marks=pytest.mark.sweep), 70_000])
 def test_late_steps(implementation: Implementation, steps: int, device: str) -> None:
-    """Of a run that torch's AdamW began: 1 - beta2**step still matters."""
+    """A run that torch's AdamW began: 1 - beta2**step still matters."""
     start = tensors(device, shapes=((5,), (2, 3)))
     grads = gradients(start, 3)
     options = {"lr": 1e-2, "betas": (0.9, 0.99999)}
@@ -111,14 +111,14 @@ def test_late_steps(implementation: Implementation, steps: int, device: str) -> 
 
 
 def test_a_large_parameter(implementation: Implementation, device: str) -> None:
-    """More than 1 MiB, and a last chunk that is not full, whatever a chunk is."""
+    """Above 1 MiB, with a partial last chunk for any chunk size."""
     size = 33_001 if interpreted(implementation, device) else 300_001
     start = tensors(device, torch.float32, ((size,), (3, 5)))
     assert_as_accurate_as_plain(implementation.target, start, gradients(start, 2), **ARGUMENTS["language_model"])
 
 
 def test_many_parameters(implementation: Implementation, device: str) -> None:
-    """More than any table of one launch takes."""
+    """More tensors than fit in one launch's argument table."""
     count = 260 if interpreted(implementation, device) else 1_100
     start = tensors(device, shapes=[(1 + i % 3,) for i in range(count)])
     assert_as_accurate_as_plain(implementation.target, start, gradients(start, 1))

@@ -77,7 +77,7 @@ def test_the_norm_is_of_all_groups_together(implementation: Implementation, devi
 
 @pytest.mark.parametrize("kind", ["many", "large", "mixed"])
 def test_the_norm_is_of_all_there_is(implementation: Implementation, kind: str, device: str) -> None:
-    """Of more tensors or elements than one launch takes, and of all dtypes."""
+    """The norm covers all dtypes and more tensors and elements than one launch takes."""
     small = interpreted(implementation, device)
     start = {
         "many": lambda: tensors(device, torch.float32, [(3,)] * (260 if small else 1_100)),
@@ -104,7 +104,7 @@ def test_no_gradient_is_left_of_any_number(implementation: Implementation, devic
 
 
 def test_each_steps_own_norm_counts(implementation: Implementation, device: str) -> None:
-    """Large, then small, then large gradients, of which some are None."""
+    """Large, small, then large gradients; some are None."""
     start = tensors(device)
     grads = gradients(start, 3)
     grads[1] = [g * 1e-3 for g in grads[1]]
@@ -134,7 +134,7 @@ def test_a_step_without_gradients_clips_nothing(implementation: Implementation, 
 def test_the_norm_of_half_precision_is_not_rounded_to_it(
     implementation: Implementation, dtype: torch.dtype, size: float, device: str
 ) -> None:
-    """Nor is the sum of squares: in float16 it would be inf."""
+    """The sum of squares would be inf in float16."""
     start = tensors(device, dtype, ((100,), (300,)))
     grads = [[g * size for g in step] for step in gradients(start, 1)]
     optimizer = implementation.target(leaves(start), max_grad_norm=1.0)

@@ -17,12 +17,12 @@ pytestmark = [pytest.mark.family("optimizer"), pytest.mark.usefixtures("poisoned
 
 
 def _steps_of(optimizer: Any, p: Tensor) -> float:
-    """What the state counts for a parameter; without a state, none."""
+    """Step count in the parameter's state, 0 without a state."""
     return float(optimizer.state.get(p, {}).get("step", 0))
 
 
 def test_a_zero_gradient_is_a_gradient(implementation: Implementation, device: str) -> None:
-    """Weight decay and the first moment go on."""
+    """A zero gradient still decays the weight and applies the first moment."""
     start = tensors(device)
     grads = gradients(start, 3)
     grads[1:2] = [[torch.zeros_like(x) for x in start]]
@@ -32,7 +32,7 @@ def test_a_zero_gradient_is_a_gradient(implementation: Implementation, device: s
 
 @pytest.mark.parametrize("rows", ["first", pytest.param("all_but_last", marks=pytest.mark.sweep)])
 def test_zeros_in_a_gradient_are_gradients(implementation: Implementation, rows: str, device: str) -> None:
-    """As of the rows of an embedding whose tokens are not in the batch."""
+    """Rows of an embedding whose tokens are not in the batch have zero gradients."""
     start = tensors(device, shapes=((6, 5), (7,), (4, 3, 2)))
     grads = gradients(start, 4)
     for step in grads[1:3]:
@@ -43,7 +43,7 @@ def test_zeros_in_a_gradient_are_gradients(implementation: Implementation, rows:
 
 
 def test_a_parameter_without_a_gradient_does_not_change(implementation: Implementation, device: str) -> None:
-    """Neither do its moments, once it has some: a frozen layer does not decay."""
+    """Its moments do not change either: a frozen layer does not decay."""
     without, with_grad = params = [torch.ones(5, device=device, requires_grad=True) for _ in range(2)]
     optimizer = implementation.target(params, lr=0.1)
     optimizer.step()  # no gradient at all
@@ -63,7 +63,7 @@ def test_a_parameter_without_a_gradient_does_not_change(implementation: Implemen
 
 
 def test_each_parameter_counts_its_own_steps(implementation: Implementation, device: str) -> None:
-    """Those in which it had a gradient: its bias corrections are theirs."""
+    """Bias corrections count the steps in which the parameter had a gradient."""
     start = tensors(device, shapes=((3,), (4,), (5,)))
     grads = gradients(start, 4)
     found, expected = (leaves(start) for _ in range(2))
@@ -84,7 +84,7 @@ def test_gradients_are_not_written(implementation: Implementation, device: str) 
 
 
 def test_gradients_may_be_overwritten_after_the_step(implementation: Implementation, device: str) -> None:
-    """As by `zero_grad(set_to_none=False)`: the moments do not share their memory."""
+    """`zero_grad(set_to_none=False)` zeroes in place, so moments must not share the gradients' memory."""
     start = tensors(device)
     grads = gradients(start, 4)
     optimizer = implementation.target(params := leaves(start))
@@ -118,7 +118,7 @@ def test_what_is_not_finite_reaches_its_own_element_alone(
 
 
 def test_parameters_are_updated_in_place(implementation: Implementation, device: str) -> None:
-    """Who has a view of a parameter sees its update: a bucket, a tied weight, a shard."""
+    """Views of a parameter (a bucket, a tied weight, a shard) see its update."""
     start = tensors(device)
     grads = gradients(start, 2)
     params = leaves(start)
@@ -128,7 +128,7 @@ def test_parameters_are_updated_in_place(implementation: Implementation, device:
 
 
 def test_parameters_data_may_be_replaced(implementation: Implementation, device: str) -> None:
-    """What it was before is not written any more."""
+    """The tensor that held the parameter's old data is not written."""
     start = tensors(device)
     grads = gradients(start, 5)
     optimizer = implementation.target(leaves(start))

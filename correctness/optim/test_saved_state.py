@@ -1,4 +1,4 @@
-"""Saved state: training goes on from it as if it had not stopped."""
+"""Training from a saved state equals training without a stop."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_training_goes_on_from_a_saved_state(implementation: Implementation, dev
 
 
 def test_training_goes_back_to_a_saved_state(implementation: Implementation, device: str) -> None:
-    """In the same optimizer, after more steps."""
+    """Load into the same optimizer, after more steps."""
     start = tensors(device)
     grads = gradients(start, 4)
     optimizer = implementation.target(leaves(start), lr=0.1)
@@ -63,7 +63,7 @@ def test_loaded_hyperparameters_replace_its_own(implementation: Implementation, 
 
 
 def test_a_saved_state_has_each_groups_state(implementation: Implementation, device: str) -> None:
-    """By the order of the parameters, of which some have had no gradient."""
+    """State is matched by the order of parameters; some have had no gradient."""
     start = tensors(device, shapes=((3,), (3,), (3,)))
     grads = gradients(start, 4)
 
@@ -108,7 +108,7 @@ def test_a_state_of_other_groups_is_a_value_error(implementation: Implementation
 
 
 def test_torchs_adamw_goes_on_from_the_state(implementation: Implementation, device: str) -> None:
-    """So the moments are what torch's are, without bias corrections."""
+    """Moments are stored without bias correction, like torch's."""
     start = tensors(device)
     grads = gradients(start, 4)
     optimizer = implementation.target(leaves(start), lr=0.1)

@@ -45,7 +45,7 @@ def gradients(like: Sequence[Tensor], steps: int) -> list[list[Tensor]]:
 
 
 def leaves(values: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Copies of those values that take gradients."""
+    """Copies that require gradients."""
     return [x.detach().clone().to(dtype or x.dtype).requires_grad_() for x in values]
 
 
@@ -74,7 +74,7 @@ def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Equal to the bit, NaN included."""
+    """Assert bitwise equality, NaN included."""
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.detach(), b.detach(), rtol=0, atol=0, equal_nan=True)
 

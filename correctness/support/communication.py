@@ -1,4 +1,4 @@
-"""What a rank communicates, and delays that make a race fail every time. For functions that run on ranks.
+"""Record what a rank communicates, and delay it so that a race fails every time; called on ranks.
 
 with recorded() as sent:                       # every collective and message of this process, of any thread
     model.finish_gradient_synchronization()

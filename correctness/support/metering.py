@@ -14,9 +14,9 @@ from shardmark.meter.plan import Plan
 from shardmark.ranks.world import World
 
 PASSES = 10
-"""The most passes; the smallest of each figure counts, as a late release by the backend's thread is not metered."""
+"""Most metered passes; the smallest figure counts, as a backend's thread may free memory late."""
 UNSEEN = 1e-3
-"""The share that may seem to stay even so: the small tensors in which ranks describe their modules to one another."""
+"""Allowed excess as a share: small tensors in which ranks describe their modules to one another."""
 
 
 def plan_of(
@@ -37,7 +37,7 @@ def plan_of(
 
 
 def device_of_rank() -> str:
-    """Where this rank's tensors are: NCCL takes none but a GPU's."""
+    """Device of this rank's tensors: CUDA under NCCL, else the CPU."""
     return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
 
 

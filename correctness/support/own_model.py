@@ -1,4 +1,4 @@
-"""A user's own model, of `--model`: trained on ranks, and in one process that has every rank's batch; in float64."""
+"""Train the model of `--model` in float64 on ranks and in one process with all ranks' batches, for five families."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Parameters = dict[str, Tensor]
 
 @dataclass
 class Trained:
-    """What STEPS steps gave on one rank: its own losses, and the parameters, on the CPU."""
+    """Result of STEPS steps on one rank: its losses, and the parameters on the CPU."""
 
     losses: list[float]
     parameters: Parameters
 
 
 def own_model(case: OwnModelCase, device: str, rank: int, step: int = 0) -> Made:
-    """What the user's function makes for that rank and step, in float64; the same wherever it is asked for."""
+    """Model and batch that the user's function makes, in float64, seeded by rank and step."""
     torch.manual_seed(1000 * step + rank)
     own = make(case.model, device)
     own.module.double()
@@ -44,12 +44,12 @@ def own_model(case: OwnModelCase, device: str, rank: int, step: int = 0) -> Made
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """A wrong gradient stays visible in its state."""
+    """Adam, since a wrong gradient stays visible in its state."""
     return torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
 
 
 def own_loss(model: Any, case: OwnModelCase, device: str, rank: int, step: int) -> Tensor:
-    """Of that rank's batch for the step; with the same random numbers wherever it is asked for."""
+    """Loss () of that rank's batch for the step; dropout is seeded by rank and step."""
     own = own_model(case, device, rank, step)
     torch.manual_seed(1000 * step + rank)
     return own.loss(model, *own.batch)
@@ -109,7 +109,7 @@ def _in_one_process(
 
 
 def _check_what_it_draws(own: Made, again: Made, other: Made) -> None:
-    """What every comparison rests on."""
+    """Fail unless the model is the same each time and batches differ by rank: comparisons rest on both."""
     first, second = own.module.state_dict(), again.module.state_dict()
     if not all(torch.equal(first[name], second[name]) for name in first) or not _same(own.batch, again.batch):
         pytest.fail("it makes another model or batch each time: have PyTorch's generator draw them", pytrace=False)
@@ -129,7 +129,7 @@ def _same(batch: Any, other: Any) -> bool:
 
 
 def assert_as_in_one_process(found: list[Trained], case: OwnModelCase, device: str, close: float = CLOSE) -> None:
-    """Each rank's losses are those of its batches, and its parameters those of the mean loss."""
+    """Assert each rank's losses and parameters equal those of one process that trains on the mean loss."""
     losses, parameters = in_one_process(case, len(found), device)
     for step, of_ranks in enumerate(losses):
         for rank, expected in enumerate(of_ranks):
