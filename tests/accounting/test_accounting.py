@@ -57,7 +57,7 @@ def test_attention_peak_is_exact_to_the_byte(name: str, case: AttentionCase, mod
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_flash_triton_peak_is_exact_to_the_byte(dtype: str, mode: str) -> None:
-    """In the interpreter, which takes its tiles from elsewhere."""
+    """In the interpreter, whose tiles PyTorch's allocator does not see."""
     implementation = family("attention").implementations["flash_triton"]
     if reason := implementation.unavailable_reason("cpu"):
         pytest.skip(reason)

@@ -87,7 +87,7 @@ DROPOUT = 16
 
 @pytest.mark.parametrize("context", [32, 61])
 def test_of_a_step_in_float32_cuda_keeps_no_second_copy_of_attentions_output(context: int) -> None:
-    """As a token's heads lie side by side already; log-sum-exp may be a few rows longer."""
+    """A token's heads lie side by side already; the log-sum-exp may be a few rows longer."""
     with FakeTensorMode(), torch.no_grad():
         q = torch.empty(2, 3, context, 16, device="cuda")
         outs = [aten._scaled_dot_product_efficient_attention(q, q, q, None, True)[0]]
@@ -155,7 +155,7 @@ def test_nccl_works_on_the_tensors_and_gloo_on_copies(collective: str) -> None:
 @pytest.mark.parametrize("model", ["mlp-tiny"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_autocast_casts_on_cuda_what_it_casts_on_cpu(dtype: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the eager step, so that one formula speaks of both: what CUDA alone would cast is in float32 already."""
+    """In the eager step, so that one formula serves both: what CUDA alone would cast is in float32 already."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *args, **options: True)
     operators = [operators_of_forward(device, model, dtype) for device in ("cpu", "cuda")]
@@ -163,7 +163,7 @@ def test_autocast_casts_on_cuda_what_it_casts_on_cpu(dtype: str, model: str, mon
 
 
 def operators_of_forward(device: str, model: str, dtype: str) -> list[tuple[str, ...]]:
-    """Each operator with the dtypes of what goes in and comes out."""
+    """Each operator of forward with the dtypes of its inputs and outputs."""
 
     class Operators(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
@@ -233,7 +233,7 @@ def test_flash_attention_splits_keys_where_queries_leave_multiprocessors_idle() 
 
 @pytest.mark.parametrize(("at_hand", "splits"), [(None, 4), (132, 4), (8, 1)])
 def test_it_splits_them_by_the_gpu_at_hand(at_hand: int | None, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 1,024 queries, 16 blocks of 64; without a GPU by an H100's multiprocessors."""
+    """1,024 queries are 16 blocks of 64; without a GPU an H100's multiprocessors count."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: at_hand is not None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: Namespace(multi_processor_count=at_hand))
     found = workspace.flash_workspace(replace(CASE, batch=1, heads=1, seq=1024, mode="forward"), "cuda")

@@ -37,7 +37,7 @@ OPTIMIZER = ShardedStepCase("tiny", 2, 32)
 
 
 def counters(workload: type[Workload], family: str, name: str, case: Any, ranks: int) -> Counters | None:
-    """Of a steady-state step on this rank."""
+    """Counters of a steady-state step on this rank."""
     plan = plan_of(workload, resolve(family, name), case, ranks, device=device_of_rank())
     return count(warmed_up(plan), plan.device)
 

@@ -146,7 +146,7 @@ def test_row(implementation, case, measure, monkeypatch):
 
 @dataclass
 class Outcome:
-    """Of one test: by its part what failed, with its line; the warnings; and its seconds."""
+    """One test's failures by part, each with its line; its warnings; and its seconds."""
 
     failed: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -155,7 +155,7 @@ class Outcome:
 
 @dataclass
 class Run:
-    """What a run of the project came to, and what it left behind."""
+    """One run of the project, and what it left behind."""
 
     outcomes: dict[str, Outcome]
     rows: dict[str, Any] | None

@@ -24,7 +24,7 @@ MODULES = faults_that_fail, faults_that_stay
 
 
 def state() -> list[Any]:
-    """What the next test meets on a rank: the same whatever was before, but for the rank's own place."""
+    """The state that the next test finds on a rank: always the same, but for the rank's own place."""
     layer = torch.nn.Linear(2, 1, bias=False)
     draws = random.random(), float(np.random.rand()), torch.rand(()).item()
     total = torch.full((2,), 1.0)

@@ -17,10 +17,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Fault:
-    """A function that ranks run, what becomes of its test, and a pattern of what the user reads.
-
-    On `ranks`, a pattern too, it happens.
-    """
+    """A function that ranks run, the outcome of its test, and a pattern of the message. `ranks` is a pattern too: of
+    the ranks that it names."""
 
     function: Callable[..., Any]
     outcome: str
@@ -29,7 +27,7 @@ class Fault:
     deadline: float
 
     def pattern(self, size: int) -> str:
-        """What the line that the user reads has to match."""
+        """The pattern that the user's line must match."""
         if self.outcome == FAILS:
             return rf"rank {self.ranks} of {size} {self.says}"
         ranks = ", ".join(map(str, range(size))) if self.ranks != "1" else "1"
@@ -70,5 +68,5 @@ def on_rank_1() -> bool:
 
 
 def meet() -> None:
-    """The other ranks wait for rank 1, as in most of what is tested."""
+    """The other ranks wait for rank 1, as in most tests."""
     dist.barrier()

@@ -28,7 +28,7 @@ FEW = [(name, phase) for name, phase in EVERY if name in TYPICAL]
 
 
 def complaints(run: Run, size: int, cases: list[tuple[str, str]]) -> Iterator[str]:
-    """What is not as the table says."""
+    """Differences between the run and the table."""
     outcomes = dict(run.outcomes)
     for name, phase in cases:
         test = f"test_row[short-{name}]" if phase == "measured" else f"test_ranks[{name}-{phase}-fault]"

@@ -229,7 +229,7 @@ _kept: list[Any] = []
 
 
 def shared_memory_prefix(folder: str) -> str:
-    """Of the names of a run's shared memory, by its folder: a run beside it has its own."""
+    """The prefix of a run's shared memory, by its folder: a run beside it has another."""
     return f"shardmark_fault_{zlib.crc32(folder.encode())}_"
 
 

@@ -38,7 +38,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def run(copy: Path, command: str) -> str:
-    """What a command of the recipe prints in the copy; it must pass."""
+    """Run a command of the recipe in the copy; it must pass. Returns its output."""
     pytest_, *arguments = shlex.split(command)
     assert pytest_ == "pytest"
     environment = os.environ | {"PYTHONPATH": ""}

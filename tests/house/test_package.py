@@ -41,7 +41,7 @@ def attention(q, k, v, *, is_causal=False):
 
 
 def done(*words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A command that has ended, without this checkout on Python's path."""
+    """Run a command without this checkout on Python's path, to its end."""
     environment = environment_of_a_run(PYTHONPATH=None)
     return subprocess.run([*words], cwd=folder, env=environment, capture_output=True, text=True)
 

@@ -35,7 +35,7 @@ def private_names() -> dict[str, str]:
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
-    """What the source reads or imports of torch, in full."""
+    """The full names that the source reads or imports of torch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             yield from (f"{node.module}.{alias.name}" for alias in node.names)

@@ -32,7 +32,8 @@ OF_DEFECTS = ("--deadline=10",)
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one test on one planted implementation; `line` is the first line of its failure, or why it was skipped."""
+    """One test's outcome on one planted implementation; `line` is the first line of its failure, or the reason of its
+    skip."""
 
     name: str
     test: str
@@ -83,7 +84,8 @@ def judge(family: str, planted: Sequence[Planted], module: str, folder: Path) ->
 
 
 def by_family(judged: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each family of what its defects and its right implementations came to, and one for all."""
+    """One row for each family: its defects and right implementations, and how many were seen or rejected; and their
+    sum."""
     names = ("defects", "seen", "right ones", "rejected")
     families = sorted({each["family"] for each in judged})
     rows = [
@@ -100,7 +102,7 @@ CAUGHT = pytest.StashKey[set[str]]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a defect, the tests that must see it."""
+    """Keep, for a defect, the tests that must see it."""
     if OUTCOMES not in os.environ:
         return
     config.stash[CAUGHT] = set()

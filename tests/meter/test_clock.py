@@ -108,7 +108,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
 
 
 def _step(stream: Stream, ahead: float) -> clocks.Laps:
-    """A hundred kernels of 1 us each, that take the host 10 us each to launch."""
+    """A hundred kernels of 1 us each, which the host launches in 10 us each."""
     watch = Stopwatch("cuda", ahead)
     watch.start()
     for _ in range(100):

@@ -183,7 +183,7 @@ def test_collectives_are_in_order_with_dtype_and_bytes(worlds: WorldsBySize) -> 
 
 
 class ShardedProduct(Step):
-    """A product of which each rank has half the rows."""
+    """A product; each rank has half of its rows."""
 
     def __init__(self) -> None:
         super().__init__(plain)
@@ -202,7 +202,7 @@ def test_flops_of_a_sharded_tensor_are_those_of_its_shard(worlds: WorldsBySize) 
 
 @dataclass(frozen=True)
 class Event:
-    """One of the profiler's, from nanosecond `began` to `ended`."""
+    """A profiler event from nanosecond `began` to `ended`."""
 
     of_name: str
     of_type: str
@@ -244,7 +244,7 @@ def test_the_step_is_an_annotation_to_the_profiler() -> None:
 
 @dataclass(frozen=True)
 class Operator:
-    """One of the profiler's, on tensors of that shape."""
+    """A profiler event of an operator on tensors of that shape."""
 
     name: str
     shape: tuple[int, ...]
@@ -257,7 +257,7 @@ class Operator:
 
 
 def test_of_operators_within_each_other_the_outer_one_has_the_flops() -> None:
-    """As for attention on CUDA, whose inner operator has heads and sequence the other way round."""
+    """Attention on CUDA, for one: its inner operator has heads and sequence the other way round."""
     inner = Operator("aten::_flash_attention_forward", (1, 4, 2, 16))
     tally = _Tally()
     tally.follow(Operator("aten::_scaled_dot_product_flash_attention", (1, 2, 4, 16), (inner,)))

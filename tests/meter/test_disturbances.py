@@ -126,7 +126,7 @@ def waited_as_two_threads(name: str) -> float:
 
 
 def names_of_threads() -> set[str]:
-    """As the kernel has them."""
+    """The kernel's names of this process's threads."""
     return {file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")}
 
 
@@ -143,7 +143,7 @@ def test_waiting_for_a_core_is_seen() -> None:
 
 @counted
 def test_gloos_threads_are_not_counted() -> None:
-    """They wait for their own rank as well."""
+    """Gloo's threads wait for their own rank as well."""
     with World(2) as world:
         assert [GLOO_THREADS - names for names in world.run(names_of_threads)] == [set(), set()]
     assert waited_as_two_threads("python") > 0.25

@@ -68,7 +68,7 @@ def test_what_a_library_takes_within_its_operator_is_workspace_and_no_tensor() -
 
 
 def test_what_a_library_keeps_until_it_is_asked_for_is_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As cuBLAS does: taken within an operator, and given back when the recording ends."""
+    """cuBLAS's, for one: taken within an operator, and freed when the recording ends."""
     kept: list[torch.Tensor] = []
     monkeypatch.setattr(blocks, "have_libraries_give_back", lambda device: kept.clear())
     matrix = torch.randn(100, 100)
@@ -81,7 +81,7 @@ def test_what_a_library_keeps_until_it_is_asked_for_is_workspace(monkeypatch: py
 
 
 def test_what_operators_leave_between_them_are_tensors_whoever_calls_them() -> None:
-    """A technique's own code, an operator of a user's library, and one of PyTorch's that is made of others."""
+    """Between operators of a technique's own code, of a user's library, and of one of PyTorch's composite operators."""
     x, q = torch.randn(N), torch.randn(1, 1, 300, 16)
     for call in (lambda: (x + 1) * 2, lambda: torch.ops.shardmark_test.doubled(x)):
         with meter("cpu") as memory:
@@ -104,7 +104,7 @@ def test_the_peaks_of_steps_are_those_of_tensors() -> None:
 
 
 def test_sizes_are_those_requested_where_the_profiler_sees_them_rounded_up() -> None:
-    """As on CUDA, whose allocator remembers requests: at each address in turn, and the profiler's own past the last."""
+    """CUDA's allocator remembers requests, at each address in turn; past the last, the profiler's size counts."""
     with recording("cpu") as recorded:
         for _ in range(3):
             torch.empty(N)

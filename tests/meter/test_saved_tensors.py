@@ -48,7 +48,7 @@ class Logged(Step):
 
 
 def test_the_step_ends_where_forward_does_if_it_says_so() -> None:
-    """As a backward under hooks may not be the one without them."""
+    """A backward under hooks may differ from one without them."""
     step = Logged()
     assert counted(step).saved_bytes == 2 * 16 * 4
     assert step.log == 2 * ["forward", "backward"] + ["forward"]

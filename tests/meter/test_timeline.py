@@ -50,7 +50,7 @@ def test_peak_of_a_step_is_the_formulas_to_the_byte(case: TrainingStepCase, dtyp
 
 @pytest.mark.parametrize(("dtype", "mode"), [("bfloat16", "forward"), ("bfloat16", "step"), ("float16", "step")])
 def test_peak_in_half_precision_is_the_formulas_to_the_byte(dtype: str, mode: str) -> None:
-    """A few here; every case and mode is in the sweep."""
+    """A few cases and modes; the sweep has all."""
     case = TrainingStepCase("tiny", 3, 61, dtype, mode)
     assert _measured(LanguageModelStep, case).memory.tensors == eager_peak(case)
 

@@ -20,7 +20,7 @@ from tests.support.training_step import TINY
 
 
 def _ranges(profiler: profile) -> list[tuple[str, str | None]]:
-    """Each range with the one around it, in the order they began."""
+    """Each range with the range around it, in the order in which they began."""
     events = sorted(
         (event for event in profiler.events() if event.is_user_annotation), key=lambda e: e.time_range.start
     )
@@ -86,7 +86,7 @@ class Tries(nn.Module):
 
 @pytest.fixture
 def nvtx(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What NVTX is told on a machine that says it has CUDA: a name for each push, a dash for each pop."""
+    """The calls of NVTX on a machine that claims to have CUDA: a name for each push, a dash for each pop."""
     told: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", told.append)

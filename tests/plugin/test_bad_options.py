@@ -87,7 +87,7 @@ CASES += [(arguments.split(), says) for arguments, says in SEVERAL.items()]
 
 @pytest.fixture
 def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with what no option takes."""
+    """A project with files that no option takes."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # all else that is left is ours
     make_project(pytester, monkeypatch, CONFTEST, test_costs=ROWS)
     here = pytester.path

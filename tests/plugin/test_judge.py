@@ -216,7 +216,7 @@ def test_what_has_not_ended_in_time_is_hung() -> None:
 
 
 def test_a_world_of_one_in_this_process_has_a_deadline_too() -> None:
-    """As torchrun's rank 0 has one, for what runs on a single device."""
+    """torchrun's rank 0 has such a world, for single-device cases."""
     with pytest.raises(Hung, match=r"had not ended after 0\.05 s"):
         LocalWorld().run(time.sleep, 10, deadline=0.05)
 

@@ -244,13 +244,13 @@ def test_the_verdicts_of_a_run_share_one_error(project: pytest.Pytester) -> None
 
 
 def judged_confidences(output: dict[str, Any]) -> dict[str, float]:
-    """By the beginning of a test's name, of rows with a peer."""
+    """Confidences of rows with a peer, by the beginning of the test's name."""
     rows = {entry["name"].partition("-")[0]: entry["extra_info"]["time"] for entry in output["benchmarks"]}
     return {name: time["judged_confidence"] for name, time in rows.items() if "judged_confidence" in time}
 
 
 def test_budgets_that_tests_bring_along_have_one_share_together(project: pytest.Pytester) -> None:
-    """As `test_strict` has of "greedy", which is registered without one."""
+    """`test_strict` gives "greedy" a budget that its registration lacks."""
     _, output = run_project(project, "--scale=smoke", "-k", "(nap or strict) and (plain or greedy)")
     found = judged_confidences(output)
     assert found.pop("test_strict[greedy") == confidence((2 + 1) * 2)

@@ -122,7 +122,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 @pytest.fixture(scope="module")
 def rows(ended: Ended) -> dict[int, dict[str, Any]]:
-    """What was seen at each timed row, by its case."""
+    """Observations of each timed row, by its case."""
     entries = json.loads((ended.folder / "out.json").read_text())["benchmarks"]
     return {entry["extra_info"]["case"]["number"]: entry["extra_info"]["seen"] for entry in entries}
 

@@ -48,7 +48,7 @@ def without(*command: str) -> Callable[[Fresh], None]:
 
 
 def small(folder: str, size: str) -> Callable[[Fresh], None]:
-    """With a tiny disk there, in a name space of its own; `{}` is the project's folder."""
+    """The command with a tiny disk mounted there, in a name space of its own; `{}` is the project's folder."""
 
     def change(run: Fresh) -> None:
         where = folder.format(run.folder)

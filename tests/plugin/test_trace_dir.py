@@ -87,7 +87,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
 
 
 def _run(project: pytest.Pytester, *args: str) -> tuple[pytest.RunResult, dict[str, dict[str, Any]]]:
-    """A run in this process, and its rows by their tests' names."""
+    """Run the project in this process; rows by test name."""
     rounds = ("--benchmark-min-rounds=2", "--benchmark-max-time=0.001", "--benchmark-quiet")
     result = project.runpytest_inprocess("--device=cpu", "--scale=smoke", *rounds, "--benchmark-json=out.json", *args)
     entries = json.loads((project.path / "out.json").read_text())["benchmarks"]

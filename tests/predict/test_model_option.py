@@ -34,7 +34,7 @@ FILE = "tests/support/own_models.py"
 
 
 def line_of(text: str) -> int:
-    """Of that file, where the text is."""
+    """The line of that file where the text stands."""
     lines = Path(own_models.__file__).read_text().splitlines()
     return 1 + next(i for i in range(len(lines)) if text in lines[i])
 

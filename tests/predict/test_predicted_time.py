@@ -235,4 +235,4 @@ def test_the_trace_has_every_operator_on_its_stream(tmp_path: Path) -> None:
 
 
 def void(value: object) -> None:
-    """A step returns nothing."""
+    """A step returns nothing; this drops the value."""

@@ -100,7 +100,7 @@ def test_where_the_device_has_no_more_free_segments_go_back() -> None:
 
 
 def test_every_operator_that_cudas_autocast_casts_is_known() -> None:
-    """By the lists of the installed PyTorch; that it knows one more would be seen here."""
+    """The lists of the installed PyTorch: an operator new to them would be seen here."""
     kinds = ("LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "PROMOTE")
     listed = {f"aten::{name}" for kind in kinds for name in autocast._listed(kind)}
     norms = {"aten::norm.Scalar", "aten::norm.ScalarOpt_dim", "aten::norm.names_ScalarOpt_dim"}
@@ -239,7 +239,7 @@ def test_formulas_for_cuda_are_what_is_predicted(plan: Plan) -> None:
 
 
 def test_fsdp_reserves_for_each_stream() -> None:
-    """What it gathers it allocates on a stream of its own, whose blocks others cannot have."""
+    """FSDP all-gathers on a stream of its own; other streams cannot reuse its blocks."""
     workload, cases, (size, *_) = CASES["fsdp"]
     plan = Plan(workload, family("fsdp").implementations["fsdp1"], None, cases[0], "cpu", size)
     with simulation(size, on=H100), recording("cpu") as recorded:

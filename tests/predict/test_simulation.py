@@ -76,7 +76,7 @@ def test_a_program_without_kernels_allocates_what_it_does_with_them(program: Cal
 
 
 def collectives_on_gloo() -> dict[str, list[tuple[str, int]]]:
-    """What each collective allocates on this rank, for tensors of 1,000 elements a rank."""
+    """Bytes that each collective allocates on this rank, for tensors of 1,000 elements a rank."""
     size, rank = dist.get_world_size(), dist.get_rank()
     large, small = torch.zeros(size * 1000), torch.zeros(1000)
     parts = list(large.chunk(size))
@@ -163,7 +163,7 @@ def test_kernels_are_back_afterwards() -> None:
 
 
 def test_a_hundred_thousand_ranks_take_no_more_room_than_one() -> None:
-    """Each has a row of each weight at most, and what is gathered is padded to a row for every rank."""
+    """Each has at most one row of each weight; gathered parameters are padded to a row for every rank."""
     plan = Plan(
         FSDPStep, family("fsdp").implementations["fsdp2"], None, FSDPCase("tiny", 2, 32, ranks=100_000), "cpu", 100_000
     )
@@ -182,7 +182,7 @@ def test_simulated_rows_have_memory_and_no_times(project: pytest.Pytester) -> No
 
 
 def test_a_row_of_cuda_says_what_nccl_takes_beside_what_is_reserved(project: pytest.Pytester) -> None:
-    """Nothing of one rank."""
+    """NCCL takes nothing for one rank."""
     _, output = run_project(project, "--simulate=h100-80gb:8", "--scale=smoke", "-k", "nap and plain")
     memory = row_of(output, "plain")["memory"]
     assert memory["reserved"] > 0 and memory["communicator"] == communicator_bytes(hardware("h100-80gb"), 1) == 0

@@ -79,7 +79,7 @@ def test_an_operator_is_measured_once(machine: Machine, monkeypatch: pytest.Monk
 
 
 def test_what_a_collective_hides_behind() -> None:
-    """One that takes 2 s, and a host that gets half as much done beside it."""
+    """A collective of 2 s, beside which the host gets half as much done."""
     timeline = Timeline()
     timeline.send(Event(name="all_reduce", ranks=2), Sent(0.0, alone=1.0, beside=2.0, pace=0.5))
     timeline.compute(0.5)

@@ -192,7 +192,7 @@ def test_what_fits_what_would_and_the_largest_batches_are_told_and_saved(
 
 @pytest.mark.sweep
 def test_the_longest_context_that_fits_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of tokens; where the second dimension is the width, a model takes no other, and the line says why."""
+    """In tokens. A model whose second dimension is the width takes no other context, and the line says why."""
     small, out = device(tmp_path / "small.toml", 80 * MIB), tmp_path / "out.json"
     asked = ["--hardware", str(small), "--ranks=1", "--context", f"--json={out}"]
     assert main([f"{SPEC}:tied", *asked]) == 0

@@ -15,7 +15,7 @@ from tests.support.repository import commit
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """With a version "before" and a newer one, of which one file is in no commit."""
+    """A repository with a version "before" and a newer one; one file of the newer is in no commit."""
     root = tmp_path / "repository"
     (root / "package").mkdir(parents=True)
     (root / "mine.py").write_text("VERSION = 'before'\n")

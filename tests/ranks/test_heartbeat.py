@@ -23,7 +23,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was said where a rank would have ended."""
+    """The messages with which a rank would have ended."""
     said: list[str] = []
     monkeypatch.setattr(heartbeat, "end_without_store", said.append)
     return said

@@ -86,7 +86,7 @@ LEAKS: dict[Callable[[], None], str] = {
 
 
 def state() -> list[Any]:
-    """What the next test would meet."""
+    """The state that the next test would find."""
     return [
         torch.ones(()).dtype,
         torch.ones(()).device,

@@ -22,7 +22,7 @@ from tests.support.ranks import identity, scaled_sum
 
 
 def environment() -> dict[str, int]:
-    """What a leak would show in: open files, threads, and resident bytes of this rank."""
+    """Where a leak would show: open files, threads, and resident bytes of this rank."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {
         "files": len(os.listdir("/proc/self/fd")),

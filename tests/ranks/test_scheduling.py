@@ -20,7 +20,7 @@ Found = tuple[list[set[int]], list[set[int]]]
 
 
 def cores_and_policies(workers: int) -> Found:
-    """Of two ranks, where that many processes of pytest-xdist share the machine."""
+    """Cores and policies of two ranks, where that many processes of pytest-xdist share the machine."""
     environment = {**os.environ, "PYTEST_XDIST_WORKER_COUNT": str(workers)}
     script = [sys.executable, "-m", "tests.support.where_ranks_run"]
     ended = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
@@ -64,7 +64,7 @@ def test_no_thread_of_a_rank_preempts_another_as_it_wakes(alone: Found, in_threa
 
 @pytest.mark.parametrize(("policy", "priority"), [("SCHED_RR", 1), ("SCHED_FIFO", 1), ("SCHED_IDLE", 0)])
 def test_a_policy_of_the_users_is_that_of_the_ranks(policy: str, priority: int, in_thread: Callable[..., Any]) -> None:
-    """As of `chrt --rr 1 pytest perf`, which docs/budgets.md has."""
+    """`chrt --rr 1 pytest perf` sets one (docs/budgets.md)."""
     in_thread(allow, number := getattr(os, policy), priority)
     in_thread(_bind_to_cores, 0, 1)
     assert in_thread(os.sched_getscheduler, 0) == number
