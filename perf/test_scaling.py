@@ -35,7 +35,8 @@ from shardmark.ranks.world import World
 from shardmark.report.observed_answers import efficiencies
 from shardmark.report.plots import Lines
 from shardmark.rows.columns import Column
-from shardmark.rows.row import Row, step_seconds
+from shardmark.rows.fill import step_seconds
+from shardmark.rows.row import Row
 from shardmark.text import ms
 from shardmark.verdict.betting import paired_ratios
 

@@ -39,7 +39,7 @@ from shardmark.ranks.machine import begin_with_own_device, keep_compiled_code_ap
 from shardmark.ranks.rank import WorldError, WorldLostError
 from shardmark.ranks.world import RankError, World
 from shardmark.report.outcomes import Undecided
-from shardmark.rows.row import describe_machine
+from shardmark.rows.machine import describe_machine
 from shardmark.text import printable
 
 WorldsBySize = Callable[[int], World]

@@ -6,7 +6,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import pytest
 
@@ -24,8 +24,11 @@ from shardmark.predict.simulation.rates import WITHIN
 from shardmark.predict.worlds import SimulatedWorlds
 from shardmark.ranks.deadline import within
 from shardmark.ranks.world import RankError, World
+from shardmark.rows.fill import memory_entry, new_row
 from shardmark.rows.observers import Observer, Profile
-from shardmark.rows.row import Row, memory_entry, new_row
+from shardmark.rows.row import Memory as MemoryPart
+from shardmark.rows.row import Row
+from shardmark.rows.row import Work as WorkPart
 from shardmark.verdict import budget
 from shardmark.verdict.betting import SHOWN_CONFIDENCE, fewest_rounds
 from shardmark.verdict.budget import MEMORY_SLACK, MIB, Limits, MemoryBudget
@@ -157,15 +160,15 @@ class Measure(Recorder):
         ranks = [predict(plan, on=on)]
         memory = self._budget(plan, slack, [rank.memory for rank in ranks])
         row = new_row(replace(plan.identity, device=on.device, backend=ranks[0].backend), session.scale, None)
-        of_cuda: Row = {}
+        of_cuda: MemoryPart = {}
         if on.device == "cuda":
             size = plan.world_size
             of_cuda = {"communicator": communicator_bytes(on, size), "available": room(on, size)}
         row |= {
             "simulated": True,
             "hardware": on.name,
-            "memory": memory_entry(ranks, memory) | of_cuda,
-            "work": asdict(work),
+            "memory": {**memory_entry(ranks, memory), **of_cuda},
+            "work": cast(WorkPart, asdict(work)),
             "time": {"ratio": None},
         }
         stats = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -17,18 +17,19 @@ from shardmark.meter.disturbances import in_words
 from shardmark.meter.over_budget import Held, excess_lines
 from shardmark.meter.plan import Identity, Measured
 from shardmark.report.outcomes import LEFT_OPEN
-from shardmark.rows.observers import Observer
-from shardmark.rows.row import (
-    Row,
+from shardmark.rows.fill import (
     budget_entry,
     counters_entry,
     limit_entry,
-    main_figures,
     memory_entry,
     new_row,
     step_seconds,
     time_entry,
 )
+from shardmark.rows.observers import Observer
+from shardmark.rows.row import Limit, Row, main_figures
+from shardmark.rows.row import Memory as MemoryPart
+from shardmark.rows.row import Work as WorkPart
 from shardmark.verdict import budget
 from shardmark.verdict.betting import FAIL, UNDECIDED
 from shardmark.verdict.budget import MemoryBudget
@@ -80,7 +81,7 @@ class Recorder:
         if memory is not None or ranks[0].memory.phases:  # metered, though it has no budget
             row["memory"] = memory_entry(ranks, memory)
         if work is not None:
-            row["work"] = asdict(work) | rates(fmean(seconds))
+            row["work"] = cast(WorkPart, asdict(work) | rates(fmean(seconds)))
             row["limit"] = self._limit(identity, work, fmean(seconds))
         row["counters"] = counters_entry(ranks)
         confidence = self._confidence(time)
@@ -88,7 +89,7 @@ class Recorder:
         for observer in observe:
             observer.fill(row, ranks)
         absolute = session.budgets_for(self._item.nodeid)
-        tensors, peaks = (row["memory"].get(f"{name}_by_rank", []) for name in ("tensors", "peak"))
+        tensors, peaks = row["memory"].get("tensors_by_rank", []), row["memory"].get("peak_by_rank", [])
         verdicts = list(budget.verdicts(tensors, peaks, seconds, ratio, time, memory, absolute, confidence))
         if "not_done" in row["limit"]:
             verdicts.append((FAIL, row["limit"]["not_done"]))
@@ -139,7 +140,7 @@ class Recorder:
             machine = in_words(row["time"]["machine"])
             self._item.stash[LEFT_OPEN] = "; ".join(each for each in (complaints[UNDECIDED], machine) if each)
 
-    def _limit(self, identity: Identity, work: Work, seconds: float) -> Row:
+    def _limit(self, identity: Identity, work: Work, seconds: float) -> Limit:
         """The row's "limit" for a step of that many seconds."""
         devices = identity.world_size if identity.device == "cuda" else 1
         dtype = identity.case.dtype
@@ -161,8 +162,8 @@ class Recorder:
         """Save a row without times."""
         self._benchmark.skipped = True  # or pytest-benchmark warns of a fixture that was not used
         row = new_row(of, self._session.scale, self._session.link_rate)
-        row["memory"] = budget_entry(memory) | found
-        row |= {"verdict": verdict, "why": why}
+        row["memory"] = cast(MemoryPart, {**budget_entry(memory), **found})
+        row["verdict"], row["why"] = verdict, why
         self._save(row, None)
 
     def _save(self, row: Row, stats: dict[str, float] | None) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from shardmark.api.registry import Implementation
 from shardmark.predict.simulation.schedule import Step
-from shardmark.rows.row import NO_RACE, Row
+from shardmark.rows.fill import NO_RACE
+from shardmark.rows.row import Time
 
 
 def predicted_time_entry(
     step: Step, peer: Implementation | None, peer_step: Step | None, within: tuple[float, float] | None
-) -> Row:
+) -> Time:
     """The row's "time" of a simulation: what a step would take on the first rank, and what the peer's would; `within`
     which multiples of it 9 of 10 steps lie, where that is known.
     """
-    entry: Row = {
+    entry: Time = {
         "parts": step.parts,
         "mean_by_rank": [step.seconds],
         "host": step.host,

@@ -87,6 +87,7 @@ def _judged(row: Row) -> Interval | None:
     if time.get("peer") is None or "predicted" in time:
         return None
     low, high = time["judged_interval"] or (0.0, math.inf)
+    assert time["ratio"] is not None
     return Interval(time["ratio"], low, high, time["judged_confidence"])
 
 

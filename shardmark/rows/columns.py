@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from shardmark.rows.row import Row
 from shardmark.text import mib, ms
 
 OPERATOR_WIDTH = 24
 """Characters of an operator's name; the row has all of it."""
 
 Entry = dict[str, Any]
-Row = dict[str, Any]
+
 Cell = Callable[[Entry, Row], str | None]
 
 
@@ -74,7 +75,7 @@ def goal_outcomes(row: Row) -> Iterator[tuple[str, str]]:
     """Each goal of the row as people write it, and whether it was reached."""
     time = row["time"]
     if time.get("goal") is not None:
-        yield f"{time['goal']:.3g}", time["outcome"]
+        yield f"{time['goal']:.3g}", str(time["outcome"])
     for name, goal in row["limit"].get("goals", {}).items():
         yield f"{name} {goal['goal']:.0%}", goal["outcome"]
 
@@ -88,7 +89,11 @@ def _fastest_and_slowest(entry: Entry, row: Row) -> str | None:
     return f"{ms(min(ranks))} / {ms(max(ranks))}" if len(ranks) > 1 else None
 
 
-def _rate(name: str, unit: float) -> Cell:
+Rate = Literal["algorithm_bandwidth", "bus_bandwidth", "flops_per_second", "bytes_per_second"]
+Counter = Literal["flops", "operators", "kernels", "synchronizations", "saved_bytes"]
+
+
+def _rate(name: Rate, unit: float) -> Cell:
     return lambda entry, row: f"{row['work'][name] / unit:.3f}" if name in row["work"] else None
 
 
@@ -118,16 +123,19 @@ def _workspace(entry: Entry, row: Row) -> str | None:
     memory = row["memory"]
     if mib(memory.get("workspace", 0)) == mib(0):
         return None
-    operator = memory["workspace_operator"].rpartition("::")[2]
+    operator = (memory["workspace_operator"] or "").rpartition("::")[2]
     shown = operator if len(operator) <= OPERATOR_WIDTH else operator[: OPERATOR_WIDTH - 3] + "..."
     return f"{mib(memory['workspace'])} {shown}"
 
 
-def _bytes(name: str) -> Cell:
+def _bytes(name: Literal["peak", "budget"]) -> Cell:
     return lambda entry, row: mib(row["memory"][name]) if name in row["memory"] else None
 
 
-def _counter(name: str, shown: Callable[[int], str] = "{:,}".format) -> Cell:
+def _counter(
+    name: Literal["flops", "operators", "kernels", "synchronizations", "saved_bytes"],
+    shown: Callable[[int], str] = "{:,}".format,
+) -> Cell:
     return lambda entry, row: None if (count := row["counters"].get(name)) is None else shown(count)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shardmark.rows.atomic_json import Entry
-from shardmark.rows.row import SCHEMA, Row
+from shardmark.rows.row import SCHEMA
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ def of_this_version(make: Callable[..., T], name: str, *args: Any) -> T:
         raise RunFileError(f"{name} is of another version of this suite ({type(error).__name__}: {error})") from error
 
 
-def lacks_schema(row: Row) -> str | None:
+def lacks_schema(row: Mapping[str, Any]) -> str | None:
     """What to say of a row that another version's schema describes."""
     theirs = row.get("schema")
     return None if theirs == SCHEMA else f"schema {SCHEMA} (it has {theirs})"

@@ -1,37 +1,276 @@
-"""Rows: what one measured case says. A row is the `extra_info` of a pytest-benchmark entry."""
+"""The fields of a row, with type, unit and description. A row is the `extra_info` of an entry of pytest-benchmark.
 
-from __future__ import annotations
+`python -m shardmark.rows` writes the JSON Schema and the table of docs/rows.md from these classes.
+An observer outside this package declares the fields that it fills (`Observer.fields`). At run time a row is a dict.
+"""
 
-import importlib.resources
-import json
-import os
-import platform
-import subprocess
-from collections.abc import Sequence
-from dataclasses import asdict, is_dataclass
-from statistics import fmean
-from typing import Any
+# Without `from __future__ import annotations`, which would hide NotRequired from typing.
 
-import torch
-
-from shardmark.api.registry import Race
-from shardmark.api.work import Work
-from shardmark.meter.disturbances import disturbances
-from shardmark.meter.memory import Memory
-from shardmark.meter.plan import IMPLEMENTATION, PEER, Identity, Measured
-from shardmark.meter.roofline import Roofline
-from shardmark.ranks.rank import available_cores, threads_of_a_rank
-from shardmark.ranks.torchrun import launched
-from shardmark.verdict.betting import SHOWN_CONFIDENCE, Interval, interval, paired_ratios
-from shardmark.verdict.budget import WORTH, MemoryBudget
-
-Row = dict[str, Any]
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, NotRequired, TypedDict
 
 SCHEMA = 1
-"""The version of `row.schema.json`: one more whenever a program that reads rows has to change."""
+"""Version of the schema: one more whenever a program that reads rows has to change."""
 
-NO_RACE = dict.fromkeys(("peer", "ratio", "interval", "budget", "goal", "outcome"))
-"""Of a row's "time", where there is no peer."""
+
+@dataclass(frozen=True)
+class Unit:
+    """Unit of a number, and the least value that makes sense."""
+
+    name: str
+    least: float | None = 0
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A text that is one of these."""
+
+    values: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list with just these elements."""
+
+    types: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Described:
+    """The type that the schema describes in place of the static one."""
+
+    type: Any
+
+
+@dataclass(frozen=True)
+class More:
+    """An object that may have further properties, of this type."""
+
+    type: Any = Any
+
+
+Bytes = Annotated[int, Unit("bytes")]
+Count = Annotated[int, Unit("count")]
+Flops = Annotated[int, Unit("FLOPs")]
+Seconds = Annotated[float, Unit("seconds")]
+Difference = Annotated[float, Unit("seconds", least=None)]
+"""Noise can make it negative."""
+Rate = Annotated[float, Unit("per second")]
+Share = Annotated[float, Unit("1", least=None)]
+Ratio = Annotated[float, Unit("1", least=None)]
+Interval = Annotated[list[float], Items((Ratio, Ratio))]
+Outcome = Annotated[str, OneOf(("reached", "missed", "undecided"))]
+
+
+# Static checks allow any parameter of a case; the schema requires its id.
+class CaseId(TypedDict):
+    id: Annotated[str, "As in the test's id and in tables."]
+
+
+class Stage(TypedDict):
+    live: Annotated[Bytes, "Live when the stage ends."]
+    peak: Annotated[Bytes, "Peak so far."]
+    reserved: NotRequired[Annotated[Bytes | None, "Reserved by CUDA's allocator; null on CPU."]]
+    formula: NotRequired[Annotated[Bytes | None, "What should be live, by the formula."]]
+
+
+class Activation(TypedDict):
+    module: Annotated[str, "Module that saved it; empty outside of modules."]
+    operator: Annotated[str, "Operator that saved it."]
+    bytes: Annotated[Bytes, "Metered."]
+    formula: Annotated[Bytes | None, "What should be saved, by the formula."]
+
+
+class Block(TypedDict):
+    nbytes: Annotated[Bytes, "Size."]
+    kind: Annotated[str, "Parameters, gradients, activations, ..."]
+    module: Annotated[str, "Module that allocated it."]
+    operator: Annotated[str, "Operator that allocated it."]
+    line: NotRequired[Annotated[str, "Line of code that allocated it."]]
+    workspace: NotRequired[Annotated[str, "Operator that freed it before it returned; empty for a tensor."]]
+    address: NotRequired[Annotated[int, "Address."]]
+
+
+class Memory(TypedDict, total=False):
+    # Metered, on the rank with the largest peak.
+    phases: Annotated[dict[str, Bytes], "Live at the end of each phase."]
+    peak: Annotated[Bytes, "Peak of a steady-state step, tensors and workspace, on the rank that holds most."]
+    tensors: Annotated[Bytes, "Peak of tensors alone."]
+    workspace: Annotated[Bytes, "The most that one operator allocated and freed before it returned."]
+    workspace_operator: Annotated[str | None, "That operator."]
+    allocated: Annotated[Bytes, "CUDA: peak of the allocator's blocks, rounded up."]
+    reserved: Annotated[Bytes, "CUDA: peak of what the allocator had from the device."]
+    peak_by_rank: Annotated[list[Bytes], "Peak of each rank."]
+    tensors_by_rank: Annotated[list[Bytes], "Peak of tensors of each rank."]
+    # Budget.
+    formula: Annotated[Bytes, "Expected peak of tensors, by the formula or a prediction."]
+    source: Annotated[str, OneOf(("formula", "prediction")), "Where `formula` is from."]
+    slack: Annotated[float, Unit("1"), "`budget` is `formula` times this."]
+    expected_workspace: Annotated[Bytes, "Expected workspace."]
+    budget: Annotated[Bytes, "The most that `tensors` may be."]
+    needed: Annotated[Bytes, "Case that was not started: what it needs."]
+    available: Annotated[Bytes, "Case that was not started, or prediction for a GPU: what the device has."]
+    communicator: Annotated[Bytes, "Prediction: estimate of NCCL's communicator, not part of the peak."]
+    # Filled by observers: Compile, Stages, Timeline.
+    peaks: Annotated[dict[str, Bytes], "Peaks of tensors in the first, the second and the steady-state step."]
+    stages: Annotated[dict[str, Stage], "Memory after each stage of making the workload."]
+    kinds: Annotated[dict[str, dict[str, Bytes]], "Bytes by kind, at each phase and at the peak."]
+    curve: Annotated[list[Any], "Bytes by kind through one step."]
+    activations: Annotated[list[Activation], "What forward saves for backward."]
+    largest: Annotated[list[Block], "The largest blocks at the peak."]
+
+
+class Predicted(TypedDict):
+    interval: Annotated[
+        Annotated[list[float], Items((Seconds, Seconds))] | None,
+        "9 of 10 measured steps lie between these, by published ones; null where none are known.",
+    ]
+    at_least: Annotated[Seconds | None, "Lower bound, by the data sheet alone; null where there is none."]
+    streams: Annotated[
+        dict[str, list[Annotated[list[float], Items((Seconds, Seconds))]]],
+        "For each stream, begin and end of each busy period; short gaps are closed.",
+    ]
+
+
+class Spread(TypedDict):
+    mean: Annotated[Seconds, "Mean."]
+    stddev: Annotated[Seconds, "Standard deviation."]
+
+
+class Time(TypedDict, total=False):
+    parts: Annotated[dict[str, Difference], "Mean of each part of a step, over rounds and ranks."]
+    mean_by_rank: Annotated[list[Seconds], "Mean step of each rank."]
+    host: Annotated[Seconds | None, "GPU: what the host takes to launch a step."]
+    machine: Annotated[dict[str, Share], "Disturbances while the case was timed, as shares of the step's time."]
+    # Race against a peer, in pairs of rounds.
+    peer: Annotated[str | None, "Implementation that the case is timed against."]
+    peer_mean: Annotated[Seconds, "Mean step of the peer."]
+    ratio: Annotated[Ratio | None, "Step time over the peer's."]
+    interval: Annotated[Interval | None, "95% interval of the ratio; null after too few rounds."]
+    judged_interval: Annotated[Interval | None, "Interval of the ratio that verdicts are taken from."]
+    judged_confidence: Annotated[float, Unit("1"), "Confidence of that interval."]
+    budget: Annotated[Ratio | None, "The most that the ratio may be."]
+    goal: Annotated[Ratio | None, "What the ratio should reach."]
+    outcome: Annotated[Outcome | None, "Outcome of the goal."]
+    # Simulation.
+    predicted: Annotated[Predicted, "Simulation: how sure the step's time is, and what runs when."]
+    # Filled by observers: HiddenCommunication, Compile, AfterWarmups, OverheadModel.
+    compute_alone: Annotated[Seconds, "Median step without communication."]
+    communication_alone: Annotated[Seconds, "Median communication without the rest of the step."]
+    hidden: Annotated[Share, "Share of communication that the step hides behind computation."]
+    first_step: Annotated[Seconds, "First step, which compiles."]
+    compile: Annotated[Difference, "First step beyond the median step."]
+    after_warmups: Annotated[dict[str, Spread], "Rounds after each number of warm-ups."]
+    model: Annotated[
+        dict[str, Any], "Overhead and bandwidth of an all-reduce, and what buckets of each size should cost."
+    ]
+
+
+class Work(TypedDict, total=False):
+    flops: Annotated[Flops, "FLOPs of all ranks in one step."]
+    bytes_moved: Annotated[Bytes, "Bytes that all ranks must read and write in one step."]
+    bytes_communicated: Annotated[Bytes, "Bytes that each rank must send in one step, by theory."]
+    model_flops: Annotated[Flops, "FLOPs of the model alone, for MFU; 0 where MFU is not asked."]
+    flops_per_second: Annotated[Rate, "FLOPs over the step's time."]
+    bytes_per_second: Annotated[Rate, "Bytes moved over the step's time."]
+    tokens_per_second: Annotated[Rate, "Tokens of the batch over the step's time."]
+    algorithm_bandwidth: Annotated[Rate, "Bytes of a collective over its time."]
+    bus_bandwidth: Annotated[Rate, "Bytes that each rank must send over the collective's time."]
+    efficiency: Annotated[Share, "Scaling efficiency: throughput over that of one rank times the ranks."]
+    bytes_sent: Annotated[Bytes, "Bytes that the connections of the rank that sent most have sent."]
+
+
+class Goal(TypedDict):
+    goal: Annotated[Share, "What the figure should reach."]
+    outcome: Annotated[Outcome, "Whether it does."]
+
+
+class Limit(TypedDict, total=False):
+    seconds: Annotated[Seconds, "The roofline's time for this work."]
+    fraction: Annotated[Share | None, "That time over the step's."]
+    flops_per_second: Annotated[Rate, "Measured on this machine."]
+    bytes_per_second: Annotated[Rate, "Measured on this machine."]
+    peak_flops_per_second: Annotated[Rate, "Published dense peak where it is known, else `flops_per_second`."]
+    mfu: Annotated[Share, "Model FLOPs utilization: model FLOPs over what the peak allows in the step's time."]
+    not_done: Annotated[str, "More FLOP/s than this machine can compute: the work was not done."]
+    goals: Annotated[dict[str, Goal], "Goals of `mfu` or `fraction`."]
+
+
+class Counters(TypedDict, total=False):
+    collectives: Annotated[
+        list[Annotated[list[Any], Items((str, str, int, int))]],
+        "[operation, dtype, bytes, times in a row] of each collective, in the order in which rank 0 began them.",
+    ]
+    bytes_sent: Annotated[Bytes | None, "Bytes that a rank must send for its collectives."]
+    operators: Annotated[Count | None, "PyTorch operators that compute something."]
+    kernels: Annotated[Count | None, "GPU kernels."]
+    flops: Annotated[Flops | None, "By the formulas of torch.utils.flop_counter."]
+    saved_bytes: Annotated[Bytes | None, "What autograd holds at the end of forward."]
+    synchronizations: Annotated[Count | None, "How often the host waits for the device."]
+
+
+class Kernel(TypedDict):
+    name: Annotated[str, "Name."]
+    category: Annotated[str, "Matrix product, softmax, ..."]
+    calls: Annotated[int, Unit("count", least=1), "Launches."]
+    seconds: Annotated[Seconds, "Sum of its calls."]
+    share: Annotated[Share, "Share of the phase."]
+
+
+class KernelPhase(TypedDict):
+    seconds: Annotated[Seconds, "Sum of its kernels."]
+    elapsed: Annotated[Seconds, "From begin to end."]
+    calls: Annotated[Count, "Launches."]
+    categories: Annotated[dict[str, Seconds], "Seconds of each category."]
+    top: Annotated[list[Kernel], "The longest kernels."]
+
+
+class AttentionPart(TypedDict):
+    seconds: Annotated[Seconds, "Seconds of its kernels."]
+    flops: Annotated[float, Unit("FLOPs"), "FLOPs of all layers."]
+
+
+class Kernels(TypedDict):
+    phases: Annotated[dict[str, KernelPhase], "Kernels of one step under the profiler, by phase."]
+    attention: NotRequired[Annotated[dict[str, AttentionPart], "Parts of attention's forward; by AttentionProfile."]]
+
+
+class Ref(TypedDict):
+    name: Annotated[str, "Commit, branch or tag, as --against-ref names it."]
+    commit: Annotated[str, "Its commit."]
+    ratio: NotRequired[Annotated[Ratio | None, "This version's step time over that version's."]]
+    interval: NotRequired[Annotated[Interval | None, "Interval of that ratio; null after too few rounds."]]
+
+
+class Row(TypedDict):
+    schema: Annotated[int, "Version of the schema."]
+    family: Annotated[str, "Family of techniques."]
+    implementation: Annotated[str, "Its name in the family, or what --impl names."]
+    case: Annotated[dict[str, Any], Described(CaseId), More(), "Id and parameters of the case."]
+    device: Annotated[str, OneOf(("cpu", "cuda")), "Where tensors live."]
+    backend: Annotated[str | None, "What ran below: the process group's backend, or the kernel that SDPA chose."]
+    world_size: Annotated[int, Unit("ranks", least=1), "Number of ranks."]
+    link: Annotated[str | None, "Rate of the link between the ranks' two hosts (--link)."]
+    dtype: Annotated[str | None, "The case's dtype."]
+    scale: Annotated[str, OneOf(("smoke", "laptop", "paper", "full")), "Grid of cases (--scale)."]
+    simulated: Annotated[bool, "Predicted, not measured."]
+    hardware: NotRequired[Annotated[str | None, "Hardware of the prediction (--simulate)."]]
+    memory: Annotated[Memory, "Bytes of a steady-state step, on the rank that holds most."]
+    time: Annotated[Time, "Seconds of a step, and the race against the peer."]
+    work: Annotated[Work, More(float), "What a step does, and the rates that a test makes of it."]
+    limit: Annotated[Limit, "What the machine allows."]
+    counters: Annotated[Counters, "Figures without noise, of one more steady-state step under the profiler."]
+    kernels: NotRequired[Annotated[Kernels, "Filled by Profile."]]
+    losses: NotRequired[Annotated[list[float], "Loss of each step; filled by Losses."]]
+    trace: NotRequired[Annotated[list[str], "Names of the row's files in --trace-dir."]]
+    ref: NotRequired[Annotated[Ref, "The other version of --against-ref."]]
+    verdict: Annotated[
+        Annotated[str, OneOf(("pass", "fail", "undecided", "not started", "out of memory"))] | None,
+        "Verdict of all budgets together; null without a budget.",
+    ]
+    why: Annotated[str | None, "What is over its budget, undecided, or out of memory."]
+
 
 MAIN_FIGURES = (
     "stats.mean",
@@ -49,187 +288,14 @@ MAIN_FIGURES = (
 """Where these stand in an entry."""
 
 
-def schema() -> Row:
-    """The JSON Schema of a row, which is installed with the package."""
-    text = importlib.resources.files("shardmark.rows").joinpath("row.schema.json").read_text(encoding="utf-8")
-    found: Row = json.loads(text)
-    return found
-
-
-def new_row(identity: Identity, scale: str, link: str | None) -> Row:
-    """A row of which nothing is measured yet; `link` is the rate of the one between the ranks."""
-    case = asdict(identity.case) if is_dataclass(identity.case) and not isinstance(identity.case, type) else {}
-    return {
-        "schema": SCHEMA,
-        "family": identity.family,
-        "implementation": identity.implementation,
-        "case": {"id": str(identity.case), **case},
-        "device": identity.device,
-        "backend": identity.backend,
-        "world_size": identity.world_size,
-        "link": link,
-        "dtype": case.get("dtype"),
-        "scale": scale,
-        "simulated": False,
-        "hardware": None,
-        "memory": {},
-        "time": {},
-        "work": {},
-        "limit": {},
-        "counters": {},
-        "verdict": None,
-        "why": None,
-    }
-
-
-def main_figures(entry: Row) -> list[tuple[str, Any]]:
+def main_figures(entry: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """By their names in the entry (`time.ratio`), for a test's properties in --junitxml; those that there are."""
     return [(where, found) for where in MAIN_FIGURES if (found := figure(entry, where)) is not None]
 
 
-def figure(entry: Row, where: str) -> Any:
+def figure(entry: Mapping[str, Any], where: str) -> Any:
     """What stands there in the entry's stats ("stats.mean") or in its row; None where there is nothing."""
     found: Any = entry if where.startswith("stats.") else entry["extra_info"]
     for name in where.split("."):
         found = found.get(name) if isinstance(found, dict) else None
     return found
-
-
-def step_seconds(ranks: Sequence[Measured], name: str = IMPLEMENTATION) -> list[float]:
-    """Each round's time: the slowest rank's."""
-    return [max(laps.seconds for laps in round_) for round_ in zip(*(rank.laps[name] for rank in ranks), strict=True)]
-
-
-def largest_memory(ranks: Sequence[Measured]) -> Memory:
-    """The memory of the rank that held most."""
-    return max((rank.memory for rank in ranks), key=lambda memory: (memory.tensors, memory.peak))
-
-
-def memory_entry(ranks: Sequence[Measured], budget: MemoryBudget | None) -> Row:
-    """Bytes by phase and at the peak, on the rank that held most, beside the budget of its tensors if there is one."""
-    most = largest_memory(ranks)
-    of_cuda = {"allocated": most.allocated, "reserved": most.reserved} if most.reserved else {}
-    return {
-        "phases": most.phases,
-        "peak": most.peak,
-        "tensors": most.tensors,
-        "workspace": most.workspace.nbytes,
-        "workspace_operator": most.workspace.operator or None,
-        "peak_by_rank": [rank.memory.peak for rank in ranks],
-        "tensors_by_rank": [rank.memory.tensors for rank in ranks],
-        **budget_entry(budget),
-        **of_cuda,
-    }
-
-
-def budget_entry(budget: MemoryBudget | None) -> Row:
-    """The part of the row's "memory" that is known before anything is measured."""
-    return {} if budget is None else asdict(budget) | {"budget": budget.bytes}
-
-
-def time_entry(
-    ranks: Sequence[Measured], race: Race | None, confidence: float = SHOWN_CONFIDENCE
-) -> tuple[Row, Interval | None]:
-    """The row's "time", and the ratio's interval with `confidence`, which decides a budget.
-
-    The row has times by part and by rank, and if there is a peer, the ratio to it with the 95% interval that decides a
-    goal, and the one that decides a budget.
-    """
-    entry: Row = {
-        "parts": mean_parts(ranks, IMPLEMENTATION),
-        "mean_by_rank": [fmean(laps.seconds for laps in rank.laps[IMPLEMENTATION]) for rank in ranks],
-        "host": max((rank.host for rank in ranks if rank.host is not None), default=None),
-        **NO_RACE,
-        "machine": disturbances(
-            step_seconds(ranks),
-            step_seconds(ranks, PEER) if PEER in ranks[0].laps else [],
-            max((rank.waited for rank in ranks), default=0.0),
-        ),
-    }
-    if race is None or PEER not in ranks[0].laps:  # no peer, or no room or device for it
-        return entry, None
-    peer_seconds = step_seconds(ranks, PEER)
-    ratios = paired_ratios(step_seconds(ranks), peer_seconds)
-    shown, judged = interval(ratios), interval(ratios, confidence)
-    entry |= {
-        "peer": race.peer,
-        "peer_mean": fmean(peer_seconds),
-        "ratio": shown.center,
-        "interval": shown.ends,
-        "budget": race.budget,
-        "judged_interval": judged.ends,
-        "judged_confidence": confidence,
-        "goal": race.goal,
-        "outcome": None if race.goal is None else shown.outcome(race.goal * (1 + WORTH)),
-    }
-    return entry, judged
-
-
-def counters_entry(ranks: Sequence[Measured]) -> Row:
-    """The first rank's collectives, and of each other counter the largest rank's; nothing where none was counted."""
-    counted = [asdict(rank.counters) for rank in ranks if rank.counters is not None]
-    if len(counted) < len(ranks):
-        return {}
-    entry: Row = {"collectives": [list(each) for each in counted[0].pop("collectives")]}
-    for name in counted[0]:
-        values = [each[name] for each in counted]
-        entry[name] = None if None in values else max(values)
-    return entry
-
-
-def limit_entry(work: Work, roofline: Roofline, devices: int, seconds: float) -> Row:
-    """The roofline's time for this work on `devices` of them, the fraction of it that was reached, and MFU."""
-    limit = roofline.seconds(work) / devices
-    entry = {"seconds": limit, "fraction": limit / seconds if seconds else None, **asdict(roofline)}
-    if work.model_flops and seconds:
-        entry["mfu"] = work.model_flops / (seconds * devices * roofline.peak_flops_per_second)
-    return entry
-
-
-def mean_parts(ranks: Sequence[Measured], name: str) -> dict[str, float]:
-    """Mean seconds of each part of those steps, over rounds and ranks."""
-    laps = [lap for rank in ranks for lap in rank.laps[name]]
-    return {part: fmean(lap.parts[part] for lap in laps) for part in laps[0].parts}
-
-
-def describe_machine(device: str) -> Row:
-    """What `machine_info` says beside pytest-benchmark's own: GPUs, driver and the device's memory, cores that ranks
-    share and threads of a world of one, their scheduling policy, torch and triton."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if device == "cuda" else []
-    try:
-        from triton import __version__ as triton_version
-    except ImportError:
-        triton_version = None
-    return {
-        "device": device,
-        "gpus": gpus,
-        "driver": _driver_version() if gpus else None,
-        "device_bytes": torch.cuda.get_device_properties(0).total_memory if gpus else _memory_bytes(),
-        "cores": available_cores(),
-        "threads": torch.get_num_threads() if launched() else threads_of_a_rank(1),
-        "scheduling": chosen_policy(),
-        "torch": torch.__version__,
-        "triton": triton_version,
-        "libc": " ".join(platform.libc_ver()),
-    }
-
-
-def chosen_policy() -> str:
-    """The scheduling policy that the user has chosen, as with chrt, and that ranks have: empty for Linux's default.
-
-    And for SCHED_BATCH, which they have otherwise.
-    """
-    chosen = {getattr(os, name): name for name in ("SCHED_FIFO", "SCHED_IDLE", "SCHED_RR")}
-    return chosen.get(os.sched_getscheduler(0), "")
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _driver_version() -> str | None:
-    try:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split("\n")[0]
-    except (OSError, subprocess.SubprocessError):
-        return None

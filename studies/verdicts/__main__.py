@@ -22,7 +22,8 @@ from shardmark.api.registry import Race
 from shardmark.meter.disturbances import in_words
 from shardmark.meter.plan import IMPLEMENTATION, Plan, Rounds
 from shardmark.ranks.world import Worlds
-from shardmark.rows.row import chosen_policy, step_seconds, time_entry
+from shardmark.rows.fill import step_seconds, time_entry
+from shardmark.rows.machine import chosen_policy
 from shardmark.verdict.betting import FAIL, PASS, UNDECIDED
 from shardmark.verdict.budget import Limits, confidence, tolerated
 from studies.verdicts import summary

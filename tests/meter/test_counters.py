@@ -23,7 +23,7 @@ from shardmark.meter.counters import _STEP, Counters, _of_the_device, _Tally, co
 from shardmark.meter.memory import Memory
 from shardmark.meter.plan import Measured
 from shardmark.plugin import WorldsBySize
-from shardmark.rows.row import counters_entry
+from shardmark.rows.fill import counters_entry
 from tests.support.counting import Step, counted, plain
 
 NONE = {"collectives": [], "bytes_sent": 0, "kernels": None, "synchronizations": 0}

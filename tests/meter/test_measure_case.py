@@ -26,8 +26,8 @@ from shardmark.meter.memory import Memory
 from shardmark.meter.plan import COMMUNICATION, COMPUTE, IMPLEMENTATION, PEER, Measured, Plan, Rounds
 from shardmark.plugin import WorldsBySize
 from shardmark.ranks.world import World
+from shardmark.rows.fill import step_seconds, time_entry
 from shardmark.rows.observers import Compile, ExposedCommunication, HiddenCommunication
-from shardmark.rows.row import step_seconds, time_entry
 from shardmark.verdict.budget import MemoryBudget
 from tests.support.measured import row_by, stand_in
 

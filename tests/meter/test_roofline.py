@@ -10,7 +10,7 @@ import torch
 
 from shardmark.api.work import Work
 from shardmark.meter.roofline import Roofline, measure_roofline, published_peak
-from shardmark.rows.row import limit_entry
+from shardmark.rows.fill import limit_entry
 
 
 @pytest.fixture

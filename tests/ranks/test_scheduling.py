@@ -14,7 +14,7 @@ import pytest
 
 from correctness.support.paths import ROOT
 from shardmark.ranks.rank import _bind_to_cores
-from shardmark.rows.row import chosen_policy
+from shardmark.rows.machine import chosen_policy
 
 Found = tuple[list[set[int]], list[set[int]]]
 

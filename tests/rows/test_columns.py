@@ -12,8 +12,8 @@ from shardmark.report.questions import KNOWN, Questions
 from shardmark.report.tables import WIDTH, render
 from shardmark.rows import observers
 from shardmark.rows.columns import DEFAULT, Column
+from shardmark.rows.fill import new_row
 from shardmark.rows.observers import WITH_COLUMNS, Observer
-from shardmark.rows.row import new_row
 from tests.support.project import make_project
 
 pytest_plugins = ["pytester"]

@@ -12,10 +12,10 @@ from shardmark.meter.memory import Memory, Workspace
 from shardmark.meter.plan import Identity, Measured
 from shardmark.report.questions import Questions
 from shardmark.report.tables import render
+from shardmark.rows.fill import memory_entry, new_row
 from shardmark.rows.observers.attention_parts import AttentionProfile
 from shardmark.rows.observers.kernel_tables import WIDEST
 from shardmark.rows.observers.memory_tables import memory_lines, stage_lines
-from shardmark.rows.row import memory_entry, new_row
 from shardmark.verdict.budget import MemoryBudget
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardmark.meter.plan import Identity
 from shardmark.rows.columns import Entry
-from shardmark.rows.row import new_row
+from shardmark.rows.fill import new_row
 
 QUESTION = "What does a nap cost?"
 

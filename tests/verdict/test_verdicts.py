@@ -20,8 +20,8 @@ from shardmark.meter.clock import Laps
 from shardmark.meter.memory import Memory
 from shardmark.meter.plan import IMPLEMENTATION, PEER, Measured, Plan, Rounds
 from shardmark.plugin import WorldsBySize
+from shardmark.rows.fill import step_seconds, time_entry
 from shardmark.rows.observers import Observer
-from shardmark.rows.row import step_seconds, time_entry
 from shardmark.verdict import budget
 from shardmark.verdict.betting import FAIL, PASS, UNDECIDED, fewest_rounds
 from shardmark.verdict.budget import FAMILY_WISE_ERROR, Limits, confidence

@@ -33,6 +33,6 @@ def after_warmups(count: int) -> Column:
 def _cell(count: int, form: str) -> Cell:
     def cell(entry: Entry, row: Row) -> str | None:
         after = row["time"].get("after_warmups", {}).get(str(count))
-        return after and form.format(**{name: ms(seconds) for name, seconds in after.items()})
+        return after and form.format(mean=ms(after["mean"]), stddev=ms(after["stddev"]))
 
     return cell

@@ -10,6 +10,7 @@ from typing import Any
 from shardmark.meter.kernels import MATRIX_PRODUCT, SOFTMAX, Call, StepProfile, category
 from shardmark.rows.columns import Entry
 from shardmark.rows.observers.profile import Profile
+from shardmark.rows.row import AttentionPart, Kernels
 from shardmark.text import layout
 
 
@@ -31,9 +32,11 @@ class AttentionProfile(Profile):
                 yield from layout(list(_table(parts)), ("inside attention, forward",))
 
 
-def _kernels(flops: Mapping[str, int], profile: StepProfile) -> dict[str, Any]:
+def _kernels(flops: Mapping[str, int], profile: StepProfile) -> Kernels:
     parts = attention_parts(profile.inside(".attention", "forward"))
-    attention = {name: {"seconds": seconds, "flops": flops[name]} for name, seconds in parts.items()}
+    attention: dict[str, AttentionPart] = {
+        name: {"seconds": seconds, "flops": flops[name]} for name, seconds in parts.items()
+    }
     return {"phases": profile.as_row(), "attention": attention}
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from shardmark.meter.plan import COMMUNICATION, COMPUTE, IMPLEMENTATION, Measured
 from shardmark.rows.columns import Cell, Column, Entry
+from shardmark.rows.fill import mean_parts, step_seconds
 from shardmark.rows.observers.observer import Observer
-from shardmark.rows.row import Row, mean_parts, step_seconds
+from shardmark.rows.row import Row
 from shardmark.text import ms
 
 
-def _alone(name: str) -> Cell:
+def _alone(name: Literal["compute_alone", "communication_alone"]) -> Cell:
     return lambda entry, row: ms(row["time"][name]) if name in row["time"] else None
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from statistics import median
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from shardmark.meter.memory import Meter
 from shardmark.meter.plan import Measured, Plan
 from shardmark.meter.recompile import cold_compiler, has_compiled
 from shardmark.rows.columns import Cell, Column, Entry
+from shardmark.rows.fill import largest_memory, step_seconds
 from shardmark.rows.observers.observer import Observer
 from shardmark.rows.observers.where_memory_goes import AFTER_INIT
-from shardmark.rows.row import Row, largest_memory, step_seconds
+from shardmark.rows.row import Row
 from shardmark.text import mib
 
 
@@ -21,7 +22,7 @@ def _compile(entry: Entry, row: Row) -> str | None:
     return f"{row['time']['compile']:.1f}" if "compile" in row["time"] else None
 
 
-def _bytes(section: str, name: str) -> Cell:
+def _bytes(section: Literal["phases", "peaks"], name: str) -> Cell:
     def cell(entry: Entry, row: Row) -> str | None:
         return mib(nbytes) if (nbytes := row["memory"].get(section, {}).get(name)) is not None else None
 

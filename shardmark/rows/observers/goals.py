@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Any, cast
 
 from shardmark.meter.plan import Measured
+from shardmark.rows.fill import step_seconds
 from shardmark.rows.observers.observer import Observer
-from shardmark.rows.row import Row, step_seconds
+from shardmark.rows.row import Row
 from shardmark.verdict.betting import SHOWN_CONFIDENCE, fewest_rounds, interval
 from shardmark.verdict.budget import WORTH
 
@@ -22,7 +24,7 @@ class Goals(Observer):
 
     def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
         """In the row's "limit". Each figure is work over step time, so the interval of the step time decides."""
-        seconds, limit = step_seconds(ranks), row["limit"]
+        seconds, limit = step_seconds(ranks), cast(dict[str, Any], row["limit"])
         step = interval(seconds)
         longest = {name: (1 + WORTH) * limit[name] * fmean(seconds) / goal for name, goal in self.goals.items()}
         limit["goals"] = {

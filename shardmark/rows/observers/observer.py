@@ -1,9 +1,9 @@
-"""What an observer is."""
+"""Base class of observers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 from shardmark.api.workload import Workload
 from shardmark.meter.plan import Measured, RankObserver
@@ -12,26 +12,29 @@ from shardmark.rows.row import Row
 
 
 class Observer(RankObserver):
-    """One thing to see. Its class methods (`RankObserver`) run on the ranks; its other methods run where pytest runs.
+    """Class methods (`RankObserver`) run on the ranks; the other methods run in pytest's process.
 
-    `min_rounds` is how many timed rounds it takes. `columns` show what it fills of the row.
+    `min_rounds` is the least number of timed rounds. `columns` show what it fills of the row.
     """
 
     min_rounds: int = 1
     of_memory: ClassVar[bool] = False
-    """Whether it sees memory alone, and so a simulation as well."""
+    """Observes memory alone, so it works in a simulation too."""
     columns: ClassVar[tuple[Column, ...]] = ()
+    fields: ClassVar[Mapping[str, Any]] = {}
+    """Types of the fields that `fill` adds and `shardmark.rows.row` does not have, by their paths:
+    `{"time.nap": Annotated[Seconds, "The nap alone."]}`."""
 
     def check(self, workload: type[Workload]) -> None:
-        """Raises TypeError, in one line, where the workload lacks what this observer needs."""
+        """Raise TypeError, in one line, if the workload lacks a method that this observer needs."""
         __tracebackhide__ = True
         for method in self.needs:
             if not callable(getattr(workload, method, None)):
                 raise TypeError(f"{type(self).__name__} needs {workload.__name__}.{method}(), which is not defined")
 
     def fill(self, row: Row, ranks: Sequence[Measured]) -> None:
-        """Write the observer's part of the row, when all else but the verdict is there."""
+        """Fill the observer's part of the row; all the rest but the verdict is there already."""
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
-        """Lines under the table of a question, from all of its rows."""
+        """Lines under a question's table, from all of its entries."""
         return iter(())

@@ -15,7 +15,7 @@ from shardmark.meter.trace import memory_snapshot, profile_step
 from shardmark.rows.columns import Entry
 from shardmark.rows.observers.kernel_tables import kernel_lines
 from shardmark.rows.observers.observer import Observer
-from shardmark.rows.row import Row
+from shardmark.rows.row import Kernels, Row
 
 
 class Profile(Observer):
@@ -24,7 +24,7 @@ class Profile(Observer):
     With --trace-dir it writes each rank's Chrome trace, and on CUDA its memory snapshot.
     """
 
-    def __init__(self, kernels: Callable[[StepProfile], Row] | None = None) -> None:
+    def __init__(self, kernels: Callable[[StepProfile], Kernels] | None = None) -> None:
         self.kernels = kernels
 
     @classmethod

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch.distributed as dist
 
-from shardmark.meter import timeline
+from shardmark.meter import memory, timeline
 from shardmark.meter.measure_case import WARMUPS, warmed_up
 from shardmark.meter.memory import release
 from shardmark.meter.plan import Measured, Plan
@@ -17,7 +17,8 @@ from shardmark.rows.columns import Column, Entry
 from shardmark.rows.observers.fits import peaks_by_length
 from shardmark.rows.observers.memory_tables import memory_lines, stage_lines
 from shardmark.rows.observers.observer import Observer
-from shardmark.rows.row import Row
+from shardmark.rows.row import Block, Row, Stage
+from shardmark.rows.row import Memory as MemoryPart
 from shardmark.text import mib
 
 
@@ -75,7 +76,7 @@ def timeline_pass(plan: Plan) -> timeline.Timeline:
     return recording.read()
 
 
-def timeline_entry(found: timeline.Timeline, expected: Mapping[tuple[str, str], int]) -> Row:
+def timeline_entry(found: timeline.Timeline, expected: Mapping[tuple[str, str], int]) -> MemoryPart:
     """The observer's part of the row; `expected` is the formula's bytes by module and operator."""
     kept = timeline.by_layer_and_operator(found.activations)
     return {
@@ -86,7 +87,7 @@ def timeline_entry(found: timeline.Timeline, expected: Mapping[tuple[str, str], 
             for where in {**kept, **expected}
             for module, operator in [where]
         ],
-        "largest": [asdict(block) for block in found.largest],
+        "largest": [cast(Block, asdict(block)) for block in found.largest],
     }
 
 
@@ -106,7 +107,7 @@ class Stages(Observer):
         if not ranks[0].memory.stages:
             raise TypeError(f"Stages: {row['implementation']} was made without a call of shardmark.api.stage")
         row["memory"]["stages"] = {
-            name: asdict(max((rank.memory.stages[name] for rank in ranks), key=lambda stage: stage.live))
+            name: _stage(max((rank.memory.stages[name] for rank in ranks), key=lambda stage: stage.live))
             | {"formula": self.formulas.get(name)}
             for name in ranks[0].memory.stages
         }
@@ -114,6 +115,10 @@ class Stages(Observer):
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
         """One table with a column for each stage."""
         return stage_lines(entries)
+
+
+def _stage(stage: memory.Stage) -> Stage:
+    return {"live": stage.live, "peak": stage.peak, "reserved": stage.reserved}
 
 
 class PeakByLength(Observer):

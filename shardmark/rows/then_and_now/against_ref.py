@@ -2,10 +2,9 @@
 
     pytest perf -k fsdp --against-ref main
 
-Each version has ranks of its own (`shardmark.ranks.checkout`), which take turns, so it does not matter what the
-machine does meanwhile: what is judged is the ratio of one version's time to the other's. Memory and counters are
-compared exactly. A case that the other version does not have, or that fails there, is not compared; the last lines
-say why.
+Each version has its own ranks (`shardmark.ranks.checkout`). The versions take turns, so both see the same machine; the
+verdict on time is taken from the ratio of this version's time to the other's. Memory and counters are compared exactly.
+A case that the other version does not have, or fails on, is not compared; the last lines say why.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from shardmark.meter.memory import release
 from shardmark.meter.plan import Measured, Plan, Rounds
 from shardmark.ranks.checkout import Checkout
 from shardmark.ranks.world import RankError, World, Worlds
-from shardmark.rows.row import Row, counters_entry, memory_entry
+from shardmark.rows.fill import counters_entry, memory_entry
+from shardmark.rows.row import Row
 from shardmark.rows.then_and_now.baseline import Change, OldRow, compared
 from shardmark.rows.then_and_now.comparison import Comparison
 from shardmark.text import printable
@@ -64,10 +64,10 @@ class Ref:
         memory, counters = memory_entry(there, plan.memory), counters_entry(there)
         if row["memory"]["tensors"] > memory["tensors"]:  # among ranks a pass may overstate: once more, with that known
             again = world.run(measure, _alone(plan, memory["tensors"]), deadline=deadline)
-            now = min(row["memory"], memory_entry(again, plan.memory), key=lambda entry: entry["tensors"])
-            row = row | {"memory": now}
+            now = min(row["memory"], memory_entry(again, plan.memory), key=lambda part: part["tensors"])
+            row = {**row, "memory": now}
         row["ref"] |= {"ratio": ratio.center, "interval": ratio.ends}
-        old = OldRow.of(row | {"time": {}, "memory": memory, "counters": counters})
+        old = OldRow.of({**row, "time": {}, "memory": memory, "counters": counters})
         text = f"{ratio.center:.3f}x the time that it takes in {self.name}, {ratio}"
         time = Change(ratio.verdict(tolerated(1.0)), text, better=tolerated(ratio.high) < 1)
         return self._comparison.add(test_id, {**compared(old, row, None, True, self.name), "time": [time]})

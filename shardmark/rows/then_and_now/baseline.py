@@ -7,6 +7,7 @@ seconds depend on what else the machine does; and on one machine alone, as anoth
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from shardmark.rows.atomic_json import Entry
 from shardmark.rows.reader import LISTS, RunFileError, lacks_schema, read_json
-from shardmark.rows.row import Row
+from shardmark.rows.row import Row, Time
 from shardmark.verdict.betting import FAIL, PASS, Interval
 from shardmark.verdict.budget import tolerated
 
@@ -63,13 +64,13 @@ class OldRace:
     ends: tuple[float, float] | None
 
     @classmethod
-    def of(cls, time: Row) -> OldRace | None:
+    def of(cls, time: Time) -> OldRace | None:
         """None of a row without a peer, and of a prediction, which no interval was taken for."""
         if time.get("peer") is None or "predicted" in time:
             return None
-        ends = time["judged_interval"]
-        if ends is not None:
-            low, high = map(_number, ends)
+        ends: tuple[float, float] | None = None
+        if time["judged_interval"] is not None:
+            low, high = map(_number, time["judged_interval"])
             ends = (low, high)
         return cls(str(time["peer"]), _number(time["ratio"]), ends)
 
@@ -87,7 +88,7 @@ class OldRow:
     collectives: Collectives | None
 
     @classmethod
-    def of(cls, row: Row) -> OldRow:
+    def of(cls, row: Mapping[str, Any]) -> OldRow:
         if schema := lacks_schema(row):
             raise ValueError(f"no row of {schema}")
         memory = {name: int(_number(row["memory"][name])) for name in ("tensors", "workspace") if name in row["memory"]}
@@ -177,7 +178,7 @@ def _time(old: OldRow, row: Row, ratio: Interval | None, name: str) -> Compared:
     return [Change(ratio.verdict(tolerated(high)), text, better=tolerated(ratio.high) < low)]
 
 
-def _memory(old: OldRow, memory: Row, same_machine: bool, name: str) -> Compared:
+def _memory(old: OldRow, memory: Mapping[str, Any], same_machine: bool, name: str) -> Compared:
     parts = {"tensors": 1.0, "workspace": WORKSPACE_SLACK} if same_machine else {"tensors": 1.0}
     changes = [
         _larger_is_worse(f"bytes of {part} at the peak", memory[part], old.memory[part], name, slack)
@@ -187,7 +188,7 @@ def _memory(old: OldRow, memory: Row, same_machine: bool, name: str) -> Compared
     return changes or "not metered"
 
 
-def _counters(old: OldRow, counters: Row, same_machine: bool, name: str) -> Compared:
+def _counters(old: OldRow, counters: Mapping[str, Any], same_machine: bool, name: str) -> Compared:
     changes = [
         _larger_is_worse(counter.replace("_", " "), counters[counter], before, name)
         for counter, before in old.counters.items()

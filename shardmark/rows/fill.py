@@ -1,0 +1,145 @@
+"""Parts of a row, made from what the ranks measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
+from statistics import fmean
+from typing import Any, cast
+
+from shardmark.api.registry import Race
+from shardmark.api.work import Work
+from shardmark.meter.disturbances import disturbances
+from shardmark.meter.memory import Memory
+from shardmark.meter.plan import IMPLEMENTATION, PEER, Identity, Measured
+from shardmark.meter.roofline import Roofline
+from shardmark.rows.row import SCHEMA, Counters, Limit, Row, Time
+from shardmark.rows.row import Memory as MemoryPart
+from shardmark.verdict.betting import SHOWN_CONFIDENCE, Interval, interval, paired_ratios
+from shardmark.verdict.budget import WORTH, MemoryBudget
+
+NO_RACE: Time = {"peer": None, "ratio": None, "interval": None, "budget": None, "goal": None, "outcome": None}
+"""Part of a row's `time` where there is no peer."""
+
+
+def new_row(identity: Identity, scale: str, link: str | None) -> Row:
+    """A row of which nothing is measured yet; `link` is the rate of the one between the ranks."""
+    case = asdict(identity.case) if is_dataclass(identity.case) and not isinstance(identity.case, type) else {}
+    return {
+        "schema": SCHEMA,
+        "family": identity.family,
+        "implementation": identity.implementation,
+        "case": {"id": str(identity.case), **case},
+        "device": identity.device,
+        "backend": identity.backend,
+        "world_size": identity.world_size,
+        "link": link,
+        "dtype": case.get("dtype"),
+        "scale": scale,
+        "simulated": False,
+        "hardware": None,
+        "memory": {},
+        "time": {},
+        "work": {},
+        "limit": {},
+        "counters": {},
+        "verdict": None,
+        "why": None,
+    }
+
+
+def step_seconds(ranks: Sequence[Measured], name: str = IMPLEMENTATION) -> list[float]:
+    """Each round's time: the slowest rank's."""
+    return [max(laps.seconds for laps in round_) for round_ in zip(*(rank.laps[name] for rank in ranks), strict=True)]
+
+
+def largest_memory(ranks: Sequence[Measured]) -> Memory:
+    """The memory of the rank that held most."""
+    return max((rank.memory for rank in ranks), key=lambda memory: (memory.tensors, memory.peak))
+
+
+def memory_entry(ranks: Sequence[Measured], budget: MemoryBudget | None) -> MemoryPart:
+    """Bytes by phase and at the peak, on the rank that held most, beside the budget of its tensors if there is one."""
+    most = largest_memory(ranks)
+    of_cuda: MemoryPart = {"allocated": most.allocated, "reserved": most.reserved} if most.reserved else {}
+    return {
+        "phases": most.phases,
+        "peak": most.peak,
+        "tensors": most.tensors,
+        "workspace": most.workspace.nbytes,
+        "workspace_operator": most.workspace.operator or None,
+        "peak_by_rank": [rank.memory.peak for rank in ranks],
+        "tensors_by_rank": [rank.memory.tensors for rank in ranks],
+        **budget_entry(budget),
+        **of_cuda,
+    }
+
+
+def budget_entry(budget: MemoryBudget | None) -> MemoryPart:
+    """The part of the row's "memory" that is known before anything is measured."""
+    return {} if budget is None else cast(MemoryPart, asdict(budget) | {"budget": budget.bytes})
+
+
+def time_entry(
+    ranks: Sequence[Measured], race: Race | None, confidence: float = SHOWN_CONFIDENCE
+) -> tuple[Time, Interval | None]:
+    """The row's "time", and the ratio's interval with `confidence`, which decides a budget.
+
+    The row has times by part and by rank, and if there is a peer, the ratio to it with the 95% interval that decides a
+    goal, and the one that decides a budget.
+    """
+    entry: Time = {
+        "parts": mean_parts(ranks, IMPLEMENTATION),
+        "mean_by_rank": [fmean(laps.seconds for laps in rank.laps[IMPLEMENTATION]) for rank in ranks],
+        "host": max((rank.host for rank in ranks if rank.host is not None), default=None),
+        **NO_RACE,
+        "machine": disturbances(
+            step_seconds(ranks),
+            step_seconds(ranks, PEER) if PEER in ranks[0].laps else [],
+            max((rank.waited for rank in ranks), default=0.0),
+        ),
+    }
+    if race is None or PEER not in ranks[0].laps:  # no peer, or no room or device for it
+        return entry, None
+    peer_seconds = step_seconds(ranks, PEER)
+    ratios = paired_ratios(step_seconds(ranks), peer_seconds)
+    shown, judged = interval(ratios), interval(ratios, confidence)
+    entry |= {
+        "peer": race.peer,
+        "peer_mean": fmean(peer_seconds),
+        "ratio": shown.center,
+        "interval": shown.ends,
+        "budget": race.budget,
+        "judged_interval": judged.ends,
+        "judged_confidence": confidence,
+        "goal": race.goal,
+        "outcome": None if race.goal is None else shown.outcome(race.goal * (1 + WORTH)),
+    }
+    return entry, judged
+
+
+def counters_entry(ranks: Sequence[Measured]) -> Counters:
+    """The first rank's collectives, and of each other counter the largest rank's; nothing where none was counted."""
+    counted = [asdict(rank.counters) for rank in ranks if rank.counters is not None]
+    if len(counted) < len(ranks):
+        return {}
+    entry: dict[str, Any] = {"collectives": [list(each) for each in counted[0].pop("collectives")]}
+    for name in counted[0]:
+        values = [each[name] for each in counted]
+        entry[name] = None if None in values else max(values)
+    return cast(Counters, entry)
+
+
+def limit_entry(work: Work, roofline: Roofline, devices: int, seconds: float) -> Limit:
+    """The roofline's time for this work on `devices` of them, the fraction of it that was reached, and MFU."""
+    limit = roofline.seconds(work) / devices
+    entry = cast(Limit, {"seconds": limit, "fraction": limit / seconds if seconds else None, **asdict(roofline)})
+    if work.model_flops and seconds:
+        entry["mfu"] = work.model_flops / (seconds * devices * roofline.peak_flops_per_second)
+    return entry
+
+
+def mean_parts(ranks: Sequence[Measured], name: str) -> dict[str, float]:
+    """Mean seconds of each part of those steps, over rounds and ranks."""
+    laps = [lap for rank in ranks for lap in rank.laps[name]]
+    return {part: fmean(lap.parts[part] for lap in laps) for part in laps[0].parts}

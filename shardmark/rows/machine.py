@@ -1,0 +1,56 @@
+"""What a run's `machine_info` says of the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from typing import Any
+
+import torch
+
+from shardmark.ranks.rank import available_cores, threads_of_a_rank
+from shardmark.ranks.torchrun import launched
+
+
+def describe_machine(device: str) -> dict[str, Any]:
+    """What `machine_info` says beside pytest-benchmark's own: GPUs, driver and the device's memory, cores that ranks
+    share and threads of a world of one, their scheduling policy, torch and triton."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if device == "cuda" else []
+    try:
+        from triton import __version__ as triton_version
+    except ImportError:
+        triton_version = None
+    return {
+        "device": device,
+        "gpus": gpus,
+        "driver": _driver_version() if gpus else None,
+        "device_bytes": torch.cuda.get_device_properties(0).total_memory if gpus else _memory_bytes(),
+        "cores": available_cores(),
+        "threads": torch.get_num_threads() if launched() else threads_of_a_rank(1),
+        "scheduling": chosen_policy(),
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "libc": " ".join(platform.libc_ver()),
+    }
+
+
+def chosen_policy() -> str:
+    """The scheduling policy that the user has chosen, as with chrt, and that ranks have: empty for Linux's default.
+
+    And for SCHED_BATCH, which they have otherwise.
+    """
+    chosen = {getattr(os, name): name for name in ("SCHED_FIFO", "SCHED_IDLE", "SCHED_RR")}
+    return chosen.get(os.sched_getscheduler(0), "")
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _driver_version() -> str | None:
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return None
