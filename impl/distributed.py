@@ -57,7 +57,7 @@ def check_same_module(module: nn.Module, process_group: dist.ProcessGroup | None
 
 
 def described(tensor: Tensor) -> str:
-    """What the ranks must agree on: the tensor's shape, dtype and `requires_grad`."""
+    """The properties that all ranks must agree on: shape, dtype and `requires_grad`."""
     return f"{tuple(tensor.shape)} of {tensor.dtype}, {'trainable' if tensor.requires_grad else 'frozen'}"
 
 
@@ -69,7 +69,7 @@ def of_every_rank(own: T, process_group: dist.ProcessGroup | None) -> list[T]:
 
 
 def has_own_memory(gradient: Tensor) -> bool:
-    """Whether it may be overwritten: autograd hands views of one tensor on to several nodes, of which one may wait."""
+    """Whether `gradient` may be overwritten: autograd may give several nodes views of one tensor."""
     itself_and_the_python_object = 2
     return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) == itself_and_the_python_object
 

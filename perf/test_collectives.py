@@ -34,7 +34,7 @@ LARGE_ALL_REDUCE = Grid(
     laptop=[CollectiveCase("all_reduce", 1024)],
     paper=[],
 )
-"""Where the backend's alone is measured: with a peer it would take minutes."""
+"""Measured for the backend alone; with a peer it would take minutes."""
 
 
 pytestmark = [

@@ -102,7 +102,7 @@ def test_bucket_size(implementation: Implementation, case: TrainingStepCase, wor
 @pytest.mark.cases(REDUCTIONS)
 @pytest.mark.benchmark(min_rounds=9)
 def test_reduction_dtype(implementation: Implementation, case: ReductionCase, world: World, measure: Measure) -> None:
-    """Against DDP, whose gradients travel in float32: what is faster depends on the link."""
+    """Race against DDP, which sends gradients in float32: the link decides which is faster."""
     _measure(implementation, case, world, measure, Race("ddp"))
 
 

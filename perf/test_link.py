@@ -39,7 +39,7 @@ CASES = Grid(
     laptop=[TrainingStepCase("wide", batch=8, context=32)],
     paper=[TrainingStepCase(model, batch=4, context=512) for model in ("small", "medium")],
 )
-"""The batch is where the search for the one at which both take as long begins."""
+"""The search for the batch whose compute takes as long as its communication starts from the batch given here."""
 
 BUCKETS = Grid(
     smoke=[replace(case, bucket_mb=bucket_mb) for case in CASES.smoke for bucket_mb in _BUCKETS_MB[::4]],
@@ -104,7 +104,7 @@ def test_bucket_sizes_against_ddp(
 def test_buckets_against_ddp(
     implementation: Implementation, case: TrainingStepCase, world: World, device: str, measure: Measure
 ) -> None:
-    """Each as it comes: both with buckets of 25 MB at most."""
+    """Both with their default buckets of at most 25 MB."""
     _measure(measure, implementation, _balanced(case, world, device), world, Race("ddp", budget=2.0, goal=0.95))
 
 
@@ -170,7 +170,7 @@ def _balanced(case: TrainingStepCase, world: World, device: str) -> TrainingStep
 
 @cache
 def _balanced_batch(case: TrainingStepCase, world: World, device: str) -> int:
-    """Found once a world, so that a table's rows are of one case."""
+    """The balanced batch, searched once for each world, so that all rows of a table have the same case."""
     reference = registry.resolve("data_parallel", registry.family("data_parallel").reference)
     communication = _seconds(world, Communication, reference, case, device)
     little, much = (

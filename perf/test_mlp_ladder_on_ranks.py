@@ -31,7 +31,7 @@ _PAIRS = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32
 
 
 def _on_ranks(case: TrainingStepCase, *steps: str, checkpointed: bool = False) -> list[RankRung]:
-    """Those steps of the case, with every pair of dtypes."""
+    """A rung for each of `steps` and each pair of dtypes."""
     return [
         RankRung(case.model, case.batch, case.context, dtype, reduce_dtype=reduce, step=step, checkpointed=checkpointed)
         for dtype, reduce in _PAIRS

@@ -37,7 +37,7 @@ CASES = Grid(
 
 
 def _changed(change: Callable[[NineLinearsCase], list[NineLinearsCase]]) -> Grid:
-    """The same cases at each scale, changed."""
+    """`CASES` at each scale, each replaced by what `change` makes of it."""
     return Grid(*([changed for case in CASES.at(scale) for changed in change(case)] for scale in SCALES))
 
 
@@ -73,14 +73,14 @@ def test_ddp(implementation: Implementation, case: NineLinearsCase, world: World
 @pytest.mark.family("fsdp", only=KNOWN)
 @pytest.mark.cases(CASES)
 def test_fsdp(implementation: Implementation, case: NineLinearsCase, world: World, measure: Measure) -> None:
-    """With a unit for each linear."""
+    """Each linear is a unit."""
     _measure(measure, implementation, case, world)
 
 
 @pytest.mark.family("fsdp", option="wrap", only=SHARDED)
 @pytest.mark.cases(WRAPPED)
 def test_wrapping(implementation: Implementation, case: NineLinearsCase, world: World, measure: Measure) -> None:
-    """With more in a unit."""
+    """Units of several linears."""
     _measure(measure, implementation, case, world)
 
 
@@ -89,7 +89,7 @@ def test_wrapping(implementation: Implementation, case: NineLinearsCase, world: 
 def test_offload(
     implementation: Implementation, case: NineLinearsCase, world: World, device: str, measure: Measure
 ) -> None:
-    """Of what a rank keeps."""
+    """Shards are in host memory."""
     if device == "cpu":
         pytest.skip("on a CPU there is nowhere to offload to")
     _measure(measure, implementation, case, world)

@@ -40,7 +40,7 @@ WITH_STATE = "before_with_state_repaired"
 
 
 def model_and_batch(case: TrainingStepCase, device: str) -> tuple[MLPLanguageModel, Tensor]:
-    """The same model, and the same batch of all ranks, (ranks * batch, context), everywhere."""
+    """The model and the global batch of token ids, (ranks * batch, context): the same on every rank."""
     torch.manual_seed(0)
     with torch.device(device):
         model = MLPLanguageModel(MLP_SIZES[case.model])
@@ -48,7 +48,7 @@ def model_and_batch(case: TrainingStepCase, device: str) -> tuple[MLPLanguageMod
 
 
 def adamw(model: nn.Module) -> AdamW:
-    """Fused, so that it needs no temporaries."""
+    """AdamW, fused: it allocates no temporaries."""
     return AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
@@ -100,7 +100,7 @@ def shard(variant: str, model: MLPLanguageModel, tokens: Tensor) -> AdamW:
 
 
 def train(variant: str, case: TrainingStepCase, device: str) -> tuple[Measured, list[float]]:
-    """What this rank measured, and all ranks' mean losses."""
+    """This rank's measurements, and the loss of each step averaged over the ranks."""
     laps, losses = [], []
     with meter(device) as memory:
         model, tokens = model_and_batch(case, device)

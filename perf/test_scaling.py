@@ -82,7 +82,7 @@ pytestmark = [
 ]
 
 ROUNDS, STEPS, WARMUPS = 3, 3, 2
-"""Each world's turns, the steps that are timed in each, and those before that are not."""
+"""Turns of each world; timed steps in a turn; untimed steps before them."""
 
 
 def timed_on_rank(plan: Plan, threads: int) -> list[Laps]:

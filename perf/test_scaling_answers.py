@@ -46,7 +46,7 @@ def linears(
 
 
 def saved_bytes(model: nn.Module, inputs: torch.Tensor) -> int:
-    """Bytes of what autograd keeps for backward, weights aside, each tensor once."""
+    """Bytes that autograd saves for backward, without weights; each tensor counts once."""
     weights, kept = {id(weight) for weight in model.parameters()}, {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ def test_the_parameters_are_those_of_the_model_itself() -> None:
 
 @MEMORY
 def test_the_state_is_what_adam_and_accumulation_keep() -> None:
-    """By a small model's own tensors in float32; and in total 16 bytes a parameter."""
+    """Compared with a small model's own float32 tensors: 16 bytes a parameter in total."""
     model = linears(2, 8, 24, "cpu")
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(3, 8)).sum().backward()
@@ -95,7 +95,7 @@ def test_the_cards_are_the_fewest_that_hold_the_state() -> None:
 @SHARDED
 @pytest.mark.parametrize(("tokens", "least"), [(0, 38), (1_024, 41), (4_096, 61), (8_192, 156), (10_828, None)])
 def test_the_fewest_devices_are_found_by_trying(tokens: int, least: int | None) -> None:
-    """Half of the linears keep their inputs whole, the other half's are sharded, as the state is."""
+    """Every second linear saves its full input; the inputs of the others are sharded, as the state is."""
 
     def of_a_device(devices: int) -> float:
         whole = 63 * (16_384 + 53_248) * 2 * tokens
@@ -118,7 +118,7 @@ def seconds(tokens: float, x: int, y: int, m_x: int, m_y: int, nbytes: int = 2) 
 
 
 def least_tokens(x: int, y: int, overlapped: bool = False, nbytes: int = 2) -> float:
-    """By bisection: from where on the products take as long as the communication."""
+    """The smallest batch, in tokens, whose matrix products take as long as the communication; by bisection."""
     low, high = 1.0, 1e9
     for _ in range(100):
         middle = (low + high) / 2
@@ -147,7 +147,7 @@ def test_overlap_leaves_the_larger_communication_alone() -> None:
 @LEVERS
 @pytest.mark.parametrize("overlapped", [False, True], ids=["in_turns", "overlapped"])
 def test_no_tensor_dimension_needs_fewer_tokens_than_the_best(overlapped: bool) -> None:
-    """Of all meshes of 5,040 devices the best is one of those beside it, and needs hardly more."""
+    """Among all meshes of 5,040 devices, the best one is next to the formula's optimum and needs less than 5% more."""
     tried = {y: least_tokens(5_040 // y, y, overlapped) / 5_040 for y in range(1, 30) if 5_040 % y == 0}
     meshes = {y: replace(MESH, fsdp=5_040 // y, tensor=y) for y in tried}
     assert {y: mesh.least_tokens(F, overlapped) / 5_040 for y, mesh in meshes.items()} == pytest.approx(tried)
@@ -192,7 +192,7 @@ def test_one_byte_an_element_is_less_than_half_of_the_tokens() -> None:
 @TENSOR_PARALLEL
 @pytest.mark.parametrize("devices", [1, 4, 8])
 def test_a_tensor_parallel_device_keeps_its_part_of_each_block(devices: int) -> None:
-    """As one device's own linears keep it: the columns of the first, the rows of the second."""
+    """Compared with the linears of one device: columns of the first weight, rows of the second."""
     part = nn.Sequential(
         nn.Linear(D, F // devices, bias=False, device="meta", dtype=torch.bfloat16),
         nn.Linear(F // devices, D, bias=False, device="meta", dtype=torch.bfloat16),
@@ -236,6 +236,6 @@ def test_ring_and_trees_meet_where_trying_finds_it(ranks: int) -> None:
 
 @ALL_REDUCES
 def test_the_document_is_what_the_code_says() -> None:
-    """Where it is not: python -m perf.scaling_answers > docs/scaling-answers.md"""
+    """To regenerate it: python -m perf.scaling_answers > docs/scaling-answers.md"""
     document = Path(__file__).parents[1] / "docs" / "scaling-answers.md"
     assert document.read_text(encoding="utf-8") == scaling_answers.document()

@@ -52,7 +52,7 @@ def _spawned(rank: int, directory: str) -> None:
 
 
 def spawn() -> None:
-    """As PyTorch's own documentation does it: two new interpreters for the test."""
+    """Start two new interpreters, as PyTorch's documentation does in its tests."""
     with tempfile.TemporaryDirectory() as directory:
         torch.multiprocessing.spawn(_spawned, args=(directory,), nprocs=RANKS)
 
@@ -65,7 +65,7 @@ def fresh() -> None:
 
 @pytest.fixture(scope="module")
 def times() -> dict[str, dict[str, list[Laps]]]:
-    """Of spawn and of warm each round's time, and that of fresh in the same round; of fresh those beside spawn."""
+    """Paired times by way: spawn and warm each beside fresh in the same rounds, and fresh beside spawn."""
     fresh()  # starts the forkserver
     with World(RANKS) as world:
 

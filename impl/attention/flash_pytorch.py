@@ -141,7 +141,7 @@ def _mask_future(tile: Tensor, first_query: int, first_key: int, value: float) -
 
 
 def _is_long_on_cpu(case: Any, device: str) -> bool:
-    """Whether tiles save more time than their loops in Python cost."""
+    """Whether tiles save more time than the Python loops over them cost."""
     return device == "cpu" and case.seq >= 4096 and case.is_causal and case.mode == "both"
 
 

@@ -42,7 +42,7 @@ class Policy(Protocol):
 
 
 def claims_to_save(policy: Any) -> bool:
-    """Whether a policy is held to saving memory: all are but those that say otherwise."""
+    """Whether tests hold the policy to saving memory: all policies but those that say otherwise."""
     return not getattr(policy, "saves_nothing", False) and getattr(policy, "__name__", "") not in ("none", "identity")
 
 

@@ -1,4 +1,4 @@
-"""What the ring and the direct exchange share: checks of the tensors, and the three collectives over their steps."""
+"""Base of the ring and the direct exchange: checks of tensors, and three collectives built from their steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the four wrappers share: equal parameters on every rank at the start, `no_sync`, and a plain `state_dict`."""
+"""Base of the four wrappers: equal parameters on every rank at the start, `no_sync`, and a plain `state_dict`."""
 
 from __future__ import annotations
 

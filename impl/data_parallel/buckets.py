@@ -60,7 +60,7 @@ class Bucket:
         return self._index
 
     def is_last(self) -> bool:
-        """Whether it is reduced last."""
+        """Whether this bucket is reduced last."""
         return self._last
 
     def buffer(self) -> Tensor:

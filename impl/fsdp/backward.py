@@ -1,5 +1,7 @@
-"""Whether a backward pass is running, and whether it raised, for which torch's autograd has private names only; and
-whether an optimizer steps before gradients are synchronized."""
+"""Watch backward passes: is one running, did one raise, does an optimizer step before gradients are synchronized?
+
+torch's autograd answers the first two by private names alone; they are used here and nowhere else.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class RankRung(TrainingStepCase):
 
 
 WRAPS = ("linears", "thirds", "whole")
-"""What becomes a unit: each linear, each third of the linears, or the root module alone."""
+"""Units: each linear, each third of the linears, or the root module alone."""
 
 
 @dataclass(frozen=True)

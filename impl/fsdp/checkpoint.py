@@ -119,7 +119,7 @@ def _make_empty(partial: Path) -> Path:
 
 
 def _state_to_save(partial: Path, model: FullyShardedDataParallel, optimizer: Optimizer | None) -> dict[str, Any]:
-    """What this rank writes; ValueError where it does not see the directory that rank 0 has made."""
+    """This rank's part of the checkpoint. ValueError where it does not see the directory that rank 0 made."""
     if not partial.is_dir():
         raise ValueError(
             f"{partial.parent} is not one directory for all ranks: what rank 0 made there is not to be seen"

@@ -45,7 +45,7 @@ class Sharding:
 
     @property
     def offloads(self) -> bool:
-        """Whether shards are in host memory, and computed with elsewhere."""
+        """Whether shards are in host memory while the model computes on another device."""
         return self.shard_device.type != self.device.type
 
     def wait_for_host_memory(self, *_: Any) -> None:  # a hook has arguments
@@ -100,7 +100,7 @@ class Flat:
 
     @property
     def counted(self) -> bool:
-        """Whether a sum over all ranks' elements takes this rank's."""
+        """Whether a sum over all ranks counts this rank's elements."""
         return True
 
     def begin_gather(self) -> None:
@@ -202,7 +202,7 @@ class Flat:
         return self._shard_of(flat).clone()
 
     def _make_flat(self, dtype: torch.dtype) -> Tensor:
-        """What full parameters of that dtype are views of."""
+        """The flat buffer that the full parameters of `dtype` are views of."""
         return torch.empty(self._ranks * self._shard_size, dtype=dtype, device=self.sharding.device)
 
     def _free(self) -> None:

@@ -19,7 +19,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """What is inside changed; the very object where nothing is, as a module may write into a list or a dict."""
+    """A copy whose tensors are changed; the object itself where none is, as a module may write into a list or dict."""
     found = tree_map(change, value)
     same = all(a is b for a, b in zip(tree_leaves(value), tree_leaves(found), strict=True))
     return value if same else found

@@ -152,7 +152,7 @@ class SimpleFullyShardedDataParallel(PlainStateDict):
 
 
 class _Gathered(NamedTuple):
-    """What autograd saves in place of a view of a gathered parameter: how to gather it again and make the view."""
+    """Saved for backward in place of a view of a gathered parameter: how to all-gather it again and make the view."""
 
     parameter: DTensor
     version: int

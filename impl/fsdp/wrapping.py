@@ -30,7 +30,7 @@ def by_type(*types: type[nn.Module]) -> Policy:
 
 
 def with_blocks(blocks: Collection[nn.Module] | nn.ModuleList) -> Policy:
-    """Those modules, and the outermost linears and embeddings outside of them."""
+    """Policy: `blocks` are units, and so are the outermost linears and embeddings outside of them."""
     return partial(_outermost, lambda part: part in blocks or isinstance(part, nn.Linear | nn.Embedding))
 
 

@@ -38,7 +38,7 @@ class Loss(Protocol):
     ValueError for shapes, dtypes, devices and options that do not go together, and on CPU for targets out of range. On
     CUDA the range is checked on the device (`torch._assert_async`), so that the host need not wait: a target out of
     range is a device-side assertion, raised at the next synchronization, as in torch's own cross_entropy.
-    `shardmark.api.registry.Unsupported`, a ValueError, for inputs that an implementation does not take.
+    `shardmark.api.Unsupported`, a ValueError, for inputs that an implementation does not take.
     """
 
     def __call__(

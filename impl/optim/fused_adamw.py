@@ -48,7 +48,7 @@ class FusedAdamW(AdamWBase):
     configuration: ClassVar[Configuration] = CONFIGURATIONS[0]
     _table: Table | None = None
     _in_table: _Snapshot | None = None
-    """What the table's addresses are of; None where some are of copies."""
+    """The tensors that the table's addresses point to; None where some point to copies."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -91,7 +91,7 @@ class FusedAdamW(AdamWBase):
         return operands, copied
 
     def _is_current(self, table: Table) -> bool:
-        """Whether the table's addresses are right. New addresses of gradients alone are written into the table."""
+        """Whether the table's addresses are current. Writes new addresses of gradients into it."""
         before, now = self._in_table, self._snapshot()
         if before is None or now is None or now.others != before.others:
             return False

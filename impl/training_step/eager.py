@@ -61,7 +61,7 @@ class EagerStep:
         self.device = parameter.device.type
         self.scaler = precision.scaler(self.device)
         self._scaled = False
-        """Whether `.grad` has what a backward since the last update has added, which is scaled."""
+        """Whether `.grad` holds scaled gradients: a backward ran since the last update."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with self.precision.autocast(self.device):
@@ -95,7 +95,7 @@ class EagerStep:
             )
 
     def _gradients(self) -> list[Tensor]:
-        """Those that the optimizer reads."""
+        """The gradients that the optimizer reads."""
         return [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
 
     def __call__(self, tokens: Tensor, targets: Tensor, mark: Callable[[str], None] = lambda part: None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What training steps train: a language model on random tokens, or a user's own model."""
+"""The models that training steps train: a language model on random tokens, or a user's own model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def made(case: TrainingStepCase | OwnModelCase) -> Made:
 
 
 def _under_autocast(loss: Loss) -> Loss:
-    """The same loss of the same model, both under autocast to bfloat16."""
+    """The model and its loss under autocast to bfloat16."""
 
     def autocast(model: nn.Module, *batch: Any) -> Tensor:
         with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
