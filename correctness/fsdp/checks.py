@@ -1,4 +1,4 @@
-"""What tests of full sharding do on ranks: wrap a module, run a step, say in plain words what is not as expected."""
+"""Helpers that run on ranks: wrap a module, run a step, describe the first unexpected tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HANG = 30.0
 
 
 class Odd(nn.Module):
-    """Rows and elements that divide by neither two nor three ranks, and a parameter of one element."""
+    """Rows and elements divide by neither two nor three ranks; one parameter has one element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Odd(nn.Module):
 
 
 class Tiny(nn.Module):
-    """One element: all ranks but one have shards without any."""
+    """One element: all ranks but one have empty shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,13 +75,13 @@ ODD_MODULES = {"odd": Odd, "tiny": Tiny, "large": Large, "deep": Deep}
 
 
 def make(kind: Any, seed: int, device: str, dtype: torch.dtype = torch.float64) -> Any:
-    """A module of that class, the same for the same seed."""
+    """A module of that class, seeded."""
     torch.manual_seed(seed)
     return kind().to(device, dtype)
 
 
 def wrap(implementation: Implementation, module: nn.Module, **options: Any) -> Any:
-    """The sharded module; of the options that are not the contract's, those that the implementation takes."""
+    """Shard the module; options beyond the contract are passed if the implementation accepts them."""
     every = ("process_group", "compute_dtype", "reduce_dtype")
     return implementation.adapted(
         module, **{k: value for k, value in options.items() if k in every or implementation.accepts(k)}
@@ -117,7 +117,7 @@ def backward(model: Any, step: int, device: str, group: dist.ProcessGroup | None
 
 
 def whole_backward(module: nn.Module, step: int, device: str, group: dist.ProcessGroup | None = None) -> None:
-    """Forward and backward of all rows in an unsharded module: the mean of what the ranks have."""
+    """Forward and backward of all ranks' rows in an unsharded module: the reference."""
     loss(module, *batch(step, dist.get_world_size(group), device)).backward()
 
 
@@ -133,7 +133,7 @@ def averaged_gradients(model: Any) -> dict[str, Tensor]:
 
 
 def poisoned(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have the function run where memory that torch hands out uninitialized is NaN, so that it is noticed."""
+    """Decorator: uninitialized memory is filled with NaN while the function runs."""
 
     @wraps(function)
     def run(*args: Any) -> Any:
@@ -219,12 +219,12 @@ def _difference(found: Tensor, expected: Tensor) -> str:
 
 
 def first(problems: Iterator[str] | Sequence[str]) -> str:
-    """The first that there is."""
+    """First problem that is not empty, else empty."""
     return next((problem for problem in problems if problem), "")
 
 
 def assert_none(problems: Sequence[str]) -> None:
-    """Fail with the first rank's problem, where one has any; skip where ranks say that this is not supported."""
+    """Fail with the first rank's problem; skip where ranks report a limit of PyTorch's own."""
     __tracebackhide__ = True
     for rank, problem in enumerate(problems):
         if problem.startswith(UNSUPPORTED):
@@ -234,4 +234,4 @@ def assert_none(problems: Sequence[str]) -> None:
 
 
 UNSUPPORTED = "unsupported: "
-"""What ranks answer begins with where a limit is PyTorch's own."""
+"""Prefix of a rank's reply that reports a limit of PyTorch's own."""

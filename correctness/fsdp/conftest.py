@@ -1,4 +1,4 @@
-"""Which implementations are tested every time: one of each kind, ours on more than two ranks; the rest in the sweep."""
+"""Test one implementation of each kind every time, `sharded` on any number of ranks; leave the rest to the sweep."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shardmark.plugin.session import SESSION
 EVERY_TIME = ("sharded", "simple", "fsdp2")
 AT_EVERY_SIZE = "sharded"
 FOR_ALL, MODEL = ("test_twenty_steps", "test_units_of_any_size"), "tied_and_frozen"
-"""Tests that every implementation runs, on two ranks and on that model; on others the one above does."""
+"""Tests that every implementation runs on two ranks with that model; with other models `sharded` alone does."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What a user names with --impl is tested in full."""
+    """Mark the rest as sweep, unless `--impl` names this family, which is then tested in full."""
     if "fsdp" in config.stash[SESSION].selected:
         return
     for item in items:

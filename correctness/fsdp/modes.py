@@ -23,7 +23,7 @@ def ranks_for(mode: str) -> int:
 
 
 class Collectives(TorchDispatchMode):
-    """What is communicated: how often each collective, in which dtype, and how many values it is given."""
+    """Collectives that were started: count, dtype and number of input elements of each."""
 
     def __init__(self) -> None:
         super().__init__()

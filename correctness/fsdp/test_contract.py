@@ -1,4 +1,4 @@
-"""The contract of full sharding, one property a test: the start, then one step. What fails first names the fault."""
+"""The contract of full sharding, one property a test, from wrapping to a step: the first failure names the fault."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_rank_starts_from_rank_0s_parameters(
 
 
 class Table(nn.Module):
-    """Buffers and no parameter."""
+    """A module with buffers and no parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_every_rank_starts_with_rank_0s_buffers(
 
 
 def current_on_rank(implementation: Implementation, device: str) -> str:
-    """The shards are changed in place, as by an optimizer, after a look at what they make up."""
+    """Shards change in place, as an optimizer changes them, after a gather: the next gather shows the new values."""
     model, plain = wrap(implementation, make(Odd, 0, device), wrap=LINEARS), make(Odd, 0, device)
     for _ in range(2):
         full(model)
@@ -147,7 +147,7 @@ def classes_on_rank(implementation: Implementation, device: str) -> str:
 
 
 def test_modules_keep_their_classes(implementation: Implementation, world: World, device: str) -> None:
-    """A wrapper may put modules of its own around them."""
+    """Wrappers may insert modules around the user's."""
     assert_none(world.run(classes_on_rank, implementation, device))
 
 
@@ -227,7 +227,7 @@ def test_an_inputs_gradient_is_the_ranks_own(implementation: Implementation, wor
 
 
 class Arguments(nn.Module):
-    """Takes and gives what modules may: keywords, tensors of integers, nested outputs."""
+    """Module with keyword arguments, integer tensors and nested outputs."""
 
     def __init__(self) -> None:
         super().__init__()

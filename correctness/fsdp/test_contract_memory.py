@@ -1,4 +1,4 @@
-"""What a rank stores: about 1/n of the model, and nothing more once a step is through. What sharding is for."""
+"""A rank stores about 1/n of the model, and no more after a step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def layers(device: str) -> nn.Sequential:
 
 
 def one_layer(device: str) -> nn.Sequential:
-    """As many elements in one unit, which is all of the model where it is not freed."""
+    """One unit that holds the whole model: not freeing it is visible."""
     return nn.Sequential(nn.Linear(WIDTH, LAYERS * WIDTH)).to(device)
 
 
@@ -54,7 +54,7 @@ def test_parameters_are_shards_that_make_up_the_model(
 
 
 def held_on_rank(implementation: Implementation, make: Callable[[str], nn.Module], device: str) -> dict[str, int]:
-    """Bytes live when the module is wrapped, and after steps: what each of them leaves adds up."""
+    """Bytes live after wrapping and after steps; leaks of several steps add up."""
     x = torch.ones(1, WIDTH, device=device)
     with meter(device) as memory:
         model = wrap(implementation, make(device), wrap=LINEARS)
@@ -72,7 +72,7 @@ def held_on_rank(implementation: Implementation, make: Callable[[str], nn.Module
 def least(
     world: World, limits: dict[str, float], function: Callable[..., dict[str, int]], *args: Any, passes: int = 3
 ) -> str:
-    """What is over its limit in the pass in which it is smallest: a backend's thread may free a tensor unmetered."""
+    """Figures over their limits in the best pass: a backend's thread may free a tensor unmetered."""
     found: dict[str, int] = {}
     for _ in range(passes):
         ranks = world.run(function, *args)
@@ -129,7 +129,7 @@ BETWEEN = "between forward and backward"
 def test_full_parameters_are_freed_after_forward_where_that_is_asked_for(
     implementation: Implementation, world: World, device: str, record_property: Any
 ) -> None:
-    """Of six layers one or two may stay; `reshard_after_forward=False` keeps them all. A note without the option."""
+    """One or two of six layers may stay gathered; `reshard_after_forward=False` keeps all. No option: a note."""
     freed = {BETWEEN: (1 / world.size + 0.5 + SLACK) * TOTAL}
     if not implementation.accepts("reshard_after_forward"):
         if least(world, freed, between_on_rank, implementation, {}, device, passes=1):

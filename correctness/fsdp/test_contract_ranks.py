@@ -39,7 +39,7 @@ LINEARS = by_type(nn.Linear)
 
 
 def in_groups(implementation: Implementation, groups: list[list[int]], device: str) -> str:
-    """Each group trains a model of its own, from its first rank's weights; other ranks do nothing."""
+    """Each group trains its own model from its first rank's weights; other ranks are idle."""
     mine = None
     for ranks in groups:
         group = dist.new_group(ranks)
@@ -72,7 +72,7 @@ def test_groups_that_are_not_the_world(
 
 @poisoned
 def slow_on_rank(implementation: Implementation, slow: int, device: str) -> str:
-    """Two steps while one rank starts everything late; memory that is read before it is written is NaN."""
+    """Two steps while one rank starts every collective late; uninitialized memory is NaN."""
     plain, model = make(Odd, 0, device), wrap(implementation, make(Odd, 0, device), wrap=LINEARS)
     optimizers = SGDs(plain, model)
     for step in range(2):
@@ -190,7 +190,7 @@ def test_a_wrapper_is_not_wrapped_again(
 
 
 def different_on_rank(implementation: Implementation, what: str, device: str) -> str:
-    """The last rank's module differs in one parameter."""
+    """One parameter of the last rank's module differs."""
     parameters = {"first": torch.ones(3), "matrix": torch.ones(6, 2), "end": torch.ones(4)}
     if dist.get_rank() == dist.get_world_size() - 1:
         parameters = DIFFERENT[what][1](parameters)

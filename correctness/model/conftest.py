@@ -1,4 +1,4 @@
-"""The fixture of tests that make everything in float64."""
+"""Make every tensor of a test float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture
 def in_float64() -> Iterator[None]:
-    """Everything made in the test is float64, tables of sines and cosines too."""
+    """Default dtype float64, also for the tables of sines and cosines."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

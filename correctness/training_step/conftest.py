@@ -1,4 +1,4 @@
-"""What a wrong step leaves switched on is switched off again, so that only its own tests fail."""
+"""Restore global settings that a wrong step leaves changed, so that only its own tests fail."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def setting(
     all_parameters: bool = False,
     **options: Any,
 ) -> Setting:
-    """With SGD of two param groups, whose updates show the gradients; `lr` is 0 unless `options` have another.
+    """SGD with two param groups, so that updates show the gradients; `lr` is 0 unless `options` set it.
 
     They are of the trainable parameters, or with `all_parameters` of the frozen ones as well.
     """
@@ -60,7 +60,7 @@ def batch(device: str, shape: tuple[int, int] = BATCH) -> tuple[Tensor, Tensor]:
 
 
 def exact(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[float, Gradients]:
-    """The mean cross entropy and its gradients in float64."""
+    """Mean cross-entropy and its gradients in float64."""
     wide = copy.deepcopy(model).double()
     wide.zero_grad()
     loss = cross_entropy(wide(tokens).flatten(0, 1), targets.flatten())
@@ -84,7 +84,7 @@ def assert_loss(found: Tensor, expected: float, what: str = "the loss") -> None:
 
 
 def assert_gradients(found: Gradients, expected: Gradients, tolerance: float = 1e-5, what: str = "gradient") -> None:
-    """Of each parameter; the tolerance is a share of its norm."""
+    """Assert each parameter's gradient; the tolerance is a share of its norm."""
     for name, wanted in expected.items():
         assert name in found, f"{name} has no {what}"
         error = relative_error({name: found[name]}, {name: wanted})
@@ -97,7 +97,7 @@ def assert_gradients(found: Gradients, expected: Gradients, tolerance: float = 1
 
 
 def _times(found: Tensor, expected: Tensor) -> float | None:
-    """By which factor it is longer, if it has the same direction, or the opposite one."""
+    """Factor between parallel gradients, other than 1; None if they are not parallel."""
     found, expected = found.double(), expected.double()
     times = ((found * expected).sum() / expected.square().sum()).item()
     parallel = (found - times * expected).norm() < 1e-3 * found.norm()
@@ -105,13 +105,13 @@ def _times(found: Tensor, expected: Tensor) -> float | None:
 
 
 def relative_error(found: Gradients, expected: Gradients) -> float:
-    """Of all together, by their norm."""
+    """Relative error of all gradients together, by norm."""
     difference = torch.stack([(found[name].double() - wanted).norm() for name, wanted in expected.items()]).norm()
     return (difference / torch.stack([wanted.double().norm() for wanted in expected.values()]).norm()).item()
 
 
 def taken(before: Gradients, after: Gradients, lr: float) -> Gradients:
-    """The gradients of an SGD step, from what it did to the parameters."""
+    """Gradients recovered from the parameters' change in an SGD step."""
     return {name: (value.double() - after[name].double()) / lr for name, value in before.items()}
 
 
