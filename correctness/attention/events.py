@@ -175,4 +175,4 @@ def scores_far_apart(draw: st.DrawFn) -> Call:
     )
 
 
-PROGRAMS = st.lists(CALLS | CALLS | self_attention() | scores_far_apart(), min_size=1, max_size=3)
+HISTORIES = st.lists(CALLS | CALLS | self_attention() | scores_far_apart(), min_size=1, max_size=3)

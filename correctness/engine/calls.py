@@ -1,21 +1,21 @@
-"""Programs of calls of a function, such as an attention or a loss: what is done with them, and what must not change.
+"""Histories of calls of a function, such as an attention or a loss, and what must not change meanwhile.
 
-What a call gives, its family's own `RunningCall` looks at.
+Each family's own `RunningCall` checks a call's results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
-from correctness.engine.examples import Patience, fuzzed
+from correctness.engine.histories import Problem, hold
 from correctness.support.contracts import assert_unchanged
 from impl.interpreting import requires_triton
 from shardmark.api import Implementation, Unsupported
@@ -67,13 +67,13 @@ def look(calls: list[Any], when: str) -> None:
         each.look(when)
 
 
-def play(program: list[Any], begin: Callable[[Any], RunningCall], write: Callable[[Tensor], object]) -> list[Any]:
+def play(events: list[Any], begin: Callable[[Any], RunningCall], write: Callable[[Tensor], object]) -> list[Any]:
     """Begin each call, go back through it at once or, of those that come `later`, in reverse, and overwrite all inputs.
 
     Returns the calls that the implementation takes.
     """
     calls: list[RunningCall] = []
-    for call in program:
+    for call in events:
         try:
             calls.append(begin(call))
         except Unsupported:
@@ -92,25 +92,35 @@ def play(program: list[Any], begin: Callable[[Any], RunningCall], write: Callabl
     return calls
 
 
-def hold(
-    programs: SearchStrategy[list[Any]],
+@dataclass(frozen=True)
+class History:
+    events: list[Any]
+    """Calls, each of which says what is done with it."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+def hold_calls(
+    calls: SearchStrategy[list[Any]],
     played: Callable[[list[Any]], list[Any]],
     implementation: Implementation,
     examples: int,
     device: str,
 ) -> None:
-    """Play so many of the programs; fewer in Triton's interpreter. Skips where none of their calls is taken."""
+    """Play that many histories of calls; fewer in Triton's interpreter. Skip where none of the calls is taken."""
+    __tracebackhide__ = True
     taken = 0
     interpreted = device == "cpu" and requires_triton in implementation.requires
-    patience = Patience(examples)
 
-    @fuzzed(examples // 6 if interpreted else examples)
-    @given(programs)
-    def holds(program: list[Any]) -> None:
+    def plays(history: History) -> Problem | None:
         nonlocal taken
-        with patience:
-            taken += len(played(program))
+        try:
+            taken += len(played(history.events))
+        except AssertionError as error:
+            return Problem(len(history.events), str(error))
+        return None
 
-    patience.with_(holds)
+    hold(calls.map(History), plays, examples // 6 if interpreted else examples)
     if not taken:
         pytest.skip("takes none of the random calls")

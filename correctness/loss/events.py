@@ -143,4 +143,4 @@ def nothing_counts(draw: st.DrawFn) -> Call:
     return replace(call, targets="all_ignored", shared=False, **fixed)
 
 
-PROGRAMS = st.lists(CALLS | CALLS | CALLS | nothing_counts(), min_size=1, max_size=3)
+HISTORIES = st.lists(CALLS | CALLS | CALLS | nothing_counts(), min_size=1, max_size=3)

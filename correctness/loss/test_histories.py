@@ -1,4 +1,4 @@
-"""Random programs of calls of a loss, against eager: what each gives, and that nothing else changes meanwhile."""
+"""Any history of calls of a loss, against eager: what each gives, and that nothing else changes meanwhile."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from correctness.engine.calls import MODES, RunningCall, hold, play
+from correctness.engine.calls import MODES, RunningCall, hold_calls, play
 from correctness.loss.accuracy import assert_accurate
-from correctness.loss.events import PROGRAMS, Call
+from correctness.loss.events import HISTORIES, Call
 from impl.loss import Loss, linear_cross_entropy
 from shardmark.api import Implementation
 
@@ -80,10 +80,10 @@ class Running(RunningCall):
 
 
 @pytest.mark.examples(10, 100, 1000)
-def test_random_programs_are_as_accurate_as_eager_and_change_nothing_else(
+def test_any_history_of_calls_is_as_accurate_as_eager_and_changes_nothing_else(
     implementation: Implementation, examples: int, device: str
 ) -> None:
-    def played(program: list[Call]) -> list[Running]:
-        return play(program, lambda call: Running(implementation.adapted, call, device), torch.Tensor.zero_)
+    def played(events: list[Call]) -> list[Running]:
+        return play(events, lambda call: Running(implementation.adapted, call, device), torch.Tensor.zero_)
 
-    hold(PROGRAMS, played, implementation, examples, device)
+    hold_calls(HISTORIES, played, implementation, examples, device)

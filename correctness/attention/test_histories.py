@@ -1,4 +1,4 @@
-"""Random programs of calls of attention, against eager: what each gives, and that nothing else changes meanwhile."""
+"""Any history of calls of attention, against eager: what each gives, and that nothing else changes meanwhile."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from correctness.attention.accuracy import assert_accurate
-from correctness.attention.events import PROGRAMS, Call
-from correctness.engine.calls import MODES, RunningCall, hold, look, play
+from correctness.attention.events import HISTORIES, Call
+from correctness.engine.calls import MODES, RunningCall, hold_calls, look, play
 from impl.attention import Attention
 from shardmark.api import Implementation
 
@@ -99,9 +99,9 @@ class Running(RunningCall):
         return dict(zip(needed, torch.autograd.grad(self.out, list(needed.values()), grad, **options), strict=True))
 
 
-def play_attention(attention: Attention, program: list[Call], device: str) -> list[Running]:
+def play_attention(attention: Attention, events: list[Call], device: str) -> list[Running]:
     """Play it, and the first call again, of its very tensors, which have been overwritten."""
-    calls: list[Running] = play(program, lambda call: Running(attention, call, device), lambda x: x.mul_(-0.5))
+    calls: list[Running] = play(events, lambda call: Running(attention, call, device), lambda x: x.mul_(-0.5))
     if calls and calls[0].call.shared == "none":  # else the layouts overlap, and were scaled more than once
         Running(attention, calls[0].call, device, calls[0])
         look(calls, "after a call of the first one's tensors, overwritten in place")
@@ -109,12 +109,12 @@ def play_attention(attention: Attention, program: list[Call], device: str) -> li
 
 
 @pytest.mark.examples(10, 100, 1000)
-def test_random_programs_are_as_accurate_as_eager_and_change_nothing_else(
+def test_any_history_of_calls_is_as_accurate_as_eager_and_changes_nothing_else(
     implementation: Implementation, examples: int, device: str
 ) -> None:
-    hold(
-        PROGRAMS,
-        lambda program: play_attention(implementation.adapted, program, device),
+    hold_calls(
+        HISTORIES,
+        lambda events: play_attention(implementation.adapted, events, device),
         implementation,
         examples,
         device,
