@@ -1,4 +1,4 @@
-"""The options: how pytest shows them, and what their values may be. A bad value is a ValueError of one line."""
+"""Options: their help texts, and checks of their values. A bad value raises ValueError with one line."""
 
 from __future__ import annotations
 
@@ -33,93 +33,93 @@ LONGEST_DEADLINE = 1e6
 def add_options(parser: pytest.Parser) -> None:
     """Add Shardmark's options to pytest's, in the order in which `--help` shows them."""
     group = parser.getgroup("shardmark")
-    group.addoption("--device", default="auto", help="where tensors live: auto (CUDA where it works), cpu or cuda")
+    group.addoption("--device", default="auto", help="Device of tensors: auto (CUDA where it works), cpu or cuda.")
     group.addoption(
         "--scale",
         default="auto",
-        help="grid of cases: auto (paper on CUDA, laptop on CPU), "
-        "smoke (seconds), laptop (minutes), paper (the telling sizes of what people publish) or full (all)",
+        help="Grid of cases: auto (paper on CUDA, laptop on CPU), smoke (seconds), laptop (minutes), paper (the "
+        "telling published sizes) or full (all published sizes).",
     )
-    group.addoption("--ranks", default=None, metavar="N,N", help="world sizes to use, such as 2,4")
+    group.addoption("--ranks", default=None, metavar="N,N", help="World sizes, such as 2,4.")
     group.addoption(
         "--link",
         default=None,
         metavar="RATE",
-        help="have the ranks live on two hosts, as two network namespaces, joined by a link of that rate, such as "
-        "1gbit; needs root and iproute2",
+        help="Split the ranks over two hosts (network namespaces) joined by a link of this rate, such as 1gbit. Needs "
+        "root and iproute2.",
     )
     group.addoption(
         "--impl",
         action="append",
         default=[],
         metavar="FAMILY=TARGET",
-        help="run one family alone, on this implementation: a registered name, module:attribute or "
-        "file.py:attribute; repeatable",
+        help="Run one family alone, on this implementation: a registered name, module:attribute or "
+        "file.py:attribute. Repeatable.",
     )
     group.addoption(
         "--model",
         default=None,
         metavar="FILE:ATTR",
-        help="run on your own model alone: a function that returns (model, batch, loss), as file.py:attribute or "
-        "module:attribute",
+        help="Run on your own model alone: a function that returns (model, batch, loss), as file.py:attribute or "
+        "module:attribute.",
     )
     group.addoption(
         "--implementations",
         action="store_true",
-        help="print every family's implementations and whether each runs here, and stop",
+        help="Print every family's implementations and whether each runs here, and stop.",
     )
     group.addoption(
         "--budgets",
         default=None,
         metavar="FILE",
-        help="your own limits, a TOML table per test-id pattern with `seconds` (of a step) and `bytes` (peak)",
+        help="Your own limits: a TOML table per test-id pattern, with `seconds` (of a step) and `bytes` (peak).",
     )
     group.addoption(
         "--against",
         default=None,
         metavar="OLD.json",
-        help="fail on what got slower or larger, beyond noise, since the run that wrote that file of --benchmark-json",
+        help="Fail on what is slower or larger, beyond noise, than in this file of an earlier run's --benchmark-json.",
     )
     group.addoption(
         "--against-ref",
         default=None,
         metavar="REF",
-        help="run each case in that commit, branch or tag as well, in turns, and fail on what is slower or larger now",
+        help="Run each case in this commit, branch or tag as well, in turns, and fail on what is slower or larger now.",
     )
     group.addoption(
         "--update-baseline",
         action="store_true",
-        help="write what this run measures to the file of --against, whatever got slower or larger",
+        help="Write this run's rows to the file of --against, even if some are slower or larger.",
     )
     group.addoption(
         "--report",
         default=None,
         metavar="OUT.html",
-        help="write the page of this run: plots and tables in one file; with OUT.md, Markdown for a pull request",
+        help="Write the page of this run: plots and tables in one file. OUT.md: Markdown for a pull request.",
     )
     group.addoption(
         "--simulate",
         default=None,
         metavar="HARDWARE[:RANKS]",
-        help="predict each case in place of running it, on that hardware and so many ranks: h100-80gb:8, this:2",
+        help="Predict each case instead of running it, on this hardware and number of ranks: h100-80gb:8, this:2.",
     )
     group.addoption(
         "--trace-dir",  # --trace is pytest's own: it breaks into the debugger
         default=None,
         metavar="DIR",
-        help="profile one more step of each measured case: a Chrome trace, and on CUDA a memory snapshot, in DIR",
+        help="Profile one more step of each measured case. DIR gets a Chrome trace, and on CUDA a memory snapshot.",
     )
     group.addoption(
         "--seed",
         default="0",
-        help="of the inputs that tests draw: the same ones in each run, unless another seed is given",
+        help="Seed of random test inputs (default 0).",
     )
     group.addoption(
         "--deadline",
         default=None,
         metavar="SECONDS",
-        help="how long a test may take on what --impl names before it counts as hung: 60, and 3 once it has hung; a "
-        f"measured case may take {MEASURED:g} times as long, and is skipped once it has hung",
+        help="Seconds after which a test of an --impl target counts as hung: 60, and 3 once the target has hung. A "
+        f"measured case has {MEASURED:g} times as long, and is skipped once its target has hung.",
     )
 
 
