@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 
 def layout(rows: Sequence[Mapping[str, str | None]], left: Sequence[str] = ()) -> list[str]:
-    """Lines of a table whose columns are the rows' keys, those in `left` to the left; None is a dash."""
+    """Lines of a table with the rows' keys as columns; columns in `left` are left-aligned, and None is a dash."""
     columns = []
     for name in rows[0]:
         texts = [name, *(printable(row[name] or "-") for row in rows)]
@@ -17,7 +17,7 @@ def layout(rows: Sequence[Mapping[str, str | None]], left: Sequence[str] = ()) -
 
 
 def printable(text: str) -> str:
-    """Without what a terminal would obey: names come from users' files."""
+    """Escape control characters, which a terminal would obey: names come from users' files."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
@@ -32,5 +32,5 @@ def ms(seconds: float) -> str:
 
 
 def cut(text: str, width: int) -> str:
-    """At most `width` characters of it."""
+    """The first `width` characters; a cut is marked by dots."""
     return text if len(text) <= width else f"{text[: width - 3]}..."

@@ -1,10 +1,9 @@
-"""What a question's plots are: declared beside its test, saved with the run, drawn in the page (`--report out.html`).
+"""Plots of a question: declared beside its test, saved with the run, drawn on the page (`--report out.html`).
 
     @pytest.mark.question("What does a nap cost?", plots=[Lines("Time by length", x="case.length", y="stats.mean")])
 
-A plot names where its figures are: "stats.mean" in an entry of pytest-benchmark, "case.seq" in its row. Rows that have
-them are drawn. What the instruments themselves fill in needs no declaration: time and peak, the step's parts, memory by
-kind and by stage.
+A plot names where its figures are: "stats.mean" in an entry of pytest-benchmark, "case.seq" in its row. It draws the
+rows that have them. Time and peak, the step's parts, and memory by kind and by stage are drawn without declaration.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ class Lines:
     curve_title: str = "by the model"
     best: tuple[str, str] | None = None
     x_scale: float = 1.0
-    """What the x of `best` is multiplied by."""
+    """Factor on the x of `best`."""
     start: tuple[float, float] | None = None
     log_y: bool = True
 
 
 @dataclass(frozen=True)
 class Points:
-    """Figures of every row, and hollow beside them those that others have published, on their hardware.
+    """A point for each row's figures, and hollow ones for figures that others have published, on their hardware.
 
     `ours` maps a metric's name to where it is in a row; the published ones are of the same metrics.
     """
@@ -62,7 +61,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Published:
-    """A figure that others have published, in seconds or bytes."""
+    """A published figure, in seconds or bytes."""
 
     source: str
     hardware: str
@@ -81,7 +80,7 @@ def saved(plot: Plot) -> dict[str, Any]:
 
 
 def restored(plot: Mapping[str, Any]) -> Plot:
-    """The plot that was saved so. Raises KeyError, TypeError or ValueError where it is of another version."""
+    """The inverse of `saved`. Raises KeyError, TypeError or ValueError for a plot of another version."""
     kind = KINDS[plot["kind"]]
     known = {field.name: plot[field.name] for field in fields(kind) if field.name in plot}
     known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
@@ -91,12 +90,12 @@ def restored(plot: Mapping[str, Any]) -> Plot:
 
 
 def number(entry: Entry, where: str) -> float | None:
-    """The finite number that stands there, if one does."""
+    """The finite number at that place of an entry; None if there is none."""
     return finite(figure(entry, where))
 
 
 def finite(found: Any) -> float | None:
-    """A number that can be drawn."""
+    """`found` as a float if it is a finite number; otherwise None."""
     real = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
     return float(found) if real else None
 
@@ -108,15 +107,15 @@ UNITS: dict[str, tuple[float, str]] = {
     "B/s": (1e9, "GB/s"),
     "": (1.0, ""),
 }
-"""By the unit in the rows: what one of the unit that people read is, and its name."""
+"""By the unit in rows: the size of the unit that people read, and its name."""
 
 
 LONGEST = 80
-"""Characters of a name in a plot; the table has all of it."""
+"""Most characters of a name in a plot; the table has all of it."""
 
 
 def apart(names: Iterable[str]) -> list[str]:
-    """As much of each name as a plot has room for, with a number where another one has it already."""
+    """Names cut to what a plot has room for; a number sets equal ones apart."""
     found: list[str] = []
     for name in names:
         short = name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
@@ -126,7 +125,7 @@ def apart(names: Iterable[str]) -> list[str]:
 
 
 def labels(entries: Sequence[Entry]) -> list[str]:
-    """A name for each entry among the others: its implementation, and of its case and ranks what not all share."""
+    """A name for each entry: its implementation, and the parts of its case and ranks that not all entries share."""
     tokens = [_tokens(entry) for entry in entries]
     ranks = {entry["extra_info"]["world_size"] for entry in entries}
     shared = set.intersection(*map(set, tokens)) if tokens else set()
@@ -140,7 +139,7 @@ def labels(entries: Sequence[Entry]) -> list[str]:
 
 
 def line_names(entries: Sequence[Entry], *same: str) -> list[str]:
-    """Each entry's line: its implementation, and of the case what tells it from others that have all of `same`."""
+    """The line each entry belongs to: its implementation, and the parts of its case that vary where `same` is equal."""
     groups: dict[tuple[Any, ...], list[set[Any]]] = {}
     for entry in entries:
         where = entry["extra_info"]["implementation"], *(str(figure(entry, each)) for each in same)
@@ -155,6 +154,6 @@ def line_names(entries: Sequence[Entry], *same: str) -> list[str]:
 
 
 def _tokens(entry: Entry) -> list[str]:
-    """The parts of its case's id, but for the implementation's name, which some have."""
+    """The parts of the case's id, without the implementation's name, which some ids contain."""
     row = entry["extra_info"]
     return [token for token in row["case"]["id"].split("-") if token != row["implementation"]]

@@ -197,7 +197,7 @@ def test_predicted_times_stand_beside_measured_ones() -> None:
         [figure] = re.findall(r"<figure>\s*<figcaption>Predicted beside measured<.*?</figure>", text, re.S)
         assert "-20.0%" in figure and "[both-" in html.unescape(figure) and "[only-" not in html.unescape(figure)
     text = page([("a.json", simulated), ("c.json", output([entry("another", {"id": "s"}, 0.1)]))])
-    assert "No test has a predicted time in one of the runs" in text
+    assert "No test has a predicted time in one run" in text
 
 
 def test_two_predicted_runs_are_compared_in_memory() -> None:

@@ -1,4 +1,4 @@
-"""The page: one file without network, for light and dark, for any width, and without JavaScript if need be."""
+"""The page: one file that loads nothing, in light and dark, at any width; JavaScript only sorts and filters."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from shardmark.text import printable
 
 FOLDER = Path(__file__).parent
 HALF = 690
-"""Pixels: a plot that is wider has the page's whole width, or its text would be too small."""
+"""Pixels: a wider plot gets the full width of the page, or its text would be too small."""
 
 
 def page(runs: Sequence[tuple[str, Entry]]) -> str:
-    """The page of the last of these runs, by the names of their files, beside what has changed since the others.
+    """The page of the last of these (file name, run) pairs, and what changed since each of the others.
 
-    Raises RunFileError, in one line, where one of them is of another version of this suite.
+    Raises RunFileError, in one line, where a run was written by another version of this suite.
     """
     from jinja2 import Environment, FileSystemLoader  # comes with torch; only a page needs it
     from markupsafe import Markup
@@ -79,7 +79,7 @@ def page(runs: Sequence[tuple[str, Entry]]) -> str:
 
 
 def _clean(value: Any) -> Any:
-    """The same, its texts without what is neither a character to show nor a new line; each round's time is left out."""
+    """A copy whose texts are printable, without the list of each round's time."""
     if value is None or isinstance(value, int | float):  # nearly all there is
         return value
     if isinstance(value, str):
@@ -92,7 +92,7 @@ def _clean(value: Any) -> Any:
 
 
 def _sections(run: Entry) -> list[Section]:
-    """One for each question, in the order in which the run came to them; then how others' answers are derived."""
+    """One section for each question with rows, in the order of the run; then one for each derived answer."""
     questions = {each["text"]: each for each in run.get("questions", [])}
     device_bytes = run["machine_info"].get("device_bytes")
     measured = [
@@ -104,7 +104,7 @@ def _sections(run: Entry) -> list[Section]:
 
 
 def _machine(run: Entry) -> list[tuple[str, str]]:
-    """What ran where."""
+    """(name, value) of what is known of the machine and the run."""
     info, commit = run["machine_info"], run.get("commit_info") or {}
     first = entries_of(run)[0]["extra_info"]
     cpu = info.get("cpu") or {}
@@ -127,11 +127,11 @@ def _machine(run: Entry) -> list[tuple[str, str]]:
 
 
 def _answers(summary: Summary) -> dict[str, str]:
-    """By question."""
+    """The answer to each question, by its text."""
     answers = summary.questions.answers(summary.entries, summary.outcomes)
     return {text or OTHERS: said for text, _, said in answers}
 
 
 def _described(figure: Figure) -> str:
-    """For who does not see it: what it has, and where the figures are."""
+    """Text for screen readers: what the plot shows, and where its figures are."""
     return f"{len(figure.rows)} figures: {', '.join(figure.columns)}. The table under the plot has all of them."

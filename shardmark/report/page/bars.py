@@ -14,16 +14,16 @@ from shardmark.rows.columns import Entry
 from shardmark.rows.row import figure
 
 PARTS = ("forward", "backward", "communication", "optimizer")
-"""Of a step; a test may time others."""
+"""Parts of a step that are drawn; a test may time others."""
 
 _TENSORS, _WORKSPACE, _FORMULA = "tensors", "workspace", "formula of the tensors"
 _WIDTH, _HEIGHT, _BAR = 200, alt.Step(20), 13
 
 
 def time_and_peak(entries: Sequence[Entry]) -> Figure | None:
-    """For each row its step's time and its peak as paired bars, and the formula of the peak; None with less than two.
+    """Step time and peak of each row as paired bars, with the formula of the peak; None for fewer than two rows.
 
-    A row without times has none in its bar.
+    A row without times has no time bar.
     """
     shown = [each for each in entries if number(each, "stats.mean") is not None or "tensors" in _memory(each)]
     if len(shown) < 2:
@@ -52,7 +52,7 @@ def time_and_peak(entries: Sequence[Entry]) -> Figure | None:
 
 
 def time_by_part(entries: Sequence[Entry]) -> Figure | None:
-    """How a step's time divides into its parts; None where no row has more than one."""
+    """Each step's time divided into its parts; None if no row has more than one part."""
     shown = [each for each in entries if len(set(PARTS) & _parts(each).keys()) > 1]
     notes: list[str] = ["The mean of each part over rounds and ranks; communication is what the step waits for."]
     amounts = [
@@ -63,9 +63,9 @@ def time_by_part(entries: Sequence[Entry]) -> Figure | None:
 
 
 def time_by_kernel(entries: Sequence[Entry]) -> Figure | None:
-    """What kind of kernels each phase of a step ran; None where none was profiled."""
+    """Time of each phase of a step by kind of kernel; None if no row was profiled."""
     shown = [each for each in entries if isinstance(figure(each, "kernels.phases"), dict)]
-    notes: list[str] = ["One step under the profiler, which slows the host: what counts is the shares."]
+    notes: list[str] = ["One step under the profiler, which slows the host: read the shares, not the times."]
     amounts = [
         (f"{label} {phase}", [(kind, in_unit(finite(found["categories"].get(kind)), "s")) for kind in CATEGORIES])
         for label, entry in zip(labels(shown), shown, strict=True)
@@ -130,7 +130,7 @@ def _number(base: alt.Chart, end: str) -> alt.Chart:
 
 
 def _sum(row: Sequence[Cell]) -> float | None:
-    """The peak: tensors and workspace."""
+    """The peak in MiB: tensors plus workspace."""
     tensors, workspace = row[3:5]
     return tensors + (workspace if isinstance(workspace, float) else 0.0) if isinstance(tensors, float) else None
 
@@ -142,7 +142,7 @@ def _stacked(
     amounts: Sequence[tuple[str, Sequence[tuple[str, float | None]]]],
     notes: Sequence[str],
 ) -> Figure:
-    """A bar for each name, of those parts."""
+    """A bar for each name, stacked from its parts."""
     rows: list[list[Cell]] = [[name, *(amount for _, amount in each)] for name, each in amounts]
     names = [name for name, _ in amounts]
     shorts = stand_ins(names)

@@ -1,4 +1,4 @@
-"""A figure: what is drawn, the same as a table, and what to say of it."""
+"""A figure of the page: its chart, the same data as a table, and notes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from shardmark.report.plots import UNITS
 from shardmark.rows.columns import Entry
 
 MOST_ROWS = 24
-"""Rows of a plot that has a line of text for each; the table has all."""
+"""Most rows of a plot that labels each; the table has all."""
 
 Cell = str | float | None
 
 
 MOST_LINES = 12
-"""Of a plot: more are told apart by nobody."""
+"""Most lines of a plot: nobody tells more apart."""
 MOST_PLOTS = 6
-"""The most plots that a question shows, where each of its rows has a plot of its own."""
+"""Most plots of a question whose rows have a plot each."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One plot. `columns` and `rows` are its data, in the units that the plot has."""
+    """One plot; `columns` and `rows` are its data, in the plot's units."""
 
     title: str
     chart: Chart
@@ -32,12 +32,12 @@ class Figure:
     rows: Sequence[Sequence[Cell]]
     notes: Sequence[str] = field(default=())
     names: Sequence[str] = field(default=())
-    """Of the axis for whose names the chart has stand-ins."""
+    """Names of the axis whose stand-ins are in the chart."""
 
 
 @dataclass(frozen=True)
 class Absent:
-    """A plot that this run has no data for."""
+    """A plot for which this run has no data, and why."""
 
     title: str
     reason: str
@@ -47,19 +47,19 @@ Drawn = Figure | Absent
 
 
 def first(entries: Sequence[Entry], notes: list[str]) -> Sequence[Entry]:
-    """As many as a plot has room for; a note says of how many."""
+    """As many entries as a plot has room for; if some are left out, append a note that says so."""
     if len(entries) > MOST_ROWS:
         notes.append(f"The first {MOST_ROWS} of {len(entries)} rows; the table below has all.")
     return entries[:MOST_ROWS]
 
 
 def in_unit(value: float | None, unit: str) -> float | None:
-    """In the unit that people read, with as many digits as anybody reads."""
+    """Convert from the row's unit to the one that people read, in six digits."""
     return None if value is None else float(f"{value / UNITS[unit][0]:.6g}")
 
 
 def shown_as(value: Cell) -> str:
-    """A number of four digits, as it stands beside its bar."""
+    """A number in four digits, as text beside its bar."""
     if not isinstance(value, float):
         return str(value)
     digits = 3 if not value else min(6, max(0, 3 - math.floor(math.log10(abs(value)))))
@@ -68,5 +68,5 @@ def shown_as(value: Cell) -> str:
 
 
 def titled(title: str, unit: str) -> str:
-    """An axis's title, and its unit."""
+    """An axis's title with its unit, as in "time, ms"."""
     return f"{title}, {shown}" if (shown := UNITS[unit][1]) else title

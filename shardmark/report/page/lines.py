@@ -1,4 +1,4 @@
-"""Lines over a case's size, with the limit of the hardware or what a model says; and published figures beside ours."""
+"""Lines over a case's size, beside the hardware's limit or a model's curve; and published figures beside ours."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LEGEND = alt.Legend(title=None, symbolStrokeWidth=2)
 
 
 def lines(plot: Lines, entries: Sequence[Entry]) -> Drawn:
-    """The plot of those rows that have its figures, where some line goes through two sizes or more."""
+    """The plot of the rows that have its figures; Absent unless some panel has two sizes."""
     data = _measured(plot, [each for each in entries if None not in (number(each, plot.x), number(each, plot.y))])
     if plot.curve is not None:
         data += [each for entry in entries for each in _curve(plot, entry)]
@@ -59,7 +59,7 @@ def lines(plot: Lines, entries: Sequence[Entry]) -> Drawn:
 
 
 def _measured(plot: Lines, entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """A point for each row; and one of the limit for each of its sizes."""
+    """A point for each row, and the limit at each row's size."""
     data: list[dict[str, Any]] = []
     for entry, name in zip(entries, line_names(entries, plot.x, *([plot.panels] if plot.panels else [])), strict=True):
         panel = str(figure(entry, plot.panels)) if plot.panels else ""
@@ -75,7 +75,7 @@ def _measured(plot: Lines, entries: Sequence[Entry]) -> list[dict[str, Any]]:
 
 
 def _curve(plot: Lines, entry: Entry) -> list[dict[str, Any]]:
-    """What the model of this row says, and where it is least."""
+    """Points of the curve that a row's model predicts, and its minimum."""
     found = figure(entry, plot.curve or "")
     if not isinstance(found, dict):
         return []
@@ -128,7 +128,7 @@ def _lines_chart(plot: Lines, data: list[dict[str, Any]]) -> Chart:
 
 
 def points(plot: Points, entries: Sequence[Entry]) -> Drawn:
-    """Our figures filled, and hollow those that were published, metric by metric."""
+    """Our figures filled, published ones hollow; one panel for each metric."""
     notes: list[str] = []
     data: list[dict[str, Any]] = [
         {"name": label, "metric": metric, "value": in_unit(value, plot.units[metric]), "of": _HERE}

@@ -1,4 +1,4 @@
-"""Memory: by kind through a step, against what the device has; and what is held after each stage of making a model."""
+"""Memory by kind through a step, against the device's size; and after each stage of making a model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardmark.rows.columns import Entry
 from shardmark.rows.row import figure
 
 MOMENTS = 100
-"""Of a step that are drawn, each the largest of those it stands for; the row has up to 200."""
+"""Moments of a step that are drawn, each the largest of a stretch; the row has up to 200."""
 NEAR = 0.2
-"""Of the device's memory: where a peak is less, the device's size would press all else to the bottom."""
+"""Share of the device's memory from which its size is drawn; for a smaller peak it would flatten the plot."""
 _WIDTH, _HEIGHT = 560, 220
 
 
 def by_kind(entries: Sequence[Entry], device_bytes: float | None) -> Iterator[Drawn]:
-    """For each row that was observed so, the step's memory as stacked areas."""
+    """Memory of a step by kind as stacked areas, for each row that has it."""
     shown = [each for each in entries if figure(each, "memory.curve")]
     for label, entry in zip(labels(shown), shown[:MOST_PLOTS], strict=False):
         moments = _thinned(figure(entry, "memory.curve"))
@@ -35,7 +35,7 @@ def by_kind(entries: Sequence[Entry], device_bytes: float | None) -> Iterator[Dr
         notes = ["One step of the first rank, from its beginning to its end, allocation by allocation."]
         near = device_bytes is not None and peak > NEAR * device_bytes
         if device_bytes is None:
-            notes.append("How much the device has, the file does not say.")
+            notes.append("The file does not say how much memory the device has.")
         else:
             size = f"{100 * peak / device_bytes:.2g}% of the device's {device_bytes / 2**30:,.1f} GiB"
             notes.append(f"The peak is {size}{'' if near else ', which is not drawn: it is far above'}.")
@@ -82,11 +82,11 @@ def _areas(rows: Sequence[Sequence[Cell]], kinds: Sequence[str], size: float | N
 CROSS = "M-1,-1L1,1M-1,1L1,-1"
 
 _HELD = {"live": "allocated", "reserved": "reserved"}
-"""What a stage has, and what PyTorch calls it."""
+"""Key in a row's stages, and PyTorch's word for it."""
 
 
 def by_stage(entries: Sequence[Entry]) -> Iterator[Drawn]:
-    """What is allocated, and on CUDA reserved, after each stage, with the formula; nothing where no row has stages."""
+    """Memory allocated, and on CUDA reserved, after each stage, with the formula; nothing if no row has stages."""
     found = [each for each in entries if figure(each, "memory.stages")]
     shown = found[:MOST_LINES]
     if not shown:
@@ -103,7 +103,7 @@ def by_stage(entries: Sequence[Entry]) -> Iterator[Drawn]:
             for formula in [in_unit(finite(held[name].get("formula")), "B") if key == "live" else None]
         ]
         if not data:
-            yield Absent(title, "CUDA's caching allocator alone reserves memory, and this run was on a CPU.")
+            yield Absent(title, "Only CUDA's caching allocator reserves memory, and this run was on a CPU.")
             continue
         columns = ["row", "stage", f"{word} MiB", "formula MiB"]
         rows: list[list[Cell]] = [[each["row"], each["stage"], each["MiB"], each["formula"]] for each in data]

@@ -1,5 +1,5 @@
-/* Sort and filter. By hand, as it is these lines: libraries that do both are a hundred times as long, take the page's
- * rows apart to draw them anew, or leave the keyboard and the screen reader to the page. */
+/* Sort and filter tables. Written by hand: libraries that do both are a hundred times as long, rebuild the page's rows,
+ * or do not serve the keyboard and the screen reader. */
 "use strict";
 
 const announced = document.getElementById("announced");
@@ -11,7 +11,7 @@ function key(row, column) {
 }
 
 function compare(a, b, sign) {
-  if (a.empty || b.empty) return a.empty - b.empty; // what is not there stands last either way
+  if (a.empty || b.empty) return a.empty - b.empty; // empty cells stay last in both directions
   if (a.number !== null && b.number !== null) return sign * (a.number - b.number);
   return sign * a.text.localeCompare(b.text, undefined, { numeric: true });
 }
@@ -35,7 +35,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
   }
 }
 
-/* Whether the cell's column is shown, whatever becomes of its row. */
+/* Whether the cell's column is shown, even if its row is filtered out. */
 function isShown(cell) {
   return !cell.classList.contains("extra") || cell.closest("section").querySelector(".every-column").checked;
 }

@@ -20,11 +20,11 @@ _WIDTH = 500
 COLUMNS = ("strategy", "ranks", "step ms", "tensors MiB", "reserved MiB", "free MiB", "fits")
 
 WIDE = 0.12
-"""Of the step: narrower parts have no room for their names."""
+"""Share of the step below which a part has no room for its name."""
 
 
 def streams(entries: Sequence[Entry]) -> Iterator[Drawn]:
-    """For each predicted row, when each stream of the first rank's device is busy, and where the step's parts end."""
+    """For each predicted row: when each stream of the first rank's device is busy, and when the step's parts end."""
     shown = [each for each in entries if figure(each, "time.predicted.streams")]
     title = "The predicted step, stream by stream"
     for label, entry in zip(labels(shown), shown[:MOST_PLOTS], strict=False):
@@ -46,7 +46,7 @@ def streams(entries: Sequence[Entry]) -> Iterator[Drawn]:
 
 
 def _ends(parts: dict[str, float]) -> list[dict[str, Any]]:
-    """When each part is over, and its name where there is room."""
+    """The time at which each part ends, and its name if there is room."""
     over, ends = 0.0, []
     for name, seconds in parts.items():
         over += seconds
@@ -85,15 +85,15 @@ def predicted_interval(entry: Entry) -> Sequence[float]:
 
 @dataclass(frozen=True)
 class Fits:
-    """Of one case, and of which hardware."""
+    """The strategies predicted for one case on one hardware."""
 
     title: str
     rows: list[list[str]]
-    """What fits, the fastest first; then what does not."""
+    """First what fits, fastest first; then what does not."""
 
 
 def strategies(entries: Sequence[Entry]) -> list[Fits]:
-    """A table for each case that several implementations were predicted for, where it is known what a device has."""
+    """A table for each case with several predicted implementations, where the device's memory is known."""
     cases: dict[tuple[str, int], list[Entry]] = {}
     for entry in entries:
         if figure(entry, "memory.available") is not None and figure(entry, "memory.reserved") is not None:

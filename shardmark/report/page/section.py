@@ -22,7 +22,7 @@ from shardmark.rows.columns import DEFAULT, Entry
 
 @dataclass(frozen=True)
 class Heading:
-    """A column's name; whether it is aligned to the left, and whether it is shown only with all columns."""
+    """A column's name, whether it is left-aligned, and whether only "all columns" shows it."""
 
     name: str
     left: bool
@@ -31,7 +31,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Table:
-    """All columns that some row fills, those that the question names among them."""
+    """All columns that some row fills, the question's own first."""
 
     headings: list[Heading]
     rows: list[list[str]]
@@ -39,19 +39,21 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """What is shown of a question."""
+    """All that the page shows of a question."""
 
     title: str
     figures: list[Figure]
     absent: list[Absent]
     table: Table
     lines: list[str]
-    """What the terminal has under the table with -v."""
+    """Lines that the terminal prints under the table with -v."""
 
 
 def section(title: str, entries: Sequence[Entry], question: Mapping[str, Any], device_bytes: float | None) -> Section:
-    """The question's own plots, then those of what every row may have. Raises KeyError, TypeError, ValueError or
-    AttributeError where a plot or a row is of another version."""
+    """The question's own plots, then the plots that need no declaration.
+
+    Raises KeyError, TypeError, ValueError or AttributeError where a plot or a row was written by another version.
+    """
     drawn = list(_drawn(entries, question, device_bytes))
     return Section(
         title,
@@ -73,7 +75,7 @@ def _drawn(entries: Sequence[Entry], question: Mapping[str, Any], device_bytes: 
 
 
 def table(entries: Sequence[Entry], question: Mapping[str, Any]) -> Table:
-    """The rows of a question, whose columns are named by its test, or those that every question's table has."""
+    """The rows of a question in the columns that its test names, by default `DEFAULT`; the others are extra."""
     asked = with_ranks([column_named(name) for name in question.get("columns", DEFAULT)], entries)
     named = [column.name for column in asked]
     own = [name for entry in entries for name in entry.get("cells", {})]
@@ -87,7 +89,7 @@ def table(entries: Sequence[Entry], question: Mapping[str, Any]) -> Table:
 
 
 def as_link(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    """A link that is itself the file: CSV, in which no name is a spreadsheet's formula."""
+    """A data: link that holds the CSV file, in which no cell is a spreadsheet's formula."""
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows([[_inert(each) for each in row] for row in (columns, *rows)])
     return "data:text/csv;charset=utf-8," + quote(file.getvalue(), safe=" ,;:/()[]=+*@!$'?\n")

@@ -16,10 +16,10 @@ from shardmark.rows.row import figure
 
 
 def ratios(changes: Changes) -> Figure | None:
-    """The figure; None where no time has changed."""
+    """Each changed test's ratio to its peer, then and now; None if no time has changed."""
     if not changes.ratios:
         return None
-    notes = ["Each step's time over its peer's in the same run, as seconds depend on what else the machine does."]
+    notes = ["Each step's time over its peer's in the same run: seconds alone depend on what else the machine does."]
     entries = [
         {"test": test.partition("::")[2] or test, "run": run, "ratio": each.center, "low": each.low, "high": each.high}
         for test, both in changes.ratios.items()
@@ -60,19 +60,19 @@ def _ratios_chart(data: list[Entry], name: str, tests: Sequence[str]) -> Chart:
 
 
 def is_predicted(run: Entry) -> bool:
-    """Whether a run's rows are of a simulation."""
+    """Whether the run is a simulation."""
     return any(entry["extra_info"].get("simulated") for entry in entries_of(run))
 
 
 def beside(predicted: Entry, measured: Entry) -> Figure | None:
-    """Predicted times with their intervals, beside the measured ones of the same tests; None where there are none."""
+    """Predicted times with intervals beside measured ones of the same tests; None if no test is in both runs."""
     means = {entry["fullname"]: entry["stats"]["mean"] for entry in measured["benchmarks"]}
     found = [
         entry for entry in predicted["benchmarks"] if entry["fullname"] in means and figure(entry, "time.predicted")
     ]
     if not found:
         return None
-    notes = ["Bars: between which 9 of 10 steps are predicted to be. The error is the predicted time's."]
+    notes = ["Bars: the interval predicted to hold 9 of 10 steps. Error: of the predicted time."]
     names = [entry["fullname"].partition("::")[2] or entry["fullname"] for entry in found]
     rows: list[list[Cell]] = []
     for name, entry in zip(names, found, strict=True):

@@ -24,7 +24,7 @@ Chart = alt.Chart | alt.LayerChart | alt.HConcatChart | alt.FacetChart
 SERIES = [f"var(--series-{i})" for i in range(8)]
 _SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left"]
 _MARK = "\N{SOFT HYPHEN}"
-"""Every font has it, and no name, as the page shows such a one by its code."""
+"""A character that every font has and no name contains: `printable` replaces it by its code."""
 
 DASH = "M-1,-0.2H1V0.2H-1Z"
 """The symbol of a line without points."""
@@ -32,7 +32,7 @@ DASH = "M-1,-0.2H1V0.2H-1Z"
 INK, FAINT, BACKGROUND = "var(--ink)", "var(--rule)", "var(--surface)"
 
 _CONFIG: dict[str, Any] = {
-    "aria": False,  # names of every mark, which take a tenth of the time
+    "aria": False,  # a label for every mark would take a tenth of the time
     "background": None,
     "font": "Arial",
     "view": {"stroke": None},
@@ -90,12 +90,12 @@ def color(field: str, kinds: Sequence[str], colors: Sequence[str], **legend: Any
 
 
 def series(count: int) -> list[tuple[str, str]]:
-    """So many pairs of a colour and a shape: no two lines are told apart by colour alone, and up to 64 are by both."""
+    """`count` pairs of colour and shape, so that no two lines differ by colour alone; 64 pairs are distinct."""
     return [(SERIES[i % 8], _SHAPES[(i + i // 8) % 8]) for i in range(count)]
 
 
 def log_ticks(values: Iterable[float]) -> list[float]:
-    """Where a logarithmic axis of those values has its lines: at powers of ten, and with few of them at 2 and 5 too."""
+    """Ticks of a logarithmic axis: powers of ten; over fewer than three of them, also 2 and 5 times each."""
     known = [value for value in values if value > 0]
     first, last = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
     steps = (1, 2, 5) if last - first < 3 else (1,)
@@ -103,7 +103,7 @@ def log_ticks(values: Iterable[float]) -> list[float]:
 
 
 def stand_ins(names: Iterable[str]) -> dict[str, str]:
-    """For each of an axis's names a short one, in whose place `draw` puts it again.
+    """A short stand-in for each of an axis's names; `draw` puts the names back.
 
     Vega measures each name several times, and takes a tenth of a millisecond for each of its characters: with the names
     themselves a plot of 40 rows takes five times as long.
@@ -112,7 +112,7 @@ def stand_ins(names: Iterable[str]) -> dict[str, str]:
 
 
 def room(names: Iterable[str]) -> float:
-    """Pixels that the longest name takes, and some more."""
+    """Pixels that the longest name takes, plus a margin."""
     return 10 + max(sum(6.2 if character.isascii() else 12 for character in name) for name in names)
 
 
@@ -147,14 +147,14 @@ _STYLED = re.compile(
     r'\s(?:font-family|pointer-events|class)="[^"]*"|\s(?:font-weight="normal"|opacity="1"|stroke-width="1"|font-size="12px")'
     rf'|(?<=") fill="{re.escape(INK)}"(?=(?: opacity="1")?>)'
 )
-"""What page.css says of a plot's text, and what nobody sees: a third of the file."""
+"""Attributes that page.css sets or that have no effect: a third of the file."""
 
 _INVISIBLE = re.compile(r'<path d="[^"<>]*"(?: display="none")?/>')
-"""Neither filled nor stroked."""
+"""Paths that are neither filled nor stroked."""
 
 
 def _with_straight_lines(path: re.Match[str]) -> str:
-    """A path of straight lines as H and V where it goes along an axis, of which one is enough for several in a row."""
+    """Shorten a path of straight lines: H or V along an axis, one for several in a row."""
     points = [tuple(point.split(",")) for point in path[0][1:].split("L")]
     if any(len(point) != 2 for point in points):
         return path[0]
@@ -168,5 +168,5 @@ def _with_straight_lines(path: re.Match[str]) -> str:
 
 
 def _rounded(attribute: re.Match[str]) -> str:
-    """Tenths of a pixel are enough; thousandths are half of the file."""
+    """Round to tenths of a pixel: finer digits would be half of the file."""
     return re.sub(r"-?\d+\.\d{2,}", lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), attribute[0])

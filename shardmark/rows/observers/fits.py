@@ -1,4 +1,4 @@
-"""Fits: what of a peak is quadratic in sequence length, and what linear; what of a time is overhead."""
+"""Least-squares fits: the quadratic and linear parts of a peak by sequence length, and the fixed part of a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 POINTS = 4
-"""Lengths that a fit of three coefficients needs, for its miss to say something."""
+"""Fewest lengths for a fit of three coefficients whose miss means something."""
 
 
 def fit_peaks(peaks: dict[int, int]) -> tuple[list[float], float]:

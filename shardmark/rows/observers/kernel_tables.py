@@ -1,4 +1,4 @@
-"""The kernels under a question's table: what each phase ran, and matrix products against the rest."""
+"""Lines under a question's table: the kernels of each phase, and each category's share."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from shardmark.meter.kernels import CATEGORIES, MATRIX_PRODUCT
 from shardmark.text import layout
 
 TOP = 5
-"""Kernels of a phase that are printed; the row has more."""
+"""Most kernels of a phase that are printed; the row has more."""
 
 WIDEST = 60
-"""Characters of a kernel's name: on CUDA some are templates of several hundred."""
+"""Most characters of a kernel's name; some of CUDA's are templates of several hundred."""
 
 
 def kernel_lines(entry: dict[str, Any]) -> Iterator[str]:
-    """Of a row with kernels: their table by phase, and each category's share."""
+    """Tables of a row that has kernels: kernels by phase, and each category's share."""
     row = entry["extra_info"]
     if kernels := row.get("kernels"):
         phases = kernels["phases"]
@@ -44,7 +44,7 @@ def _kernels(phases: Mapping[str, Any]) -> Iterator[dict[str, str | None]]:
 
 
 def _categories(phases: Mapping[str, Any]) -> Iterator[dict[str, str | None]]:
-    """Each category's share of each phase, and of the phases up to there: before and after the optimizer's."""
+    """Each category's share of each phase, and of the phases so far, as with and without the optimizer."""
     alone = [[phase] for phase in phases]
     for group in [*alone, *list(accumulate(alone))[1:]]:
         total = sum(phases[phase]["seconds"] for phase in group)

@@ -1,4 +1,4 @@
-"""Where memory goes, under a question's table: by kind, what forward keeps beside its formula, the largest blocks."""
+"""Lines under a question's table: memory by kind, what forward keeps beside its formula, the largest blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardmark.meter.timeline import KINDS
 from shardmark.text import layout, mib
 
 TOP = 5
-"""Blocks that are printed; the row has more."""
+"""Most blocks that are printed; the row has more."""
 
 
 def memory_lines(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -29,7 +29,7 @@ def memory_lines(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def stage_lines(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """For rows with what is held after each stage: one table, the stages its columns."""
+    """One table of the bytes held after each stage, with the stages as columns."""
     rows = [entry["extra_info"] for entry in entries if entry["extra_info"]["memory"].get("stages")]
     if rows:
         stages = [row["memory"]["stages"] for row in rows]
@@ -40,7 +40,7 @@ def stage_lines(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _held(row: dict[str, Any], figure: str, names: list[str]) -> dict[str, str | None] | None:
-    """One figure of a row's stages; None where it has none, as only CUDA has bytes reserved."""
+    """A line for one figure of a row's stages; None without it, as only CUDA reserves bytes."""
     held = {name: stage[figure] for name, stage in row["memory"]["stages"].items() if stage.get(figure) is not None}
     if not held:
         return None
