@@ -1,20 +1,21 @@
-"""Random programs of a language model's life: calls, backward passes, modes, and weights that change in between."""
+"""Any history of a language model: calls, backward passes, modes, and weights that change in between."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from correctness.engine.examples import Patience, autocast_takes, fuzzed
+from correctness.engine.examples import autocast_takes
+from correctness.engine.histories import Problem, hold, play
 from correctness.model.language_models import CONTEXT, SIZE, assert_logits, copy_weights, draw, models
 from correctness.support.contracts import Note, assert_unchanged, is_ours, may_raise
 from shardmark.api import Implementation
@@ -133,15 +134,23 @@ calls = st.builds(
 others = st.sampled_from([*CHANGES, "backward", "copied"]).map(Event)
 
 
+@dataclass(frozen=True)
+class History:
+    events: list[Event]
+
+    def __str__(self) -> str:
+        return ""
+
+
 @st.composite
-def programs(draw_from: st.DrawFn) -> list[Event]:
+def histories(draw_from: st.DrawFn) -> History:
     """Of any events; or a call, changes, and the same call again, without a change of mode in between."""
     if draw_from(st.booleans()):
-        return draw_from(st.lists(calls | calls | others, min_size=2, max_size=9))
+        return History(draw_from(st.lists(calls | calls | others, min_size=2, max_size=9)))
     mode, call = draw_from(st.sampled_from([[Event("eval()")], [], [Event("to bfloat16")]])), draw_from(calls)
     keeps_mode = others.filter(lambda event: event.kind not in ("train()", "eval()"))
     between = [draw_from(st.lists(keeps_mode, min_size=1, max_size=2)) for _ in range(2)]
-    return [*mode, call, *between[0], call, *between[1], call]
+    return History([*mode, call, *between[0], call, *between[1], call])
 
 
 class Life:
@@ -155,7 +164,10 @@ class Life:
         self.returned: list[tuple[Tensor, Tensor]] = []
         self.past = "nothing"
 
-    def happens(self, event: Event) -> None:
+    def problem(self) -> str:
+        return ""  # each event raises its own
+
+    def play(self, event: Event) -> None:
         if event.kind in CONTEXTS:
             self.call(event)
         elif event.kind == "backward":
@@ -228,21 +240,16 @@ class Life:
 
 
 @pytest.mark.examples(12, 80, 400)
-def test_any_program_has_the_plain_models_logits_and_gradients(
+def test_any_history_has_the_plain_models_logits_and_gradients(
     implementation: Implementation, examples: int, device: str
 ) -> None:
-    start, patience = torch.initial_seed(), Patience(examples)
+    start = torch.initial_seed()
 
-    @fuzzed(examples)
-    @given(programs())
-    def holds(program: list[Event]) -> None:
-        torch.manual_seed(start)  # the same weights each time that a program is played
-        with patience:
-            life = Life(implementation, device)
-            for event in program:
-                life.happens(event)
+    def plays(history: History) -> Problem | None:
+        torch.manual_seed(start)  # the same weights each time that a history is played
+        return play(Life(implementation, device), history)
 
-    patience.with_(holds)
+    hold(histories(), plays, examples)
 
 
 def test_an_empty_batch_trains(implementation: Implementation, device: str, record_property: Note) -> None:
