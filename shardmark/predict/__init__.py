@@ -1,4 +1,4 @@
-"""What a case would take on hardware that is not there: simulation of memory and time, and what fits.
+"""Predict a case's memory and step time on hardware that is not there, and which strategies fit.
 
 Importing it lets memory formulas stand beside a simulated step (`shardmark.api.reference`).
 """

@@ -1,4 +1,4 @@
-"""What fits on which hardware, without pytest, by the implementations of this checkout or of the installed suite.
+"""Print which strategies fit on which hardware, without pytest, by this checkout's techniques or the wheel's.
 
 python -m shardmark.predict mine.py:make --hardware h100-80gb --ranks 8,64,512
 """

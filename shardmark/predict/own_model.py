@@ -17,7 +17,7 @@ from shardmark.meter.allocations import user_line
 
 
 def check(spec: str, simulated: bool) -> OwnModel:
-    """What cases have to know of the model, once a forward and a backward pass of it have been followed.
+    """Run one forward and one backward pass of the model; return the facts that its cases need.
 
     Kernels are left out there, so it costs no more for a large model; those of a program that depends on values run,
     unless it is to be simulated. Raises RegistryError, in one line, for what is no such function, and for what it
@@ -69,7 +69,7 @@ def _check_loss(label: str, made: Made, loss: Any) -> None:
 
 @contextmanager
 def _in_one_line(label: str) -> Iterator[None]:
-    """Whatever the user's code raises in the block becomes a RegistryError that says what, and in which line."""
+    """Turn what the user's code raises into a RegistryError of one line, which names the exception and its line."""
     try:
         yield
     except (KeyboardInterrupt, RegistryError, Unsupported):

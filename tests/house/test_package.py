@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -39,6 +40,14 @@ def attention(q, k, v, *, is_causal=False):
     return scores.softmax(-1) @ v
 """
 
+MODEL = """
+import torch
+
+def make():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+    return model, (torch.ones(8, 16),), lambda model, x: model(x).mean()
+"""
+
 
 def done(*words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command without this checkout on Python's path, to its end."""
@@ -74,7 +83,9 @@ def test_it_has_the_plugin_typed_and_the_suite_without_its_own_tests(wheel: Path
     assert rooms == {f"shardmark_suite/{room}" for room in ("impl", "perf", "correctness", "conftest.py", "pytest.ini")}
     assert {name.partition("/")[0] for name in names} == {"shardmark", "shardmark_suite", names[-1].partition("/")[0]}
     assert {"shardmark/py.typed", "shardmark/rows/row.schema.json", "shardmark/report/page/page.html"} <= {*names}
-    assert not [name for name in names if re.search("correctness/(instruments|defects)|__pycache__", name)]
+    assert not [
+        name for name in names if re.search(r"correctness/.*/(right|wrong\w*)\.py|^(tests|studies)/|__pycache__", name)
+    ]
     assert wheel.stat().st_size < LARGEST
 
 
@@ -95,6 +106,16 @@ def test_the_suite_judges_without_a_checkout(installed: Path, tmp_path: Path) ->
     assert run.returncode == 1 and "\nattention=attention is WRONG: " in run.stdout, run.stdout + run.stderr
     first = re.search(r"^  first: test_a_query_sees_the_keys\S*causal\]: ", run.stdout, re.M)
     assert first is not None, run.stdout
+
+
+@pytest.mark.sweep
+def test_what_fits_is_predicted_without_a_checkout(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    arguments = ["mine.py:make", "--hardware=h100-80gb", "--ranks=2", "--json=out.json"]
+    run = done(installed / "python", "-m", "shardmark.predict", *arguments, folder=tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    fits = {each["strategy"]: each["fits"] for each in json.loads((tmp_path / "out.json").read_text())["outcomes"]}
+    assert fits["training_step=eager"] and fits["data_parallel=bucketed"] and fits["fsdp=fsdp2"], run.stdout
 
 
 @pytest.mark.parametrize(

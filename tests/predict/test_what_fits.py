@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from correctness.support.paths import ROOT
 from shardmark.api.own_model import OwnModelCase, resized, size_of
 from shardmark.api.registry import FAMILIES, Unsupported, resolve
 from shardmark.meter.allocations import EMPTY_CACHE, Allocated, Block, Marked, Released
@@ -16,7 +18,7 @@ from shardmark.meter.hardware import CONTEXT, hardware
 from shardmark.predict.simulation.caching_allocator import MIB, held_at_marks
 from shardmark.predict.simulation.communicator import communicator_bytes, room
 from shardmark.predict.what_fits.advice import MOST_LENGTH, Outcome, largest, place
-from shardmark.predict.what_fits.command import main
+from shardmark.predict.what_fits.command import _strategies, main
 from shardmark.predict.what_fits.prediction import Prediction, Refused, StepTime, Strategy, followed, predicted
 from shardmark.predict.what_fits.table import lines
 from tests.support import own_models
@@ -162,6 +164,30 @@ def test_a_model_that_no_strategy_could_train_is_one_line(
     assert main([model, "--hardware", "h200"]) == 4
     said = capsys.readouterr().err.strip().replace("/", "|").replace("[", "(")
     assert "\n" not in said and Path(said).match(f"python -m shardmark.predict: {line}")
+
+
+def test_strategies_of_one_device_come_first_and_then_by_how_much_is_sharded() -> None:
+    assert [str(each) for each in _strategies(["checkpointing=full"])] == [
+        "training_step=eager",
+        "training_step=eager + checkpointing",
+        "data_parallel=bucketed",
+        "sharded_optimizer=sharded",
+        "fsdp=fsdp2",
+        "fsdp=fsdp2 + checkpointing",
+        "checkpointing=full",
+    ]
+
+
+def test_the_package_names_no_family_that_trains_a_model() -> None:
+    """Nor "checkpointing" of them, but as the label of a strategy whose blocks are checkpointed as well."""
+    families = {name for name, family in FAMILIES.items() if family.workload is not None}
+    named = {
+        (path.name, node.value)
+        for path in (ROOT / "shardmark" / "predict").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in families
+    }
+    assert named == {("prediction.py", "checkpointing"), ("advice.py", "checkpointing")}
 
 
 @pytest.mark.sweep

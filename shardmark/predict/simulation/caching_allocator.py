@@ -42,7 +42,7 @@ class _Piece:
     nbytes: int
     pool: _Pool
     address: int
-    """Of free pieces of one size, the one that lies first is given out."""
+    """Among free pieces of one size, the lowest address is used first."""
     before: _Piece | None = None
     after: _Piece | None = None
     free: bool = True

@@ -1,4 +1,4 @@
-"""What NCCL has on a GPU for itself, beside PyTorch's allocator: an estimate, from its public sources and logs.
+"""Estimate the bytes that NCCL takes on a GPU, outside PyTorch's allocator, from its public sources and logs.
 
 A communicator has channels, and for each channel buffers to receive in from every rank that this one is connected to
 there, for three protocols:

@@ -1,4 +1,4 @@
-"""What an operator has to do on a device: matrix products, and bytes that it reads and writes.
+"""Count an operator's work: matrix products, and bytes read and written.
 
 Counted from the shapes of what goes in and what comes out. Operators that only look at a tensor otherwise (views) or
 lay out memory have nothing to do there. FLOPs of products are PyTorch's own counts (`torch.utils.flop_counter`).
@@ -26,7 +26,7 @@ SECTOR = 32
 
 @dataclass(frozen=True)
 class Product:
-    """So many matrix products of (m, k) with (k, n)."""
+    """A batch of matrix products of (m, k) with (k, n)."""
 
     batch: int
     m: int
@@ -35,7 +35,7 @@ class Product:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether m, n or k is at most 128, so that a single tile of the matrix product spans it."""
+        """True where m, n or k is at most 128: a single tile of the product spans it."""
         return min(self.m, self.n, self.k) <= 128
 
 
@@ -45,17 +45,17 @@ class Cost:
 
     dtype: torch.dtype
     flops: float
-    """Of products; others count none, as bytes bound them."""
+    """FLOPs of matrix products; other operators count none, as bytes bound them."""
     nbytes: float
     """Read and written, once each."""
     products: tuple[Product, ...] = ()
     """Where FLOPs are those of plain products, their shapes."""
     reduces: bool = False
-    """Whether values of a row are combined: sums, norms, softmax."""
+    """True where an operator combines a row's values: sums, norms, softmax."""
     scattered: bool = False
-    """Whether single rows are read or written, wherever they lie."""
+    """True for gather and scatter: rows are read or written wherever they lie."""
     attends: bool = False
-    """Whether it is a kernel of attention, whose products have other work between them."""
+    """True for attention kernels, which have other work between their products."""
 
 
 _OF_ROWS = ("embedding", "index_select", "gather", "index", "take")
@@ -63,10 +63,10 @@ _OF_ROWS = ("embedding", "index_select", "gather", "index", "take")
 _INTO_ROWS = ("index_put_", "_index_put_impl_", "scatter_", "scatter_add_", "index_add_", "index_copy_", "scatter")
 """They write, of their first tensor, what they are given."""
 _REDUCE = ("softmax", "norm", "sum", "mean", "amax", "amin", "max", "min", "var", "std", "logsumexp", "argmax", "nll")
-"""What the names of operators have in them that combine values of a row."""
+"""Parts of the names of operators that combine a row's values."""
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 _WRITE_ALONE = ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_", "zeros_like", "ones_like")
-"""What they write into they do not read."""
+"""Operators that overwrite their output without reading it."""
 
 
 def cost_of(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], results: Any) -> Cost | None:

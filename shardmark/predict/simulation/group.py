@@ -151,7 +151,7 @@ def _ranks(group: GroupName) -> Sequence[int]:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """As much memory as they have, in one tensor."""
+    """Allocate one tensor with as many bytes as they have together."""
     return torch.empty(sum(each.numel() for each in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
 
 

@@ -1,4 +1,4 @@
-"""What becomes of each operator where no kernel runs."""
+"""Classify operators by how a simulation runs them without a kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HERE = Path(__file__).parent
 
 
 class Kind(Enum):
-    """What becomes of an operator."""
+    """How a simulation runs an operator."""
 
     RUN = auto()
     """It writes no values, or is made of other operators, which come here in turn."""
@@ -41,7 +41,7 @@ class Kind(Enum):
 
 
 _ALLOCATE = ("empty", "set_", "resize_", "_unsafe_view", "unsafe_split", "lift", "_reshape_alias", "_fused_sdp_choice")
-"""What the names of kernels begin with that lay out memory, and compute nothing."""
+"""Prefixes of operators that lay out memory and compute nothing."""
 
 _NAMED = {
     aten._local_scalar_dense.default: Kind.READ,
@@ -120,7 +120,7 @@ def _has_kernel(name: str, key: str) -> bool:
 
 
 def _is_of_other_devices(name: str) -> bool:
-    """Whether this build knows the operator's results alone, and has no kernel for it."""
+    """True where this build has the operator's meta kernel alone."""
     return _has_kernel(name, "Meta") and not any(
         _has_kernel(name, key) for key in ("CPU", "CompositeImplicitAutograd", *_FOR_ALL_DEVICES)
     )

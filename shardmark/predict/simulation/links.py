@@ -50,6 +50,6 @@ def least_collective_seconds(hardware: Hardware, name: str, nbytes: int, ranks: 
 
 
 def _nodes(hardware: Hardware, ranks: Sequence[int]) -> tuple[int, int]:
-    """Of the group's ranks, how many are in a node, the one that has fewest; and in how many nodes they are."""
+    """Ranks in the group's smallest node, and the number of its nodes."""
     nodes = Counter(rank // hardware.devices_per_node for rank in ranks)
     return min(nodes.values()), len(nodes)

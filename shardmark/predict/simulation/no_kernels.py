@@ -75,7 +75,7 @@ Collective = Callable[[OpOverload, tuple[Any, ...]], Any]
 
 
 class _Kernels:
-    """What runs in place of kernels, for one simulation."""
+    """Runs operators without kernels, for one simulation."""
 
     def __init__(self, collective: Collective, take: Take | None, schedule: Schedule) -> None:
         self._collective = collective
@@ -204,7 +204,7 @@ def _empty_like(tensor: Tensor) -> Tensor:
 
 
 def _described(value: Any) -> Any:
-    """What a result's layout depends on; hashable."""
+    """Hashable key of all that a result's layout depends on."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):
@@ -217,12 +217,12 @@ def _is_small(tensor: Tensor) -> bool:
 
 
 def past_kernels() -> Any:
-    """In the block operators run as if there were no simulation."""
+    """Run operators with their kernels within the block."""
     return torch._C._ExcludeDispatchKeyGuard(_KEYS)
 
 
 def has_value(tensor: Tensor) -> bool:
-    """Whether its numbers are computed in a simulation: it is small, and no number it was made from was left out."""
+    """True where a simulation computes its numbers: it is small, and every number it was made from is known."""
     return _is_small(tensor) and not hasattr(tensor.untyped_storage(), "no_value")
 
 

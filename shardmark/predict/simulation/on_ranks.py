@@ -1,4 +1,4 @@
-"""What each operator and each collective takes on this machine's ranks, all of which measure at once, as they run."""
+"""Time operators and collectives on ranks of this machine, all of which measure at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_ROUNDS_OF_COLLECTIVES = 200
 BEFORE = 5e-4
 """Seconds for which the ranks compute before a collective, as they do in a step: its threads wake up later then."""
 SILENT = {"c10d::recv_", "c10d::_reduce_scatter_base_", "c10d::reduce_scatter_"}
-"""Whose handles on Gloo do not say that they are over until they are waited for."""
+"""Collectives whose Gloo handles report completion only once waited for."""
 MOST_POOLS = 16
 COLD = 2**26
 """Bytes that a rank's collectives go through before they meet a tensor again: more than caches hold."""
@@ -33,16 +33,16 @@ COLD = 2**26
 
 @dataclass(frozen=True)
 class Sent:
-    """What a collective takes, in seconds."""
+    """Seconds that a collective takes."""
 
     launch: float
-    """Of the host, to start it."""
+    """Seconds the host takes to start it."""
     alone: float
-    """From then on, where the host waits for it."""
+    """Seconds from then on, where the host waits for it."""
     beside: float
-    """The same, where the host computes meanwhile."""
+    """Seconds where the host computes meanwhile."""
     pace: float
-    """What the host gets done meanwhile, beside what it would."""
+    """Fraction of its usual work that the host gets done meanwhile."""
 
 
 def operator_seconds(calls: Sequence[Call], budget: float, device: str, seed: int = 0) -> list[float]:
@@ -227,7 +227,7 @@ def _handle(result: Any) -> Any:
 
 
 def _together(value: Tensor) -> bool:
-    """Whether it is so on any rank."""
+    """True where it is true on any rank."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(value, dist.ReduceOp.MAX)
     return bool(value)

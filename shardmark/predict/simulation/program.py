@@ -1,4 +1,4 @@
-"""What a step launches, in its order: each operator with its layout, each collective, each wait.
+"""Record a step's launches in order: each operator with its layout, each collective, each wait.
 
 A simulation runs all of a step but its kernels, so the time between two of them is that of the program itself: Python,
 autograd, the dispatcher, views. It is measured here, as the step is simulated.

@@ -53,7 +53,7 @@ class Rates(Protocol):
 
 @dataclass(frozen=True)
 class Span:
-    """What a stream runs from one second to another."""
+    """One operator on a stream, from its first second to its last."""
 
     name: str
     stream: str
@@ -73,7 +73,7 @@ class Step:
 
     seconds: float
     host: float
-    """What the host took to launch it."""
+    """Seconds the host took to launch it."""
     parts: dict[str, float]
     spans: list[Span] = field(repr=False)
 
@@ -240,7 +240,7 @@ class Schedule:
 
     @contextmanager
     def on_stream(self, name: str) -> Iterator[None]:
-        """In the block the stream of that name is the current one."""
+        """Make the stream of that name current within the block."""
         self._current.append(name)
         try:
             yield

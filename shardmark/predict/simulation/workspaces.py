@@ -1,4 +1,4 @@
-"""What CUDA's kernels and libraries take for themselves: cuBLAS's workspaces, and what some kernels need as they run.
+"""Workspaces of CUDA's libraries and kernels: cuBLAS's, and those that single kernels take as they run.
 
 Known are PyTorch's own softmax and sums, and attention's backward (Dao, "FlashAttention-2", 2023). Others count
 nothing.
@@ -19,11 +19,11 @@ from shardmark.meter.recording import mark
 from shardmark.predict.simulation.streams import ALL_AWAITED_AS_KERNELS_LOAD
 
 _PRODUCTS = {f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot")}
-"""What cuBLAS computes."""
+"""Operators that cuBLAS computes."""
 
 
 class Workspaces:
-    """What libraries and kernels take for themselves on that hardware."""
+    """Workspaces that libraries and kernels take on that hardware."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware

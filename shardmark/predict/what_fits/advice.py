@@ -1,4 +1,4 @@
-"""Whether a strategy fits, how fast it is, what makes it fit if not, and with which batch."""
+"""Decide which strategies fit; for the others, find the cheapest change or the largest batch with which they do."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Outcome:
     hardware: Hardware
     found: Prediction | Refused
     change: str | None = None
-    """The cheapest that makes it fit, where it does not."""
+    """The cheapest change that makes it fit; None where it fits, or no change helps."""
     rows: int | str | None = None
-    """Of the largest batch that fits, where that was asked for, or why there is none."""
+    """Rows of the largest batch that fits, if asked for, or why none was found."""
     context: int | str | None = None
-    """The longest that fits, likewise."""
+    """Length of the longest context that fits, if asked for, or why none was found."""
 
     @property
     def room(self) -> int:
@@ -93,7 +93,7 @@ def outcomes(
 
 
 def place(outcome: Outcome) -> tuple[bool, float]:
-    """In the table: what fits before what does not, and there the fastest first. Each rank has a batch of its own."""
+    """Sort key of the table's lines: strategies that fit first, by seconds for each rank's batch, fastest first."""
     if not outcome.fits or outcome.step is None:
         return not outcome.fits, math.inf
     return False, outcome.step.seconds / outcome.ranks
@@ -102,19 +102,17 @@ def place(outcome: Outcome) -> tuple[bool, float]:
 def _predicted(
     predictions: Predictions, strategy: Strategy, ranks: int, on: Hardware, dim: int = 0, size: int | None = None
 ) -> Outcome:
-    """What is predicted for it, once that is there; with a batch of that `size` in that dimension."""
+    """Wait for the prediction; `size` is the batch's size in dimension `dim`, None for the user's own."""
     return Outcome(strategy, ranks, on, predictions.ask(strategy, ranks, on, dim, size)())
 
 
 def _could_fit(found: Outcome) -> bool:
-    """Whether less activations could make it fit."""
+    """True where fewer activations could make it fit."""
     return isinstance(found.found, Prediction) and found.found.before_step <= found.room
 
 
 def _changes(predictions: Predictions, found: Outcome, sizes: Sequence[int]) -> Iterator[str]:
-    """What makes it fit, the cheapest first: checkpointing, autocast to bfloat16, sharded optimizer state, all of it
-    sharded.
-    """
+    """Yield changes that make it fit, the cheapest first: checkpointing, autocast to bfloat16, more of ZeRO."""
     mine = found.strategy
     family = FAMILIES[mine.family]
     checkpoints = mine.checkpointed or family.checkpoints

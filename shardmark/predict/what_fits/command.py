@@ -84,7 +84,7 @@ def _ranks(value: str) -> list[int]:
 
 
 def _strategies(own: Sequence[str]) -> list[Strategy]:
-    """Those that are always shown, and the user's."""
+    """Strategies of every table, one device first and then by ZeRO's stage; the user's `--impl` follow."""
     training = {name: family for name, family in FAMILIES.items() if family.workload is not None}
     ordered = sorted(
         training.items(), key=lambda pair: (pair[1].on_ranks, pair[1].zero_stage, pair[1].checkpoints)

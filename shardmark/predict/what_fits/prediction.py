@@ -20,7 +20,7 @@ from shardmark.predict.simulation.predict import predict, simulation
 from shardmark.rows.observers import Observer
 
 _TOO_LARGE = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
-"""What PyTorch says of a tensor for which this machine has not even addresses."""
+"""PyTorch's error for a tensor larger than this machine's address space."""
 
 
 MOST = 2**62
@@ -41,7 +41,7 @@ class Strategy:
 
     @property
     def on_ranks(self) -> bool:
-        """Whether it needs a process group."""
+        """True where training needs a process group."""
         return family(self.family).on_ranks
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Strategy:
 
 @dataclass(frozen=True)
 class StepTime:
-    """In seconds, of one of many steps: the host launches the next while the device runs."""
+    """Seconds of a steady-state step: the host launches the next step while the device runs this one."""
 
     seconds: float
     at_least: float
@@ -60,14 +60,14 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Prediction:
-    """In bytes, on the first rank, which has the most where ranks differ."""
+    """Bytes on the first rank, which needs the most where ranks differ."""
 
     tensors: int
     """The most at once in a step."""
     reserved: int
     """The most that steps take from the device, with what the caching allocator has free between its blocks."""
     before_step: int
-    """What is there already when a steady-state step begins: no batch and no checkpointing makes it less."""
+    """Bytes live before a steady-state step: neither a smaller batch nor checkpointing makes them fewer."""
     made: int
     """The most that is taken from the device until the model is made and sharded."""
     steps: dict[str, StepTime] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Refused:
 
 
 class _Made(Observer):
-    """What making the model took is given back before the first step: PyTorch does so itself when memory runs out."""
+    """Empties the allocator's cache before the first step, as PyTorch itself does when memory runs out."""
 
     of_memory = True
 
@@ -96,7 +96,7 @@ class _Made(Observer):
 def predicted(
     strategy: Strategy, case: OwnModelCase, on: Hardware, alike: Sequence[Hardware] = ()
 ) -> Prediction | Refused:
-    """What the case takes under that strategy, on that hardware, and on others that need the same memory."""
+    """Predict the case under a strategy on `on`, with step times on `alike`, devices that need the same memory."""
     case = replace(case, checkpointed=strategy.checkpointed, autocast=strategy.autocast)
     workload = family(strategy.family).workload
     assert workload is not None, "a strategy is of a family that trains a user's own model"
@@ -127,7 +127,7 @@ def _refused(error: Exception) -> Refused:
 
 
 Sizes = tuple[int | str, int | str]
-"""Of a batch: rows and context, the lengths of its tensors' first and second dimensions, or why there is no one."""
+"""Rows and context of a batch: the sizes of its tensors' dimensions 0 and 1, or why they have no common size."""
 
 
 def followed(spec: str) -> tuple[OwnModelCase, Sizes]:

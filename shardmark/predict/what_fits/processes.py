@@ -16,7 +16,7 @@ from shardmark.ranks.rank import available_cores
 
 
 class Predictions:
-    """Of one model. Devices by whose rules it needs the same memory share them."""
+    """Predictions of one model, each made once. Devices that need the same memory share a prediction."""
 
     def __init__(self, spec: str, devices: Sequence[Hardware]) -> None:
         """`devices` are all that will be asked about. RegistryError, in one line, where there is no such model."""

@@ -1,4 +1,4 @@
-"""What was found, to read and to save."""
+"""Lay out the outcomes as tables, and as JSON."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _cells(outcome: Outcome, rows: int | str, reasons: list[str]) -> dict[str, s
 
 
 def _verdict(outcome: Outcome, reasons: list[str]) -> str:
-    """Whether it fits; if not, with what it would; if it is not known, which of the reasons below says why."""
+    """The cell "fits": yes, no with the change that would help, or not known with the number of the reason below."""
     says = {True: "yes", False: "no", None: "not known"}[outcome.fits]
     batch = _largest("batch", outcome.rows) + _largest("context", outcome.context)
     change = f"; {outcome.change} does" if outcome.change else ""
@@ -71,7 +71,7 @@ def _largest(what: str, found: int | str | None) -> str:
 
 
 def _made_elsewhere(outcome: Outcome) -> bool:
-    """Whether its steps fit, but not the whole model on each device before it is sharded."""
+    """True where steps fit, but the unsharded model does not fit on one device while it is made."""
     found = outcome.found
     return bool(outcome.fits) and isinstance(found, Prediction) and found.made > outcome.room
 
