@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from shardmark.ranks.machine import begin_with_own_device
+from shardmark.ranks.process_setup import begin_with_own_device
 
 begin_with_own_device()  # before CUDA is asked whether it works: from then on its devices have their order
 if not torch.cuda.is_available():  # before Triton is imported: its kernels then run in its interpreter, on CPU

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from impl.collectives.accounting import bus_bandwidth, bytes_sent
 from impl.collectives.cases import COLLECTIVES, CollectiveCase
 from shardmark.api import Grid, Implementation, Mark, Work
-from shardmark.meter.tcp import tcp_bytes_sent
+from shardmark.meter.communication import tcp_bytes_sent
 from shardmark.plugin.measure import Measure
 from shardmark.ranks.world import World
 from shardmark.report.observed_answers import fastest_by_collective

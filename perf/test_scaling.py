@@ -24,10 +24,10 @@ from impl.fsdp.workload import FSDPStep
 from impl.training_step.cases import ScalingCase, TrainingStepCase
 from shardmark.api import Grid, Implementation, Race, Work
 from shardmark.meter.clock import Laps
+from shardmark.meter.communication import tcp_bytes_sent
 from shardmark.meter.measure_case import shuffled, timed_steps
 from shardmark.meter.memory import Memory
 from shardmark.meter.plan import IMPLEMENTATION, PEER, Identity, Measured, Plan
-from shardmark.meter.tcp import tcp_bytes_sent
 from shardmark.plugin import WorldsBySize
 from shardmark.plugin.measure import Measure
 from shardmark.ranks.rank import available_cores

@@ -16,7 +16,7 @@ from correctness.support.communication import delayed
 from impl.collectives import Backend, OnGloo, accounting, count_bytes_sent, segments
 from impl.collectives.cases import COLLECTIVES
 from shardmark.api import Implementation
-from shardmark.meter.tcp import tcp_bytes_sent
+from shardmark.meter.communication import tcp_bytes_sent
 from shardmark.plugin import WorldsBySize
 from shardmark.plugin.session import SESSION
 from shardmark.ranks.world import World, Worlds, available_ranks

@@ -1,15 +1,18 @@
-"""Each collective and message that this process starts, by whatever name.
+"""Collectives and messages that this process starts, and the bytes that it sends over TCP.
 
     started = []
     with listening(lambda each, starting: started.append(each) if starting else None):
         model.finish_gradient_synchronization()
 
-A listener stands between torch's dispatcher and the process group, so it hears of what is called from Python, from C++
-(DDP's reducer) and from compiled code.
+A listener stands between torch's dispatcher and the process group. So it sees what Python, C++ (DDP's reducer) and
+compiled code start.
 """
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,13 +44,13 @@ NAMES = {
     "recv_any_source_": "receive",
     "barrier": "barrier",
 }
-"""What the process group's operators are called here."""
+"""Names of the process group's operators in our figures."""
 
 
 @dataclass(frozen=True)
 class Communication:
-    """One collective or message. `nbytes` is the larger of what goes in and what comes out, so it is the whole tensor
-    of an all-gather and of a reduce-scatter. `ranks` is the size of its process group.
+    """One collective or message of `nbytes` bytes: the larger of its input and its output, so the whole tensor of an
+    all-gather and of a reduce-scatter. `ranks` is the size of its process group.
     """
 
     name: str
@@ -68,12 +71,14 @@ class Communication:
 
 
 Listener = Callable[[Communication, bool], None]
-"""Called with each communication and whether it is about to start; and again once it has been started."""
+"""Called with each communication twice: with True before it starts, with False after."""
 
 _listeners: list[Listener] = []
 _library: torch.library.Library | None = None
+_TCP_INFO_BYTES_SENT = 200
+"""Where `tcpi_bytes_sent` and `tcpi_bytes_retrans` (Linux 4.19) lie in the kernel's struct tcp_info."""
 _OURS = torch._C.DispatchKey.ADInplaceOrView
-"""A key of every tensor that c10d has no kernel for; functional collectives reach it too, where autograd is done."""
+"""A dispatch key that every tensor has and c10d has no kernel for; functional collectives reach it after autograd."""
 
 
 @contextmanager
@@ -118,3 +123,20 @@ def described(operator: str, arguments: dict[str, Any]) -> Communication:
     dtype = next((each[0].dtype for each in tensors if each), torch.uint8)
     group = dist.ProcessGroup.unbox(arguments["process_group"])
     return Communication(NAMES[operator], dtype, 0 if operator == "barrier" else nbytes, group.size())
+
+
+def tcp_bytes_sent() -> int:
+    """Payload bytes sent over all open connections of this process; a retransmission is not counted again."""
+    return sum(map(_bytes_sent, os.listdir("/proc/self/fd")))
+
+
+def _bytes_sent(descriptor: str) -> int:
+    try:
+        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+            return 0
+        with socket.socket(fileno=os.dup(int(descriptor))) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            sent, sent_again = struct.unpack_from("QQ", info, _TCP_INFO_BYTES_SENT)
+            return sent - sent_again
+    except OSError:  # closed in the meantime, or no TCP
+        return 0

@@ -35,7 +35,7 @@ from shardmark.plugin.terminal import write_summary
 from shardmark.plugin.workers import SHARED, Worker
 from shardmark.ranks import torchrun
 from shardmark.ranks.link import Link
-from shardmark.ranks.machine import begin_with_own_device, keep_compiled_code_apart
+from shardmark.ranks.process_setup import begin_with_own_device, keep_compiled_code_apart
 from shardmark.ranks.rank import WorldError, WorldLostError
 from shardmark.ranks.world import RankError, World
 from shardmark.report.outcomes import Undecided

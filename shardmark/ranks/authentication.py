@@ -1,7 +1,7 @@
-"""Messages that only the processes of one launch can have written.
+"""Authenticate messages between the processes of one launch.
 
-A store listens on every interface, and what it carries is unpickled: so each message has a code made with a key that is
-no other's (HMAC, RFC 2104).
+torchrun's store listens on every interface, and its messages are unpickled. So each carries a code made with the
+launch's secret key (HMAC, RFC 2104).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from shardmark.ranks.rank import WorldError
 
 VARIABLE = "SHARDMARK_KEY"
-"""The environment's key, where processes are on several machines."""
+"""Environment variable with the key; required where processes are on several machines."""
 WAIT = 60.0
 """Seconds until the first process has written the key."""
 _CODE = hashlib.sha256().digest_size
@@ -38,7 +38,7 @@ class Seal:
         """The message. WorldError where it was not sealed with this key, under this name."""
         code, message = sealed[:_CODE], sealed[_CODE:]
         if not hmac.compare_digest(code, self._code(message, name)):
-            raise WorldError(f"a message ({name}) that no process of this launch has written")
+            raise WorldError(f"message {name} was not written by a process of this launch")
         return message
 
     def _code(self, message: bytes, name: str) -> bytes:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from shardmark.ranks.channel import receive, send
 from shardmark.ranks.checkout import Checkout
 from shardmark.ranks.link import Host
-from shardmark.ranks.machine import keep_compiled_code_apart
+from shardmark.ranks.process_setup import keep_compiled_code_apart
 from shardmark.ranks.rank_state import Messages, RankState, seed_rank
 
 
@@ -59,7 +59,7 @@ def threads_of_a_rank(ranks: int) -> int:
 
 
 def _workers() -> int:
-    """Processes of pytest-xdist that share the machine."""
+    """Number of pytest-xdist workers on this machine."""
     return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
@@ -126,7 +126,7 @@ def perform(work: bytes | bytearray, keep: bool = False) -> bytes:
         try:
             left = _left_behind(before)
         except BaseException:
-            left = {"broken": "what cannot be told"}
+            left = {"broken": "an unknown state"}
         return pickle.dumps(Answer(failure=failure, **left))
 
 

@@ -233,12 +233,12 @@ def _unpickled(message: bytearray) -> Answer:
     try:
         answer = pickle.loads(message)
     except (Exception, SystemExit) as error:  # whatever its own types do when they are made here
-        return _unusable(f"answered what cannot be read here: {error!r}")
-    return answer if isinstance(answer, Answer) else _unusable("answered what is no answer")
+        return _unusable(f"sent a reply that cannot be unpickled here: {error!r}")
+    return answer if isinstance(answer, Answer) else _unusable("sent an invalid reply")
 
 
 def _unusable(what: str) -> Answer:
-    return Answer(failure=(what, None), broken="what cannot be told")
+    return Answer(failure=(what, None), broken="an unknown state")
 
 
 def _loopback_is_up() -> bool:

@@ -277,7 +277,7 @@ class EndsWhoReadsIt:
         return _only_on_a_rank, (EndsWhoReadsIt,)
 
 
-@fails(r"answered what cannot be read here: SystemExit\('elsewhere'\)$", ranks=r"\d")
+@fails(r"sent a reply that cannot be unpickled here: SystemExit\('elsewhere'\)$", ranks=r"\d")
 def returns_what_ends_its_reader() -> object:
     return EndsWhoReadsIt()
 

@@ -23,7 +23,7 @@ def test_a_sealed_message_opens_with_its_key_under_its_name_alone() -> None:
         (b"key", changed, "1"),
         (b"key", b"", "1"),
     ):
-        with pytest.raises(WorldError, match=r"^a message \(\d\) that no process of this launch has written$"):
+        with pytest.raises(WorldError, match=r"^message \d was not written by a process of this launch$"):
             Seal(other).open(message, name)
 
 

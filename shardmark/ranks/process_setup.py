@@ -1,4 +1,4 @@
-"""This process's place on the machine: its own GPU first, and compiled code of its own instructions."""
+"""Set up a process before it computes: its own GPU first, compiled code for its own instructions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 import torch
 
 TURNED = "SHARDMARK_DEVICES_OF_WORKER"
-"""The environment's name of the worker whose order the visible devices have."""
+"""Environment variable: the worker for which the visible devices have been reordered."""
 
 
 def keep_compiled_code_apart() -> None:
-    """Have the compiler's files on disk serve only processes with the same instructions (AVX2, AVX-512).
+    """Share compiled code on disk only with processes that have the same instructions (AVX2, AVX-512).
 
-    PyTorch's key of a compiled graph leaves them out. So another machine that shares the folder, or this one with
-    ATEN_CPU_CAPABILITY set, would run code for vectors of another length, and get wrong numbers.
+    PyTorch's cache key of a compiled graph leaves the instructions out. Another machine that shares the folder, or this
+    one with ATEN_CPU_CAPABILITY set, would run code for vectors of another length and get wrong numbers.
     """
     config, instructions = torch.compiler.config, torch.backends.cpu.get_cpu_capability()
     if not config.cache_key_tag.endswith(instructions):
@@ -22,10 +22,10 @@ def keep_compiled_code_apart() -> None:
 
 
 def begin_with_own_device() -> None:
-    """Have each of pytest-xdist's workers begin with another GPU, so that tests that take one run on all of them.
+    """Give each worker of pytest-xdist another first GPU, so that tests on one GPU use all of them.
 
-    A worker's devices are still all, the others behind its own: its worlds have as many ranks. Before CUDA starts, and
-    once: a pytest that a test runs has them in that order already.
+    A worker still sees every GPU, in another order, so its worlds may be as large. Called before CUDA starts. A pytest
+    that a test starts keeps its parent's order.
     """
     if TURNED in os.environ:
         return

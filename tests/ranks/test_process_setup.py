@@ -13,7 +13,7 @@ import torch
 
 from correctness.support.paths import ROOT
 from shardmark.api.requirements import error_line
-from shardmark.ranks.machine import TURNED, begin_with_own_device
+from shardmark.ranks.process_setup import TURNED, begin_with_own_device
 from shardmark.ranks.world import World
 
 pytest_plugins = ["pytester", "tests.support.project"]
