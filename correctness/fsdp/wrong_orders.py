@@ -1,4 +1,4 @@
-"""Wrong ways of full sharding that random programs find, a parameter of one element, very many parameters, or
+"""Wrong ways of full sharding that random histories find, a parameter of one element, very many parameters, or
 replicated ones."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Optimizers that scripts are played with: torch's, and some whose state is unlike theirs."""
+"""Optimizers of the random histories: torch's, and some whose state is unlike theirs."""
 
 from __future__ import annotations
 
