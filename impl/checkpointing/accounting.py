@@ -139,11 +139,16 @@ class Recursive(Checkpointing):
 
 
 class Selective(Checkpointing):
-    """Each block keeps its input and what its matrix products and attention gave."""
+    """Each block keeps its input and what its matrix products and attention gave. ValueError unless that is SDPA's."""
+
+    def __init__(self, case: TrainingStepCase) -> None:
+        if case.attention != "sdpa":
+            raise ValueError(f"selective's bytes have a closed form with sdpa, not with {case.attention} attention")
+        super().__init__(case)
 
     def free(self, made: dict[str, int]) -> dict[str, int]:
         for product in ("attention.value", "feed_forward.w1", "feed_forward.w3"):
-            made.pop(f"{BLOCK}.{product}", None)
+            made.pop(f"{BLOCK}.{product}")
         # Attention's output and its log-sum-exp stay; a copy with heads side by side goes, where there is one.
         made[f"{BLOCK}.attention"] = self.stream if made[f"{BLOCK}.attention"] >= 2 * self.stream else 0
         return super().free(made)
