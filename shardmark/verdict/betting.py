@@ -1,22 +1,22 @@
-"""What pairs of times say of their ratio, whenever one looks at them: testing by betting.
+"""Intervals of a ratio from pairs of times, valid whenever one looks at them: testing by betting.
 
 The steps of a case and of its peer are timed in pairs, and a coin is tossed for which of the two comes first. So what
 the machine does meanwhile, a drift, a neighbour's burst, another clock frequency, favours either as often as the other,
 however one pair depends on those before it. For two that take the same time nothing else is assumed of the noise; for
 others, that it multiplies their times. Seconds alone, without a peer, have no coin: there rounds must be independent.
 
-Of each pair there is the logarithm x of the ratio. If the true one is at most t, then u = (x - t) / scale, cut to ±1,
-is on average at most 0. Who bets a share s of what he has on each pair, and gets s u for it, gains nothing on average
-then; and that he ever has 1 / error times what he began with has a probability of at most `error` (Ville's inequality),
-at whatever moment one looks. What he once had counts, even where he lost it again, so that a quiet period is not wasted
-where a rough one follows. He bets several shares side by side, as small ones pay for small effects and large ones for
-large; and each at two scales. At the small one a pair that something disturbed counts no more than one of the few that
-nothing did, and those tell a small effect; at the large one pairs that were all disturbed tell by how much.
+Let x be the logarithm of a pair's ratio. If the true one is at most t, then u = (x - t) / scale, cut to ±1, is on
+average at most 0. Betting a fixed share s of one's wealth on each pair, for a gain of s u, is then not a winning
+game: the probability that the wealth ever reaches 1 / error times its start is at most `error` (Ville's inequality),
+at whatever moment one looks. The largest wealth counts even if it is lost again, so a rough period does not waste a
+quiet one. Several shares bet side by side: small ones pay for small effects, large ones for large. Each bets at two
+scales. At the small one a disturbed pair counts no more than an undisturbed one, and undisturbed pairs reveal a small
+effect; at the large one, pairs that were all disturbed reveal how large the effect is.
 
-The interval is what neither he, nor one who bets that the ratio is smaller, has disproved. Where both once did, because
-the ratio changed on the way (slow first steps, say) or because one scale sees the median and the other the mean, what
-they have in the end decides; if both still have enough, it stays open. The interval never leaves out the center of all
-pairs, where payoffs add up to 0.
+The interval is the ratios that neither bettor rejects: one bets that the ratio is larger, one that it is smaller. If
+both once rejected a ratio, because it changed on the way (slow first steps, say) or because one scale sees the median
+and the other the mean, their final wealth decides; if both still have enough, the ratio stays in. The interval always
+holds the center of all pairs, where payoffs add up to 0.
 
 Waudby-Smith and Ramdas, Estimating means of bounded random variables by betting (2024); Huber, Robust Statistics, 3.2.
 """
