@@ -28,7 +28,7 @@ Kernel = Callable[..., Any]
 
 @contextmanager
 def autocast_of_cuda() -> Iterator[None]:
-    """Cast as on CUDA what the block runs on the CPU under `torch.autocast("cpu")`, or "cuda"."""
+    """Under `torch.autocast("cpu")` or "cuda", cast on the CPU what CUDA's autocast would cast."""
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
@@ -45,7 +45,7 @@ def autocast_of_cuda() -> Iterator[None]:
 
 @contextmanager
 def _cuda_is_cpu() -> Iterator[None]:
-    """`torch.autocast("cuda")` would find no CUDA, and do nothing."""
+    """Let `torch.autocast("cuda")` work on the CPU; otherwise it finds no CUDA and does nothing."""
     init = torch.autocast.__init__
 
     def of_cpu(
@@ -66,7 +66,7 @@ def _cuda_is_cpu() -> Iterator[None]:
 
 @cache
 def _casts_on(key: str) -> frozenset[str]:
-    """PyTorch's own operators that autocast has a kernel for."""
+    """PyTorch's operators for which autocast has a kernel."""
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
     return frozenset(name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
@@ -121,7 +121,7 @@ def _widest(tensors: list[Tensor]) -> torch.dtype:
 
 
 def _cast(operator: OpOverload, dtype_of: Callable[[list[Tensor]], torch.dtype], *args: Any, **kwargs: Any) -> Any:
-    """The operator, of arguments in that dtype."""
+    """The operator, with its arguments cast to that dtype."""
     tensors: list[Tensor] = []
     tree_map_only(Tensor, tensors.append, (args, kwargs))
     dtype = dtype_of([tensor for tensor in tensors if _is_cast(tensor)])
@@ -135,7 +135,7 @@ def _position_of_dtype(operator: OpOverload) -> int:
 
 
 def _in_float32(operator: OpOverload, position: int, *args: Any, **kwargs: Any) -> Any:
-    """The operator, which is to compute in float32 unless the program says in what."""
+    """The operator, computed in float32 unless the program names a dtype."""
     given = (len(args) > position and args[position] is not None) or kwargs.get("dtype") is not None
     with torch._C._ExcludeDispatchKeyGuard(_KEYS):
         if given or not _is_cast(args[0]):

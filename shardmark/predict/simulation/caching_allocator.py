@@ -1,4 +1,4 @@
-"""CUDA's caching allocator, as a model: which blocks it gives out, how large they are, and what it has from the device.
+"""CUDA's caching allocator, as a model: its blocks, their sizes, and what it reserves of the device.
 
     allocator = CachingAllocator()
     block = allocator.allocate(1000)
@@ -37,7 +37,7 @@ LARGE = 10 * MIB
 
 @dataclass(eq=False)
 class _Piece:
-    """A part of a segment, free or given out; its neighbours there."""
+    """A part of a segment, free or in use, and its neighbours."""
 
     nbytes: int
     pool: _Pool
@@ -64,7 +64,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Bytes that its blocks have, and bytes that it has from the device; the most of both since `reset_peaks`."""
+    """Allocated bytes (in blocks) and reserved bytes (from the device), now and at their peaks since `reset_peaks`."""
 
     def __init__(self, expandable_segments: bool = False, limit: float = math.inf) -> None:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
@@ -76,7 +76,7 @@ class CachingAllocator:
         self._address = 0
 
     def allocate(self, nbytes: int, stream: str = "") -> _Piece | None:
-        """A block of at least so many bytes on that stream; None for none."""
+        """A block of at least `nbytes` on that stream; None for zero bytes."""
         if nbytes == 0:
             return None
         size = -(-nbytes // ROUND) * ROUND
@@ -98,7 +98,8 @@ class CachingAllocator:
         return piece
 
     def free(self, piece: _Piece | None, needed: Progress | None = None) -> None:
-        """Take a block back; where other streams use it, to give it out once they are as far as is needed."""
+        """Take a block back. Where other streams use it, it is reused only once they have passed the point that is
+        `needed`."""
         if piece is None:
             return
         self.allocated -= piece.nbytes
@@ -108,7 +109,7 @@ class CachingAllocator:
             self._pool(piece)
 
     def see(self, has_seen: Callable[[Progress], bool] = lambda needed: True) -> None:
-        """Blocks that streams are done with can be given out again: all of them, or as far as the host has seen."""
+        """Make blocks reusable that streams have finished with: all of them, or as far as the host has seen."""
         in_use, self._in_use = self._in_use, []
         for piece, needed in in_use:
             if has_seen(needed):
@@ -126,9 +127,8 @@ class CachingAllocator:
         insort(pool.pieces, piece)
 
     def empty_cache(self) -> None:
-        """Wait for all streams, and give back to the device what no block is in, as `torch.cuda.empty_cache` does:
-        segments, not pages of one.
-        """
+        """Wait for all streams and return free segments to the device, as `torch.cuda.empty_cache` does; not single
+        pages of one."""
         self.see()
         for pool in self._pools.values():
             for piece in [piece for piece in pool.pieces if piece.before is piece.after is None]:
@@ -137,13 +137,13 @@ class CachingAllocator:
                 pool.last = None
 
     def reset_peaks(self) -> None:
-        """First give back free segments, if more than the limit is reserved."""
+        """Reset the peaks, after returning free segments if more than the limit is reserved."""
         if self.reserved > self._limit:
             self.empty_cache()
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def _reserve(self, pool: _Pool, size: int) -> _Piece:
-        """Take a segment from the device, or of an expandable one the pages that are missing at its end."""
+        """Take a segment from the device; for an expandable segment, the missing pages at its end."""
         page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
         if self._expandable:
             last = pool.last if pool.last is not None and pool.last.free else None
@@ -177,9 +177,7 @@ class CachingAllocator:
 
 @dataclass(frozen=True)
 class AtMark:
-    """In bytes: what the allocator's blocks have at a moment, the most since the peaks were reset, and the same of what
-    it has from the device.
-    """
+    """Bytes at one moment: allocated, its peak since the last reset, reserved, and its peak."""
 
     allocated: int
     peak_allocated: int
@@ -195,9 +193,8 @@ def held_at_marks(
     limit: float = math.inf,
     slowest: bool = False,
 ) -> dict[str, AtMark]:
-    """What the allocator would hold at each mark of a recording, with streams as expected or as slow as can be; the
-    peaks begin anew after the marks in `resets`.
-    """
+    """The allocator's bytes at each mark of a recording, for streams as expected and for streams as slow as can be.
+    Peaks are reset after the marks in `resets`."""
     allocator, host = CachingAllocator(expandable, limit), Host(slowest)
     pieces: dict[Block, tuple[_Piece | None, str]] = {}
     by_address: dict[int, Block] = {}

@@ -38,7 +38,7 @@ SHARP_CHANNELS, SHARP_BUFFERS = 16, 2 * MIB
 
 
 def communicator_bytes(on: Hardware, ranks: int) -> int:
-    """Bytes on one GPU for collectives among so many ranks; 0 on a CPU, and of one rank, which sends nothing."""
+    """Bytes on one GPU for collectives among that many ranks; 0 on a CPU and for one rank."""
     if on.device != "cuda" or ranks == 1:
         return 0
     channels = min(2 * math.ceil(on.link / LINK), MOST_CHANNELS)
@@ -50,5 +50,5 @@ def communicator_bytes(on: Hardware, ranks: int) -> int:
 
 
 def room(on: Hardware, ranks: int = 1) -> int:
-    """Bytes of the device for PyTorch's allocator, beside CUDA's context and what NCCL takes for so many ranks."""
+    """Bytes of the device left for PyTorch's allocator, beside CUDA's context and NCCL's buffers for those ranks."""
     return int(on.memory_bytes) - (CONTEXT if on.device == "cuda" else 0) - communicator_bytes(on, ranks)

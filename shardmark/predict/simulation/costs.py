@@ -41,7 +41,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one operator does on its device. `dtype` is that of its numbers, with which products are made."""
+    """One operator's work on its device. `dtype` is that in which products are computed."""
 
     dtype: torch.dtype
     flops: float
@@ -70,7 +70,7 @@ _WRITE_ALONE = ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "be
 
 
 def cost_of(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], results: Any) -> Cost | None:
-    """None where the device has nothing to do."""
+    """The operator's work; None where the device has nothing to do."""
     kind = kind_of(operator)
     if kind in (Kind.RUN, Kind.SEND, Kind.READ):
         return None
@@ -93,7 +93,7 @@ def cost_of(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], r
 
 
 def _flops(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], results: Any) -> float:
-    """Of attention that is causal half: its kernels leave out what the mask does, and PyTorch's count does not."""
+    """FLOPs of the operator. Causal attention counts half of PyTorch's number: its kernels skip masked scores."""
     count = flop_registry.get(operator.overloadpacket)
     if count is None:
         return 0.0
@@ -137,7 +137,7 @@ def _bytes(
 
 
 def touched(tensor: Tensor) -> float:
-    """Bytes of the tensor that a device reads or writes: an expanded value once, of a strided one whole sectors."""
+    """Bytes of the tensor that a device reads or writes: an expanded value once, whole sectors of a strided tensor."""
     of_own = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0)
     strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and stride]
     apart = min(strides, default=1)

@@ -46,7 +46,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @contextmanager
 def rules_of_cuda(hardware: Hardware, schedule: Schedule) -> Iterator[Workspaces]:
-    """Follow CUDA's rules, on that hardware, in what the block runs on the CPU without kernels."""
+    """Follow CUDA's rules, for that hardware, in whatever the block runs on the CPU without kernels."""
     workspaces = Workspaces(hardware)
     operators = torch.library.Library("aten", "IMPL")
     # With a kernel it is one operator to autograd, whose backward is one as well.
@@ -73,9 +73,8 @@ def rules_of_cuda(hardware: Hardware, schedule: Schedule) -> Iterator[Workspaces
 
 
 class _Streams:
-    """Streams and events, which PyTorch's FSDP and DDP use, do nothing on the CPU but have names: the recording has
-    them, and what `shardmark.predict.simulation.streams` asks for; and the schedule has them, which waits.
-    """
+    """Streams and events with names: on the CPU those of PyTorch's FSDP and DDP do nothing. They are noted in the
+    recording, for `shardmark.predict.simulation.streams`, and in the schedule, which waits."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -84,7 +83,7 @@ class _Streams:
         self._events = 0
 
     def patches(self) -> list[tuple[object, str, Callable[..., Any]]]:
-        """What PyTorch's own become, by owner and name."""
+        """Replacements of PyTorch's own functions, by owner and name."""
         return [
             (torch.cpu, "stream", self.enter),
             (torch.cpu, "current_stream", lambda device=None: self._entered[-1]),
@@ -102,7 +101,7 @@ class _Streams:
 
     @contextmanager
     def enter(self, stream: object) -> Iterator[None]:
-        """Allocate and run on that stream in the block; on None on the one that it is."""
+        """Allocate and run on that stream in the block; with None on the current one."""
         self._entered.append(self._entered[-1] if stream is None else stream)
         mark(STREAM + self.name())
         try:
@@ -134,13 +133,13 @@ class _Streams:
         return event
 
     def record(self, stream: object) -> int:
-        """The number of a new event, recorded on that stream, or on the one that is entered."""
+        """The number of a new event, recorded on that stream, or on the current one."""
         self._events += 1
         mark(f"{RECORDED}{self._events} {self.name(stream)}")
         return self._events
 
     def log(self, own: Callable[[Any], None]) -> Callable[[Any], None]:
-        """DDP's statistics, which wait for the events of the step before (its reducer_cuda.cpp): in the first ten."""
+        """DDP's statistics, which wait for the last step's events in the first ten steps (its reducer_cuda.cpp)."""
         steps: Counter[int] = Counter()
 
         def logging(logger: Any) -> None:
@@ -152,7 +151,7 @@ class _Streams:
         return logging
 
     def name(self, stream: object = None) -> str:
-        """Its number, or that of the one that is entered; that of the first one is empty."""
+        """The stream's number, or the current one's; empty for the first stream."""
         stream = self._entered[-1] if stream is None else stream
         number = next((i for i, known in enumerate(self._streams) if known is stream), len(self._streams))
         if number == len(self._streams):
@@ -161,7 +160,7 @@ class _Streams:
 
 
 class _Event:
-    """What `torch.cpu.Event` becomes."""
+    """Replaces `torch.cpu.Event`."""
 
     def __init__(self, streams: _Streams, **kwargs: Any) -> None:
         self._streams = streams
@@ -187,7 +186,7 @@ class _Event:
 
 
 class _Meter(memory.Meter):
-    """What the caching allocator of a device of so many bytes would make of it, too."""
+    """A meter that also follows the caching allocator of a device of that size."""
 
     def __init__(self, limit: int, device: str) -> None:
         super().__init__(device)
@@ -203,7 +202,7 @@ class _Meter(memory.Meter):
 
 
 def _never(*args: Any) -> None:
-    """Registered because autograd takes what has a kernel for one operator; none is run."""
+    """Registered because autograd takes whatever has a kernel for one operator; never run."""
     raise AssertionError("a simulation runs no kernel")
 
 
@@ -269,13 +268,13 @@ def _backends(
 
 
 def _padded(tensor: Tensor, multiple: int) -> Tensor:
-    """With zeros at the end of its last dimension, to a multiple of that."""
+    """The tensor, its last dimension padded with zeros to a multiple of that."""
     missing = -tensor.size(-1) % multiple
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
-    """A mask as numbers to add to the scores, in the query's dtype, for each of them."""
+    """A mask as a bias: numbers in the query's dtype to add to each score."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
     return mask.expand(*query.shape[:2], *mask.shape[-2:])

@@ -34,10 +34,8 @@ _new_group, _wait, _future = c10d._new_process_group_helper, Work.wait, Work.get
 
 
 def gloo(operator: OpOverload, args: tuple[Any, ...], schedule: Schedule = UNTIMED) -> Any:
-    """What a collective on Gloo gives: what it writes, and a handle, which holds what Gloo allocates for itself.
-
-    It is freed once the handle has been waited for; the copy of what is reduced to scatter with the handle itself.
-    """
+    """The outcome of a collective on Gloo: its output, and a handle that holds Gloo's own buffers until it has been
+    waited for. The copy that reduce-scatter makes of its input lives as long as the handle."""
     name = _collective(operator)
     held: list[Tensor] = []
     match name:
@@ -67,7 +65,7 @@ def gloo(operator: OpOverload, args: tuple[Any, ...], schedule: Schedule = UNTIM
 
 
 def nccl(operator: OpOverload, args: tuple[Any, ...], schedule: Schedule = UNTIMED) -> Any:
-    """The same on NCCL, which works in place but where a list of tensors is one end of a collective."""
+    """The outcome of a collective on NCCL, which works in place, except where one end is a list of tensors."""
     name = _collective(operator)
     listed = args[0][0] if name == "allgather" else args[1][0] if name == "reduce_scatter" else []
     held = [_flat(listed)] if listed and not _of_fsdp1(operator, args) else []
@@ -95,7 +93,7 @@ def nccl_recording_streams(operator: OpOverload, args: tuple[Any, ...], schedule
 
 
 def _of_fsdp1(operator: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether it is FSDP1's all-gather: on a CPU into a list of a tensor's parts, where on CUDA into that tensor."""
+    """Whether it is FSDP1's all-gather: on a CPU into a list of a tensor's parts, on CUDA into the tensor itself."""
     if _collective(operator) != "allgather":
         return False
     listed = args[0][0]
@@ -110,9 +108,8 @@ def _collective(operator: OpOverload) -> str:
 def _handle(
     operator: OpOverload, args: tuple[Any, ...], held: list[Tensor], schedule: Schedule, frees: bool = True
 ) -> Any:
-    """What the operator returns, with a handle in it. Waiting for this `frees` what is held; DDP reads the tensors of
-    an all-reduce there.
-    """
+    """The operator's results with a handle among them. Waiting for it `frees` what is held; DDP reads the all-reduced
+    tensors there."""
     over = _launched(operator, args, schedule)
 
     def waited(timeout: timedelta) -> bool:
@@ -127,7 +124,7 @@ def _handle(
 
 
 def _launched(operator: OpOverload, args: tuple[Any, ...], schedule: Schedule) -> float:
-    """When the collective is over, of whose group the schedule takes note."""
+    """Launch the collective in the schedule, on its group's stream; returns when it ends."""
     if not schedule.running:
         return 0.0
     names = [argument.name for argument in operator._schema.arguments]
@@ -144,7 +141,7 @@ def _launched(operator: OpOverload, args: tuple[Any, ...], schedule: Schedule) -
 
 @cache
 def _ranks(group: GroupName) -> Sequence[int]:
-    """The group's ranks; of many, a range where they are evenly apart."""
+    """The group's ranks; evenly spaced ones as a range."""
     ranks = dist.get_process_group_ranks(c10d._resolve_process_group(group))
     apart = range(ranks[0], ranks[-1] + 1, max((ranks[-1] - ranks[0]) // max(len(ranks) - 1, 1), 1))
     return apart if list(apart) == ranks else tuple(ranks)
@@ -156,14 +153,14 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _done(tensors: list[Tensor]) -> Any:
-    """The handle of a collective whose future gives those tensors: DDP reads it there."""
+    """The handle of a collective whose future has those tensors, where DDP reads them."""
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     future.set_result(tensors)
     return _create_work_from_future(future)
 
 
 def _without_ranks(name: str, size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """PyTorch's own function that makes a group, of its fake backend, which goes by that name."""
+    """PyTorch's own function that makes a group, with the fake backend under that name."""
     group, store = _new_group(size, rank, ranks, "fake", *args, **kwargs)
     if isinstance(group, dist.ProcessGroup):  # this rank is in it
         _, own_store = c10d._world.pg_map[group]
@@ -173,12 +170,12 @@ def _without_ranks(name: str, size: int, rank: int, ranks: Any, backend: Any, *a
 
 
 def _gathered(object_list: list[Any], obj: Any, group: Any = None) -> None:
-    """`all_gather_object` where every rank has the same."""
+    """`all_gather_object` where every rank has the same object."""
     object_list[:] = [obj] * len(object_list)
 
 
 def _received(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
-    """`broadcast_object_list` where every rank has the same."""
+    """`broadcast_object_list` where every rank has the same objects."""
     if None in object_list:
         raise Unsupported(
             "broadcast_object_list: this rank receives what only another one knows, and that is not there"
@@ -187,9 +184,8 @@ def _received(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def one_rank_of(size: int, rank: int = 0, backend: str = "gloo", schedule: Schedule = UNTIMED) -> Iterator[None]:
-    """Be that rank of a process group of so many, in the block; every rank is taken to do the same. Waiting for an
-    all-reduce is told the schedule.
-    """
+    """Be that rank of a process group of that size in the block; every rank counts as doing the same. The schedule
+    learns of waits for all-reduces."""
 
     def wait(work: Work, *timeout: Any) -> bool:
         waited = _wait(work, *timeout)

@@ -136,7 +136,7 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def is_called_by_autograd() -> bool:
-    """Whether an operator comes from autograd's engine, or what it calls in C++, and from no line of the program."""
+    """Whether autograd's engine, or C++ that it calls, runs the operator, and no line of the program."""
     if torch._C._current_graph_task_id() == -1:
         return False
     frame: FrameType | None = sys._getframe(1)

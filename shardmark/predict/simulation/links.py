@@ -1,4 +1,4 @@
-"""How long a collective takes: by its steps' latency, and by the bytes that the narrowest link carries.
+"""Seconds of a collective: its steps' latency, and the bytes over the narrowest link.
 
 Inside a node all links of a device together; where a group has ranks in several nodes, its ranks in a node share
 these nodes' adapters, but for messages and all-to-all, whose bytes go by the sender's own. A ring or two trees,
@@ -41,7 +41,7 @@ def collective_seconds(hardware: Hardware, name: str, nbytes: int, ranks: Sequen
 
 
 def least_collective_seconds(hardware: Hardware, name: str, nbytes: int, ranks: Sequence[int]) -> float:
-    """What the data sheets' links allow, whose latency is nothing. Switches may reduce: then each byte is sent once."""
+    """The data sheets' lower bound: no latency; and switches may reduce, so each byte is sent once."""
     if len(ranks) == 1:
         return 0.0
     in_node, nodes = _nodes(hardware, ranks)

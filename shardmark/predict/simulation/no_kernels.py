@@ -90,7 +90,7 @@ class _Kernels:
         """
 
     def learn(self) -> None:
-        """Find out how many references a gradient has that autograd alone has, from the first sum of two."""
+        """Find out, from a first sum of two, how many references a gradient has that only autograd holds."""
         with torch.enable_grad():
             x = torch.ones((), requires_grad=True) * 1
             _forget_value(x)  # gradients that have a value are autograd's alone, until we look at them
@@ -177,13 +177,13 @@ class _Kernels:
 
 @contextmanager
 def _off(operator: OpOverload) -> Iterator[None]:
-    """In the block the operator runs as always. In a range, by which the meter knows what it takes and gives back."""
+    """Run the operator as usual in the block, in a range by which the meter sees its workspace."""
     with past_kernels(), record_function(operator._schema.name):
         yield
 
 
 class _Layout:
-    """How a result lies in memory."""
+    """Shape, strides and dtype of a result."""
 
     def __init__(self, tensor: Tensor, room: int = 0) -> None:
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
@@ -232,12 +232,12 @@ def _forget_value(tensor: Tensor) -> None:
 
 
 def _is_autograds_own(old: Tensor, new: Any) -> bool:
-    """Whether autograd itself adds up gradients of one tensor, and no line of the program."""
+    """Whether autograd itself sums gradients of one tensor here, and no line of the program."""
     return isinstance(new, Tensor) and old.shape == new.shape and is_called_by_autograd()
 
 
 def _references(tensor: Tensor) -> tuple[int, ...]:
-    """To the tensor, to its storage, and to its object in Python."""
+    """References to the tensor, to its storage, and to its Python object."""
     of_storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return tensor._use_count(), of_storage, sys.getrefcount(tensor)  # type: ignore[attr-defined]
 
@@ -248,7 +248,7 @@ def _depends_on_values(operator: OpOverload) -> Unsupported:
 
 
 def _read(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of Tensor that reads values past the dispatcher."""
+    """A Tensor method that reads values past the dispatcher, made to refuse values that are not computed."""
 
     def reading(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not tensor.is_meta and not has_value(tensor):
@@ -260,7 +260,7 @@ def _read(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_threads(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-    """Threads that start meanwhile run no kernels either."""
+    """Threads that start in the block run no kernels either."""
 
     def running(thread: threading.Thread) -> None:
         with torch._C._IncludeDispatchKeyGuard(_KEY):
@@ -270,7 +270,7 @@ def _in_threads(run: Callable[[threading.Thread], None]) -> Callable[[threading.
 
 
 def _fake_alone(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """Fake tensors, with which DTensor asks for shapes, come past us."""
+    """Leave fake tensors, by which DTensor asks for shapes, to PyTorch."""
 
     def alone(*args: Any, **kwargs: Any) -> Any:
         with past_kernels():

@@ -46,7 +46,7 @@ class Sent:
 
 
 def operator_seconds(calls: Sequence[Call], budget: float, device: str, seed: int = 0) -> list[float]:
-    """Median seconds of each, in rounds of random order."""
+    """Median seconds of each call, over rounds in random order."""
     coin = random.Random(seed)
     pool = _Pool(device)
     made = [(call.operator, pool.tensors(call.args), dict(pool.tensors(call.kwargs))) for call in calls]
@@ -76,7 +76,7 @@ def _seconds(operator: Any, args: Any, kwargs: Any, device: str) -> float:
 
 
 def step_seconds(plan: Plan, count: int) -> list[tuple[float, float]]:
-    """Of so many steps on this rank: seconds, and those of them for which its thread waited for a core."""
+    """Seconds of each of `count` steps on this rank, and the seconds in which its thread waited for a core."""
     workload = warmed_up(plan)
     found = []
     for _ in range(count):
@@ -87,7 +87,7 @@ def step_seconds(plan: Plan, count: int) -> list[tuple[float, float]]:
 
 
 def waited() -> float:
-    """Seconds so far for which this thread was ready to run and others had its core; 0 where nobody counts."""
+    """Seconds so far in which this thread was ready to run and had no core; 0 where the kernel does not count."""
     try:
         if not hasattr(_open, "file"):
             _open.file = open("/proc/thread-self/schedstat", "rb", buffering=0)  # noqa: SIM115 (for the thread's life)
@@ -100,7 +100,7 @@ _open = threading.local()
 
 
 def collective_seconds(calls: Sequence[Call], budget: float, device: str) -> list[Sent]:
-    """Of each, on all ranks."""
+    """Seconds of each collective, measured on all ranks together."""
     unit = torch.randn(96, 96, device=device)
     out = torch.empty_like(unit)
 
@@ -133,7 +133,7 @@ def collective_seconds(calls: Sequence[Call], budget: float, device: str) -> lis
 
 
 def _cold_pools(calls: Sequence[Call], device: str) -> list[_Pool]:
-    """As many as it takes for a tensor to have left the caches when its turn comes again."""
+    """As many pools as it takes for a tensor to leave the caches before its next turn."""
     nbytes = sum(layout.elements * layout.dtype.itemsize for call in calls for layout in _layouts(call.args))
     return [_Pool(device) for _ in range(min(MOST_POOLS, -(-COLD // max(1, nbytes))))]
 
@@ -156,7 +156,8 @@ def mean_of(measured: Sequence[Sent]) -> Sent:
 
 
 def _alone(operator: Any, args: Any, before: Callable[[], None]) -> tuple[float, float]:
-    """Seconds to launch it, and from then on. No barrier comes before, whose own threads would be awake still."""
+    """Seconds to launch the collective, and seconds after that. No barrier precedes it, as its threads would still be
+    awake."""
     before()
     began = time.perf_counter()
     handle = _handle(operator(*args))
@@ -183,9 +184,7 @@ def _beside(
 
 
 def _sender(call: Call) -> Callable[..., Any]:
-    """What starts the collective. Ranks exchange messages: to receive one takes as long as that, to send one nothing
-    more.
-    """
+    """A function that starts the collective. Ranks exchange messages: receiving takes the time, sending adds nothing."""
     if call.name == "c10d::send":
         return lambda *args: _Message([])
     return _exchange if call.name == "c10d::recv_" else call.operator
@@ -234,7 +233,7 @@ def _together(value: Tensor) -> bool:
 
 
 class _Pool:
-    """Tensors by layout: calls share them, as each is measured alone."""
+    """Tensors by layout. Calls share them, as each call is measured alone."""
 
     def __init__(self, device: str) -> None:
         self.device = device

@@ -70,7 +70,7 @@ def predict(plan: Plan, rank: int = 0, on: Hardware = CPU, alike: Sequence[Hardw
 
 
 def predicted_peer(plan: Plan, on: Hardware = CPU) -> Step | None:
-    """A step of the plan's peer; None where it has none, or one that cannot be predicted."""
+    """A step of the plan's peer; None without a peer, or where it cannot be predicted."""
     if plan.peer is None:
         return None
     return _step(Plan(plan.workload, plan.peer, None, plan.case, "cpu", plan.world_size), on)
@@ -85,7 +85,7 @@ def _step(plan: Plan, on: Hardware) -> Step | None:
 
 
 def _marking(step: Callable[[Mark], None], mark: Mark, and_mark: Mark) -> None:
-    """The step, each part of which is told both."""
+    """Run the step; report each part to both callbacks."""
 
     def both(part: str) -> None:
         mark(part)
@@ -95,7 +95,7 @@ def _marking(step: Callable[[Mark], None], mark: Mark, and_mark: Mark) -> None:
 
 
 def predicted_at_peak(plan: Plan, on: Hardware = CPU, rank: int = 0, warmups: int = WARMUPS) -> list[Held]:
-    """The tensors that would be live on that rank at the peak of the step after so many, largest first."""
+    """The tensors live on that rank at the peak of the step after the warm-ups, the largest first."""
     with simulation(plan.world_size, rank, on):
         return blocks_at_peak(plan, warmups)
 
@@ -161,7 +161,7 @@ def _mapped_one_by_one() -> Iterator[None]:
 
 @contextmanager
 def _garbage_is_new() -> Iterator[None]:
-    """What there is already need not be searched for garbage each time."""
+    """Freeze existing objects, so that garbage collection does not search them each time."""
     frozen = gc.get_freeze_count() > 0
     if frozen:  # a program's own, which would be thawed with ours
         yield
@@ -175,7 +175,7 @@ def _garbage_is_new() -> Iterator[None]:
 
 @contextmanager
 def _drawing(rank: int) -> Iterator[None]:
-    """What the block draws it draws again each time, and each rank its own, as ranks do."""
+    """Seed by rank; restore the generators afterwards."""
     own, numpys = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         seed_rank(torch.initial_seed() + rank)

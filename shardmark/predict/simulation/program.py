@@ -29,7 +29,7 @@ SUM = "a sum"
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies in memory; `largest` of whole numbers, which may be indices."""
+    """Shape, strides and dtype of a tensor; `largest` is the largest value of whole numbers, which may be indices."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -38,7 +38,7 @@ class Layout:
 
     @property
     def elements(self) -> int:
-        """How many elements of storage it needs."""
+        """Elements of storage that it needs."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
@@ -46,7 +46,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Call:
-    """An operator and what it is called with: equal ones take equally long."""
+    """An operator and its arguments' layouts. Equal calls take equally long."""
 
     name: str
     overload: str
@@ -62,7 +62,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that a step does, and what the program does before it."""
+    """One launch or wait of a step, and the program's time before it."""
 
     between: float = 0.0
     """Seconds of the program since the last event."""
@@ -81,7 +81,7 @@ class Event:
 
 
 class Recorder(Schedule):
-    """Takes note of a step's events, with no rates."""
+    """Records a step's events, without rates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Recorder(Schedule):
         self._last = time.perf_counter()
 
     def collective(self, name: str, nbytes: int, ranks: Sequence[int], group: str) -> float:
-        """Returns its number, which takes the place of when it is over."""
+        """Record a collective. Returns its number, in place of the time at which it ends."""
         if not self._running:
             return 0.0
         operator, args = self._of_thread.called
@@ -144,7 +144,7 @@ class Recorder(Schedule):
             self._last = time.perf_counter()
 
     def synchronize(self) -> None:
-        """The host is the device."""
+        """Nothing to record: the host is the device."""
 
     def _end_backward(self) -> None:
         if self._after_backward:
@@ -163,7 +163,7 @@ class Recorder(Schedule):
 
 
 def typical(steps: Sequence[Sequence[Event]]) -> list[Event]:
-    """The last of these steps; where they do the same, with the median of what their programs take."""
+    """The last of these steps; where all do the same, with the median of the programs' times."""
     last = list(steps[-1])
     alike = [each for each in steps if len(each) == len(last)]
     return [
@@ -189,7 +189,7 @@ def _described(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Of a collective's argument: what can be sent to a rank."""
+    """The part of a collective's argument that can be sent to a rank."""
     if isinstance(value, torch.ScriptObject):
         return SUM if "ReduceOp" in str(value._type()) else GROUP
     return _described(value)

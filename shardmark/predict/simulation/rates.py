@@ -1,4 +1,4 @@
-"""How long an operator takes on a GPU: by its products and its bytes, at rates that such a device reaches.
+"""Seconds of an operator on a GPU: its products and its bytes, at rates that such a device reaches.
 
 Products run in tiles, as many at once as there are multiprocessors: of a small or narrow one, tiles stand idle or are
 partly empty. All else is bound by the device's memory (Williams, Waterman, Patterson, "Roofline", CACM 2009).
@@ -67,7 +67,7 @@ class GPU:
         return self.hardware.capability is not None and self.hardware.capability < (9, 0)
 
     def least(self, cost: Cost) -> float:
-        """Seconds at the data sheet's FLOP/s. Bytes do not count, as they could be in a cache."""
+        """Seconds at the data sheet's FLOP/s. Bytes do not count: they could be in a cache."""
         return cost.flops / self.hardware.flops[dtype_of_products(cost.dtype, self.hardware)]
 
     def launch(self, in_backward: bool) -> float:
@@ -92,7 +92,7 @@ def dtype_of_products(dtype: torch.dtype, hardware: Hardware) -> str:
 
 @cache
 def _product_seconds(product: Product, rate: float, sm_count: int, tiles: tuple[tuple[int, int], ...]) -> float:
-    """With the tile that is fastest."""
+    """Seconds of the product with the fastest tile."""
     return min(_in_tiles(product, rate / sm_count, sm_count, *tile) for tile in tiles)
 
 

@@ -1,4 +1,4 @@
-"""When the host launches each operator, and when the device runs it: the step of a simulation, in seconds.
+"""The schedule of a simulated step, in seconds: when the host launches each operator, and when the device runs it.
 
 The host launches one operator after another, each onto the current stream; a stream runs its own in order, and begins
 one when it is launched and the last is over. Collectives have a stream of their own for each process group. Where the
@@ -33,7 +33,7 @@ class Mark(Protocol):
 
 
 class Rates(Protocol):
-    """How fast a device and its links are."""
+    """Speeds of a device and its links."""
 
     def seconds(self, cost: Cost) -> float:
         """Seconds that an operator takes on the device."""
@@ -69,7 +69,7 @@ class Span:
 
 @dataclass
 class Step:
-    """One step: when it is over, its parts, and what ran when. Seconds from its beginning."""
+    """One step: its end, its parts, and its spans, in seconds from its beginning."""
 
     seconds: float
     host: float
@@ -88,7 +88,7 @@ class Step:
         return max(products, *of_collectives.values(), 0.0)
 
     def lanes(self, most: int = 200) -> dict[str, list[list[float]]]:
-        """By stream, from when to when it is busy: neighbours together until there are no more than so many."""
+        """Busy times of each stream; neighbours are joined until at most `most` remain."""
         lanes: dict[str, list[list[float]]] = {}
         for span in sorted(self.spans, key=lambda span: span.begin):
             lanes.setdefault(span.stream or "compute", []).append([span.begin, span.end])
@@ -96,7 +96,7 @@ class Step:
 
 
 class Schedule:
-    """Takes note of what is launched, while `step` runs."""
+    """Schedules what is launched while `step` runs."""
 
     def __init__(self, rates: Rates | None = None) -> None:
         self.rates = rates
@@ -116,10 +116,8 @@ class Schedule:
         return self._running
 
     def step(self, step: Callable[[Mark], None], ahead: float = 0.0) -> Step | None:
-        """Run the step, and say what it would take. The device begins `ahead` seconds later than the host.
-
-        None of what a compiler made: its kernels are not PyTorch's operators. ValueError where there are no rates.
-        """
+        """Run the step and return its predicted times; None where a compiler made it, whose kernels are not PyTorch's
+        operators. The device begins `ahead` seconds later than the host. ValueError without rates."""
         if self.rates is None:
             raise ValueError("a schedule needs rates")
         began = self._over()
@@ -145,10 +143,10 @@ class Schedule:
         return Step(self._over() - began, launched, parts, [_later(span, -began) for span in self._spans])
 
     def arrived(self, operator: OpOverload, args: tuple[Any, ...]) -> None:
-        """The program calls it; `operator` comes once its results are allocated."""
+        """The program calls an operator; `operator` follows once its results are allocated."""
 
     def operator(self, operator: OpOverload, args: Any, kwargs: dict[str, Any], results: Any) -> None:
-        """Take note of an operator that the host launches onto the current stream."""
+        """The host launches an operator onto the current stream."""
         assert self.rates is not None
         in_backward = torch._C._current_graph_task_id() != -1
         if not in_backward:
@@ -174,25 +172,25 @@ class Schedule:
         return self._run(Span(name, stream, 0.0, seconds, least, None, nbytes))
 
     def free(self, stream: str) -> float:
-        """When that stream has run what was launched onto it."""
+        """When that stream has run everything launched onto it."""
         return self._free.get(stream, 0.0)
 
     def wait(self, until: float, stream: str | None = None) -> None:
-        """That stream waits, or the current one."""
+        """That stream, or the current one, waits until then."""
         stream = self._current[-1] if stream is None else stream
         self._free[stream] = max(self.free(stream), until)
 
     def host_waits(self, until: float) -> None:
-        """The host waits, as for an event."""
+        """The host waits until then, as for an event."""
         self._host = max(self._host, until)
 
     def reduced(self, tensors: Sequence[Tensor], over: float) -> None:
-        """An all-reduce of them is over then."""
+        """An all-reduce of these tensors ends at `over`."""
         for tensor in tensors:
             self._reduced[tensor.data_ptr()] = over
 
     def wait_for(self, tensors: Sequence[Tensor]) -> None:
-        """The current stream waits for all-reduces of them."""
+        """The current stream waits for all-reduces of these tensors."""
         for tensor in tensors:
             self.wait(self._reduced.pop(tensor.data_ptr(), 0.0))
 
@@ -202,7 +200,8 @@ class Schedule:
         self._host = self._over()
 
     def wait_after_backward(self, tensors: Sequence[Tensor]) -> None:
-        """The first stream waits for all-reduces of them when backward is over, as PyTorch's DDP does in C++."""
+        """The first stream waits for all-reduces of these tensors when backward has ended, as PyTorch's DDP does in
+        C++."""
         self._after_backward = max([self._after_backward, *(self._reduced.get(x.data_ptr(), 0.0) for x in tensors)])
 
     def _end_backward(self) -> None:
@@ -216,7 +215,7 @@ class Schedule:
         self._marks.append((part, self._host if of_host else max(self._host, self._free[FIRST_STREAM])))
 
     def _run(self, span: Span) -> float:
-        """It begins when it is launched and its stream is free; returns when it is over."""
+        """Run the span on its stream once it is launched and the stream is free; returns its end."""
         began = max(self._host, self.free(span.stream))
         self._free[span.stream] = began + span.end
         self._spans.append(_later(span, began))
@@ -224,7 +223,7 @@ class Schedule:
 
     @contextmanager
     def _noticing_compiled(self) -> Iterator[None]:
-        """Notice whether what Inductor has compiled runs in the block."""
+        """Notice whether code that Inductor compiled runs in the block."""
         inductor = sys.modules.get("torch._inductor.output_code")
         if inductor is None:  # nothing was compiled in this process
             yield
@@ -253,7 +252,7 @@ def _later(span: Span, seconds: float) -> Span:
 
 
 def _joined(busy: list[list[float]], most: int) -> list[list[float]]:
-    """Joined where less than a part of the whole lies between two, so that no more than so many stay."""
+    """Neighbours joined across the smallest gaps, until at most `most` remain."""
     gap = (busy[-1][1] - busy[0][0]) / most
     joined = [busy[0]]
     for begin, end in busy[1:]:

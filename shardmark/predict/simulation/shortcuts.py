@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 @contextmanager
 def shortcuts() -> Iterator[None]:
-    """In the block PyTorch's FSDP and DTensor take them."""
+    """Let PyTorch's FSDP and DTensor take the shortcuts in the block."""
     shorter: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (_fsdp_param, "_chunk_with_empty", lambda own: _Pieces),
         (_sharding_prop, "_propagate_use_strided_shard_flag", _where_strided),
@@ -28,7 +28,7 @@ def shortcuts() -> Iterator[None]:
 
 
 class _Pieces(Sequence[Tensor]):
-    """The pieces of a tensor along a dimension, each made when it is asked for: of 100,000 a rank reads two."""
+    """The pieces of a tensor along a dimension, each made on demand: of 100,000 a rank reads two."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
         self._tensor, self._count, self._dim = tensor, count, dim

@@ -40,8 +40,7 @@ Progress = dict[str, int]
 
 
 class Host:
-    """What the host has seen of the streams' progress, as a recording is replayed; by the `slowest` reading or the
-    expected one."""
+    """The host's knowledge of the streams' progress, as a recording is replayed: expected, or the slowest possible."""
 
     def __init__(self, slowest: bool = False) -> None:
         self._slowest = slowest
@@ -53,11 +52,11 @@ class Host:
         self._all_seen = 0
 
     def step(self, computes: bool) -> None:
-        """Something was allocated, freed or marked; `computes` where it was allocated on the first stream."""
+        """An allocation, a release or a mark; `computes` for an allocation on the first stream."""
         self._position += self._slowest or computes
 
     def needed(self, streams: Iterable[str]) -> Progress:
-        """How far streams are when these are through all that they have been given."""
+        """The progress at which these streams have finished all their present work."""
         needed: Progress = {}
         for stream in streams:
             _advance(needed, self._given(stream))
@@ -67,7 +66,7 @@ class Host:
         return all(max(self._seen.get(stream, 0), self._all_seen) >= position for stream, position in progress.items())
 
     def follow(self, mark: str) -> None:
-        """Take note of a mark; those that are about something else change nothing."""
+        """Process a mark; marks about other things change nothing."""
         if mark.startswith(RECORDED):
             event, _, stream = mark.removeprefix(RECORDED).partition(" ")
             self._at_events[event] = self._given(stream)
@@ -87,6 +86,6 @@ class Host:
 
 
 def _advance(progress: Progress, further: Progress) -> None:
-    """Each stream as far as either of the two says."""
+    """The progress of each stream by whichever of the two is further."""
     for stream, position in further.items():
         progress[stream] = max(progress.get(stream, 0), position)

@@ -36,7 +36,7 @@ _COLLECTIVES = "collectives"
 
 
 class Machine:
-    """This machine's rates, as far as they have been asked for."""
+    """This machine's rates, measured as they are needed."""
 
     def __init__(self, worlds: Worlds) -> None:
         self.worlds = worlds
@@ -56,7 +56,7 @@ class Machine:
         return self._assembled(events, plan.world_size, self._per_launch())
 
     def peer(self, plan: Plan) -> Step | None:
-        """The same of the plan's peer; None where it has none, or one that cannot be predicted."""
+        """A step of the plan's peer; None without a peer, or where it cannot be predicted."""
         if plan.peer is None:
             return None
         try:
@@ -86,9 +86,7 @@ class Machine:
                 self._collectives[ranks, call] = mean_of(each)
 
     def _per_launch(self) -> float:
-        """Seconds by which a simulated launch, with the operator's own, takes longer than a real one: of a program that
-        is known.
-        """
+        """Seconds by which a simulated launch of a known program takes longer than a real one."""
         if self._launch is None:
             plan = Plan(Small, cast(Implementation, None), None, None, self.worlds.device, 1)
             events = events_of(plan)
@@ -138,7 +136,7 @@ class Timeline:
         self._done = 0
 
     def compute(self, seconds: float) -> None:
-        """The host works for so many seconds; while a collective goes on it takes longer."""
+        """The host works for that long; a collective under way slows it down."""
         while seconds > 0 and self._pending:
             first = self._first()
             rest = first.left * first.sent.beside
@@ -180,7 +178,7 @@ class Timeline:
 
 
 def events_of(plan: Plan) -> list[Event]:
-    """What the plan's steady-state step does on the first rank."""
+    """The events of the plan's steady-state step on the first rank."""
     recorder = Recorder()
     with simulation(plan.world_size, schedule=recorder):
         workload = plan.workload(plan.implementation, plan.case, "cpu")
@@ -196,7 +194,7 @@ def events_of(plan: Plan) -> list[Event]:
 
 
 class Small:
-    """A known program of operators that take no time to speak of, by which launching is measured."""
+    """A known program of tiny operators, which shows what a launch takes."""
 
     backend = "eager"
 

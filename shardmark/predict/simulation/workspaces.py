@@ -49,7 +49,7 @@ class Workspaces:
                 del held  # within the range, by which the meter knows that it was none of the program's tensors
 
     def give_back(self, device: str) -> None:
-        """Free the workspaces that cuBLAS keeps."""
+        """Free cuBLAS's workspaces."""
         self._of_thread.clear()
 
 
@@ -110,5 +110,5 @@ def sum_of_columns(x: Tensor, dims: list[int], hardware: Hardware) -> int:
 
 
 def _power_of_2(number: int) -> int:
-    """The largest that is no larger."""
+    """The largest power of 2 up to the number."""
     return 1 << (number.bit_length() - 1)

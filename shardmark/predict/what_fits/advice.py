@@ -19,7 +19,7 @@ MOST_LENGTH = 2**20
 
 @dataclass(frozen=True)
 class Outcome:
-    """One strategy on so many of one kind of device."""
+    """One strategy on that many devices of one kind."""
 
     strategy: Strategy
     ranks: int
@@ -39,7 +39,7 @@ class Outcome:
 
     @property
     def free(self) -> int | None:
-        """Bytes left on the device, less than none where some are missing; None where it is not known."""
+        """Bytes left on the device, negative where some are missing; None where that is not known."""
         if isinstance(self.found, Prediction):
             return self.room - self.found.reserved
         missing = self.room - self.found.nbytes

@@ -29,7 +29,7 @@ MOST = 2**62
 
 @dataclass(frozen=True)
 class Strategy:
-    """An implementation, and perhaps each block's activations recomputed, and autocast to bfloat16."""
+    """An implementation; perhaps with each block checkpointed, or under autocast to bfloat16."""
 
     implementation: Implementation
     checkpointed: bool = False
@@ -76,7 +76,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Refused:
-    """Why there is no prediction; where that is one tensor, its bytes."""
+    """Why there is no prediction; if one tensor is too large, its bytes."""
 
     reason: str
     nbytes: int = 0
@@ -131,10 +131,8 @@ Sizes = tuple[int | str, int | str]
 
 
 def followed(spec: str) -> tuple[OwnModelCase, Sizes]:
-    """The model's case, and the sizes of its batch.
-
-    RegistryError, in one line, for what is no function that makes a model, and what no strategy could train.
-    """
+    """The model's case, and the sizes of its batch. RegistryError, in one line, for a spec that makes no model, and
+    for a model that no strategy could train."""
     case = OwnModelCase.of(check(spec, simulated=True))
     with simulation(), torch.random.fork_rng(devices=[]):
         batch = make(case.model, "cpu").batch
