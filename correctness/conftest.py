@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from correctness.support.compiling import compiler, unavailable_reason
+from correctness.support.hooks import pair as pair
 from correctness.support.hooks import pytest_cmdline_main as pytest_cmdline_main
 from correctness.support.hooks import pytest_collection_finish as pytest_collection_finish
 from correctness.support.hooks import pytest_configure as pytest_configure

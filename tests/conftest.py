@@ -1,17 +1,15 @@
-"""The tool's own tests: hooks, a world that a test may break, and the tables of planted defects."""
+"""The tool's own tests: hooks, and the tables of planted defects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
+from correctness.support.hooks import pair as pair
 from correctness.support.hooks import pytest_cmdline_main as pytest_cmdline_main
 from correctness.support.hooks import pytest_collection_finish as pytest_collection_finish
 from correctness.support.hooks import pytest_configure as pytest_configure
 from correctness.support.hooks import recorded, write_table
 from correctness.support.sweep import deselect_sweep
-from shardmark.ranks.world import World, available_ranks
 from tests.judge.judging import by_family
 
 pytest.register_assert_rewrite("tests.support.project")  # a plugin of some tests, which others import before them
@@ -30,12 +28,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         defects = sorted(recorded(terminalreporter, "defect"), key=lambda row: str(row["cause"]))
         left = ("family", "cause", "defect", "test", "says")
         write_table(terminalreporter, "Which test sees each defect?", defects, left=left)
-
-
-@pytest.fixture
-def pair(device: str) -> Iterator[World]:
-    """A world of two ranks that the test may break."""
-    if available_ranks(device) < 2:
-        pytest.skip("needs two ranks")
-    with World(2, device) as world:
-        yield world

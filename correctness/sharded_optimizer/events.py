@@ -220,8 +220,8 @@ OWN_OPTIONS: dict[type[torch.optim.Optimizer], dict[str, list[Any]]] = {
 ENDS = ([Step()], [Step(), Freeze(None), Step()], [Step(), Reload(), Step()])
 
 
-def _some(n: int, one_in: int) -> SearchStrategy[tuple[int, ...]]:
-    flags = st.lists(one_in(one_in), min_size=n, max_size=n)
+def _some(n: int, odds: int) -> SearchStrategy[tuple[int, ...]]:
+    flags = st.lists(one_in(odds), min_size=n, max_size=n)
     return flags.map(lambda drawn: tuple(i for i, flag in enumerate(drawn) if flag))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from correctness.support.interpreting import interpret_without_detours
 from correctness.support.workers import share_the_cores
 from shardmark.ranks.rank import threads_of_a_rank
+from shardmark.ranks.world import World, available_ranks
 from shardmark.text import layout
 
 
@@ -52,3 +54,12 @@ def recorded(terminal: pytest.TerminalReporter, name: str) -> list[dict[str, obj
     reports = [report for outcome in ("passed", "failed") for report in terminal.stats.get(outcome, [])]
     properties = [each for report in reports for each in getattr(report, "user_properties", ())]
     return [value for key, value in properties if key == name]
+
+
+@pytest.fixture
+def pair(device: str) -> Iterator[World]:
+    """A world of two ranks that the test may break."""
+    if available_ranks(device) < 2:
+        pytest.skip("needs two ranks")
+    with World(2, device) as world:
+        yield world

@@ -184,7 +184,7 @@ def _beside(
 
 
 def _sender(call: Call) -> Callable[..., Any]:
-    """A function that starts the collective. Ranks exchange messages: receiving takes the time, sending adds nothing."""
+    """Function that starts the collective. Ranks exchange messages: receiving takes the time, sending adds nothing."""
     if call.name == "c10d::send":
         return lambda *args: _Message([])
     return _exchange if call.name == "c10d::recv_" else call.operator
