@@ -16,11 +16,11 @@ from correctness.support.whole_batch import DIM, batch, loss, share
 from shardmark.api import Implementation
 
 HANG = 30.0
-"""Seconds, where a wrong implementation is likely to hang."""
+"""Deadline in seconds of tests in which a wrong implementation is likely to hang."""
 
 
 class Odd(nn.Module):
-    """Rows and elements divide by neither two nor three ranks; one parameter has one element."""
+    """Neither two nor three ranks divide the rows and elements evenly; one parameter has one element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Large(nn.Sequential):
 
 
 class Deep(nn.Module):
-    """Names of one to five parts, some of them named as a wrapper's own parts often are."""
+    """Names of one to five parts, some of them names that wrappers often use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ ODD_MODULES = {"odd": Odd, "tiny": Tiny, "large": Large, "deep": Deep}
 
 
 def make(kind: Any, seed: int, device: str, dtype: torch.dtype = torch.float64) -> Any:
-    """A module of that class, seeded."""
+    """Make a module of the class with seeded weights."""
     torch.manual_seed(seed)
     return kind().to(device, dtype)
 
@@ -89,43 +89,41 @@ def wrap(implementation: Implementation, module: nn.Module, **options: Any) -> A
 
 
 def full(model: Any) -> dict[str, Tensor]:
-    """The full parameters, on the CPU."""
+    """Gather the full parameters, on the CPU."""
     return {name: tensor.detach().cpu() for name, tensor in model.gather_full_parameters().items()}
 
 
 def parameters_of(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of an unsharded module's parameters, by each of their names."""
+    """Copy an unsharded module's parameters under all their names."""
     return {name: p.detach().cpu().clone() for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:
-    """An unsharded module's gradients, zeros where there is none."""
+    """Return an unsharded module's gradients, zeros where there are none."""
     named = module.named_parameters(remove_duplicate=False)
     return {name: (torch.zeros_like(p) if p.grad is None else p.grad.clone()).cpu() for name, p in named}
 
 
 def own_batch(step: int, device: str, group: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
-    """This rank's rows of the group's batch."""
+    """Return this rank's rows of the group's batch."""
     x, y = batch(step, dist.get_world_size(group), device)
     own = share(dist.get_rank(group))
     return x[own], y[own]
 
 
 def backward(model: Any, step: int, device: str, group: dist.ProcessGroup | None = None) -> None:
-    """Forward and backward of this rank's rows."""
+    """Run forward and backward on this rank's rows."""
     loss(model, *own_batch(step, device, group)).backward()
 
 
 def whole_backward(module: nn.Module, step: int, device: str, group: dist.ProcessGroup | None = None) -> None:
-    """Forward and backward of all ranks' rows in an unsharded module: the reference."""
+    """Run forward and backward on all ranks' rows in an unsharded module: the reference."""
     loss(module, *batch(step, dist.get_world_size(group), device)).backward()
 
 
 def averaged_gradients(model: Any) -> dict[str, Tensor]:
-    """The full gradients that the shards hold: what a step of SGD with a learning rate of one subtracts.
-
-    The parameters are changed by it.
-    """
+    """Return the full averaged gradients, as the difference that an SGD step with learning rate 1 makes. Changes the
+    parameters."""
     before = full(model)
     SGDs(model, lr=1.0).step()
     after = full(model)
@@ -133,7 +131,7 @@ def averaged_gradients(model: Any) -> dict[str, Tensor]:
 
 
 def poisoned(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: uninitialized memory is filled with NaN while the function runs."""
+    """Decorator: fill uninitialized memory with NaN while the function runs."""
 
     @wraps(function)
     def run(*args: Any) -> Any:
@@ -148,7 +146,7 @@ def poisoned(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SGDs:
-    """An SGD for each model, made before the first step as a user makes it."""
+    """One SGD per model, made before the first step as users make it."""
 
     def __init__(self, *models: Any, lr: float = 0.1) -> None:
         self.optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for model in models]
@@ -163,20 +161,18 @@ class SGDs:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """Return this rank's part of a tensor: a DTensor's local shard, else the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def contains(model: Any, kind: type) -> bool:
-    """Whether it is made of PyTorch's own wrapper of that class, which has limits of its own."""
+    """Return True if the model contains a module of that class (PyTorch's own wrapper, which has limits of its own)."""
     return any(isinstance(part, kind) for part in model.module.modules())
 
 
 def as_expected(what: str, found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> str:
-    """ "" where each tensor is as expected, or a line about the first that is not: what it is, and what it should be.
-
-    `what` is said before the parameter's name, such as "the gradient of".
-    """
+    """Return "" if all tensors equal the expected ones, else a line with the first difference: found and expected.
+    `what` goes before the parameter's name in that line, such as "the gradient of"."""
     if missing := [name for name in expected if name not in found]:
         return f"gather_full_parameters() has no {missing[0]!r}; it has {', '.join(found)}"
     for name, value in expected.items():
@@ -189,7 +185,7 @@ def as_expected(what: str, found: dict[str, Tensor], expected: dict[str, Tensor]
 
 
 def as_sum_of(what: str, found: dict[str, Tensor], backwards: Sequence[dict[str, Tensor]]) -> str:
-    """The same for the sum of what several backward passes gave; where it is one's alone, the line says so."""
+    """Like `as_expected`, for the sum of several backward passes' gradients; says if the value is one pass's alone."""
     total = {name: sum((each[name] for each in backwards), torch.zeros_like(backwards[0][name])) for name in found}
     for name in found:
         if problem := as_expected(what, {name: found[name]}, {name: total[name]}):
@@ -201,7 +197,8 @@ def as_sum_of(what: str, found: dict[str, Tensor], backwards: Sequence[dict[str,
 
 
 def _difference(found: Tensor, expected: Tensor) -> str:
-    """In words: a constant factor where there is one, how many elements are concerned, and the first of them."""
+    """Describe the difference: a constant factor if there is one, the number of wrong elements, and the first
+    of them."""
     if not found.isfinite().all():
         return f"{int((~found.isfinite()).sum())} of {found.numel()} elements are NaN or infinite"
     wrong = ~torch.isclose(found, expected, rtol=1e-9, atol=1e-12)
@@ -219,7 +216,7 @@ def _difference(found: Tensor, expected: Tensor) -> str:
 
 
 def first(problems: Iterator[str] | Sequence[str]) -> str:
-    """First problem that is not empty, else empty."""
+    """Return the first problem that is not empty, else ""."""
     return next((problem for problem in problems if problem), "")
 
 

@@ -1,4 +1,4 @@
-"""Test one implementation of each kind every time, `sharded` on any number of ranks; leave the rest to the sweep."""
+"""Runs one implementation of each kind by default, and `sharded` on any number of ranks; the rest is marked sweep."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shardmark.plugin.session import SESSION
 EVERY_TIME = ("sharded", "simple", "fsdp2")
 AT_EVERY_SIZE = "sharded"
 FOR_ALL, MODEL = ("test_twenty_steps", "test_units_of_any_size"), "tied_and_frozen"
-"""Tests that every implementation runs on two ranks with that model; with other models `sharded` alone does."""
+"""In these tests every implementation runs with that model on two ranks; `sharded` alone runs with the others."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the rest as sweep, unless `--impl` names this family, which is then tested in full."""
+    """Mark the rest as sweep, unless `--impl` names this family: then all of it runs."""
     if "fsdp" in config.stash[SESSION].selected:
         return
     for item in items:

@@ -1,4 +1,4 @@
-"""SimpleFSDP's modes as meshes, and its collectives counted."""
+"""Meshes for SimpleFSDP's modes, and a counter of its collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from impl.model.mlp import MLP_SIZES
 
 
 def mesh_for(mode: str, device: str) -> DeviceMesh:
-    """A mesh of all ranks; for hybrid sharding, of pairs."""
+    """Make a mesh of all ranks; for hybrid sharding, with shards over pairs of ranks."""
     ranks = dist.get_world_size()
     return init_device_mesh(device, (ranks // 2, 2) if mode == "hybrid_shard" else (ranks,))
 
@@ -23,7 +23,7 @@ def ranks_for(mode: str) -> int:
 
 
 class Collectives(TorchDispatchMode):
-    """Collectives that were started: count, dtype and number of input elements of each."""
+    """Records the collectives that start: count, dtype and number of input elements of each."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models drawn at random for tests of full sharding: layers of every kind that a contract names, in any order."""
+"""Random models for tests of full sharding: layers of every kind that the contract names, in any order."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from correctness.support.whole_batch import DIM, ROWS
 
 
 class Extra(NamedTuple):
-    """What a call takes beside its first argument, nested as users nest it: the type of a tuple must stay."""
+    """Further input of a call, nested as users nest it; wrappers must keep the tuple's type."""
 
     shift: list[Tensor]
     """One tensor of (rows, DIM), added to the last layer's inputs."""
     rows: dict[str, Tensor]
-    """"mask", boolean, of (rows, 1): the rows that go through a layer that not all rows go through."""
+    """"mask", boolean, (rows, 1): the rows that pass through an optional layer."""
 
 
 class Layer(nn.Module):
-    """(rows, DIM) -> (rows, DIM), with a residual, over a width that need not divide by the ranks."""
+    """(rows, DIM) -> (rows, DIM), residual; the ranks need not divide its width."""
 
     def __init__(self, width: int, bias: bool) -> None:
         super().__init__()
@@ -58,17 +58,15 @@ class Twice(Layer):
 
 
 class Unused(Layer):
-    """Its forward runs, and nothing of it is used."""
+    """The forward runs, but its result is not used."""
 
     def forward(self, x: Tensor, extra: Extra) -> Tensor:
         return x
 
 
 class SomeRows(Layer):
-    """A parameter that every rank reads; a rank that has none of the mask's rows has no gradient of it.
-
-    Backward goes through the layer on every rank, as it must.
-    """
+    """Every rank reads the parameter; on a rank without rows in the mask it gets no gradient. Backward passes through
+    the layer on every rank, as the contract requires."""
 
     def __init__(self, width: int, bias: bool) -> None:
         super().__init__(width, bias)
@@ -81,7 +79,7 @@ class SomeRows(Layer):
 
 
 class Counting(Layer):
-    """Buffers that each forward in training mode changes, by what does not depend on the data."""
+    """Buffers that each forward in training mode changes, independent of the data."""
 
     calls: Tensor
     decay: Tensor
@@ -101,7 +99,7 @@ class Counting(Layer):
 
 
 class Branches(Layer):
-    """Nested outputs, of which the model uses one and a loss may use the others."""
+    """Nested outputs: the model uses one of them, and a loss may use the others."""
 
     def forward(self, x: Tensor, extra: Extra) -> dict[str, tuple[Tensor, list[Tensor]]]:  # type: ignore[override]
         hidden = self.inner(x).tanh()
@@ -123,23 +121,23 @@ KINDS: dict[str, type[Layer]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What a model is made of: kind, width and bias of each layer."""
+    """Recipe of a model: kind, width and bias of each layer."""
 
     layers: tuple[tuple[str, int, bool], ...]
     units: str
-    """Which modules are wrapped: the linear layers, the layers, or the root module alone."""
+    """Modules to wrap: the linear layers, the layers, or the root module alone."""
 
     def __str__(self) -> str:
         layers = [f"{kind} of width {width}{' with bias' * bias}" for kind, width, bias in self.layers]
         return f"{', '.join(layers)}; units: {self.units}"
 
     def make(self, seed: int, device: str) -> RandomModel:
-        """In float64, the same for the same seed."""
+        """Make the float64 model; the same seed gives the same weights."""
         torch.manual_seed(seed)
         return RandomModel(self).to(device, torch.float64)
 
     def wrap(self, module: nn.Module) -> list[nn.Module]:
-        """The policy. What is tied belongs to the root module."""
+        """Wrap policy of this plan. Tied parameters belong to the root module."""
         kinds: Any = {"linears": nn.Linear, "layers": Layer, "root": ()}[self.units]
         layers = [layer for layer in module.modules() if isinstance(layer, Layer)]
         roots = {part for layer in layers if isinstance(layer, Tied) for part in layer.modules()}
@@ -147,14 +145,14 @@ class Plan:
 
 
 def plans(without: tuple[str, ...] = ()) -> st.SearchStrategy[Plan]:
-    """One to four layers, with widths down to one."""
+    """Draw one to four layers, with widths down to one."""
     kinds = st.sampled_from([kind for kind in KINDS if kind not in without])
     layers = st.lists(st.tuples(kinds, st.sampled_from([1, 2, 5, 9]), st.booleans()), min_size=1, max_size=4)
     return st.builds(Plan, layers.map(tuple), st.sampled_from(["linears", "layers", "root"]))
 
 
 class RandomModel(nn.Module):
-    """(rows, DIM) -> "output" of (rows, 2 DIM), and "sides": what layers of several outputs have beside."""
+    """(rows, DIM) -> "output" of (rows, 2 DIM), and "sides": additional outputs of layers with several."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -177,7 +175,7 @@ class RandomModel(nn.Module):
 
 @dataclass(frozen=True)
 class Rows:
-    """Inputs and targets of the whole batch, the same on every rank that asks, or one rank's share of them."""
+    """Inputs and targets of the whole batch, equal on every rank, or one rank's share of them."""
 
     x: Tensor
     shift: Tensor
@@ -186,7 +184,7 @@ class Rows:
 
     @staticmethod
     def of(step: int, ranks: int, device: str) -> Rows:
-        """Each rank has rows in the mask in some steps and in others not."""
+        """Draw a batch; in some steps a rank has rows in the mask, in others none."""
         generator = torch.Generator().manual_seed(step)
         x, shift, y = (
             torch.randn(ranks * ROWS, n, generator=generator, dtype=torch.float64).to(device)
@@ -204,7 +202,7 @@ class Rows:
             getattr(self, name).requires_grad_()
 
     def loss(self, model: nn.Module, sides: set[int]) -> Tensor:
-        """The mean over the rows: the mean of its values on equal shares is its value on the whole batch."""
+        """Mean over the rows: the mean of the losses on equal shares equals the loss on the whole batch."""
         outputs = model(self.x, extra=Extra([self.shift], {"mask": self.mask}))
         found = (outputs["output"][0] - self.y).square().mean()
         return sum((side.square().mean() for i, side in enumerate(outputs["sides"]) if i in sides), found)

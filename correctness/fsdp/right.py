@@ -1,4 +1,4 @@
-"""Right full sharding that is not as ours is."""
+"""Right full sharding that differs from ours: the tests must accept it."""
 
 from __future__ import annotations
 
@@ -120,6 +120,6 @@ class FullyShard(nn.Module):
 
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
-        self.module.reshard()  # after a forward without backward they are full
+        self.module.reshard()  # a forward without backward leaves them gathered
         named = self.module.named_parameters(remove_duplicate=False)
         return {name: p.full_tensor().clone() for name, p in named}  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Full sharding in as few lines as it takes: what wrong and unusual implementations are made of.
+"""Minimal full sharding: the base of wrong and unusual implementations.
 
 The root module is the only unit. Each parameter is sharded on its own, flattened and padded with zeros.
 """
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 
 class SmallFSDP(nn.Module):
-    """The family's contract, without its errors. A defect overrides one of the short methods."""
+    """Meets the family's contract, without its errors. A defect overrides one of the short methods."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class SmallFSDP(nn.Module):
     def replace_parameters(self) -> None:
         shards: dict[int, nn.Parameter] = {}
         self.shapes: dict[nn.Parameter, torch.Size] = {}
-        keep = list(self.module.parameters())  # so that no id is used again
+        keep = list(self.module.parameters())  # so that no id is reused
         for part in list(self.module.modules()):
             for name, parameter in part._parameters.items():
                 if parameter is None:
@@ -73,10 +73,10 @@ class SmallFSDP(nn.Module):
                 part._parameters[name] = shards[id(parameter)]
         del keep
 
-    # What a parameter becomes, and back.
+    # A parameter's shard, and back to the full parameter.
 
     def padded(self, full: Tensor) -> Tensor:
-        """Flat, and so long that it divides by the ranks."""
+        """Flatten, and pad with zeros to a multiple of the number of ranks."""
         flat = full.reshape(-1)
         return torch.cat([flat, flat.new_zeros(-len(flat) % self.ranks)])
 
@@ -146,7 +146,7 @@ class SmallFSDP(nn.Module):
 
 
 class Gather(torch.autograd.Function):
-    """All full parameters of the model; backward gives the gradients to the model, zeros where there are none."""
+    """All full parameters of the model; backward hands the gradients to the model, zeros where there are none."""
 
     @staticmethod
     def forward(ctx: Any, model: SmallFSDP, *shards: nn.Parameter) -> tuple[Tensor, ...]:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""accelerate's FSDP2: the same units as a real `Accelerator` makes, and why it does not run where it does not."""
+"""accelerate's FSDP2: it has the same units as a real `Accelerator` makes; where it cannot run, it gives the reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _transformer(device: str) -> Transformer:
 
 
 def _units(model: nn.Module) -> list[tuple[str, list[str]]]:
-    """Each unit's name, and the parameters that are in it."""
+    """List each unit's name and the parameters in it."""
     units = {name: part for name, part in model.named_modules() if isinstance(part, FSDPModule)}
     owned: dict[str, list[str]] = {name: [] for name in units}
     for name, _ in model.named_parameters():
@@ -34,7 +34,7 @@ def _units(model: nn.Module) -> list[tuple[str, list[str]]]:
 
 
 def prepared_on_rank(device: str) -> list[list[tuple[str, list[str]]]]:
-    """The units that ours makes, and those of an `Accelerator` that is allowed to shard here."""
+    """Return our units and those of an `Accelerator`, which is made to shard on this machine."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 

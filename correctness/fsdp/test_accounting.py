@@ -1,4 +1,4 @@
-"""The closed forms of full sharding against the meter."""
+"""Closed forms of full sharding against the meter."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from shardmark.meter.plan import Plan
 from shardmark.predict.simulation.predict import predict
 
 TINY = FSDPCase("tiny", batch=2, context=32)
-"""The largest moment is in backward, at the output projection or the last block."""
+"""Peak in backward, at the output projection or the last block."""
 MANY_TOKENS = replace(TINY, batch=4, context=256)
-"""The largest moment is the loss."""
+"""Peak at the loss."""
 FEW_TOKENS = replace(TINY, batch=1, context=8)
-"""Parameters weigh more than activations."""
+"""Parameters are larger than activations."""
 MINI, WIDE = FSDPCase("mini", batch=2, context=64), FSDPCase("wide", batch=8, context=32)
 
 OWN = ("sharded", "sharded_plain", "sharded_kept", "sharded_norms_replicated")
@@ -46,7 +46,7 @@ LARGE = ("mini", "wide", "small", "medium", "large", "xl")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", ["tiny", *(pytest.param(model, marks=pytest.mark.sweep) for model in LARGE)])
 def test_ours_needs_no_more_than_fsdp2_on_two_ranks(model: str, dtype: str) -> None:
-    """With one exception: at few tokens in wide blocks the peak is between blocks, where ours has three gathered."""
+    """One exception: with few tokens in wide blocks the peak is between blocks, where ours has three gathered."""
     for batch, context in ((1, 32), (4, 64), (4, 512)):
         case = FSDPCase(model, batch, context, dtype)
         exception = case == FSDPCase("wide", 1, 32)
@@ -55,7 +55,7 @@ def test_ours_needs_no_more_than_fsdp2_on_two_ranks(model: str, dtype: str) -> N
 
 
 def peak(name: str, case: FSDPCase) -> dict[str, int]:
-    """Of a step, on this rank."""
+    """Peak bytes of a step on this rank."""
     return {name: peak_of_a_step(FSDPStep, family("fsdp").implementations[name], case)}
 
 
@@ -72,11 +72,11 @@ def named(value: Any) -> str:
 EVERY_TIME = [
     (("sharded",), replace(TINY, ranks=1)),
     (ALL, TINY),
-    (("sharded",), replace(TINY, ranks=3)),  # which neither the table's rows nor a block's divide by
+    (("sharded",), replace(TINY, ranks=3)),  # three ranks divide neither the table's rows nor a block's
     (("sharded",), MANY_TOKENS),
-    (("sharded_plain",), FEW_TOKENS),  # at its peak a block is all-gathered while the one after it is still there
+    (("sharded_plain",), FEW_TOKENS),  # at the peak a block is all-gathered while the block after it is still gathered
     (("sharded_norms_replicated",), replace(TINY, ranks=3)),
-    (("sharded",), replace(MINI, dtype="bfloat16")),  # of a smaller one scratch space is a larger share
+    (("sharded",), replace(MINI, dtype="bfloat16")),  # workspace is a larger share of a smaller peak
 ]
 SWEEP = [
     *((("simple",), replace(case, ranks=ranks)) for case in (TINY, FEW_TOKENS, MINI, WIDE) for ranks in (1, 2, 3, 4)),
@@ -115,9 +115,9 @@ def test_peak_falls_with_the_ranks_and_stays_above_what_every_rank_must_hold() -
 
 @pytest.mark.parametrize("ranks", [100, 1024])
 def test_simple_fsdp_pads_the_shards_of_all_ranks_that_have_fewer_rows(ranks: int) -> None:
-    """Some of 100 ranks have fewer rows of a block's parameters, of 1,024 most have none."""
+    """With 100 ranks some have fewer rows of a block's parameters; with 1,024 most have none."""
     case = replace(TINY, ranks=ranks)
-    mesh = 4 * ranks  # its number of each rank, in the first model of a process
+    mesh = 4 * ranks  # the rank numbers that a process's first mesh stores
     assert 0 <= predicted("simple", case) - transformer_peak(case) <= mesh
 
 
@@ -126,9 +126,9 @@ def test_bytes_sent_are_those_of_gathering_twice_and_reducing_once() -> None:
     table, whole = size.vocab * size.d_model, size.parameters
     for ranks in (1, 2, 4):
         case = FSDPCase("mini", batch=1, context=8, ranks=ranks)
-        read_again = whole - table - size.d_model  # not the embedding's, nor the final norm's, which stays
+        read_again = whole - table - size.d_model  # the embedding and the final norm are not gathered again
         assert work(case).bytes_communicated == 4 * (2 * whole + read_again) * (ranks - 1) // ranks
         assert work(case, kept=True).bytes_communicated == 4 * 2 * whole * (ranks - 1) // ranks
-        in_blocks = 2 * size.layers * size.d_model  # norms, whose gradients are all-reduced once
+        in_blocks = 2 * size.layers * size.d_model  # gradients of norms are all-reduced once
         norms_replicated = work(case, norms_replicated=True).bytes_communicated
         assert norms_replicated == 4 * (2 * whole + read_again - in_blocks) * (ranks - 1) // ranks

@@ -1,4 +1,4 @@
-"""Closed forms and predictions of nine linears against the meter, in the stages of making a step and at its peak."""
+"""Nine linears: closed forms and predictions against the meter, at each stage of setup and at the peak."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardmark.predict.simulation.predict import predict
 from shardmark.ranks.world import RankError
 
 FEW, MANY = (NineLinearsCase(48, batch, linears=6) for batch in (24, 192))
-"""Where gradients decide on the peak, and where activations do."""
+"""Gradients decide the first case's peak, activations the second's."""
 OWN = ("sharded", "sharded_plain", "sharded_kept")
 PREDICTED = ["ddp", *(name for name, each in family("fsdp").implementations.items() if each.memory is None)]
 
@@ -29,13 +29,13 @@ def implementation_of(name: str) -> Implementation:
 
 
 def held(name: str, case: NineLinearsCase) -> dict[str, int]:
-    """Bytes on this rank at the peak of a step, and after each stage of making it."""
+    """Bytes on this rank at the peak of a step, and after each stage of setup."""
     memory = metered(NineLinearsStep, implementation_of(name), case, case.ranks)
     return {"peak": memory.tensors} | {stage: at.live for stage, at in memory.stages.items()}
 
 
 def expected_of(name: str, case: NineLinearsCase) -> dict[str, int]:
-    """By formula, or of what has none by prediction."""
+    """Expected bytes: by formula if the implementation has one, else by prediction."""
     if reason := implementation_of(name).unavailable_reason("cpu", to_measure=True):
         pytest.skip(f"{name}: {reason}")
     if name in STRATEGIES:
@@ -45,7 +45,7 @@ def expected_of(name: str, case: NineLinearsCase) -> dict[str, int]:
 
 
 def assert_expected(worlds: Any, name: str, case: NineLinearsCase) -> None:
-    """On every rank; or where rows are uneven, but for scalars, on the first, which has the most."""
+    """Compare on every rank. Uneven rows: on rank 0 alone, which has the most, and within the size of a few scalars."""
     expected = expected_of(name, case)
     uneven = case.width % case.ranks > 0
     alike, below = (1, UNSEEN) if uneven else (case.ranks, 0.0)
@@ -80,7 +80,7 @@ def test_where_rows_do_not_divide_by_the_ranks(name: str, worlds: Any) -> None:
 
 
 def test_fsdp2_counts_no_padding_of_gradients_where_all_linears_are_one_unit(worlds: Any) -> None:
-    """Padded gradients exist within one operator alone, which the meter counts as its workspace."""
+    """Padded gradients live within one operator, so the meter counts them as workspace."""
     assert_expected(worlds, "fsdp2", replace(FEW, width=49, wrap="whole", ranks=3))
 
 
@@ -103,7 +103,8 @@ def test_a_step_leaves_parameters_and_gradients_alone(name: str, wrap: str) -> N
     parameters = case.linears * 4 * (case.width**2 + case.width)
     made = after["wrapping"] - after["data"]
     of_each = {"ddp": parameters}.get(name, parameters // case.ranks)
-    extra = 4 * case.ranks if name in ("fsdp2", "fsdp2_kept", "accelerate") else 0  # the mesh's number of each rank
+    # the rank numbers that a mesh stores
+    extra = 4 * case.ranks if name in ("fsdp2", "fsdp2_kept", "accelerate") else 0
     assert made == extra + (2 if name == "ddp" else 1) * of_each
     assert after["warm-up"] - after["wrapping"] == of_each
 
@@ -121,7 +122,7 @@ def test_offloading_from_a_cpu_costs_nothing_or_is_refused(worlds: Any) -> None:
 
 @pytest.mark.parametrize("name", OWN)
 def test_offloading_from_a_gpu_takes_shards_and_their_gradients_off_it(name: str) -> None:
-    """But for a unit's, on their way."""
+    """The GPU still holds one unit's shards and gradients while they are copied."""
     case = replace(FEW, offload=True)
     shards = stages(case, name)["wrapping"] - stages(case, name)["data"]
     saved = peak(case, name) - peak(case, name, device="cuda")

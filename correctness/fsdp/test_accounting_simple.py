@@ -1,4 +1,4 @@
-"""SimpleFSDP's memory against its closed forms, and models that begin on meta."""
+"""SimpleFSDP's memory against its closed forms, and models that start on the meta device."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from shardmark.plugin import WorldsBySize
 
 
 def initialized(mode: str, device: str, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Each parameter's shard and the whole of it, of a model that begins on meta."""
-    torch.manual_seed(dist.get_rank())  # the ranks' own generators, which must not matter
+    """Each parameter's shard and full value, for a model that starts on meta."""
+    torch.manual_seed(dist.get_rank())  # the ranks' default generators must not matter
     with torch.device("meta"):
         model = MLPLanguageModel(TINY)
     data_parallel(model, mesh_for(mode, device), mode).to_empty(device=device)
@@ -42,7 +42,7 @@ def test_weights_made_on_ranks_are_distributed_as_the_constructors(
         if name.startswith("norm"):
             assert torch.equal(parameter, expected[name])
             continue
-        spread = 3 / expected[name].numel() ** 0.5  # three standard errors, of deviations as of means
+        spread = 3 / expected[name].numel() ** 0.5  # three standard errors, for standard deviations as for means
         assert abs(parameter.mean() / expected[name].std()) < spread, name
         assert abs(parameter.std() / expected[name].std() - 1) < spread, name
         assert all(torch.equal(other[name][1], parameter) for other in others), name
@@ -82,7 +82,7 @@ def metered_stages(case: RankRung) -> dict[str, int]:
 @pytest.mark.parametrize("meta", [False, True], ids=["no_meta", "meta"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_no_stage_holds_more_than_its_formula(meta: bool, ranks: int, worlds: WorldsBySize) -> None:
-    """On meta that is never more than the shards, and a generator's state."""
+    """A model that starts on meta never holds more than its shards and a generator's state."""
     case = RankRung("mlp-tiny", 1, 8, meta=meta, ranks=ranks)
     assert_metered(worlds(ranks), ranks * [{**stages(case), "peak": peak_of_stages(case)}], metered_stages, case)
 
@@ -97,7 +97,7 @@ def expected_step(case: RankRung, reshard: bool) -> dict[str, int]:
 
 
 def metered_step(case: RankRung, reshard: bool) -> dict[str, int]:
-    """The phases of the second step, its peaks, and the first's."""
+    """The second step's phases and peaks, and the first step's peak."""
     device = device_of_rank()
     mesh = mesh_for("fully_shard", device)
     policy = MixedPrecisionPolicy(
@@ -146,6 +146,6 @@ def test_bytes_of_a_step_are_exact(
 
 
 def test_on_four_ranks_and_where_the_peak_is_elsewhere(worlds: WorldsBySize) -> None:
-    """With few tokens the end of backward holds the most."""
+    """With few tokens memory peaks at the end of backward."""
     case = RankRung("mlp-tiny", 3, 2, ranks=4)
     assert_metered(worlds(4), 4 * [expected_step(case, True)], metered_step, case, True)

@@ -1,4 +1,4 @@
-"""Checkpoints of a sharded model: for any number of ranks, to the bit, whole or not at all."""
+"""Checkpoints of a sharded model: exact to the bit on any number of ranks, complete or not there at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardmark.ranks.world import RankError, World
 
 
 def _train(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, steps: range, device: str) -> None:
-    """Every rank on the same batch, so that all rank counts do the same but for rounding."""
+    """Train every rank on the same batch, so all rank counts agree up to rounding."""
     for step in steps:
         optimizer.zero_grad()
         loss(model, *batch(step, 1, device)).backward()
@@ -37,7 +37,7 @@ def _state(model: FullyShardedDataParallel) -> dict[str, Tensor]:
 
 
 def save_on_rank(directory: Path, name: str, device: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Parameters when they are saved, and one step later."""
+    """Return the parameters at the save and one step later."""
     model = FullyShardedDataParallel(module(name, 0, device), wrap=by_type(nn.Linear))
     optimizer = adam(model)
     _train(model, optimizer, range(2), device)
@@ -48,7 +48,8 @@ def save_on_rank(directory: Path, name: str, device: str) -> tuple[dict[str, Ten
 
 
 def load_on_rank(directory: Path, name: str, device: str) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
-    """The same of a model that has other weights, other units and a new optimizer, and its learning rate."""
+    """Load into a model with other weights and units and a new optimizer. Return the state, the state one step later,
+    and the learning rate."""
     model = FullyShardedDataParallel(module(name, 1, device), wrap=by_size(100))
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.5)
     load(directory, model, optimizer)
@@ -78,7 +79,8 @@ def test_what_two_ranks_save_one_three_and_four_load_to_the_bit(
 
 
 def other_optimizers_on_rank(directory: Path, device: str) -> list[str]:
-    """What is said of optimizers that are not the saved one; one of another order is loaded parameter by parameter."""
+    """Load into optimizers that differ from the saved one; return the errors. A reordered optimizer is loaded by
+    parameter."""
     model = FullyShardedDataParallel(module("plain", 0, device))
     optimizer = adam(model)
     _train(model, optimizer, range(1), device)
@@ -115,7 +117,7 @@ def test_moments_go_to_their_own_parameters_and_those_of_another_optimizer_nowhe
 
 
 def _said(function: Callable[..., None], *args: object) -> str:
-    """The one line of a call that may fail, on every rank or on none."""
+    """Return the one-line error of a call that fails on all ranks or on none."""
     try:
         function(*args)
     except (ValueError, RuntimeError) as error:
@@ -126,13 +128,13 @@ def _said(function: Callable[..., None], *args: object) -> str:
 
 
 def wrong_checkpoints_on_rank(directory: Path, device: str) -> list[str]:
-    """What is said of directories that cannot be used."""
+    """Return the errors for directories that cannot be used."""
     model = FullyShardedDataParallel(module("plain", 0, device))
     optimizer, whole = adam(model), directory / "whole"
     x = batch(0, 1, device)[0].requires_grad_()
     x.register_hook(lambda gradient: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        model(x).sum().backward()  # what is saved below is the model's all the same
+        model(x).sum().backward()  # what is saved below is valid all the same
     said = [
         _said(load, directory / "nowhere", model),
         _said(save, whole, model),
@@ -143,7 +145,7 @@ def wrong_checkpoints_on_rank(directory: Path, device: str) -> list[str]:
     ]
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(1)  # so that what is read would be seen
+            parameter.add_(1)  # so that a load that changes anything shows
     before, last = _state(model), max(whole.glob("*.distcp"))
     if dist.get_rank() == 0:
         last.write_bytes(bytes(last.stat().st_size))
@@ -182,7 +184,8 @@ def test_directories_that_cannot_be_used_are_one_line(worlds: WorldsBySize, tmp_
 
 
 def alone_on_rank(directory: Path, device: str) -> list[str]:
-    """What is said where rank 1 alone sees other files, or fails; each rank's directory is as if on its own machine."""
+    """Return the errors where rank 1 alone sees other files or fails; each rank's directory stands for its own
+    machine."""
     rank = dist.get_rank()
     model = FullyShardedDataParallel(module("plain", 0, device))
     optimizer, own = adam(model), directory / f"{rank}"
@@ -215,7 +218,7 @@ def test_what_one_rank_alone_sees_is_the_same_line_on_all(worlds: WorldsBySize, 
 
 
 def fail_on_rank_1(directory: Path, device: str) -> list[str]:
-    """What is left of saves that fail as rank 1 writes, and the name of what each raised."""
+    """Let a save fail while rank 1 writes; return the files left and the type of each error."""
     model = FullyShardedDataParallel(module("plain", 0, device))
     look_up, left = SavePlanner.lookup_object, []
     for kind in (OSError, KeyboardInterrupt):
@@ -239,7 +242,7 @@ def fail_on_rank_1(directory: Path, device: str) -> list[str]:
 
 
 def killed_on_rank(directory: Path, device: str) -> None:
-    """As by a power cut, halfway."""
+    """Kill this process halfway through a save, as a power cut would."""
     SavePlanner.lookup_object = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     save(directory / "whole", FullyShardedDataParallel(module("plain", 0, device)))
 

@@ -1,4 +1,4 @@
-"""The contract of full sharding, one property a test, from wrapping to a step: the first failure names the fault."""
+"""Contract of full sharding, one property per test, from wrapping to a step: the first failure names the fault."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Table(nn.Module):
 
 
 class Buffered(nn.Module):
-    """Buffers in the root, in a module with parameters, in bare modules, and in one deep below bare modules."""
+    """Buffers in the root, in a module with parameters, in modules without, and deep below modules without."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_every_rank_starts_with_rank_0s_buffers(
 
 
 def current_on_rank(implementation: Implementation, device: str) -> str:
-    """Shards change in place, as an optimizer changes them, after a gather: the next gather shows the new values."""
+    """Change shards in place after a gather, as an optimizer does: the next gather must show the new values."""
     model, plain = wrap(implementation, make(Odd, 0, device), wrap=LINEARS), make(Odd, 0, device)
     for _ in range(2):
         full(model)
@@ -241,7 +241,7 @@ class Arguments(nn.Module):
 
 def arguments_on_rank(implementation: Implementation, device: str) -> str:
     plain, model = make(Arguments, 0, device), wrap(implementation, make(Arguments, 0, device), wrap=LINEARS)
-    tokens, (x, _) = torch.tensor([0, 3, 6], device=device), batch(0, 1, device)  # the same on every rank
+    tokens, (x, _) = torch.tensor([0, 3, 6], device=device), batch(0, 1, device)  # equal on every rank
     found, expected = (each(tokens, (x, 0.5), scale=x.abs()) for each in (model, plain))
     if not isinstance(found, dict) or list(found) != list(expected) or found["more"][1] != 3:
         return f"the module returns a dict of {', '.join(expected)}, and the sharded one {type(found).__name__}"

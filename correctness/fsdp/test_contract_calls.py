@@ -1,4 +1,4 @@
-"""The contract of a call: what reaches the module, hooks of its own, and outputs of which a loss uses only some."""
+"""Contract of a call: inputs that reach the module, the user's hooks, and outputs that a loss uses in part."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LEAVES: dict[str, Callable[[Any], tuple[Tensor, Tensor]]] = {
 
 
 class Fork(nn.Module):
-    """Two outputs, each of a layer of its own and of a parameter that is shared by both."""
+    """Two outputs; each uses its own layer and a parameter that both share."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -52,13 +52,13 @@ class Fork(nn.Module):
         self.form = form
 
     def forward(self, x: Any) -> Any:
-        """(rows, DIM), or a dict with it -> two of the same, in the form."""
+        """(rows, DIM), or a dict with it -> two of the same shape, in the given form."""
         x = x["x"] if isinstance(x, dict) else x
         return FORMS[self.form](self.left(x * self.scale).tanh(), self.right(self.scale * x).sin())
 
 
 class Forks(nn.Module):
-    """A fork of each form; the root has parameters of its own."""
+    """One fork of each form; the root has its own parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def outputs_on_rank(implementation: Implementation, units: type[nn.Module], devi
     for form in FORMS:
         for used in ((0,), (1,), (0, 1)):
             optimizers.zero_grad()
-            x, _ = batch(len(used), 1, device)  # the same on every rank
+            x, _ = batch(len(used), 1, device)  # equal on every rank
             for each in (model, plain):
                 leaves = LEAVES[form](each(x)[form])
                 sum(leaves[i].square().mean() for i in used).backward()  # type: ignore[union-attr]
@@ -100,7 +100,7 @@ def test_a_loss_may_use_some_of_a_units_outputs(
 
 
 class Recording(nn.Module):
-    """Notes the dtype of each tensor that it receives."""
+    """Records the dtype of each tensor it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def _triple(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 def hooks_on_rank(implementation: Implementation, when: str, keyword: bool, device: str) -> str:
-    """Hooks of the root and of a layer in it, which change what goes in and what comes out."""
+    """Hooks of the root and of an inner layer that change inputs and outputs."""
     plain, inner = make(Odd, 0, device), make(Odd, 0, device)
 
     def register(root: nn.Module) -> None:
@@ -187,7 +187,7 @@ def hooks_on_rank(implementation: Implementation, when: str, keyword: bool, devi
     if when == "after":
         register(model.module)
     register(plain)
-    x, _ = batch(0, 1, device)  # the same on every rank
+    x, _ = batch(0, 1, device)  # equal on every rank
     found, expected = (each(x=x) if keyword else each(x) for each in (model, plain))
     for output in (found, expected):
         output.square().mean().backward()

@@ -1,4 +1,4 @@
-"""The contract for parameters that are not as most are: unused, unused by some ranks, frozen, tied, very many."""
+"""Contract for unusual parameters: unused, unused on some ranks, frozen, tied, very many."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LINEARS = by_type(nn.Linear)
 
 
 class Skipping(nn.Module):
-    """Two layers, of which the second may be left out, and a parameter that nothing uses."""
+    """Three layers, of which a call may skip the second, and a parameter that nothing uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Skipping(nn.Module):
 
 @poisoned
 def unused_on_rank(implementation: Implementation, device: str) -> str:
-    """A step that uses all layers, one that leaves one out, and one that uses all again."""
+    """Take a step that uses all layers, one that skips a layer, and one that uses all again."""
     plain, model = make(Skipping, 0, device), wrap(implementation, make(Skipping, 0, device), wrap=LINEARS)
     optimizers = SGDs(plain, model)
     for step, skip in enumerate((False, True, False)):
@@ -76,7 +76,7 @@ def test_an_unused_parameter_gets_no_gradient_and_stops_nothing(
 
 
 class Either(nn.Module):
-    """Two parameters that are read, and one of them used."""
+    """Two parameters that forward reads, of which it uses one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_a_parameter_that_one_rank_uses_counts_as_zero_on_the_others(
 
 
 def frozen_on_rank(implementation: Implementation, device: str) -> str:
-    """After a step of AdamW over all parameters, whose weight decay would change what has a gradient of zero."""
+    """Step AdamW over all parameters: its weight decay would change a frozen one that has a zero gradient."""
     frozen = ("frozen.weight", "frozen.bias")
     model = wrap(implementation, make(TiedAndFrozen, 0, device), wrap=whole)
     start = parameters_of(make(TiedAndFrozen, 0, device))
@@ -138,7 +138,7 @@ def test_frozen_parameters_have_no_gradient_and_do_not_change(
 
 
 def tied_on_rank(implementation: Implementation, device: str) -> str:
-    """Each name of a tied parameter has the same value, before and after steps of the sum of both gradients."""
+    """All names of a tied parameter have equal values, before and after steps with the sum of both gradients."""
     plain, model = make(TiedAndFrozen, 0, device), wrap(implementation, make(TiedAndFrozen, 0, device), wrap=whole)
     if problem := as_expected("at the start, the gathered", full(model), parameters_of(plain), tolerance=0):
         return problem
@@ -157,7 +157,7 @@ def test_tied_parameters_stay_one(implementation: Implementation, world: World, 
 
 
 class Shift(nn.Module):
-    """One parameter of one element."""
+    """Holds one parameter with one element."""
 
     def __init__(self) -> None:
         super().__init__()

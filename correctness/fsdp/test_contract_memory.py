@@ -23,7 +23,7 @@ LINEARS = by_type(nn.Linear)
 TOTAL = 4 * LAYERS * (WIDTH + 1) * WIDTH
 """Bytes of the model in float32."""
 SLACK = 0.1
-"""Of the model, for padding, uneven shards and small tensors."""
+"""Tolerance for padding, uneven shards and small tensors, as a share of the model."""
 
 
 def layers(device: str) -> nn.Sequential:
@@ -31,7 +31,7 @@ def layers(device: str) -> nn.Sequential:
 
 
 def one_layer(device: str) -> nn.Sequential:
-    """One unit that holds the whole model: not freeing it is visible."""
+    """A single unit that holds the full model: not freeing it is visible."""
     return nn.Sequential(nn.Linear(WIDTH, LAYERS * WIDTH)).to(device)
 
 
@@ -72,7 +72,7 @@ def held_on_rank(implementation: Implementation, make: Callable[[str], nn.Module
 def least(
     world: World, limits: dict[str, float], function: Callable[..., dict[str, int]], *args: Any, passes: int = 3
 ) -> str:
-    """Figures over their limits in the best pass: a backend's thread may free a tensor unmetered."""
+    """Return the figures over their limits in the best pass: a backend's thread may free a tensor unmetered."""
     found: dict[str, int] = {}
     for _ in range(passes):
         ranks = world.run(function, *args)
@@ -103,7 +103,7 @@ def test_each_rank_stores_its_share(implementation: Implementation, world: World
 def test_after_a_step_only_shards_are_left(
     implementation: Implementation, world: World, make: Callable[[str], nn.Module], device: str
 ) -> None:
-    """And at most their gradients: FSDP1 keeps the flat tensor that those are views of until the next step."""
+    """Their gradients may stay as well: FSDP1 keeps the flat tensor behind them until the next step."""
     limits = {"after four steps, gradients set to None": (2 / world.size + SLACK) * TOTAL}
     _assert_none(least(world, limits, held_on_rank, implementation, make, device))
 
@@ -129,7 +129,8 @@ BETWEEN = "between forward and backward"
 def test_full_parameters_are_freed_after_forward_where_that_is_asked_for(
     implementation: Implementation, world: World, device: str, record_property: Any
 ) -> None:
-    """One or two of six layers may stay gathered; `reshard_after_forward=False` keeps all. No option: a note."""
+    """One or two of six layers may stay gathered; `reshard_after_forward=False` keeps all. Without that
+    option: a note."""
     freed = {BETWEEN: (1 / world.size + 0.5 + SLACK) * TOTAL}
     if not implementation.accepts("reshard_after_forward"):
         if least(world, freed, between_on_rank, implementation, {}, device, passes=1):
@@ -149,7 +150,7 @@ def train(model: Any, x: torch.Tensor) -> None:
 
 
 def reachable_on_rank(implementation: Implementation, event: str, device: str) -> int:
-    """Bytes of the storages behind parameters() and their .grad, each counted once."""
+    """Bytes of the storages behind parameters() and their gradients, each counted once."""
     x = torch.ones(1, WIDTH, device=device)
     model = wrap(implementation, layers(device), wrap=LINEARS)
     train(model, x)
@@ -184,10 +185,8 @@ EVALUATION, EVALUATION_AND_BACKWARD = "after evaluation", "after evaluation and 
 def test_shards_and_their_gradients_keep_nothing_larger_alive(
     implementation: Implementation, world: World, event: str, device: str, record_property: Any
 ) -> None:
-    """A view keeps all the memory of the tensor that it was cut from. After evaluation more is a note.
-
-    PyTorch's FSDP2 leaves the root module's full parameters there until the next backward.
-    """
+    """A view keeps all the memory of the tensor it was cut from. After evaluation more is only a note: PyTorch's FSDP2
+    keeps the root module's full parameters until the next backward."""
     limit = (2 / world.size + SLACK) * TOTAL
     found = max(world.run(reachable_on_rank, implementation, event, device))
     problem = (

@@ -1,4 +1,4 @@
-"""The contract over several passes: accumulation, forwards before backwards, evaluation, two models, saved state."""
+"""Contract over several passes: accumulation, several forwards before backward, evaluation, two models, saved state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LINEARS = by_type(nn.Linear)
 
 
 def both(implementation: Implementation, kind: Any, device: str) -> tuple[Any, nn.Module]:
-    """A sharded and an unsharded module with the same weights."""
+    """Make a sharded and an unsharded module with the same weights."""
     return wrap(implementation, make(kind, 0, device), wrap=LINEARS), make(kind, 0, device)
 
 
@@ -67,7 +67,7 @@ def test_several_backward_passes_add_up(
 
 
 def steps_on_rank(implementation: Implementation, zeroing: bool, device: str) -> str:
-    """Three steps of SGD, with zero_grad() before each or without."""
+    """Take three SGD steps, with or without zero_grad() before each."""
     model, plain = both(implementation, Odd, device)
     optimizers = SGDs(model, plain)
     for step in range(3):
@@ -91,7 +91,7 @@ def test_zero_grad_leaves_nothing_of_the_step_before(implementation: Implementat
 
 
 def two_forwards_on_rank(implementation: Implementation, order: str, device: str) -> str:
-    """Twice, as an implementation may predict a step from the one before."""
+    """Run two steps, as an implementation may predict a step from the one before."""
     model, plain = both(implementation, UsedTwice, device)
     if order != "together" and contains(model, FSDP1):
         return f"{UNSUPPORTED}PyTorch's FSDP1 takes one backward for all forwards before it"
@@ -113,7 +113,7 @@ def two_forwards_on_rank(implementation: Implementation, order: str, device: str
         what = "of two forwards and then their backwards, the gradient of"
         if problem := as_sum_of(what, averaged_gradients(model), each_backward):
             return problem
-        plain.load_state_dict(full(model))  # to see the gradients, a step was made
+        plain.load_state_dict(full(model))  # the check of the gradients took a step
     return ""
 
 
@@ -125,7 +125,7 @@ def test_two_forwards_may_precede_their_backwards(
 
 
 class Square(nn.Sequential):
-    """May be applied to its own output."""
+    """A layer that may be applied to its own output."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(DIM, 7), nn.Tanh(), nn.Linear(7, DIM))
@@ -146,7 +146,7 @@ def test_a_model_may_be_applied_to_its_own_output(implementation: Implementation
 
 
 def two_models_on_rank(implementation: Implementation, device: str) -> str:
-    """Of the same shapes: forward of both, then backward of both, then steps of both."""
+    """Two models of equal shapes: forward of both, backward of both, then steps of both."""
     seeds = (0, 1)
     models = [wrap(implementation, make(Odd, seed, device), wrap=LINEARS) for seed in seeds]
     plains = [make(Odd, seed, device) for seed in seeds]
@@ -173,7 +173,7 @@ def test_two_models_do_not_disturb_each_other(implementation: Implementation, wo
 
 
 def evaluate_on_rank(implementation: Implementation, within: bool, device: str) -> str:
-    """Evaluation before each step, or between its forward and its backward; batches of other sizes."""
+    """Evaluate before each step, or between its forward and backward, with other batch sizes."""
     model, plain = both(implementation, Odd, device)
     optimizers = SGDs(model, plain)
     everyone, _ = batch(7, dist.get_world_size(), device)
@@ -214,7 +214,7 @@ def test_evaluation_between_forward_and_backward_changes_nothing(
 
 
 def thrown_away_on_rank(implementation: Implementation, device: str) -> str:
-    """A forward with gradients that no backward follows, before the optimizer's step and after it."""
+    """Run a forward with gradients and no backward, before the optimizer's step and after it."""
     model, plain = both(implementation, Odd, device)
     if contains(model, FSDPModule) or contains(model, FSDP1):
         return f"{UNSUPPORTED}PyTorch's FSDP keeps what such a forward gathers over the optimizer's step"
@@ -239,7 +239,7 @@ def test_a_forward_that_no_backward_follows_changes_nothing(
 
 
 def copies_on_rank(implementation: Implementation, device: str) -> str:
-    """What is gathered is kept while the model trains, and written to."""
+    """Keep what was gathered while the model trains, then write to a gathered copy: neither may affect the other."""
     model, plain = both(implementation, Odd, device)
     optimizers = SGDs(model, plain)
     gathered, before = model.gather_full_parameters(), parameters_of(plain)
@@ -266,7 +266,7 @@ def test_gathered_parameters_are_copies(implementation: Implementation, world: W
 
 
 def load_on_rank(implementation: Implementation, device: str) -> str:
-    """Back to the state before two steps, and on from there."""
+    """Load the state of two steps ago, and train on from there."""
     model, plain = both(implementation, Odd, device)
     if not isinstance(model, nn.Module):
         return ""

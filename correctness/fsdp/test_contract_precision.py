@@ -1,4 +1,4 @@
-"""compute_dtype and reduce_dtype: seen in the products and in what is communicated, not only in the errors."""
+"""compute_dtype and reduce_dtype: visible in matrix products and in what is communicated, not only in the errors."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ pytestmark = pytest.mark.family("fsdp")
 
 LINEARS = by_type(nn.Linear)
 ELEMENTS = 64
-"""A communication of no more says something about gradients, such as their norm, and is none of them."""
+"""Messages with at most this many elements are not gradients but facts about them, such as their norm."""
 GATHERS = ("all_gather", "broadcast", "gather", "scatter")
 
 
 class Products(TorchDispatchMode):
-    """The dtypes that matrices are multiplied in."""
+    """Records the dtypes of the inputs of matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,14 +58,14 @@ def _named(dtypes: set[torch.dtype]) -> str:
 
 
 def _float32(implementation: Implementation, device: str, **options: Any) -> tuple[Any, Tensor, Tensor]:
-    """A sharded module of float32 and this rank's batch."""
+    """Make a sharded float32 module and this rank's batch."""
     model = wrap(implementation, make(Wide, 0, device, torch.float32), wrap=LINEARS, **options)
     x, y = own_batch(0, device)
     return model, x.float(), y.float()
 
 
 class Wide(nn.Sequential):
-    """Matrices alone, of so many elements that they are told apart from what else is communicated."""
+    """Matrices only, with so many elements that their messages stand out."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(DIM, 31, bias=False), nn.Tanh(), nn.Linear(31, 2 * DIM, bias=False))
@@ -97,7 +97,7 @@ def test_compute_dtype_is_what_matrices_are_multiplied_in(
 def communicated_on_rank(
     implementation: Implementation, compute: torch.dtype | None, reduce: torch.dtype | None, device: str
 ) -> tuple[list[Communication], list[Communication], int]:
-    """What forward sends, what backward and synchronization send, and the elements of the full gradients."""
+    """Messages of forward, messages of backward and synchronization, and the elements of the full gradients."""
     model, x, y = _float32(implementation, device, compute_dtype=compute, reduce_dtype=reduce)
     elements = sum(p.numel() for p in Wide().parameters())
     with recorded() as forward:
@@ -117,7 +117,7 @@ def _nbytes(sent: Sequence[Communication], dtype: torch.dtype) -> int:
 def test_reduce_dtype_is_what_gradients_are_communicated_in(
     implementation: Implementation, world: World, compute: str, reduce: str, device: str
 ) -> None:
-    """Each option alone and both; without reduce_dtype the compute dtype will do, and so will the parameters' own."""
+    """Each option alone, and both; without reduce_dtype both the compute dtype and the parameters' own are right."""
     options = [None if name == "none" else getattr(torch, name) for name in (compute, reduce)]
     for _, sent, elements in world.run(communicated_on_rank, implementation, *options, device):
         if world.size == 1 or not sent:
@@ -139,7 +139,7 @@ def test_reduce_dtype_is_what_gradients_are_communicated_in(
         other = [each for each in large if each.dtype != wanted]
         assert not other, f"with compute_dtype={compute} and reduce_dtype={reduce} there is a {other[0]}"
         computed: torch.dtype = options[0] or torch.float32
-        if computed != wanted and not sums:  # messages, of gathers and of sums: each dtype has its own share
+        if computed != wanted and not sums:  # messages of gathers and of sums: each dtype has its own share
             gathered = _nbytes(sent, computed)
             assert gathered <= elements * computed.itemsize * 2, "gradients are sent in the compute dtype"
 
@@ -151,7 +151,7 @@ def gathers_on_rank(implementation: Implementation, device: str) -> list[Communi
 def test_parameters_are_gathered_in_the_compute_dtype(
     implementation: Implementation, world: World, device: str, record_property: Any
 ) -> None:
-    """Not a promise: it is what halves the bytes."""
+    """Gathering in compute_dtype halves the bytes, but the contract does not promise it: a note, no failure."""
     for sent in world.run(gathers_on_rank, implementation, device):
         if _nbytes(sent, torch.float32) > _nbytes(sent, torch.bfloat16):
             record_property("note", "with compute_dtype=bfloat16 parameters are gathered in float32: twice the bytes")
@@ -159,7 +159,7 @@ def test_parameters_are_gathered_in_the_compute_dtype(
 
 
 def stored_on_rank(implementation: Implementation, device: str) -> str:
-    """Values that bfloat16 cannot hold, and a step so small that it would round it away."""
+    """Parameters with values that bfloat16 cannot hold, and a step so small that bfloat16 would round it away."""
     plain = make(Odd, 0, device, torch.float32)
     options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16, "wrap": LINEARS}
     model = wrap(implementation, make(Odd, 0, device, torch.float32), **options)
@@ -193,7 +193,7 @@ def test_parameters_are_kept_in_their_own_dtype(implementation: Implementation, 
 
 
 def rounded_on_rank(implementation: Implementation, reduce: torch.dtype | None, device: str) -> str:
-    """Against float64: the error is no more than twice that of an unsharded module in bfloat16."""
+    """Compare with float64: the error is at most twice that of an unsharded module in bfloat16."""
     ranks = dist.get_world_size()
     exact, rounded = make(Wide, 0, device), make(Wide, 0, device, torch.bfloat16)
     sums: dict[str, Tensor] = {}
@@ -203,7 +203,7 @@ def rounded_on_rank(implementation: Implementation, reduce: torch.dtype | None, 
         rounded.zero_grad()
         (rounded(x[rows].bfloat16()).double() - y[rows]).square().mean().backward()
         for name, gradient in gradients_of(rounded).items():
-            sums[name] = sums.get(name, torch.zeros_like(gradient)) + gradient / ranks  # in bfloat16
+            sums[name] = sums.get(name, torch.zeros_like(gradient)) + gradient / ranks  # summed in bfloat16
     options = {"compute_dtype": torch.bfloat16, "reduce_dtype": reduce, "wrap": LINEARS}
     model = wrap(implementation, make(Wide, 0, device, torch.float32), **options)
     x, y = own_batch(0, device)
@@ -213,7 +213,7 @@ def rounded_on_rank(implementation: Implementation, reduce: torch.dtype | None, 
 
     def error(gradients: dict[str, Tensor]) -> float:
         errors = [(gradients[name].double() - expected[name]).norm() / expected[name].norm() for name in expected]
-        return max(errors).item()  # of all, as one tensor's own is luck
+        return max(errors).item()  # the largest over all tensors: the error of one tensor may be small by luck
 
     allowed = 2 * (error(sums) + torch.finfo(torch.bfloat16).eps)
     return "" if error(found) <= allowed else f"relative error of a gradient {error(found):.2e}, allowed {allowed:.2e}"

@@ -1,4 +1,4 @@
-"""The contract between ranks: groups that are not the world, slow collectives, clipping, and what is refused."""
+"""Contract between ranks: process groups, slow collectives, clipping, and modules that are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LINEARS = by_type(nn.Linear)
 
 
 def in_groups(implementation: Implementation, groups: list[list[int]], device: str) -> str:
-    """Each group trains its own model from its first rank's weights; other ranks are idle."""
+    """Each group trains its own model, starting from its first rank's weights; other ranks are idle."""
     mine = None
     for ranks in groups:
         group = dist.new_group(ranks)
@@ -72,7 +72,7 @@ def test_groups_that_are_not_the_world(
 
 @poisoned
 def slow_on_rank(implementation: Implementation, slow: int, device: str) -> str:
-    """Two steps while one rank starts every collective late; uninitialized memory is NaN."""
+    """Take two steps while one rank starts every collective late; uninitialized memory is NaN."""
     plain, model = make(Odd, 0, device), wrap(implementation, make(Odd, 0, device), wrap=LINEARS)
     optimizers = SGDs(plain, model)
     for step in range(2):
@@ -153,7 +153,7 @@ def test_a_norm_whose_square_float16_lacks_is_a_number(
 
 
 def refused(implementation: Implementation, module: nn.Module) -> str:
-    """What is said of the module on this rank: the error's type and text, or "nothing"."""
+    """Return the type and text of the error that wrapping raises on this rank, or "nothing"."""
     try:
         wrap(implementation, module)
     except Exception as error:
@@ -190,7 +190,7 @@ def test_a_wrapper_is_not_wrapped_again(
 
 
 def different_on_rank(implementation: Implementation, what: str, device: str) -> str:
-    """One parameter of the last rank's module differs."""
+    """Wrap modules that differ in one parameter of the last rank."""
     parameters = {"first": torch.ones(3), "matrix": torch.ones(6, 2), "end": torch.ones(4)}
     if dist.get_rank() == dist.get_world_size() - 1:
         parameters = DIFFERENT[what][1](parameters)
@@ -212,7 +212,7 @@ DIFFERENT: dict[str, tuple[str, Callable[[Parameters], Parameters]]] = {
     "missing": ("end", lambda p: {name: value for name, value in p.items() if name != "end"}),
     "one_more": ("more", lambda p: p | {"more": torch.ones(1)}),
 }
-"""The name of the parameter in which the last rank's module differs, and how."""
+"""For each case: the parameter that differs on the last rank, and the change."""
 
 
 @pytest.mark.parametrize(("what", "name"), [(what, name) for what, (name, _) in DIFFERENT.items()], ids=DIFFERENT)

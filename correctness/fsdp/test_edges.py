@@ -1,4 +1,4 @@
-"""Full sharding where it is not plain: checkpointed activations, odd parameters, wrong uses, modules on meta."""
+"""Full sharding in unusual cases: checkpointed activations, odd parameters, user errors, modules on meta."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ class Blocks(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, DIM) -> the same."""
+        """(rows, DIM) -> (rows, DIM)."""
         for block in self.blocks:
             x = block(x).tanh()
         return x
 
 
 def checkpointed_on_rank(name: str, device: str) -> None:
-    """Units in checkpointed blocks, and checkpointed blocks that are units; checkpointed before and after sharding."""
+    """Units inside checkpointed blocks, and checkpointed blocks that are units; checkpointed before and after
+    sharding."""
     x = torch.ones(3, DIM, dtype=torch.float64, device=device)
     torch.manual_seed(0)
     plain = Blocks().to(device)
@@ -50,7 +51,7 @@ def checkpointed_on_rank(name: str, device: str) -> None:
             model = FullyShardedDataParallel(policy(module) if checkpoint_first else module, wrap=wrap)
             if not checkpoint_first:
                 policy(model.module)
-            for _ in range(2):  # the second step gathers ahead
+            for _ in range(2):  # the second step prefetches
                 model.zero_grad()
                 model(x).sum().backward()
                 model.finish_gradient_synchronization()
@@ -68,7 +69,7 @@ def test_activation_checkpointing_within_and_around_units_changes_nothing(world:
 
 
 class Mixed(nn.Module):
-    """Parameters of two dtypes, one without elements for most ranks, and one that nothing uses."""
+    """Parameters of two dtypes, one with empty shards on most ranks, and one that nothing uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class Mixed(nn.Module):
 
 
 def odd_ones_on_rank(device: str) -> None:
-    """Mixed dtypes, shards without elements, an optimizer that was there first, and evaluation in between."""
+    """Mixed dtypes, empty shards, an optimizer made before sharding, and evaluation between passes."""
     torch.manual_seed(0)
     module, plain = Mixed().to(device), Mixed().to(device)
     plain.load_state_dict(module.state_dict())
@@ -97,7 +98,7 @@ def odd_ones_on_rank(device: str) -> None:
                 m(x)
             if m is model:
                 model.finish_gradient_synchronization()
-            m(x)  # what this has gathered is of before the step
+            m(x)  # gathers values that are stale after the step
             optimizer.step()
     assert torch.equal(module.unused.grad, torch.zeros_like(module.unused))
     for name, full in model.gather_full_parameters().items():
@@ -109,7 +110,7 @@ def test_dtypes_mix_shards_may_be_empty_and_the_optimizer_may_come_first(world: 
 
 
 def wrong_uses_on_rank(device: str) -> list[str]:
-    """What is said on this rank of each wrong use; every rank makes the same mistake or meets the same one."""
+    """Return the error of each wrong use on this rank; all ranks make the same mistake or get the same error."""
     last = dist.get_rank() == dist.get_world_size() - 1
     said = []
 
@@ -126,7 +127,7 @@ def wrong_uses_on_rank(device: str) -> list[str]:
     optimizer = torch.optim.SGD(model.parameters())
     model(torch.ones(1, 4, device=device)).sum().backward()
     attempt(optimizer.step)
-    attempt(torch.optim.SGD([nn.Parameter(torch.ones(1))]).step)  # another's is its own affair
+    attempt(torch.optim.SGD([nn.Parameter(torch.ones(1))]).step)  # another model's optimizer may step
     model.finish_gradient_synchronization()
     attempt(optimizer.step)
     attempt(FullyShardedDataParallel, nn.Linear(4, 4), compute_dtype=torch.int32)
@@ -161,7 +162,7 @@ def test_wrong_uses_are_one_line_on_every_rank(world: World, device: str) -> Non
 
 
 def clip_halves_on_rank(device: str) -> tuple[float, float]:
-    """The norm of float16 gradients whose squares float16 cannot hold, and their sum once they are clipped to it."""
+    """Clip float16 gradients whose squares overflow float16. Return the norm, and the sum of the clipped gradients."""
     model = FullyShardedDataParallel(nn.Linear(4, 4, bias=False).to(device, torch.float16))
     model(torch.full((1, 4), 128.0, device=device, dtype=torch.float16)).sum().backward()
     model.finish_gradient_synchronization()
@@ -171,14 +172,15 @@ def clip_halves_on_rank(device: str) -> tuple[float, float]:
 
 def test_half_precision_gradients_of_large_norm_are_clipped_and_not_lost(world: World, device: str) -> None:
     ranks = world.run(clip_halves_on_rank, device)
-    # The root of n squares of the ranks' roots, in float32: roots to an ulp, squares and sums to half of one.
+    # Rounding in float32: each rank's root to one ulp, squares and sums to half an ulp.
     rounded = (2 + world.size / 4) * torch.finfo(torch.float32).eps
     assert [norm for norm, _ in ranks] == pytest.approx([128.0 * 4] * world.size, rel=rounded)
-    assert sum(clipped for _, clipped in ranks) == 16.0  # each is one in float16, which sees none of those roundings
+    # each clipped gradient is exactly 1 in float16, whatever those roundings
+    assert sum(clipped for _, clipped in ranks) == 16.0
 
 
 def made_from_meta_on_rank(device: str) -> tuple[int, int, int, list[str], list[float]]:
-    """Peak and end in bytes of a model made real unit by unit, its whole size, and what came of it."""
+    """Materialize a meta model unit by unit. Return peak and final bytes, full size, names left on meta, deviations."""
     size = MLPSize(64, 6, vocab=96)
     with torch.device("meta"):
         module = MLPLanguageModel(size)
@@ -199,7 +201,7 @@ def test_a_meta_module_is_made_unit_by_unit_and_never_held_whole(world: World, d
     for peak, made, whole_size, left_on_meta, (embedding, linear, norm) in ranks:
         assert not left_on_meta
         assert whole_size // world.size <= made <= whole_size // world.size + 1024
-        # The last block has its values, and the flat tensor that they are sent in, from which the shard is cut.
+        # Room for the last block's values and for the flat tensor that sends them; the shard is cut from it.
         assert peak <= made + 2 * block + block // world.size + 1024
         if world.size > 1:
             assert peak < 0.9 * whole_size
@@ -231,7 +233,7 @@ def test_units_are_foretold_in_the_order_of_the_step_before() -> None:
 
 
 def applied_to_its_own_output_on_rank(device: str) -> None:
-    """What one call's backward is done with, the other's is about to read."""
+    """The backward of one call must not free what that of the other call is about to read."""
     torch.manual_seed(0)
     plain = nn.Linear(DIM, DIM).double().to(device)
     layer = nn.Linear(DIM, DIM).double().to(device)
@@ -251,7 +253,7 @@ def test_a_unit_may_be_applied_to_its_own_output(world: World, device: str) -> N
 
 
 def clip_one_element(device: str) -> tuple[str, float]:
-    """What is said before gradients are synchronized, and the norm of a gradient that one rank holds alone."""
+    """Return the error of clipping before synchronization, and the norm of a gradient that one rank alone holds."""
     model = FullyShardedDataParallel(nn.Linear(1, 1, bias=False).double().to(device))
     model(torch.full((1, 1), 3.0, dtype=torch.float64, device=device)).sum().backward()
     try:
@@ -276,7 +278,7 @@ class Found:
 
 
 class Caching(nn.Module):
-    """A layer that leaves what it computes in a dict of the caller's, and returns a dataclass."""
+    """A layer that writes a result into the caller's dict and returns a dataclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +340,7 @@ class Added(nn.Module):
 
 
 def shared_gradient_on_rank(kind: str, device: str) -> None:
-    """With a layer before it, whose backward comes after the unit's gradient is on its way."""
+    """Put a layer before the unit: its backward runs while the unit's gradient is being reduced."""
     x = torch.rand(4, DIM, dtype=torch.float64, device=device, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(DIM, DIM, dtype=torch.float64), Added()).to(device)

@@ -1,4 +1,4 @@
-"""Fully sharded models that are freed: nothing holds their parameters, and an optimizer's step does not mind."""
+"""Sharded models that are freed: nothing keeps their parameters alive, and an optimizer's step still works."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ def let_go_during_a_step_on_rank(device: str) -> float:
 
 
 def test_a_model_may_be_freed_while_an_optimizer_steps(world: World, device: str) -> None:
-    """The garbage collector runs whenever it likes, and torch is then iterating over the hooks before the step."""
+    """The garbage collector may run while torch iterates over the hooks before the step."""
     assert world.run(let_go_during_a_step_on_rank, device) == [0.0] * world.size

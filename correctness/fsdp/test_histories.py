@@ -1,4 +1,4 @@
-"""Any history of what a user may do with a sharded model, beside the same on an unsharded one."""
+"""Random histories of a sharded model, compared with an unsharded one event by event."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ pytestmark = pytest.mark.family("fsdp")
 
 OPTIONS = ({}, {}, {"compute_dtype": torch.float32}, {"reduce_dtype": torch.float32})
 HISTORIES_EACH = 8
-"""Histories for each of the examples that the test's mark counts."""
+"""Histories per example that the test's mark counts."""
 
 
 class Traits(NamedTuple):
-    """What decides which histories a wrapper takes."""
+    """Traits of a wrapper that decide which histories it takes."""
 
     of_torch: bool
-    """It is made of PyTorch's FSDP, which has limits of its own."""
+    """Built on PyTorch's FSDP, which has limits of its own."""
     without: tuple[str, ...]
-    """The layers that it cannot take."""
+    """Kinds of layers that it cannot take."""
     without_alone: tuple[str, ...]
-    """Those that it cannot take in a process group of one rank."""
+    """Kinds of layers that it cannot take in a process group of one rank."""
     saves: bool
     clips: bool
 
@@ -55,7 +55,7 @@ def traits(implementation: Implementation, device: str) -> Traits:
 
 
 class Event(NamedTuple):
-    """`value` says which: a loss whose backward runs, or what is drawn for a forward."""
+    """One event. `value`: the index of the loss whose backward runs, or a seed for a forward."""
 
     kind: str
     value: int = 0
@@ -69,7 +69,7 @@ class History:
     plan: Plan
     options: dict[str, Any]
     in_groups: bool
-    """Even and odd ranks have a model each, in process groups of their own."""
+    """Even and odd ranks each have their own model, in separate process groups."""
     events: list[Event]
 
     def __str__(self) -> str:
@@ -96,8 +96,8 @@ def histories(draw: st.DrawFn, of: Traits, ranks: int) -> History:
         return Event(kind, draw(st.integers(0, 1023)) if kind in ("forward", "backward") else 0)
 
     def following() -> Event:
-        """PyTorch's FSDP keeps what a call gathered until the next backward, so there one must come before the weights
-        change; and it takes one forward at a time."""
+        """Draw the next event. PyTorch's FSDP keeps what a call gathered until the next backward, so that backward must
+        come before the weights change; and it takes one forward at a time."""
         kinds = ["evaluate", "switch_mode"] + ["forward"] * 2 * (waiting < (1 if of.of_torch else 2))
         kinds += ["backward"] * 3 * bool(waiting) + ["finish"] * 2 * unsynchronized
         if not (of.of_torch and (waiting or used)):
@@ -109,14 +109,14 @@ def histories(draw: st.DrawFn, of: Traits, ranks: int) -> History:
     events = events_of(draw, draw(st.sampled_from([6, 8, 10, 12, 14, 16, 20, 24])), following)
     if of.of_torch and waiting:
         events.append(event("backward"))
-    unused = [] if of.of_torch else ["forward"]  # a forward that no backward follows
+    unused = [] if of.of_torch else ["forward"]  # a forward without backward
     events += [event(kind) for kind in ("forward", "backward", "finish", *unused, "step", "evaluate", "gather")]
-    without = of.without + of.without_alone * (ranks < 4 and in_groups)  # the odd ranks of three are one
+    without = of.without + of.without_alone * (ranks < 4 and in_groups)  # with three ranks the odd group has one
     return History(draw(plans(without)), options, in_groups, events)
 
 
 class Beside:
-    """A sharded and an unsharded model of the same weights, on this rank; each event is done to both."""
+    """A sharded and an unsharded model with equal weights on this rank; each event runs on both."""
 
     def __init__(self, implementation: Implementation, history: History, device: str) -> None:
         self.device, self.group = device, even_and_odd_ranks()[1] if history.in_groups else None
@@ -128,7 +128,7 @@ class Beside:
         options: dict[str, Any] = {"process_group": self.group, "wrap": history.plan.wrap, **history.options}
         self.model = wrap(implementation, module, **options)
         self.optimizers = SGDs(self.model, self.plain)
-        self.open: list[tuple[Rows, Tensor, Rows, Tensor]] = []  # losses whose backward may still come
+        self.open: list[tuple[Rows, Tensor, Rows, Tensor]] = []  # losses whose backward has not run yet
         self.step_number = 0
         self.saved = self._state()
         self.wrong = self.starts_right()
@@ -138,15 +138,15 @@ class Beside:
         self.wrong = self.wrong or found or ""
 
     def problem(self) -> str:
-        """Of this event, or of the buffers after it."""
+        """Return the problem of this event, or of the buffers after it, else ""."""
         return self.wrong or self.buffers()
 
     def starts_right(self) -> str:
-        """The parameters are the first rank's to the bit, whatever they are computed in."""
+        """Check that parameters equal the first rank's to the bit, whatever the compute dtype."""
         return as_expected("at the start, the", full(self.model), parameters_of(self.plain), 0) or self.buffers()
 
     def buffers(self) -> str:
-        """Forward changed them as it does without wrapper, in their own dtypes."""
+        """Check that forward changed the buffers as without a wrapper, in their own dtypes."""
         names = [name for name, _ in self.plain.named_buffers()]
         found, expected = (
             dict(zip(names, module.buffers(), strict=True)) for module in (self.model.module, self.plain)
@@ -193,7 +193,7 @@ class Beside:
 
     def step(self) -> None:
         self.optimizers.step()
-        self.open.clear()  # autograd takes no backward of a forward with other weights
+        self.open.clear()  # autograd refuses the backward of a forward with other weights
 
     def clear_gradients(self) -> None:
         self.optimizers.zero_grad()

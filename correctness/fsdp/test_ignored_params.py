@@ -1,4 +1,4 @@
-"""Parameters that every rank keeps in full: equal on all ranks, with averaged gradients, and never gathered."""
+"""Parameters that every rank keeps in full: equal on all ranks, with averaged gradients, never gathered."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OPTIONS: dict[str, Any] = {"wrap": by_type(nn.Linear), "ignored_params": norms_a
 
 
 def every_second(module: nn.Module) -> list[nn.Parameter]:
-    """Of any shape, trainable or frozen, tied or not."""
+    """Pick every second parameter: any shape, trainable or frozen, tied or not."""
     return [*module.parameters()][::2]
 
 
@@ -53,7 +53,7 @@ POLICIES = {"norms_and_biases": norms_and_biases, "every_second": every_second}
 
 
 def train_on_rank(implementation: Implementation, name: str, policy: str, device: str) -> dict[str, Tensor]:
-    """The whole state in the end; each ignored parameter as this rank has it."""
+    """Return the full final state, with each ignored parameter as this rank has it."""
     plain = module(name, dist.get_rank(), device)
     shapes = {key: p.shape for key, p in plain.named_parameters()}
     ignored = [key for key, p in plain.named_parameters() if any(p is q for q in POLICIES[policy](plain))]
@@ -99,7 +99,7 @@ def test_a_gradient_that_every_rank_has_counts_once_in_the_norm(
 
 
 def communicated_on_rank(implementation: Implementation, dtype: torch.dtype | None, device: str) -> list[str]:
-    """What a step sends of a model with two linears, of which the weights are sharded."""
+    """Return the messages of a step of a model with two linears whose weights are sharded."""
     model = nn.Sequential(nn.Linear(DIM, 6), nn.LayerNorm(6), nn.Linear(6, 6)).to(device)
     model = wrap(implementation, model, compute_dtype=dtype, **OPTIONS)
     optimizer = SGDs(model)
@@ -107,7 +107,8 @@ def communicated_on_rank(implementation: Implementation, dtype: torch.dtype | No
         model(torch.ones(2, DIM, device=device)).sum().backward()
         model.finish_gradient_synchronization()
         optimizer.step()
-    return [str(each) for each in sent if each.name not in ("send", "receive")]  # those of rings
+    # without the messages inside ring collectives
+    return [str(each) for each in sent if each.name not in ("send", "receive")]
 
 
 @pytest.mark.family("fsdp", option="ignored_params", only=("sharded",))
@@ -117,7 +118,7 @@ def test_a_step_all_reduces_them_together_and_once(
 ) -> None:
     for sent in world.run(communicated_on_rank, implementation, dtype, device):
         name = str(dtype or torch.float32).removeprefix("torch.")
-        nbytes = (dtype or torch.float32).itemsize * 4 * 6  # two biases, and the norm's two
+        nbytes = (dtype or torch.float32).itemsize * 4 * 6  # two biases, and the norm's weight and bias
         reduced = [each for each in sent if each.startswith("all_reduce")]
         assert reduced == [f"all_reduce of {nbytes} bytes of {name} on {world.size} ranks"]
 

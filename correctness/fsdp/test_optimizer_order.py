@@ -1,4 +1,4 @@
-"""An optimizer that was made before its model was sharded, repaired or not, against a single process."""
+"""Optimizers made before their model was sharded, repaired or not, against a single process."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, row
 
 
 def _whole(model: nn.Module) -> dict[str, Tensor]:
-    """The state of a sharded model, put together."""
+    """Gather the full state of a sharded model."""
     state = model.state_dict()
     return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).cpu() for name, x in state.items()}
 
 
 def train_sharded(name: str, device: str, unsharded_steps: int, repaired: bool) -> dict[str, Tensor]:
-    """An Adam that was there before sharding, and by then had made some steps on the whole batch."""
+    """Train with an Adam that was made before sharding and has taken some steps on the whole batch."""
     model = module(name, 0, device)
     optimizer = adam(model)
     _steps(model, optimizer, range(unsharded_steps), slice(None), device)
@@ -68,7 +68,7 @@ def test_unrepaired_nothing_trains(world: World, device: str) -> None:
 
 
 def freed_by_repair(device: str) -> list[bool]:
-    """Whether the full parameters and moments are gone: without the repair, and with it."""
+    """Are the full parameters and moments freed: without the repair, and with it?"""
     gone = []
     for repaired in (False, True):
         model = module("plain", 0, device)

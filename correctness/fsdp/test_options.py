@@ -1,4 +1,4 @@
-"""Our own implementations' options and wording, beyond the contract."""
+"""Options and error messages of our own implementations, beyond the contract."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LINEARS = by_type(nn.Linear)
 
 
 def train_on_rank(implementation: Implementation, name: str, device: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    """The whole state in the end, as the unwrapped module would have it."""
+    """Return the full final state, under the unwrapped module's names."""
     wrapping = WRAPS.get(options.get("wrap", ""), LINEARS)
     model = wrap(implementation, module(name, dist.get_rank(), device), **options | {"wrap": wrapping})
     optimizer = adam(model)
@@ -81,7 +81,7 @@ def test_every_option_gives_the_same(
 
 
 class Listening(TorchFunctionMode):
-    """Notes each pinning, and each copy that says whether the host waits for it; nothing is pinned."""
+    """Records each pin_memory call and each copy, and if the host waits for the copy; pins nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,13 +100,13 @@ class Listening(TorchFunctionMode):
         self.heard.append("wait")
 
     def since(self) -> list[str]:
-        """What was heard since this was last asked."""
+        """Return what was recorded since the last call."""
         heard, self.heard = self.heard, []
         return heard
 
 
 def offload_as_from_an_accelerator(device: str) -> dict[str, list[str]]:
-    """What is copied in each part of two steps, by a CPU that takes itself for an accelerator."""
+    """List the copies in each part of two steps, on a CPU that passes for an accelerator."""
     found = {}
     with pytest.MonkeyPatch.context() as patch, Listening() as listening:
         patch.setattr(Sharding, "offloads", True)
@@ -127,7 +127,8 @@ def offload_as_from_an_accelerator(device: str) -> dict[str, list[str]]:
 
 
 def test_offloaded_shards_are_pinned_and_copies_are_waited_for_before_the_optimizer(world: World, device: str) -> None:
-    """CUDA copies beside the computation from and to pinned memory alone; what the host reads must have arrived."""
+    """CUDA overlaps copies with computation only from and to pinned memory; data must have arrived before the host
+    reads it."""
     for found in world.run(offload_as_from_an_accelerator, device):
         assert found == {
             "wrap": ["pin"],
@@ -142,7 +143,7 @@ def test_offloaded_shards_are_pinned_and_copies_are_waited_for_before_the_optimi
 
 
 class Writing(Listening):
-    """Notes each write to the memory of `written`, too."""
+    """Records each write to the memory of `written` as well."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +156,7 @@ class Writing(Listening):
 
 
 def load_after_forward(directory: Path, device: str) -> dict[str, list[str]]:
-    """What is waited for, and written, where shards are loaded while forward may still be copying from them."""
+    """Load shards while forward may still copy from them; return the waits and writes recorded."""
     found = {}
     with pytest.MonkeyPatch.context() as patch, Writing() as listening:
         patch.setattr(Sharding, "offloads", True)
@@ -185,13 +186,13 @@ def test_offloaded_shards_are_loaded_once_forward_has_copied_them(world: World, 
 
 @pytest.mark.parametrize("name", family("fsdp").implementations)
 def test_every_registered_implementation_may_be_named_by_a_user(name: str) -> None:
-    """Also those that are a functools.partial."""
+    """Registered `functools.partial` objects too."""
     entry = family("fsdp").implementations[name]
     check_contract(entry, "cpu")
 
 
 def shard_again(implementation: Implementation, device: str) -> list[str]:
-    """What is said of the wrapper wrapped, and of the module whose parameters it took."""
+    """Return the errors of wrapping a wrapper, and of wrapping a module whose parameters are sharded already."""
     plain = nn.Sequential(nn.Linear(4, 4)).to(device)
     model = wrap(implementation, plain, wrap=whole)
     said = []
@@ -225,7 +226,7 @@ def test_a_module_without_parameters_is_one_line(implementation: Implementation,
 
 
 def mixed_precision_on_rank(name: str, device: str, reduce_dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Averaged gradients of float32 parameters in bfloat16, or as they are in float64."""
+    """Averaged gradients: of float32 parameters with bfloat16 compute, or of float64 as the reference."""
     exact = name == "float64"
     options: dict[str, Any] = {} if exact else {"compute_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
     entry = family("fsdp").implementations["sharded" if exact else name]
@@ -249,6 +250,6 @@ def test_low_precision_errs_no_more_than_twice_as_much_as_fsdp2(
     exact, ours, theirs = (
         world.run(mixed_precision_on_rank, name, device, reduce_dtype)[0] for name in ("float64", "sharded", "fsdp2")
     )
-    # The largest of all, as one small tensor's own is luck.
+    # The largest error over all tensors: that of one small tensor may be small by luck.
     error, allowed = (max((other[k] - exact[k]).norm() / exact[k].norm() for k in exact) for other in (ours, theirs))
     assert 0 < error <= 2 * allowed, f"{error} against {allowed} of FSDP2"

@@ -1,4 +1,4 @@
-"""A step that raises, or is thrown away: the next one is clean, or there is one line that says why not."""
+"""A step that raises or is abandoned: the next step is clean, or one line says why it cannot be."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from impl.fsdp import FullyShardedDataParallel, by_type
 from shardmark.ranks.world import RankError, World
 
 CLEAN = (0, 1, 3)
-"""Steps, each on its batch; step 2 raises. By then the units are gathered in the order of the step before."""
+"""Steps that do not raise, each with its own batch; step 2 raises. By then units are prefetched in the previous step's
+order."""
 
 
 class TrapError(Exception):
-    """What the trap raises."""
+    """The error that the trap raises."""
 
 
 class Trap(nn.Module):
-    """A layer within which forward, that of a checkpoint's recomputation, or backward raises if it is `set` there."""
+    """A layer that raises where `set` says: in forward, in a checkpoint's recomputation, or in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,23 +33,24 @@ class Trap(nn.Module):
         self.set = ""
         self.passes = 0
         self.under_way: list[int] = []
-        self.wrapper: list[FullyShardedDataParallel] = []  # a list, so that it is no submodule
+        # a list, so that the wrapper is not registered as a submodule
+        self.wrapper: list[FullyShardedDataParallel] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, DIM) -> the same."""
+        """(rows, DIM) -> (rows, DIM)."""
         self.passes += 1
         self.spring("forward" if self.passes == 1 else "recomputation")
         return Backward.apply(x * self.scale, self)
 
     def spring(self, where: str) -> None:
-        """Raise if it is set here, and remember how many collectives were under way then."""
+        """Raise if `set` names this place; record the number of collectives under way."""
         if where == self.set:
             self.under_way = under_way(self.wrapper[0])
             raise TrapError(where)
 
 
 class Backward(torch.autograd.Function):
-    """The identity, whose backward tells the trap."""
+    """The identity; its backward calls `Trap.spring`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, trap: Trap) -> Tensor:  # type: ignore[override]
@@ -62,7 +64,7 @@ class Backward(torch.autograd.Function):
 
 
 class Trapped(nn.Module):
-    """Layers around a trap, the inner ones checkpointed."""
+    """Layers around a trap; the inner layers are checkpointed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,13 +77,13 @@ class Trapped(nn.Module):
 
 
 def under_way(model: FullyShardedDataParallel) -> list[int]:
-    """How many flat tensors are being gathered, and how many reduced."""
+    """Numbers of flat tensors that are being gathered and that are being reduced."""
     flats = [flat for unit in model.units for flat in unit.flats]
     return [sum(getattr(flat, name) is not None for flat in flats) for name in ("_gathering", "_reducing")]
 
 
 def nothing_is_left(model: FullyShardedDataParallel) -> bool:
-    """Whether nothing is gathered or under way, and the module has its shards back."""
+    """True if nothing is gathered or under way and the module holds its shards."""
     shards = {p for unit in model.units for flat in unit.flats for p in flat.parameters}
     gathered = any(flat.gathered or flat.has_gradient for unit in model.units for flat in unit.flats)
     return not gathered and under_way(model) == [0, 0] and set(model.module.parameters()) == shards
@@ -93,7 +95,8 @@ def trapped(device: str) -> Trapped:
 
 
 def step_on_rank(model: FullyShardedDataParallel, step: int, device: str) -> tuple[int, int]:
-    """How many flat tensors are gathered after forward, and have gradients that backward did not reduce."""
+    """Take a step; return how many flat tensors are gathered after forward, and how many gradients backward left
+    unreduced."""
     x, y = batch(step, dist.get_world_size(), device)
     own = share(dist.get_rank())
     loss_of_rank = loss(model, x[own], y[own])
@@ -108,7 +111,8 @@ def step_on_rank(model: FullyShardedDataParallel, step: int, device: str) -> tup
 def raise_and_go_on(
     where: str, of_the_model: bool, device: str, options: dict[str, Any]
 ) -> tuple[dict[str, Tensor], list[int], list[str]]:
-    """The state after the clean steps, what was under way when the other raised, and what is then said."""
+    """Train with one step that raises. Return the final state, the collectives under way at the error, and later
+    errors."""
     module = trapped(device)
     model = FullyShardedDataParallel(module, wrap=by_type(nn.Linear, Trap), **options)
     trap = module.inner[1]
@@ -169,7 +173,7 @@ def test_after_a_step_that_raised_the_next_is_clean(
 
 
 def throw_a_step_away(of_the_model: bool, device: str) -> dict[str, Tensor]:
-    """The state after a step before which another was thrown away, between its backward and its synchronization."""
+    """Return the state after a step that follows one abandoned between backward and synchronization."""
     model = FullyShardedDataParallel(trapped(device), wrap=by_type(nn.Linear, Trap))
     optimizer, own = adam(model), share(dist.get_rank())
     x, y = batch(2, dist.get_world_size(), device)
@@ -192,7 +196,7 @@ def test_nothing_of_a_step_that_zero_grad_throws_away_comes_into_the_next(
 
 
 class Branching(nn.Module):
-    """Two layers, and perhaps a third between them."""
+    """Two layers, with an optional third between them."""
 
     def __init__(self, branches: bool) -> None:
         super().__init__()
@@ -200,7 +204,7 @@ class Branching(nn.Module):
         self.branches = branches
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, 2) -> the same."""
+        """(rows, 2) -> (rows, 2)."""
         x = self.first(x)
         return self.last(self.perhaps(x) if self.branches else x)
 

@@ -1,4 +1,4 @@
-"""SimpleFSDP against one process that has the whole batch; what it communicates, and in which dtype."""
+"""SimpleFSDP against one process with the whole batch; its collectives and their dtypes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from shardmark.plugin import WorldsBySize
 
 
 def train_on_rank(mode: str, name: str, device: str, reshard: bool) -> dict[str, Tensor]:
-    """Each rank starts from its own weights, so that rank 0's must reach the others."""
+    """Start each rank from its own weights: rank 0's must reach the others."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = module(name, rank, device)
     assert data_parallel(model, mesh_for(mode, device), mode, reshard_after_forward=reshard) is model
@@ -64,7 +64,7 @@ def test_parameters_equal_a_single_process_on_the_whole_batch(
 
 @pytest.mark.parametrize("ranks", [1, 3, pytest.param(5, marks=pytest.mark.sweep)])
 def test_rows_need_not_divide_by_the_ranks(ranks: int, device: str, worlds: WorldsBySize) -> None:
-    """Of 12 rows a fifth rank has none."""
+    """With 12 rows, a fifth rank has none."""
     found = worlds(ranks).run(train_on_rank, "fully_shard", "plain", device, True)
     assert_equal_states(found, single_process("plain", ranks, device))
 
@@ -72,7 +72,8 @@ def test_rows_need_not_divide_by_the_ranks(ranks: int, device: str, worlds: Worl
 def communicate(
     mode: str, device: str, policy: MixedPrecisionPolicy, reshard: bool, checkpointed: bool
 ) -> tuple[list[dict[Any, int]], list[str]]:
-    """Calls in forward and in backward, values in backward; dtypes of logits, parameter and gradient."""
+    """Return the calls in forward and backward, elements in backward, and the dtypes of logits, parameter and
+    gradient."""
     model = MLPLanguageModel(MLP_SIZES["mlp-tiny"]).to(device)
     data_parallel(model, mesh_for(mode, device), mode, policy, reshard_after_forward=reshard)
     if checkpointed:
@@ -87,7 +88,7 @@ def communicate(
 
 
 SAVED = 3 + 2 * TINY.layers
-"""Parameters that eager backward reads: the blocks' matrices, the norm's two, the output's."""
+"""Parameters that eager backward reads: the blocks' matrices, the norm's weight and bias, the output's matrix."""
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
@@ -95,7 +96,7 @@ SAVED = 3 + 2 * TINY.layers
 def test_backward_gathers_what_it_reads_or_nothing(
     reshard: bool, checkpointed: bool, device: str, worlds: WorldsBySize
 ) -> None:
-    """A checkpointed block reads its biases again as well."""
+    """A checkpointed block gathers its biases again too."""
     in_blocks = 4 * TINY.layers if checkpointed else 2 * TINY.layers * reshard
     outside = 3 * reshard
     for (forward, backward, _), _ in worlds(2).run(
@@ -178,7 +179,7 @@ def test_names_classes_and_ties_do_not_change(device: str, worlds: WorldsBySize)
 
 
 def complaint(what: str, device: str) -> str:
-    """What is said of a bad call, the same on every rank."""
+    """Return the error of a bad call, which every rank must raise alike."""
     model = nn.Linear(4, 4).to(device)
     line = mesh_for("fully_shard", device)
     square = init_device_mesh(device, (2, 1))
@@ -240,7 +241,7 @@ def test_bad_calls_are_one_line(what: str, line: str, device: str, worlds: World
 
 
 def clipped(mode: str, device: str) -> None:
-    """Clipping beside PyTorch's of the whole: a norm that is too large, then one that is not."""
+    """Compare clipping with PyTorch's on the unsharded model: once with a norm that is too large, once not."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     plain, model = module("tied_and_frozen", 0, device), module("tied_and_frozen", rank, device)
     data_parallel(model, mesh_for(mode, device), mode)
@@ -260,5 +261,5 @@ def clipped(mode: str, device: str) -> None:
 def test_gradients_are_clipped_by_the_norm_of_the_whole_in_every_mode(
     mode: str, device: str, worlds: WorldsBySize
 ) -> None:
-    """Where all is sharded, the family's own test says so."""
+    """Test clipping in every mode; the family's own test covers full sharding."""
     worlds(ranks_for(mode)).run(clipped, mode, device)

@@ -1,4 +1,4 @@
-"""SimpleFSDP's steps as the compiler makes them against the eager ones, in each pair of dtypes."""
+"""Compiled steps of SimpleFSDP against eager ones, for each pair of dtypes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ FLOAT64 = Precision(torch.float64, torch.float64, torch.float64)
 def steps_on_rank(
     step_class: type[EagerStep], policy: MixedPrecisionPolicy, checkpointed: bool, precision: Precision, device: str
 ) -> tuple[Results, int]:
-    """What training leaves, each rank's batch its own, and how often a step after that gathers."""
+    """Train with a different batch per rank. Return the results and the number of all-gathers in one more step."""
     torch.manual_seed(0)
     model = MLPLanguageModel(TINY).to(device, precision.parameter)
     data_parallel(model, mesh_for("fully_shard", device), mp_policy=policy)
     if checkpointed:
         full(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # AdamW would make rounding of a gradient near zero large
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # AdamW would amplify the rounding of a gradient near zero
     step = step_class(model, optimizer, precision=precision)
     torch.manual_seed(dist.get_rank())
     tokens, targets = torch.randint(TINY.vocab, (2, 2, 8), device=device)
@@ -53,9 +53,8 @@ def steps_on_rank(
 def test_compiled_steps_are_as_accurate_as_eager_ones(
     placement: str, checkpointed: bool, gather: str, reduce: str, device: str, worlds: WorldsBySize
 ) -> None:
-    """Backward gathers the matrices and the norm's weight again, and the biases of what checkpointing computes again:
-    all but the last block's output. Where forward and backward are one graph its compiler decides.
-    """
+    """Backward gathers the matrices and the norm's weight again, and the biases that checkpointing needs to recompute:
+    all but the last block's output. Where forward and backward are one graph, its compiler decides."""
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, gather), reduce_dtype=getattr(torch, reduce))
     exact, expected, found = (
         worlds(2).run(steps_on_rank, step_class, policy, checkpointed, precision, device)
@@ -73,13 +72,13 @@ def test_compiled_steps_are_as_accurate_as_eager_ones(
 
 
 class Found(NamedTuple):
-    """What came of a layer's forward and backward, and how many graphs were captured by then."""
+    """Output and gradient of a layer, and the number of graphs captured so far."""
 
     graphs: int
     output: Tensor
     gradient: Tensor
     reductions: set[str]
-    """Their dtypes."""
+    """dtypes of its reductions."""
 
 
 def forward_and_backward(gather: str, reduce: str, reshard: bool, captured: bool, device: str) -> Found:
@@ -105,11 +104,11 @@ SETTINGS = (
     ("bfloat16", "float32", True),
     ("float32", "float32", False),
 )
-"""Dtypes that are gathered and reduced in, and whether backward gathers again."""
+"""Gather dtype, reduce dtype, and whether backward gathers again."""
 
 
 def capture_in_turn(device: str) -> list[tuple[Found, Found]]:
-    """Eager and captured, of each of SETTINGS, in one process."""
+    """Run each of SETTINGS eager and captured, in one process."""
     torch._dynamo.reset()
     counters.clear()
     return [
@@ -119,7 +118,7 @@ def capture_in_turn(device: str) -> list[tuple[Found, Found]]:
 
 
 def test_what_is_captured_serves_models_that_are_spread_alike_and_no_others(device: str, worlds: WorldsBySize) -> None:
-    """To capture it again would take as long as for the first one."""
+    """Models with other shards need a new capture; a second capture would take as long as the first."""
     for found in worlds(2).run(capture_in_turn, device):
         assert [captured.graphs for _, captured in found] == [1, 1, 2, 3, 4]
         for (_, reduce, _), (eager, captured) in zip(SETTINGS, found, strict=True):

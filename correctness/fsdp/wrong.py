@@ -1,4 +1,4 @@
-"""Wrong full sharding: each has one mistake that somebody makes."""
+"""Planted defects: full sharding with one common mistake each."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class ReducesInComputeDtype(SmallFSDP):
 
 @defect(cause="numerics", caught_by="test_parameters_are_kept_in_their_own_dtype")
 class GathersRoundedParameters(SmallFSDP):
-    """`gather_full_parameters` returns parameters in the compute dtype, not in the stored one."""
+    """`gather_full_parameters` returns parameters in the compute dtype, not in the stored dtype."""
 
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
@@ -104,7 +104,7 @@ class GathersRoundedParameters(SmallFSDP):
 
 @defect(cause="two calls", caught_by="test_gathered_parameters_are_copies")
 class GathersIntoOneBuffer(SmallFSDP):
-    """Each `gather_full_parameters` overwrites what the one before returned."""
+    """Each `gather_full_parameters` overwrites the result of the one before."""
 
     def gather_full_parameters(self) -> dict[str, Tensor]:
         full = super().gather_full_parameters()
@@ -173,7 +173,7 @@ class KeepsTheLastBackward(SmallFSDP):
 
 @defect(cause="state", caught_by="test_zero_grad_leaves_nothing")
 class SumsOfItsOwn(SmallFSDP):
-    """Accumulates gradients in its own buffer, which `zero_grad()` does not clear."""
+    """Accumulates gradients in a buffer that `zero_grad()` does not clear."""
 
     sums: dict[nn.Parameter, Tensor]
 
@@ -191,7 +191,7 @@ class CacheOfTheClass(SmallFSDP):
 
     def gather(self, shard: Tensor, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
         full = super().gather(shard, shape, dtype)
-        if not torch.is_grad_enabled():  # within an autograd.Function
+        if not torch.is_grad_enabled():  # inside an autograd.Function
             index = [id(p) for p in self.shapes].index(id(shard))
             key = (index, full.shape, full.dtype, full.device)
             full = self.cache.setdefault(key, torch.empty_like(full)).data.copy_(full)
@@ -214,7 +214,7 @@ class GradientsAreViews(SmallFSDP):
 
 @defect(cause="memory", caught_by="test_after_a_step_only_shards_are_left")
 class KeepsFullParameters(SmallFSDP):
-    """Does not reshard after forward."""
+    """Keeps full parameters after forward."""
 
     def gather_to_compute(self, shard: nn.Parameter) -> Tensor:
         full = super().gather_to_compute(shard)
@@ -254,7 +254,7 @@ class MeanOfThoseThatHaveOne(SmallFSDP):
 
 @defect(cause="state", caught_by="test_training_goes_on_after_evaluation")
 class RemembersEvaluation(SmallFSDP):
-    """All-gathers once for evaluation, and does not see later training."""
+    """Caches the parameters gathered for the first evaluation, and misses later training."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -290,7 +290,7 @@ class ClipsByItsOwnNorm(SmallFSDP):
 
 @defect(cause="errors", caught_by="test_ranks_with_different_modules")
 class ComparesNumbersOfElements(SmallFSDP):
-    """Takes (6, 2) and (4, 3) for the same shape."""
+    """Takes (6, 2) and (4, 3) for the same shape, as both have 12 elements."""
 
     def check(self, module: nn.Module) -> None:
         flat = nn.Module()

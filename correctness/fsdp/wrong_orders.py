@@ -1,5 +1,5 @@
-"""Wrong ways of full sharding that random histories find, a parameter of one element, very many parameters, or
-replicated ones."""
+"""Planted defects that need random histories, a parameter with one element, very many, or replicated parameters to
+show."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CastsBuffers(FullyShardedDataParallel):
 
 @defect(cause="communication", caught_by=HISTORIES)
 class SkipsUnitsWithoutGradients(FullyShardedDataParallel):
-    """Skips the reduce-scatter of a unit without a gradient on this rank, while another rank waits in it."""
+    """Skips the reduce-scatter of a unit without a gradient on this rank; another rank waits in it."""
 
     def _reduce(self, unit: Unit) -> None:
         if unit.has_gradients:
@@ -52,7 +52,7 @@ class SkipsUnitsWithoutGradients(FullyShardedDataParallel):
 
 @defect(cause="shapes", caught_by="test_clipping_is_by_the_norm_over_all_ranks")
 class EmptyRanksDoNotClip(FullyShardedDataParallel):
-    """A rank with empty shards skips the all-reduce of the norm, in which the others wait."""
+    """A rank with empty shards skips the all-reduce of the norm; the others wait."""
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         if all(p.grad is None or not p.grad.numel() for p in self._trainable()):
@@ -80,7 +80,7 @@ NONE_IS_LEFT = "test_no_gradient_is_left_of_any_number"
 
 @defect(cause="shapes", caught_by=NONE_IS_LEFT)
 class LosesABucketOfOne(SmallFSDP):
-    """Of buckets of 32 parameters the last, where one parameter is left over for it."""
+    """Loses the last bucket of 32 parameters if it has only one."""
 
     def finish_gradient_synchronization(self) -> None:
         if len(self.pending) > 32 and len(self.pending) % 32 == 1:
@@ -99,7 +99,7 @@ class ReducesAtMost32Units(FullyShardedDataParallel):
 
 @defect(cause="options", caught_by="test_floating_point_inputs_are_cast")
 class CastsSequencesAlone(SmallFSDP):
-    """Casts no tensors in dicts, nor in dicts in tuples."""
+    """Does not cast tensors in dicts, nor in dicts inside tuples."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.kept = {id(x) for each in (*args, *kwargs.values()) if isinstance(each, dict) for x in each.values()}
@@ -111,7 +111,7 @@ class CastsSequencesAlone(SmallFSDP):
 
 @defect(cause="memory", caught_by="test_after_a_step_only_shards_are_left")
 class GathersForTheNextStep(FullyShardedDataParallel):
-    """All-gathers the first layer before the optimizer's step, which makes the result stale."""
+    """All-gathers the first layer before the optimizer's step, so the result is stale."""
 
     def finish_gradient_synchronization(self) -> None:
         super().finish_gradient_synchronization()
@@ -154,7 +154,7 @@ REPLICATED = "test_replicated_parameters_train_as_in_a_single_process"
 
 @defect(cause="gradients", caught_by=REPLICATED)
 class DoesNotAverageWhatIsIgnored(_ReplicatesOtherwise):
-    """Leaves the gradients of `ignored_params` alone, as PyTorch's `fully_shard` does."""
+    """Does not average gradients of `ignored_params`, as PyTorch's `fully_shard` does not."""
 
     KIND = _KeepsItsOwn
 
@@ -173,7 +173,7 @@ class CountsWhatIsIgnoredOnEveryRank(_ReplicatesOtherwise):
 
 @defect(cause="communication", caught_by=REPLICATED)
 class StartsWhatIsIgnoredFromOwnWeights(FullyShardedDataParallel):
-    """Keeps each rank's own values of `ignored_params`, as nothing broadcasts them."""
+    """Keeps each rank's own values of `ignored_params`: nothing broadcasts them."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         own = {parameter: parameter.detach().clone() for parameter in module.parameters()}

@@ -34,7 +34,7 @@ class Group:
     options: Options = field(default_factory=dict)
     frozen: tuple[int, ...] = ()
     transposed: bool = False
-    """Parameters of two dimensions and more are not contiguous."""
+    """Parameters with two or more dimensions are not contiguous."""
 
     def __str__(self) -> str:
         said = [f"parameters {', '.join(map(str, self.shapes))}", listed(self.options)]
@@ -44,15 +44,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Step:
-    """A step. With `closure`, gradients are computed in it; those from before are of the step before."""
+    """One optimizer step. With `closure`, the closure computes the gradients; gradients from before it are stale."""
 
     without: tuple[int, ...] = ()
     """Indices of parameters that get no gradient."""
     closure: bool = False
     freezes: tuple[int, ...] = ()
-    """Indices of parameters that are frozen once they have their gradients: the step updates them nevertheless."""
+    """Indices of parameters frozen after backward: the step updates them nevertheless."""
     transposed: bool = False
-    """Gradients of two dimensions and more are not contiguous."""
+    """Gradients with two or more dimensions are not contiguous."""
 
     def __str__(self) -> str:
         said = "step(closure)" if self.closure else "step()"
@@ -84,7 +84,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Freeze:
-    """Flip `requires_grad` of a parameter, whose index is taken modulo their number. None: thaw all."""
+    """Flip `requires_grad` of a parameter (index modulo their number); None unfreezes all."""
 
     parameter: int | None
 
@@ -102,7 +102,7 @@ class Freeze:
 
 @dataclass(frozen=True)
 class Change:
-    """Set options in `param_groups`; the group's index is taken modulo their number."""
+    """Set options in `param_groups` (group index modulo their number)."""
 
     group: int
     options: Options
@@ -128,7 +128,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Save:
-    """Take `state_dict()`, which changes nothing and is compared with the unsharded optimizer's."""
+    """Take `state_dict()`: it must change nothing and equal the unsharded optimizer's."""
 
     def __str__(self) -> str:
         return "state_dict()"
@@ -174,10 +174,10 @@ class History:
     optimizer: type[torch.optim.Optimizer] = torch.optim.Adam
     defaults: Options = field(default_factory=lambda: {"lr": 0.1})
     dtypes: Sequence[torch.dtype] = (torch.float64,)
-    """Of the parameters, in turn."""
+    """dtypes of the parameters, cycled."""
     seed: int = 0
     in_groups: bool = False
-    """Even and odd ranks train side by side, in process groups of their own, with parameters of their own."""
+    """Even and odd ranks train side by side: separate process groups, separate parameters."""
 
     def __str__(self) -> str:
         where = ", by even and odd ranks in process groups of their own" if self.in_groups else ""
@@ -191,7 +191,7 @@ def listed(options: Options) -> str:
 
 
 def _assert_loaded(saved: Options, after: Options) -> None:
-    """Loading keeps each tensor of the state to the bit, and in its dtype."""
+    """Assert that loading kept every tensor of the state: dtype and bits."""
     for i, values in saved["state"].items():
         for name, value in values.items():
             if not isinstance(value, Tensor):
@@ -215,7 +215,7 @@ OWN_OPTIONS: dict[type[torch.optim.Optimizer], dict[str, list[Any]]] = {
     torch.optim.Adagrad: {"eps": [0.1], "maximize": [True]},
     Wide: {"momentum": [0.0, 0.5]},
 }
-"""Options beside the learning rate and weight decay."""
+"""Options to draw from, besides the learning rate and weight decay."""
 
 ENDS = ([Step()], [Step(), Freeze(None), Step()], [Step(), Reload(), Step()])
 

@@ -1,4 +1,4 @@
-"""A sharded optimizer on each rank beside the unsharded one, event by event."""
+"""Plays events on a sharded optimizer on each rank and on an unsharded reference beside it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Training:
         self.draw = torch.Generator().manual_seed(history.seed)
         self.parameters: list[nn.Parameter] = []
         self.group_of: list[int] = []
-        """The group of each parameter."""
+        """Index of each parameter's param group."""
         self.updated: set[int] = set()
-        """The parameters that had a gradient in any step that the state knows; others may have no state yet."""
+        """Parameters that had a gradient in some step the state knows; the others may have no state yet."""
         self.updated_when_saved: set[int] = set()
         self.saved: dict[str, Any] = {}
         """The last `state_dict()`."""
@@ -54,7 +54,7 @@ class Training:
             self.optimizer.load_state_dict(deepcopy(start.state))
 
     def new(self, group: Group) -> dict[str, Any]:
-        """A param group with parameters that are drawn for it."""
+        """Make a param group and draw its parameters."""
         params = []
         for i, shape in enumerate(group.shapes):
             dtype = self.history.dtypes[(len(self.parameters) + i) % len(self.history.dtypes)]
@@ -66,7 +66,7 @@ class Training:
         return {"params": params, **group.options}
 
     def anew(self) -> torch.optim.Optimizer:
-        """A new optimizer of the same parameters, with another learning rate and no group's own options."""
+        """Make a new optimizer for the same parameters, with another learning rate and no group options."""
         bare = [{"params": list(group["params"])} for group in self.optimizer.param_groups]
         return self.make(bare, self.history.optimizer, **self.history.defaults | {"lr": 7.0})
 
@@ -83,7 +83,7 @@ class Training:
 
 
 class Beside:
-    """A sharded training on this rank beside the unsharded one: parameters after each event, states where saved."""
+    """A sharded and an unsharded training on this rank: compares parameters after each event, and saved states."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ def check(
     device: str,
     make: Callable[..., Player] = Beside,
 ) -> None:
-    """Fail, with the events up to there, where any rank is not as the unsharded optimizer after any event."""
+    """Fail, with the events so far, where any rank differs from the unsharded optimizer after an event."""
     __tracebackhide__ = True
     problem = play_on_ranks(world, make, implementation, history, device)
     if problem is not None:
@@ -139,7 +139,7 @@ def check(
 
 
 def checkpoint_after(implementation: Implementation | None, history: History, device: str) -> Checkpoint:
-    """Parameters and state after the events, which `check` holds to the unsharded ones."""
+    """Parameters and state after the events; `check` compares them with the unsharded ones."""
     beside = Beside(implementation, history, device)
     for event in history.events:
         event.happens(beside.found)
@@ -147,14 +147,14 @@ def checkpoint_after(implementation: Implementation | None, history: History, de
 
 
 def _transposed(x: Tensor) -> Tensor:
-    """The same values, in the opposite order of dimensions in memory."""
+    """Same values with the first and last dimension's memory order swapped (not contiguous)."""
     return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x
 
 
 def assert_value(
     where: str, found: Tensor, expected: Tensor, rtol: float = 1e-10, before: Tensor | None = None
 ) -> None:
-    """Fail where shape, dtype or values differ; show the element furthest off, and whether all are still `before`."""
+    """Fail where shape, dtype or values differ; show the element furthest off, and say if all still equal `before`."""
     assert found.shape == expected.shape, f"{where}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
     assert found.dtype == expected.dtype, f"{where}: {found.dtype}, expected {expected.dtype}"
     still = before is not None and torch.equal(found.cpu(), before.cpu())
@@ -192,7 +192,7 @@ def assert_state(found: dict[str, Any], expected: dict[str, Any], where: str, up
     for i, (group, other) in enumerate(zip(found["param_groups"], expected["param_groups"], strict=True)):
         for name, value in other.items():
             if name not in group and (value is False or value is None):
-                continue  # torch's optimizers fill in what is newer than a checkpoint
+                continue  # torch's optimizers fill in options newer than the checkpoint
             if name not in ("params", "param_names"):
                 assert name in group, f"{where}: group {i} has no {name!r}"
                 assert group[name] == value, f"{where}: {name!r} of group {i} is {group[name]}, expected {value}"

@@ -1,4 +1,4 @@
-"""Right sharded optimizers, in unusual ways."""
+"""Right sharded optimizers that work in unusual ways: the tests must accept them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SumsUp(SimpleZero):
 
 @right("the state is kept by parameter of one optimizer for each of them")
 class OneEach(SimpleZero):
-    """Joins one optimizer for each parameter that this rank owns."""
+    """Joins one inner optimizer per parameter that this rank owns."""
 
     def add_inner_group(self, group: Group) -> None:
         self.inner = self.inner or _Many(self.optimizer_cls, self.defaults)
@@ -53,10 +53,10 @@ class OneEach(SimpleZero):
 
 
 class _Many:
-    """The interface of `SimpleZero`'s inner optimizer over one optimizer for each parameter."""
+    """The interface of `SimpleZero`'s inner optimizer over one optimizer per parameter."""
 
     def __init__(self, optimizer_cls: Any, defaults: Group) -> None:
-        self.optimizer_cls, self.defaults = optimizer_cls, dict(defaults)  # torch's loading adds to them
+        self.optimizer_cls, self.defaults = optimizer_cls, dict(defaults)  # torch's loading adds to these defaults
         self.param_groups: list[Group] = []
         self.optimizers: dict[Tensor, torch.optim.Optimizer] = {}
 
@@ -101,7 +101,7 @@ class _Many:
 class FirstGradientAssigns(OneEach):
     @cached_property
     def owned(self) -> dict[int, int]:
-        """The owner of each parameter that has had a gradient, by index."""
+        """Map each parameter index that has had a gradient to its owner."""
         return {}
 
     def owner(self, index: int) -> int:
@@ -126,8 +126,8 @@ class FirstGradientAssigns(OneEach):
             dist.broadcast(parameters[i].data, group=self.process_group, group_src=owner)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the owners from the loaded state."""
-        torch.optim.Optimizer.load_state_dict(self, {**state_dict, "state": {}})  # torch's checks come first
+        """Load the state, owners included."""
+        torch.optim.Optimizer.load_state_dict(self, {**state_dict, "state": {}})  # torch's own checks run first
         self.owned.clear()
         self.loads = [0] * self.ranks
         self.inner.clear()

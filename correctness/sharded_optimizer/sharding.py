@@ -1,4 +1,4 @@
-"""Parameters and gradients that are the same on every rank, and what calls raise."""
+"""Parameters and gradients that are the same on every rank, and a helper that reports what a call raises."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def raised(call: Callable[[], Any]) -> str:
-    """What it raises: its type, and its message."""
+    """Return the type and message of the error that the call raises, or "nothing"."""
     try:
         call()
     except (ValueError, RuntimeError, LookupError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""The simplest sharded optimizer: what planted defects and unusual right ones are made of."""
+"""The simplest sharded optimizer: the base of planted defects and of unusual right ones."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ Group = dict[str, Any]
 
 
 def options(group: Group) -> Group:
-    """A param group without its parameters."""
+    """A param group's options, without its parameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 class SimpleZero(torch.optim.Optimizer):
-    """Each parameter belongs to the rank that has least by then: it updates it, and broadcasts it after each step."""
+    """The rank that owns the fewest bytes so far gets the next parameter: it updates it and broadcasts it after each
+    step."""
 
     inner: torch.optim.Optimizer | None
 
@@ -43,7 +44,7 @@ class SimpleZero(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def owner(self, index: int) -> int:
-        """The rank that updates the parameter of that index."""
+        """Return the rank that updates the parameter with this index."""
         for p in self.all_parameters[len(self.owners) :]:
             self.owners.append(min(range(self.ranks), key=self.loads.__getitem__))
             self.loads[self.owners[-1]] += p.nbytes
@@ -76,7 +77,7 @@ class SimpleZero(torch.optim.Optimizer):
             return None if closure is None else closure()
 
     def copy_options(self) -> None:
-        """From the user's param groups, which a scheduler changes."""
+        """Copy options from the user's param groups, which a scheduler changes, to the inner optimizer."""
         for inner, group in zip(self.inner.param_groups, self.param_groups, strict=True):
             inner.update(options(group))
 
@@ -91,11 +92,11 @@ class SimpleZero(torch.optim.Optimizer):
         return {"state": dict(sorted(state.items())), "param_groups": super().state_dict()["param_groups"]}
 
     def own_state(self) -> dict[int, Any]:
-        """Of this rank's parameters, by their index."""
+        """Return the state of this rank's parameters by index."""
         return {i: self.inner.state[p] for i, p in enumerate(self.all_parameters) if p in self.inner.state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict({**state_dict, "state": {}})  # torch's checks, and the param groups
+        super().load_state_dict({**state_dict, "state": {}})  # runs torch's checks, sets the param groups
         index = dict(
             zip(self.all_parameters, (i for g in state_dict["param_groups"] for i in g["params"]), strict=True)
         )
@@ -108,5 +109,5 @@ class SimpleZero(torch.optim.Optimizer):
         self.inner.load_state_dict(inner)
 
     def loaded(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What is loaded of one parameter's state."""
+        """Convert one parameter's state before it is loaded."""
         return state

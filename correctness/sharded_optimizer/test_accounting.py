@@ -17,13 +17,13 @@ from shardmark.meter.measure_case import meter_pass
 from shardmark.rows.observers import timeline_pass
 
 AT_LAYERS = ShardedStepCase("tiny", 2, 32)
-"""Its largest moment is when backward leaves the output projection, or is in the last layer."""
+"""A case that peaks in backward, at the output projection or in the last layer."""
 AT_END, AT_LOSS = ShardedStepCase("mini", 1, 4), ShardedStepCase("tiny", 3, 61)
 FEW_BUCKETS = replace(AT_END, bucket_mb=25)
 
 
 def peak(name: str, case: ShardedStepCase) -> dict[str, int]:
-    """Of the third step on this rank."""
+    """Peak bytes of the third step on this rank."""
     implementation = family("sharded_optimizer").implementations[name]
     return {"peak": metered(ShardedStep, implementation, case, case.ranks).tensors}
 
@@ -50,13 +50,13 @@ def test_buckets_are_of_5_mb_on_cpu_and_of_25_on_a_gpu() -> None:
 
 
 def bytes_by_kind(case: ShardedStepCase) -> dict[str, int]:
-    """Of one step on this rank: at the end of its phases, and of each kind when it begins."""
+    """Bytes on this rank at the end of each phase, and bytes of each kind at the start of a step."""
     implementation = family("sharded_optimizer").implementations["sharded"]
     plan = plan_of(ShardedStep, implementation, case, case.ranks, device=device_of_rank())
     kinds, (_, memory, _) = timeline_pass(plan).phases, meter_pass(plan)
     phases = {phase: memory.phases[phase] for phase in ("after_init", "before_step", "after_step")}
     after = kinds["after_optimizer"]
-    after_optimizer = sum(after.values()) - after["temporaries"]  # a backend's buffers, to gather
+    after_optimizer = sum(after.values()) - after["temporaries"]  # without a backend's gather buffers
     at_end = {"after_optimizer": after_optimizer, "gradients after optimizer": after["gradients"]}
     return phases | kinds["before_step"] | at_end
 

@@ -1,4 +1,4 @@
-"""A sharded optimizer's contract, a property a test: on every rank, parameters are what the optimizer itself makes."""
+"""Contract of a sharded optimizer, one property per test: every rank's parameters equal the unsharded optimizer's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_fewer_elements_than_ranks(implementation: Implementation, world: World,
 
 
 def refusal(implementation: Implementation, history: History, device: str) -> str:
-    """The ValueError that the sharded optimizer raises, if it does."""
+    """Return the ValueError that the sharded optimizer raises, if any."""
     try:
         play(Beside(implementation, history, device), history)
     except ValueError as error:
@@ -63,7 +63,7 @@ def test_an_optimizer_that_needs_whole_parameters_is_right_or_refused(
 
 
 def test_large_parameters(implementation: Implementation, world: World, device: str) -> None:
-    """Above 100,000 elements and 1 MB, with small ones between them."""
+    """Parameters over 100,000 elements and over 1 MB, with small ones between them."""
     shapes = [(3,), (701, 401), (5,), (100_003,), (2, 2)]
     check(implementation, world, History([Group(shapes)], [Step()], dtypes=[torch.float32]), device)
 
@@ -91,7 +91,7 @@ def test_each_group_has_its_own_options(implementation: Implementation, world: W
 
 
 def test_options_changed_between_steps_hold(implementation: Implementation, world: World, device: str) -> None:
-    """As a scheduler changes them, or the user."""
+    """A scheduler or the user may set options between steps."""
     events = [Step(), Change(0, {"lr": 0.5}), Step(), Change(1, {"weight_decay": 0.3, "betas": (0.5, 0.9)}), Step()]
     check(implementation, world, History([Group([(5, 3), (3,)]), Group([(7,), ()])], events), device)
 
@@ -144,7 +144,7 @@ GIVEN: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "groups_of_names": lambda params: [{"params": [(f"layer {i}", p) for i, p in enumerate(params)]}],
     "a_group_of_one": lambda params: [{"params": params[0]}, {"params": params[1:]}],
 }
-"""What torch's optimizers take."""
+"""Forms of `params` that torch's optimizers accept."""
 
 
 def given_as(implementation: Implementation, how: str, device: str) -> list[Tensor]:
@@ -171,7 +171,7 @@ def test_param_groups_have_the_users_parameters(
 
 
 def changed_between_steps(make: Any, device: str) -> list[Tensor]:
-    """Parameters that are clamped and scaled in place after each step, as weights are."""
+    """Train parameters that are clamped and scaled in place after each step."""
     params = parameters(device, *SHAPES)
     optimizer = make(params, torch.optim.AdamW, lr=0.1)
     for step in range(3):
@@ -222,7 +222,7 @@ def test_a_closure_is_called_once_with_gradients_and_its_loss_returned(
 
 
 def clear(implementation: Implementation, device: str, set_to_none: bool) -> list[str]:
-    """What is left of gradients."""
+    """Name the gradients that `zero_grad` left."""
     params = parameters(device, *SHAPES)
     optimizer = implementation.adapted(params, torch.optim.SGD, lr=0.1)
     set_gradients(params, 0)
@@ -239,7 +239,7 @@ def test_zero_grad_clears_every_gradient(
 
 
 class Late(Beside):
-    """One rank is late in each of its collectives."""
+    """A training where one rank is late in each of its collectives."""
 
     def __init__(self, implementation: Implementation, history: History, device: str, late: int) -> None:
         super().__init__(implementation, history, device)
@@ -257,7 +257,7 @@ def test_parameters_are_updated_when_step_returns(implementation: Implementation
 
 
 class Two:
-    """Two trainings with parameters of the same shapes, in turn, as of a generator and a discriminator."""
+    """Two trainings with equal shapes that step in turn, like a generator and a discriminator."""
 
     def __init__(self, implementation: Implementation, history: History, device: str) -> None:
         other = replace(history, defaults={"lr": 0.3}, seed=1)

@@ -1,4 +1,4 @@
-"""What people get wrong around our sharded optimizer: an error of one line on every rank, and nothing half-done."""
+"""User errors around our sharded optimizer: each gives a one-line error on every rank and changes nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardmark.ranks.world import RankError, World
 
 
 def faults(device: str) -> dict[str, str]:
-    """What each of a user's faults raises on this rank."""
+    """Return what each user error raises on this rank."""
     rank, last = dist.get_rank(), dist.get_rank() == dist.get_world_size() - 1
     p, q = parameters(device, (4,), (2, 2))
     p.grad = torch.full_like(p, rank + 1.0)
@@ -80,7 +80,7 @@ def test_faults_are_one_line_on_every_rank(pair: World, device: str) -> None:
 
 
 def load_wrong(device: str) -> tuple[list[str], bool]:
-    """What loading another model's state raises, and whether the optimizer is as it was."""
+    """Load another model's state; return what that raises and whether the optimizer is unchanged."""
     params = parameters(device, (4,), (2, 3))
     optimizer = ShardedOptimizer(params, Adam, lr=0.5)
     set_gradients(params, 0)
@@ -138,6 +138,6 @@ def step_more_than_others(device: str) -> None:
 
 
 def test_ranks_that_step_a_different_number_of_times_are_told_by_their_stacks(pair: World, device: str) -> None:
-    pair.run(load_wrong, device)  # what is to be imported is
+    pair.run(load_wrong, device)  # so that imports do not count towards the deadline
     with pytest.raises(RankError, match=r"rank 1 of 2 had not answered after 3\.\d s(.|\n)*step_more_than_others"):
         pair.run(step_more_than_others, device, deadline=3)

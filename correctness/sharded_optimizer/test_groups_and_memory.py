@@ -1,4 +1,4 @@
-"""Which ranks a sharded optimizer is of, and what each of them holds."""
+"""Process groups of a sharded optimizer, and the memory that each rank holds."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SHAPES = ((5, 3), (7,), (), (2, 1, 3), (11,))
 
 
 def test_a_process_group_that_is_not_the_world(implementation: Implementation, world: World, device: str) -> None:
-    """Even and odd ranks train side by side, on parameters and gradients of their own; the state too is the group's."""
+    """Even and odd ranks train side by side with separate parameters and gradients; the state too covers one group."""
     events = [Step(), Step(without=(0,)), Save()]
     check(implementation, world, History([Group(SHAPES)], events, in_groups=True), device)
 
 
 def alone(implementation: Implementation, device: str) -> Tensor | None:
-    """The last rank's group of one; the others make no optimizer."""
+    """Train in a group that has the last rank alone; the other ranks make no optimizer."""
     last = dist.get_world_size() - 1
     group = dist.new_group([last])
     if dist.get_rank() != last:
@@ -53,24 +53,24 @@ def test_only_the_groups_ranks_take_part(implementation: Implementation, world: 
 
 
 COUNT, WIDE = 12, 32
-"""Parameters, and the rows of most."""
+"""Number of parameters; rows of most of them."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """Parameters in groups; those of index `added` and above are added one step later."""
+    """Parameters in param groups; those with index `added` and above are added one step later."""
 
     columns: tuple[int, ...]
-    """Of each parameter."""
+    """Columns of each parameter."""
     groups: tuple[int, ...]
-    """Parameters in each group."""
+    """Number of parameters in each group."""
     added: int
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
-    """Of the parameters, in turn."""
+    """dtypes of the parameters, cycled."""
     copies: int = 10
-    """Tensors of each parameter's shape that its state has."""
+    """Tensors of each parameter's shape in its state."""
     rows: int = WIDE
-    """Of each parameter."""
+    """Rows of each parameter."""
 
     @property
     def bytes_of_each(self) -> list[int]:
@@ -84,17 +84,17 @@ class Division:
 
 
 def wide_and_half(ranks: int) -> Division:
-    """Of equal numbers of elements; who deals them out in turn gives all that is large to one rank."""
+    """Equal element counts: dealing parameters out in turn gives rank 0 all float64 ones."""
     return Division((WIDE,) * COUNT, (COUNT,), 1, (torch.float64, *(torch.bfloat16,) * (ranks - 1)), copies=18)
 
 
 def alone_in_groups(count: int) -> Division:
-    """Of one element each; who divides each group anew gives all of them to one rank."""
+    """One element per parameter, one parameter per group: dividing each group anew gives rank 0 everything."""
     return Division((1,) * count, (1,) * count, count // 2, copies=40, rows=1)
 
 
 def random_division(draw: Random, largest: int) -> Division:
-    """With up to `largest` parameters in a group."""
+    """Draw groups of at most `largest` parameters."""
     mixed = tuple(draw.choice([1, 8, WIDE, 2 * WIDE]) for _ in range(COUNT))
     columns = (WIDE,) * COUNT if largest == 1 else draw.choice([(WIDE,) * COUNT, mixed])
     groups: list[int] = []
@@ -104,9 +104,7 @@ def random_division(draw: Random, largest: int) -> Division:
 
 
 def state_held(implementation: Implementation, divisions: list[Division], device: str) -> list[dict[str, int]]:
-    """For each division that it takes, bytes of this rank beyond parameters and gradients, after each of what is
-    done.
-    """
+    """For each supported division: bytes on this rank beyond parameters and gradients, after each phase."""
     held = []
     for division in divisions:
         try:
@@ -156,9 +154,8 @@ def _held(implementation: Implementation, division: Division, device: str) -> di
 def test_a_rank_holds_its_part_of_the_state(
     implementation: Implementation, world: World, times: int, device: str
 ) -> None:
-    """Of whole parameters at most, and room for the parameters twice, to communicate them; however the parameters are
-    divided into groups, after steps and after loading.
-    """
+    """A rank holds at most its share of the state, rounded up to whole parameters, and communication buffers of twice
+    the parameters: for any division into groups, after steps and after loading."""
     if implementation.name == "unsharded" or world.size == 1:
         pytest.skip("there is nothing to shard")
     draw = Random(torch.initial_seed())

@@ -1,4 +1,4 @@
-"""Any history of a sharded optimizer: groups, options, frozen parameters, closures and states, in any order."""
+"""Random histories of a sharded optimizer: groups, options, frozen parameters, closures and states in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models trained with every sharded optimizer, against a single process with the whole batch and the whole state."""
+"""Models trained with every sharded optimizer, against one process with the full batch and an unsharded state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ADAM: tuple[type[torch.optim.Optimizer], dict[str, Any]] = (torch.optim.Adam, {"
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Two param groups, as people make them: matrices, and all that has one dimension, at another rate."""
+    """Two param groups, as is usual: matrices, and one-dimensional parameters with another learning rate."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if p.ndim > 1]},
@@ -67,7 +67,7 @@ class Training:
         self.synchronizes = self.optimizer if averages else self.model
 
     def run(self, first: int, last: int, accumulate: bool = False) -> Training:
-        """Those steps."""
+        """Run steps `first` to `last` (exclusive)."""
         for step in range(first, last):
             self.optimizer.zero_grad()
             x, y = (tensor[self.rows] for tensor in batch(step, self.ranks, self.device))
@@ -81,7 +81,7 @@ class Training:
         return self
 
     def state(self) -> dict[str, Tensor]:
-        """The model's, on the CPU."""
+        """The model's state, on the CPU."""
         return {key: tensor.cpu() for key, tensor in self.model.state_dict().items()}
 
 
@@ -94,7 +94,7 @@ def train_accumulating(*args: Any) -> dict[str, Tensor]:
 
 
 def train_in_small_buckets(*args: Any) -> dict[str, Tensor]:
-    return train_on_rank(*args, bucket_mb=0.0005)  # 65 elements of float64
+    return train_on_rank(*args, bucket_mb=0.0005)  # buckets of 65 float64 elements
 
 
 def train_with_a_late_rank(*args: Any) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ def train_with_a_late_rank(*args: Any) -> dict[str, Tensor]:
 
 
 def whole(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer itself, for a single process."""
+    """Return the unsharded optimizer for the single process."""
     cls, defaults = ADAM
     return cls(groups(model), **defaults)
 
@@ -136,7 +136,7 @@ def test_two_backward_passes_a_step_accumulate(
 
 @pytest.mark.family("sharded_optimizer", option="average_gradients")
 def test_averages_and_updates_are_waited_for(implementation: Implementation, world: World, device: str) -> None:
-    """Though one rank is late in each of its collectives."""
+    """Results stay right though one rank is late in each of its collectives."""
     ranks = world.run(train_with_a_late_rank, implementation, "used_twice", device, True)
     assert_equal_states(ranks, single_process("used_twice", world.size, device, optimizer=whole))
 
@@ -159,7 +159,7 @@ def test_any_number_of_ranks_gives_the_same(
 
 
 def average_in_groups(implementation: Implementation, device: str) -> Tensor:
-    """Even ranks and odd ranks side by side; each rank's gradient is its rank in the world, and one."""
+    """Even and odd ranks average in separate groups; each rank's gradient is its global rank plus one."""
     size, rank = dist.get_world_size(), dist.get_rank()
     sides = [dist.new_group(list(range(first, size, 2))) for first in range(min(size, 2))]
     p = nn.Parameter(torch.zeros(5, dtype=torch.float64, device=device))
@@ -188,7 +188,7 @@ def train_and_save(implementation: Implementation, device: str) -> tuple[Any, An
 
 
 def load_and_train(implementation: Implementation, device: str, saved: tuple[Any, Any]) -> dict[str, Tensor]:
-    """Every rank sees the first two ranks' rows of the batch, so that all numbers of ranks train alike."""
+    """Every rank sees the rows of the first two ranks, so any number of ranks trains alike."""
     training = Training(implementation, "tied_and_frozen", device, True)
     training.ranks, training.rows = 2, slice(None)
     training.model.load_state_dict(saved[0])
@@ -208,7 +208,7 @@ def test_state_saved_on_two_ranks_loads_on_any_number(
 
 
 def train_own_model_on_rank(implementation: Implementation, case: OwnModelCase, device: str) -> Trained:
-    """Gradients are averaged by the optimizer, where it can, or by a wrapper."""
+    """Train a user's model; the optimizer averages gradients if it can, else a wrapper does."""
     model: Any = own_model(case, device, dist.get_rank()).module
     averages = implementation.accepts("average_gradients")
     options = {"average_gradients": True, "module": model} if averages else {}
@@ -216,7 +216,7 @@ def train_own_model_on_rank(implementation: Implementation, case: OwnModelCase, 
     optimizer = implementation.adapted(model.parameters(), torch.optim.Adam, lr=LEARNING_RATE, **options)
     synchronizes: Any = optimizer if averages else wrapped
     finish = synchronizes.finish_gradient_synchronization
-    return train(wrapped, case, device, model.state_dict, finish, optimizer)  # which waits for the last update
+    return train(wrapped, case, device, model.state_dict, finish, optimizer)  # the state dict waits for the last update
 
 
 @pytest.mark.cases(OWN)

@@ -1,4 +1,5 @@
-"""State of a sharded optimizer, saved and loaded: on the same ranks, on others, and by the optimizer itself."""
+"""State of a sharded optimizer: loaded on the same ranks, on another number of ranks, and by the unsharded
+optimizer."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def options_after_loading(implementation: Implementation, device: str) -> list[t
         return implementation.adapted(groups, torch.optim.Adam, lr=lr)
 
     saved = make(0.5, betas=(0.1, 0.2), weight_decay=0.3)
-    saved.param_groups[0]["initial_lr"] = 0.7  # a scheduler's
+    saved.param_groups[0]["initial_lr"] = 0.7  # as a scheduler adds it
     loading = make(1.0)
     loading.load_state_dict(deepcopy(saved.state_dict()))
     names = ("lr", "betas", "weight_decay", "initial_lr")
@@ -114,7 +115,7 @@ def test_the_optimizer_itself_loads_the_state_and_the_other_way_round(
 
 
 def divisions(parameters: int) -> list[list[int]]:
-    """Numbers of parameters by group: every way to make groups of that many parameters, in their order."""
+    """Yield each way to divide that many parameters into groups, in order, as group sizes."""
     rest = [[first, *more] for first in range(1, parameters) for more in divisions(parameters - first)]
     return [*rest, [parameters]]
 
@@ -125,9 +126,8 @@ def in_groups(division: list[int], device: str) -> list[dict[str, Any]]:
 
 
 def load_what_does_not_fit(implementation: Implementation, device: str) -> list[str]:
-    """What loading raises that is no ValueError, for the state of every other division of as many parameters into
-    groups, and of one more and one less.
-    """
+    """Load states whose division into groups does not fit (same count, one more, one less); return errors that are not
+    ValueError."""
     wrong = []
     for own in ([3], [2, 1], [1, 1, 1], [1, 2]):
         groups = in_groups(own, device)
@@ -159,7 +159,7 @@ def test_a_state_that_does_not_fit_is_refused_on_every_rank(
 def test_a_state_is_loaded_as_the_optimizer_loads_it(
     implementation: Implementation, world: World, dtype: torch.dtype, device: str
 ) -> None:
-    """Of an optimizer whose state is wider than its parameters, and that loads it so; each loading changes no bit."""
+    """For an optimizer that keeps and loads a state wider than its parameters: each load keeps every bit."""
     events = [Step(), Step((1,)), Reload(), Step(), Save(), Step(), Restore(), Reload(), Step(), Save()]
     wide = History(GROUPS[:1] * 2, events, Wide, {"lr": 0.01}, [dtype])
     check(implementation, world, wide, device)
@@ -174,7 +174,7 @@ def test_a_state_is_loaded_as_the_optimizer_loads_it(
 
 
 def load_wider(make: Any, device: str) -> dict[str, Any]:
-    """The state after a step that follows loading that of float64 parameters."""
+    """Return the state after loading that of float64 parameters and taking one step."""
     shapes = ((5,), (3, 2), (4,))
     wide, narrow = (parameters(device, *shapes, dtype=dtype) for dtype in (torch.float64, torch.bfloat16))
     saved = torch.optim.AdamW(wide)
@@ -194,14 +194,14 @@ def load_wider_on_rank(implementation: Implementation, device: str) -> dict[str,
 def test_a_state_of_another_dtype_becomes_the_parameters(
     implementation: Implementation, world: World, device: str
 ) -> None:
-    """As torch's optimizers cast what they load."""
+    """torch's optimizers cast the state they load to the parameter's dtype."""
     expected = load_wider(unsharded, device)
     for rank, found in enumerate(world.run(load_wider_on_rank, implementation, device)):
         assert_state(found, expected, f"on rank {rank}")
 
 
 def load_twice(implementation: Implementation, device: str) -> list[Tensor]:
-    """The state is loaded into an optimizer that has made steps already: what it had is gone."""
+    """Load the state into an optimizer that has made steps already: its own state must be gone."""
     params = parameters(device, (5,), (3, 2), (4,))
     optimizer = implementation.adapted(params, torch.optim.SGD, lr=0.1, momentum=0.9)
     empty = deepcopy(optimizer.state_dict())

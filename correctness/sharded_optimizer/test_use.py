@@ -1,4 +1,4 @@
-"""What people do around our sharded optimizer: mixed dtypes, clipping, closures, reading parameters early."""
+"""Common use of our sharded optimizer: mixed dtypes, clipping, closures, reading parameters early."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ MIXED_STEPS = 4
 
 
 def step_mixed(device: str, master_weights: bool) -> list[list[Tensor]]:
-    """Parameters of three dtypes after three steps with each half of the state saved and loaded, and whole."""
+    """Train parameters of three dtypes, with a save and load before step 2; return the sharded and the unsharded
+    result."""
     results = []
     for sharded in (True, False):
         params = [
@@ -56,9 +57,8 @@ def step_mixed(device: str, master_weights: bool) -> list[list[Tensor]]:
 def test_parameters_of_several_dtypes_and_odd_sizes_are_but_for_rounding_those_without_sharding(
     worlds: WorldsBySize, master_weights: bool, device: str
 ) -> None:
-    """An element's place decides whether a processor's vectors or what is left of them take it, and so what is rounded:
-    each step the parameter, and the sixteen or fewer operations that make its update, which is no larger than `LR`.
-    """
+    """Sharding changes which elements the vector instructions take, and so the rounding. Each step rounds the
+    parameter, and at most sixteen operations of its update, which is at most `LR`."""
     for ranks in (2, 3):
         for found, expected in worlds(ranks).run(step_mixed, device, master_weights):
             for x, y in zip(found, expected, strict=True):
@@ -67,7 +67,7 @@ def test_parameters_of_several_dtypes_and_odd_sizes_are_but_for_rounding_those_w
 
 
 def start(device: str) -> list[Tensor]:
-    """Trainable parameters, each rank's own before, and once the optimizer is made."""
+    """Return a parameter that had the rank's own values before the optimizer was made."""
     p = nn.Parameter(torch.full((5,), float(dist.get_rank() + 1), device=device))
     ShardedOptimizer([p], Adam)
     return p.detach().cpu()
@@ -78,7 +78,7 @@ def test_ranks_start_from_rank_0s_parameters(world: World, device: str) -> None:
 
 
 def clip(device: str, averages: bool) -> tuple[float, float, list[Tensor], list[Tensor]]:
-    """Norms and parameters, of clipping here and of torch's on the average gradients."""
+    """Norms and parameters after our clipping and after torch's on the average gradients."""
     norms, found = [], []
     for sharded in (True, False):
         params = parameters(device, *SHAPES)
@@ -105,7 +105,7 @@ def test_clipping_is_torchs_on_the_average_gradients(world: World, averages: boo
 
 
 def clip_alone(device: str) -> tuple[float, float]:
-    """The norm and the parameter, of one element, which one rank owns and the others have nothing of."""
+    """Clip one element, which one rank owns; the others own nothing. Return its norm and value."""
     p = nn.Parameter(torch.ones(1, dtype=torch.float64, device=device))
     optimizer = ShardedOptimizer([p], torch.optim.SGD, lr=1.0, average_gradients=True)
     (2 * p).sum().backward()
@@ -116,7 +116,7 @@ def clip_alone(device: str) -> tuple[float, float]:
 
 def test_ranks_that_own_nothing_clip_too(world: World, device: str) -> None:
     for norm, parameter in world.run(clip_alone, device):
-        assert (norm, parameter) == (2.0, pytest.approx(0.5, rel=1e-6))  # the divisor is the norm and 1e-6, as torch's
+        assert (norm, parameter) == (2.0, pytest.approx(0.5, rel=1e-6))  # torch divides by norm + 1e-6
 
 
 def use_closure(device: str) -> tuple[float, list[float]]:
@@ -162,7 +162,7 @@ def test_buckets_are_reduced_in_the_order_in_which_backward_fills_them(world: Wo
 
 
 def leave_under_way(device: str) -> list[bool]:
-    """Of each of six buckets, whether its reduce-scatter is to be waited for after backward, and after the step."""
+    """For each of six buckets: is its reduce-scatter under way after backward, and after the step?"""
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3))).to(device)
     optimizer = ShardedOptimizer(model.parameters(), Adam, average_gradients=True, bucket_mb=1e-6)
     found = []
@@ -173,12 +173,12 @@ def leave_under_way(device: str) -> list[bool]:
 
 
 def test_backward_waits_for_no_reduce_scatter(world: World, device: str) -> None:
-    """A stream that waits runs nothing of backward meanwhile."""
+    """A stream that waits would stall the rest of backward."""
     assert world.run(leave_under_way, device) == world.size * [6 * [True] + 6 * [False]]
 
 
 class Peeking(nn.Module):
-    """Reads its child's weight itself."""
+    """A module that reads its child's weight without calling the child."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -189,7 +189,8 @@ class Peeking(nn.Module):
 
 
 def overlap(device: str) -> list[str]:
-    """Whether all-gathers are under way after a step, and after what waits for them; and what peeking raises."""
+    """Are all-gathers under way after a step, and after each call that waits for them? Last entry: the error of
+    peeking."""
     model, x = nn.Linear(3, 3, device=device), torch.ones(3, device=device)
     optimizer = ShardedOptimizer(model.parameters(), Adam, average_gradients=True, module=model)
     under_way = []
@@ -205,7 +206,7 @@ def overlap(device: str) -> list[str]:
     for p in peeking.parameters():
         dist.all_reduce(p.grad)
     early.step()
-    return [*under_way, raised(lambda: (peeking(x) + peeking(x)).sum().backward())]  # the first one peeked
+    return [*under_way, raised(lambda: (peeking(x) + peeking(x)).sum().backward())]  # the first call read stale values
 
 
 def test_forward_and_state_dict_wait_for_parameters_and_peeking_is_an_error(world: World, device: str) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers of the random histories: torch's, and some whose state is unlike theirs."""
+"""Optimizers of the random histories: torch's, and some with unusual state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Heavy(torch.optim.Optimizer):
 
 
 class Counting(torch.optim.Optimizer):
-    """Its state has a number, a word, a tensor without dimensions and one of the parameter's shape."""
+    """The state has an int, a str, a tensor without dimensions and a tensor of the parameter's shape."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -58,10 +58,8 @@ class Counting(torch.optim.Optimizer):
 
 
 class Wide(torch.optim.Optimizer):
-    """Float64 weights and sums, a count of nonzero gradients in int64, whatever the parameter's dtype.
-
-    torch's own `load_state_dict` would cast what is floating to the parameter's dtype: this one does not.
-    """
+    """Float64 weights and sums and an int64 count of nonzero gradients, for any parameter dtype. Its `load_state_dict`
+    keeps these dtypes; torch's own would cast floating tensors to the parameter's."""
 
     def __init__(self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})

@@ -1,4 +1,4 @@
-"""Wrong sharded optimizers."""
+"""Planted defects: wrong sharded optimizers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LeavesTheRemainder(SimpleZero):
 
 @defect(cause="world size", caught_by=STEP)
 class HalvesGradients(SimpleZero):
-    """Averages gradients that are averaged already, as if there were two ranks."""
+    """Averages already averaged gradients again, as if there were two ranks."""
 
     def call(self, closure: Callable[[], Any] | None) -> Any:
         loss = super().call(closure)
@@ -55,7 +55,7 @@ class AddsWithDefaults(SimpleZero):
 @defect(cause="options", caught_by="test_options_changed_between_steps_hold")
 class RateOfTheStart(SimpleZero):
     def copy_options(self) -> None:
-        """Does nothing: the options are forgotten."""
+        """Leave the options as they are: changes are ignored."""
 
 
 @defect(cause="options", caught_by="test_options_changed_between_steps_hold")
@@ -105,7 +105,7 @@ class SavesTensorsAlone(SimpleZero):
 
 @defect(cause="world size", caught_by="test_a_state_loads_on_another_number_of_ranks")
 class LoadsByRank(SimpleZero):
-    """Each rank loads the part that its number saved."""
+    """Splits a loaded state by the saved number of ranks."""
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"ranks": self.ranks}
@@ -146,7 +146,7 @@ class HoldsEverything(SimpleZero):
         return self.rank
 
     def exchange(self, parameters: Sequence[Tensor]) -> None:
-        """Does nothing: every rank has updated everything."""
+        """Send nothing: every rank has updated everything."""
 
 
 @defect(cause="handles", caught_by="test_parameters_are_updated_when_step_returns")
@@ -183,7 +183,7 @@ class ZerosWhereNone(SimpleZero):
 
 @defect(cause="shapes", caught_by="test_large_parameters")
 class BucketsTooSmall(SimpleZero):
-    """A parameter larger than a bucket goes into none."""
+    """Puts a parameter larger than a bucket into no bucket."""
 
     def exchange(self, parameters: Sequence[Tensor]) -> None:
         for i, p in enumerate(parameters):
@@ -193,7 +193,7 @@ class BucketsTooSmall(SimpleZero):
 
 @defect(cause="shapes", caught_by=STEP)
 class NoScalars(SimpleZero):
-    """A parameter without dimensions is in no shard."""
+    """Puts a parameter without dimensions into no shard."""
 
     def exchange(self, parameters: Sequence[Tensor]) -> None:
         for i, p in enumerate(parameters):
@@ -203,13 +203,13 @@ class NoScalars(SimpleZero):
 
 @defect(cause="two calls", caught_by="test_two_optimizers_side_by_side")
 class OneForAll(SimpleZero):
-    """All optimizers share one buffer, in which updated parameters wait until the next step."""
+    """All optimizers share one buffer by index, so a second optimizer sends the first one's parameters."""
 
     waiting: ClassVar[dict[int, Tensor]] = {}
 
     def exchange(self, parameters: Sequence[Tensor]) -> None:
         for i, p in enumerate(parameters):
-            self.waiting.setdefault(i, p.data)  # found again by its index
+            self.waiting.setdefault(i, p.data)  # reused by the next optimizer
             dist.broadcast(self.waiting[i], group=self.process_group, group_src=self.owner(i))
 
 
@@ -261,7 +261,7 @@ class LoadsAnything(SimpleZero):
 
 @defect(cause="memory", caught_by="test_a_rank_holds_its_part_of_the_state")
 class DealsEachGroupFromRankZero(SimpleZero):
-    """With a group for each parameter rank 0 owns the whole state."""
+    """With one parameter per group, rank 0 owns the whole state."""
 
     def owner(self, index: int) -> int:
         first = [i for group in self.param_groups for i in range(len(group["params"]))]
@@ -278,7 +278,7 @@ class LoadsByRankOfTheWorld(SimpleZero):
 
 @defect(cause="state", caught_by="test_a_state_is_loaded_as_the_optimizer_loads_it")
 class LoadsInTheParametersDtype(SimpleZero):
-    """Loads by torch's `load_state_dict`, past that of `optimizer_cls`."""
+    """Loads with torch's `load_state_dict`, which casts, in place of `optimizer_cls`'s."""
 
     def add_inner_group(self, group: Group) -> None:
         super().add_inner_group(group)

@@ -1,5 +1,4 @@
-"""Sharded optimizers that go wrong only with some dtypes, some numbers of parameters or groups, some closures, or with
-parameters frozen late."""
+"""Planted defects that need certain dtypes, numbers of parameters or groups, closures, or late freezing to show."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ MEMORY = "test_a_rank_holds_its_part_of_the_state"
 
 @defect(cause="memory", caught_by=MEMORY)
 class BalancesElementsNotBytes(SimpleZero):
-    """Balances numbers of elements: with float64 and bfloat16 in turn, one rank owns all large ones."""
+    """Balances element counts, not bytes: with float64 and bfloat16 in turn, one rank owns all large parameters."""
 
     def owner(self, index: int) -> int:
         loads = [0] * self.ranks
@@ -31,7 +30,7 @@ class BalancesElementsNotBytes(SimpleZero):
 
 @defect(cause="memory", caught_by=MEMORY)
 class DividesEachGroupAnew(ShardedOptimizer):
-    """The remainder of each of many groups is rank 0's."""
+    """Rank 0 owns the remainder of every group."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._owned = [0] * len(self._owned)
@@ -48,7 +47,7 @@ class SendsWholeBuckets(SimpleZero):
 
 @defect(cause="memory", caught_by=MEMORY)
 class PassesTheClosureOn(SimpleZero):
-    """Passes the closure to an optimizer from which it hid other ranks' gradients: the closure makes them anew."""
+    """Passes the closure to an optimizer that must not see other ranks' gradients; the closure computes them again."""
 
     def add_inner_group(self, group: dict[str, Any]) -> None:
         super().add_inner_group({**group, "params": self.param_groups[-1]["params"]})
@@ -68,7 +67,7 @@ class PassesTheClosureOn(SimpleZero):
 
 @defect(cause="gradients", caught_by="test_any_history")
 class SendsOnlyTrainable(SimpleZero):
-    """A parameter frozen after backward is updated on one rank alone."""
+    """Does not send a parameter that was frozen after backward, so one rank alone has its update."""
 
     def exchange(self, parameters: Any) -> None:
         for i, p in enumerate(parameters):
@@ -78,7 +77,7 @@ class SendsOnlyTrainable(SimpleZero):
 
 @defect(cause="numerics", caught_by="test_an_optimizer_that_needs_whole_parameters")
 class TakesAnyOptimizer(ShardedOptimizer):
-    """Gives parts of parameters to optimizers that need whole ones."""
+    """Gives parts of parameters to optimizers that need full ones."""
 
     def __init__(self, params: Any, optimizer_cls: type[torch.optim.Optimizer], **options: Any) -> None:
         super().__init__(params, type("OnShards", (optimizer_cls,), {}), **options)
