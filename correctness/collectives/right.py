@@ -1,4 +1,4 @@
-"""Right collectives, in unusual ways."""
+"""Right collectives that work in unusual ways: the tests must accept them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class GathersAndSums:
 
 
 class _InWait:
-    """A handle whose first `wait` does the rest of the work."""
+    """A handle whose first `wait` does the remaining work."""
 
     def __init__(self, handle: Any, then: Any) -> None:
         self.handle, self.then = handle, then

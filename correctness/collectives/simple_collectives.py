@@ -1,4 +1,4 @@
-"""Right collectives, torch's own, for defects to be planted in, and the handles that these return."""
+"""torch's own collectives: the base of planted defects, and the handles that defects return."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Group = dist.ProcessGroup | None
 
 
 class Plain:
-    """Right ones, which the wrong ones change: torch's own."""
+    """torch's own collectives; defects override single methods."""
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         return dist.all_reduce(tensor, group=group, async_op=async_op)
@@ -25,7 +25,7 @@ class Plain:
 
 
 class After:
-    """A handle that does something once another one is done."""
+    """A handle that runs a function once another handle is done."""
 
     def __init__(self, handle: Any, then: Callable[[], Any]) -> None:
         self.handle, self.then = handle, then
@@ -36,13 +36,13 @@ class After:
 
 
 def finished(handle: Any, then: Callable[[], Any], async_op: bool) -> Any:
-    """Do it now, or return the handle that does it in `wait`."""
+    """Wait and run `then` now, or return a handle whose `wait` does so."""
     after = After(handle, then)
     return after if async_op else after.wait()
 
 
 class Done:
-    """A handle of what is done already."""
+    """A handle of a finished collective."""
 
     def wait(self) -> None:
         return None

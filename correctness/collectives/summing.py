@@ -1,4 +1,4 @@
-"""Collectives on numbers that every rank knows, and what is wrong with their results, in plain words."""
+"""Collectives on numbers that every rank can compute, and a plain description of wrong results."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 Inputs = Callable[[int, int], Tensor]
-"""`inputs(rank, elements)` is that rank's input, in one dimension."""
+"""`inputs(rank, elements)` returns that rank's one-dimensional input."""
 
 
 def small_integers(dtype: torch.dtype, seed: int = 0) -> Inputs:
-    """Whose sums are exact in every dtype."""
+    """Draw integers so small that their sums are exact in every dtype."""
 
     def draw(rank: int, elements: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * seed + rank)
@@ -25,16 +25,16 @@ def small_integers(dtype: torch.dtype, seed: int = 0) -> Inputs:
 
 
 def largest(dtype: torch.dtype) -> Tensor:
-    """The largest number that the dtype has: an output begins with it, so that what is not written shows."""
+    """The dtype's largest number: outputs are filled with it, so that unwritten elements show."""
     limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
     return torch.tensor(limits.max, dtype=dtype)
 
 
 class Call:
-    """One collective on this rank: its tensors, and what must come of them. `elements` of the smaller tensor, or of an
-    all-reduce's. `in_place`: the smaller tensor is this rank's part of the larger one. `gaps`: the tensors, in that
-    order or the other, are disjoint views of one buffer, with so many elements before, between and after them.
-    """
+    """One collective on this rank: its tensors and expected result. `elements`: size of the smaller tensor, or of an
+    all-reduce's. `in_place`: the smaller tensor is this rank's part of the larger one. `gaps`: the tensors are
+    disjoint views of one buffer with so many elements before, between and after them; `swapped` reverses their
+    order."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Call:
         self.around, self.tensors = views[::2], views[1::2][:: -1 if swapped else 1]
 
     def start(self, target: Any, async_op: bool = False) -> Any:
-        """Its handle, if it is asynchronous."""
+        """Start the collective; return its handle if it is asynchronous."""
         handle = getattr(target, self.name)(*self.tensors, self.group, async_op=async_op)
         if async_op and not callable(getattr(handle, "wait", None)):
             raise TypeError(f"{self} with async_op=True returned {handle!r}, and no handle with a wait()")
@@ -94,7 +94,7 @@ class Call:
 
     @property
     def expected(self) -> Tensor:
-        """The result, on the CPU; of floating point in float64."""
+        """The expected result, on the CPU; floating point in float64."""
         if self.name == "all_gather":
             return torch.cat(self.terms)
         wide = torch.float64 if self.terms[0].is_floating_point() else self.terms[0].dtype
@@ -102,16 +102,16 @@ class Call:
 
     @property
     def bound(self) -> Tensor:
-        """How far off a sum may be: n - 1 additions are rounded (Higham, Accuracy and Stability, 4.2)."""
+        """Error bound of a sum: n - 1 additions are rounded (Higham, Accuracy and Stability, 4.2)."""
         if self.name == "all_gather" or not self.terms[0].is_floating_point():
             return torch.zeros(())
         number, additions = torch.finfo(self.terms[0].dtype), len(self.terms) - 1
-        unit = additions * number.eps / 2 * (2 if number.dtype == "float64" else 1)  # what is expected is rounded, too
+        unit = additions * number.eps / 2 * (2 if number.dtype == "float64" else 1)  # the expected value is rounded too
         tiny = additions * number.smallest_normal * number.eps
         return unit / (1 - unit) * torch.stack(self.terms).double().abs().sum(0) + tiny
 
     def wrong(self, result: Tensor | None = None) -> list[str]:
-        """What is wrong with the result, and with an input that must stay."""
+        """Describe errors in the result, changes of an input that must stay, and writes outside the tensors."""
         found, expected = (self.tensors[0] if result is None else result).detach().cpu().flatten(), self.expected
         bad = ~((found.to(expected.dtype) - expected).abs() <= self.bound)
         lines = []
@@ -132,7 +132,7 @@ class Call:
 
 
 def assert_right(ranks: Sequence[Sequence[str]]) -> None:
-    """Fail with what ranks found wrong: the first lines of each."""
+    """Fail with the first lines of each rank's report."""
     __tracebackhide__ = True
     said = [f"rank {rank} of {len(ranks)}, {line}" for rank, lines in enumerate(ranks) for line in lines[:3]]
     if said:

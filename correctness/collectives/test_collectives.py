@@ -25,23 +25,22 @@ OURS = ("ring", "direct")
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32]
 SIZES = [0, 1, 97]
-"""Elements of the smaller tensor, or of an all-reduce's, which most numbers of ranks do not divide."""
+"""Sizes of the smaller tensor, or of an all-reduce's; most numbers of ranks do not divide them."""
 
 LARGE = 300_007
-"""Elements of the larger tensor: more than 1 MiB of float32, and no multiple of it."""
+"""Size of the larger tensor: more than 1 MiB of float32, and no multiple of it."""
 
 
 RANKS = [
     *range(1, 5),
     *(pytest.param(n, marks=pytest.mark.judged if n == 7 else pytest.mark.sweep) for n in range(5, 9)),
 ]
-"""Seven judge what `--impl` names; five, six and eight are left to the sweep: there are a power of two and odd numbers
-without them."""
+"""World sizes that judge `--impl`. The others run in the sweep: these already include powers of two and odd numbers."""
 
 
 @pytest.fixture(scope="module", params=RANKS, ids=lambda n: f"{n}ranks")
 def size_and_worlds(request: pytest.FixtureRequest, device: str) -> Iterator[tuple[int, Worlds]]:
-    """Each size up to eight, one after the other."""
+    """Each world size up to eight in turn."""
     if available_ranks(device) < request.param:
         pytest.skip(f"needs {request.param} ranks")
     with closing(Worlds(device)) as worlds:
@@ -50,7 +49,7 @@ def size_and_worlds(request: pytest.FixtureRequest, device: str) -> Iterator[tup
 
 @pytest.fixture
 def any_world(size_and_worlds: tuple[int, Worlds], worlds: WorldsBySize, pytestconfig: pytest.Config) -> World:
-    """A world of that size: another one where a test has broken it. `worlds` gives it time to say where it hangs."""
+    """A world of that size, a new one if a test has broken it; `worlds` sets a deadline that reports hangs."""
     size, own = size_and_worlds
     own.deadline = pytestconfig.stash[SESSION].worlds.deadline
     return own.get(size)
@@ -59,13 +58,13 @@ def any_world(size_and_worlds: tuple[int, Worlds], worlds: WorldsBySize, pytestc
 def wrong_results(
     implementation: Implementation, name: str, device: str, dtypes: list[torch.dtype], segment_bytes: int | None
 ) -> list[str]:
-    """What this rank found wrong, over sizes and dtypes, out of place and in place."""
+    """Describe this rank's wrong results, over sizes and dtypes, out of place and in place."""
     target, wrong = implementation.adapted, []
     with _segments_of(segment_bytes):
         places = [False] if name == "all_reduce" else [False, True]
         calls = product(dtypes, SIZES, places, [False])
         large = LARGE if name == "all_reduce" else LARGE // dist.get_world_size() + 1
-        sizes = SIZES if segment_bytes else [*SIZES, large]  # of small segments it would be too many
+        sizes = SIZES if segment_bytes else [*SIZES, large]  # a large tensor would have too many small segments
         some = product([torch.float32], sizes, places, [True])
         for dtype, size, in_place, async_op in [*calls, *some]:
             call = Call(name, small_integers(dtype), size, device, in_place=in_place)
@@ -107,8 +106,8 @@ def test_results_do_not_depend_on_the_segments(
 
 
 def many_at_once(implementation: Implementation, late: int, device: str) -> list[str]:
-    """All three collectives, several times over, waited for in an order of this rank's own; each is looked at as soon
-    as it was waited for."""
+    """Start all three collectives several times, wait in an order of this rank's own, and check each result after
+    its wait."""
     target, rank, wrong = implementation.adapted, dist.get_rank(), []
     calls = [
         Call(name, small_integers(dtype, seed), size, device)
@@ -135,7 +134,7 @@ def test_many_may_be_under_way(implementation: Implementation, any_world: World,
 
 
 def so_many_at_once(implementation: Implementation, count: int, device: str) -> list[str]:
-    """Of each collective, the last waited for first."""
+    """Start `count` collectives of each kind; wait for the last one first."""
     wrong = []
     for name in COLLECTIVES:
         calls = [Call(name, small_integers(torch.float32, seed), 3, device) for seed in range(count)]
@@ -153,14 +152,14 @@ def test_any_number_may_be_under_way(implementation: Implementation, world: Worl
 
 
 def even_and_odd_ranks(implementation: Implementation, device: str) -> list[str]:
-    """In two groups side by side, and beside them on all ranks."""
+    """Use two groups side by side and, at the same time, the world."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(members) for members in ([*range(0, ranks, 2)], [*range(1, ranks, 2)]) if members]
     return _wrong_in(implementation, [groups[rank % 2], None], device)
 
 
 def _wrong_in(implementation: Implementation, groups: list[dist.ProcessGroup | None], device: str) -> list[str]:
-    """What is wrong in groups of which this rank is a member, with collectives waited for at once and later."""
+    """Describe wrong results in this rank's groups, with synchronous and asynchronous collectives."""
     target, wrong = implementation.adapted, []
     for async_op in (False, True):
         calls = [
@@ -196,7 +195,7 @@ def test_a_rank_outside_the_group_takes_no_part(implementation: Implementation, 
 
 
 def bytes_counted(implementation: Implementation, name: str, elements: int, device: str) -> int:
-    """What this rank counts as sent; `elements` of the larger tensor, in float64."""
+    """Bytes that this rank's counter records as sent. `elements`: size of the larger tensor, in float64."""
     ranks = dist.get_world_size()
     arguments = {
         "all_reduce": [elements],
@@ -206,7 +205,7 @@ def bytes_counted(implementation: Implementation, name: str, elements: int, devi
     tensors = [torch.zeros(n, dtype=torch.float64, device=device) for n in arguments[name]]
     with count_bytes_sent() as sent:
         getattr(implementation.adapted, name)(*tensors)
-    getattr(implementation.adapted, name)(*tensors)  # is not counted
+    getattr(implementation.adapted, name)(*tensors)  # not counted
     return sent.nbytes
 
 
@@ -216,7 +215,7 @@ def test_bytes_sent_are_those_of_theory(
     implementation: Implementation, any_world: World, name: str, device: str
 ) -> None:
     n = any_world.size
-    elements = 840 * 300 + (1 if name == "all_reduce" else 0)  # the parts of which are of two sizes
+    elements = 840 * 300 + (1 if name == "all_reduce" else 0)  # parts of two sizes
     exact = {"ring": accounting.ring_bytes_sent, "direct": accounting.direct_bytes_sent}[implementation.name]
     sent = any_world.run(bytes_counted, implementation, name, elements, device)
     assert sent == [exact(name, elements, 8, rank, n) for rank in range(n)]
@@ -229,7 +228,7 @@ MEGABYTES = 8
 
 
 def bytes_on_the_wire(target: object, name: str) -> float:
-    """What the kernel counts as sent by this rank, as a share of the larger tensor."""
+    """Bytes that the kernel counts as sent by this rank, as a share of the larger tensor."""
     ranks = dist.get_world_size()
     large = torch.zeros(MEGABYTES * 2**18)
     small = large[: large.numel() // ranks].clone()
@@ -237,12 +236,13 @@ def bytes_on_the_wire(target: object, name: str) -> float:
     dist.barrier()
     before = tcp_bytes_sent()
     getattr(target, name)(*tensors)
-    dist.barrier()  # the last of it has left
+    dist.barrier()  # all messages have left
     return (tcp_bytes_sent() - before) / large.nbytes
 
 
 def test_gloos_reduce_scatter_is_an_all_reduce_and_ours_moves_half_the_bytes(device: str) -> None:
-    """2(n-1)/n and (n-1)/n, to a hundredth; what is chosen for Gloo moves no more than it must."""
+    """2(n-1)/n against (n-1)/n of the bytes, to a hundredth; the collectives chosen for Gloo send only what they
+    must."""
     with World(2, "cpu") as world:
         shares = {name: world.run(bytes_on_the_wire, Backend(), name) for name in COLLECTIVES}
         ours = {name: world.run(bytes_on_the_wire, OnGloo(), name) for name in COLLECTIVES}

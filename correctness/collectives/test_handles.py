@@ -1,4 +1,4 @@
-"""Collectives under way: what they do while the caller computes, what goes wrong with them, and what they leave."""
+"""Asynchronous collectives: progress while the caller computes, errors, and cleanup."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from shardmark.ranks.world import RankError, World
 OURS = ("ring", "direct")
 LATE = [pytest.param(0, id="first", marks=pytest.mark.judged), pytest.param(-1, id="last")]
 N = 500_000
-"""Elements: enough for several segments."""
+"""Number of elements: enough for several segments."""
 
 
 def while_others_do_not_wait(implementation: Implementation, waits: int, token: str, device: str) -> list[str]:
-    """What is wrong where one rank waits for an all-reduce, and the others do so only after it, or 5 s later."""
+    """Let one rank wait for an all-reduce while the others wait only after it, or after 5 s; describe what is wrong."""
     rank, wrong = dist.get_rank(), []
     store = dist.distributed_c10d._get_default_store()
     call = Call("all_reduce", small_integers(torch.float32), N, device)
@@ -60,7 +60,7 @@ def test_a_collective_goes_on_while_the_other_ranks_do_something_else(
 
 
 def with_a_late_rank(implementation: Implementation, late: int, async_op: bool, device: str) -> list[str]:
-    """What is wrong as soon as the result is said to be there, where one rank starts late."""
+    """Start one rank late; check the result as soon as the call, or `wait`, returns."""
     target, wrong = implementation.adapted, []
     for name in COLLECTIVES:
         call = Call(name, small_integers(torch.float32), 10_007, device)
@@ -110,11 +110,11 @@ def test_that_nccl_does_not_send_its_messages_is_the_reason_of_a_skip_and_ends_n
 
 
 def beside_messages(implementation: Implementation, device: str) -> bool:
-    """Whether a message of the caller's own, sent beside an all-reduce, arrives as it was sent."""
+    """Return True if the caller's own message, sent during an all-reduce, arrives unchanged."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     total, message = torch.ones(N, device=device), torch.full((3,), float(rank), device=device)
     theirs = message + 99
-    # One by one, NCCL would wait for each receive before it sends.
+    # Sent one by one, NCCL would wait for each receive before it sends.
     own = dist.batch_isend_irecv(
         [dist.P2POp(dist.irecv, theirs, (rank - 1) % ranks), dist.P2POp(dist.isend, message, (rank + 1) % ranks)]
     )
@@ -135,7 +135,7 @@ def test_messages_of_the_callers_own_do_not_mix_with_it(
 
 
 def errors_of(implementation: Implementation) -> list[str]:
-    """The errors that this rank raises for calls that cannot be."""
+    """Return the errors that this rank raises for invalid calls."""
     target, ranks, said = implementation.adapted, dist.get_world_size(), []
     for name, tensors in (
         ("all_reduce", [torch.ones(4, 3).T]),
@@ -179,7 +179,7 @@ def test_a_rank_that_dies_is_an_error_of_those_who_wait_for_it(implementation: I
 
 
 def threads_after_a_group(implementation: Implementation) -> list[int]:
-    """Threads of the workers: before a group, while it is there, and after it."""
+    """Count the workers' threads before a group exists, while it does, and after it."""
 
     def workers() -> int:
         return sum(thread.name == "collectives" for thread in threading.enumerate())
@@ -202,10 +202,10 @@ def test_a_thread_ends_with_its_process_group(implementation: Implementation, pa
 
 
 def group_of_its_own() -> float:
-    """A sum over the odd ranks, or the even ones."""
+    """Sum over the odd ranks, or over the even ones."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(list(range(first, ranks, 2))) for first in (0, 1)]
-    tensor = torch.tensor(float(rank))  # no dimensions
+    tensor = torch.tensor(float(rank))  # a tensor without dimensions
     Ring().all_reduce(tensor, groups[rank % 2])
     return tensor.item()
 
@@ -216,7 +216,8 @@ def test_ranks_count_within_their_group(device: str) -> None:
 
 
 def chosen() -> list[str]:
-    """For the ranks' own group, and for groups with a backend for each kind of device, which scatter as well."""
+    """Names of the collectives chosen for the world and for groups with a backend per device type; checks
+    reduce-scatter too."""
     groups = [dist.group.WORLD, *(dist.new_group(backend=backend) for backend in ("cpu:gloo", "cpu:gloo,cuda:gloo"))]
     for group in groups[1:]:
         total = torch.zeros(3)

@@ -1,4 +1,4 @@
-"""Any history of collectives: started in several groups, waited for in each rank's own order, and again."""
+"""Random histories of collectives: started in several groups, waited for in each rank's own order, also twice."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.family("collectives")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8)
 
 PATIENCE = 20.0
-"""Seconds that a wait may take, which is less than a world's deadline: what hangs is then told in one line."""
+"""Timeout of a wait in seconds, below the world's deadline: a hang is then reported in one line."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """One collective, in a group of these ranks: the `which`-th that has them."""
+    """One collective, in the `which`-th group of these ranks."""
 
     number: int
     name: str
@@ -51,8 +51,8 @@ class Start:
 
 @dataclass(frozen=True)
 class Starts:
-    """Several starts at once, each rank's in its own order, or one after another. In between, and afterwards, each rank
-    waits for some of those under way, in its own order, which `seed` draws."""
+    """Several starts: at once, in each rank's own order, or one after another. Between and after them each rank
+    waits for some of those under way, in its own order; `seed` draws it."""
 
     starts: tuple[Start, ...]
     at_once: bool
@@ -107,7 +107,7 @@ def histories(draw: st.DrawFn, ranks: int, mixed: bool) -> History:
         starts = [start(asynchronous=kind != "one")]
         if kind == "mixed":
             starts += [start(asynchronous=True) for _ in range(draw(st.integers(1, 7)))]
-        elif kind == "many alike":  # as with a number of buffers that are taken in turn
+        elif kind == "many alike":  # finds a fixed number of buffers used in rotation
             alike = replace(starts[0], elements=min(starts[0].elements, 97))
             more = draw(st.sampled_from([8, 16, 32, 64, 139]))
             starts = [alike, *(replace(alike, number=next(numbers)) for _ in range(more))]
@@ -117,7 +117,7 @@ def histories(draw: st.DrawFn, ranks: int, mixed: bool) -> History:
 
 
 class Waiting:
-    """The collectives of a history on this rank, which draws its own waits between the starts."""
+    """The collectives of a history on this rank; it draws its own waits between the starts."""
 
     def __init__(self, implementation: Implementation, history: History, device: str) -> None:
         self.target, self.device = implementation.adapted, device
@@ -155,7 +155,7 @@ class Waiting:
         return self.wrong[0] if self.wrong else ""
 
     def _in_own_order(self, run: Sequence[Start]) -> list[Start]:
-        """The order in each group stays."""
+        """Shuffle the starts, but keep the order within each group."""
         of_group: dict[Any, list[Start]] = {}
         for start in run:
             of_group.setdefault((start.ranks, start.which), []).append(start)
@@ -199,7 +199,7 @@ class Waiting:
             self._look(start, call, "as a second wait() returned")
             return
         result, kept = call.tensors[0], call.tensors[0].clone()
-        result.copy_(largest(result.dtype))  # the caller's own to write to
+        result.copy_(largest(result.dtype))  # the caller may write to it
         written = call.tensors[0].clone()
         handle.wait()
         self.order.append(f"wait {start.number} again")
@@ -211,8 +211,8 @@ class Waiting:
 
 
 def _wait_patiently(handle: Any, what: str) -> None:
-    """Wait in another thread, to say what hangs."""
-    if torch.cuda.is_available():  # what follows on this thread's stream comes after the wait
+    """Wait in another thread, to report what hangs."""
+    if torch.cuda.is_available():  # later work on this thread's stream must come after the wait
         handle.wait()
         return
     raised: list[BaseException] = []
@@ -233,7 +233,8 @@ def _wait_patiently(handle: Any, what: str) -> None:
 
 
 def start_waits(implementation: Implementation, token: str, device: str) -> bool:
-    """Whether any start waits for the other ranks' starts, as it may: the first rank starts, and then the others."""
+    """Return True if any start blocks until other ranks start, which is allowed: rank 0 starts first, then the
+    others."""
     store, rank, waited = dist.distributed_c10d._get_default_store(), dist.get_rank(), False
     for name in COLLECTIVES:
         said = f"{token} {name}"
@@ -247,7 +248,7 @@ def start_waits(implementation: Implementation, token: str, device: str) -> bool
 
 
 class _Returned:
-    """Stands for the handle of a collective that was not asynchronous."""
+    """Stands for the handle of a synchronous collective."""
 
     def wait(self) -> None:
         return None
@@ -255,6 +256,6 @@ class _Returned:
 
 @pytest.mark.examples(2, 12, 30)
 def test_any_history_of_collectives(implementation: Implementation, world: World, examples: int, device: str) -> None:
-    # NCCL's may hang where ranks start those of several groups in another order.
+    # NCCL may hang where ranks start collectives of several groups in different orders.
     mixed = device == "cpu" and not any(world.run(start_waits, implementation, uuid4().hex, device))
     hold_on_ranks(world, histories(world.size, mixed), Waiting, implementation, device, examples)

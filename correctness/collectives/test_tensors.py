@@ -1,4 +1,4 @@
-"""Tensors that collectives take: of several segments and dimensions, views, and numbers of every magnitude."""
+"""Tensors that collectives take: several segments, several dimensions, views, and numbers of every magnitude."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.family("collectives")
 
 
 def several_segments(implementation: Implementation, name: str, device: str) -> list[str]:
-    """Each rank's part is several MiB large, and of no even size."""
+    """Each rank's part has several MiB and an odd number of elements."""
     wrong = []
     for in_place in [False] if name == "all_reduce" else [False, True]:
         elements = 2_400_011 if name == "all_reduce" else 800_003
@@ -37,7 +37,7 @@ def test_results_of_several_segments(implementation: Implementation, world: Worl
 
 
 def of_every_magnitude(dtype: torch.dtype) -> Inputs:
-    """Floating point of as many magnitudes as the dtype has with room for sums; integers of as many digits."""
+    """Draw floats of every magnitude that leaves room for sums, and integers with as many digits."""
 
     def draw(rank: int, elements: int) -> Tensor:
         generator = torch.Generator().manual_seed(rank)
@@ -47,7 +47,7 @@ def of_every_magnitude(dtype: torch.dtype) -> Inputs:
         limit = {torch.float64: 300, torch.float16: 8}.get(dtype, 60)
         exponents = torch.randint(-limit, limit + 1, (elements,), generator=torch.Generator().manual_seed(99))
         numbers = torch.randn(elements, generator=generator, dtype=torch.float64)
-        return torch.ldexp(numbers, exponents).to(dtype)  # on all ranks of one magnitude
+        return torch.ldexp(numbers, exponents).to(dtype)  # same magnitude on all ranks
 
     return draw
 
@@ -86,7 +86,7 @@ def random_sums(implementation: Implementation, device: str) -> list[Tensor]:
 
 
 def test_every_rank_has_the_same_sum_to_the_bit(implementation: Implementation, world: World, device: str) -> None:
-    """Of few elements and of many, which may go other ways."""
+    """Few elements and many, as implementations may switch algorithms between them."""
     ranks = world.run(random_sums, implementation, device)
     for rank, totals in enumerate(ranks):
         for mine, first in zip(totals, ranks[0], strict=True):
@@ -101,7 +101,7 @@ BITS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: 
 
 
 def gathered_bits(implementation: Implementation, device: str) -> list[str]:
-    """What is wrong with numbers of any bits: zeros below zero, numbers below the normal ones, infinities, NaNs."""
+    """Gather arbitrary bits (negative zeros, subnormals, infinities, NaNs); describe what changed."""
     ranks, wrong = dist.get_world_size(), []
     for (dtype, bits), size in product(BITS.items(), SIZES[:3]):
         end = 2 ** (8 * bits.itemsize - 1) - 1
@@ -125,7 +125,7 @@ def test_what_is_gathered_has_the_bits_that_were_sent(
 
 
 def several_dimensions(implementation: Implementation, name: str, device: str) -> list[str]:
-    """What is wrong with views in the middle of larger tensors, of several dimensions, and with what is around them."""
+    """Use multi-dimensional views inside larger tensors; describe wrong results and writes around the views."""
     target, ranks, wrong = implementation.adapted, dist.get_world_size(), []
     small = (3, 2, 5)
     for dtype in (torch.float32, torch.int64):
@@ -165,7 +165,7 @@ def test_a_tensor_without_dimensions(implementation: Implementation, world: Worl
 
 
 def second_calls(implementation: Implementation, device: str) -> list[str]:
-    """What is wrong with the results of several calls on tensors of one shape, looked at after all of them."""
+    """Call several times on tensors of one shape; check all results at the end."""
     target, wrong = implementation.adapted, []
     calls: list[Any] = []
     for seed in range(3):
@@ -182,11 +182,11 @@ def test_a_second_call_on_tensors_of_the_same_shape(implementation: Implementati
 
 
 def parameter_sum(implementation: Implementation, device: str) -> bool:
-    """Whether a parameter is summed, as it is without `torch.no_grad()`."""
+    """Return True if a parameter is summed without `torch.no_grad()`."""
     parameter = torch.nn.Parameter(torch.ones(3, device=device))
     try:
         implementation.adapted.all_reduce(parameter)
-    except RuntimeError:  # torch's, of an in-place change
+    except RuntimeError:  # torch refuses the in-place change
         return False
     return bool((parameter == dist.get_world_size()).all())
 

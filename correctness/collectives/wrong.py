@@ -1,4 +1,4 @@
-"""Wrong collectives."""
+"""Planted defects: wrong collectives."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from correctness.support.planting import defect
 
 
 class RingReduceScatter(Plain):
-    """A right ring: rank i ends with the sum of part i."""
+    """A correct ring: rank i ends with the sum of part i."""
 
     def first(self, rank: int, step: int) -> int:
-        """The part that a rank sends in that step."""
+        """Return the part that a rank sends in that step."""
         return rank - step - 1
 
     def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
@@ -36,7 +36,7 @@ class RingReduceScatter(Plain):
 
 @defect(cause="world size", caught_by="test_results_are_those_done_by_hand")
 class TurnsTheRingTheWrongWay(RingReduceScatter):
-    """Right on two ranks, where both ways are the same."""
+    """Rotates parts the wrong way: right on two ranks, where both ways are the same."""
 
     def first(self, rank: int, step: int) -> int:
         return rank + step + 1
@@ -44,7 +44,7 @@ class TurnsTheRingTheWrongWay(RingReduceScatter):
 
 @defect(cause="world size", caught_by="test_results_are_those_done_by_hand")
 class DoublesOnTwoRanks(Plain):
-    """Exchanges with one partner, which is all there are on two ranks."""
+    """Exchanges with a single partner: right on two ranks."""
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -94,7 +94,7 @@ class GathersAlongTheLastDimension(Plain):
 
 @defect(cause="shapes", caught_by="test_tensors_of_several_dimensions")
 class WritesTheWholeStorage(Plain):
-    """Reduces all of a view's storage."""
+    """Reduces the whole storage behind a view."""
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
@@ -134,7 +134,7 @@ class Float32ThroughBfloat16(Detour):
 
 @defect(cause="numerics", caught_by="test_sums_are_as_exact_as_the_dtype")
 class Bfloat16ThroughFloat16(Detour):
-    """float16 has more digits and less range."""
+    """Converts through float16, which has more digits and less range."""
 
     through: ClassVar = {torch.bfloat16: torch.float16}
 
@@ -199,7 +199,7 @@ class TakesTheWorldsRank(Plain):
 
 @defect(cause="subgroup", caught_by="test_groups_side_by_side")
 class BroadcastsFromRank0(Plain):
-    """Reduces to the world's rank 0 and broadcasts from there."""
+    """Reduces to global rank 0 and broadcasts from there."""
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         dist.reduce(tensor, 0, group=group)

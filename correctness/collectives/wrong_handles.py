@@ -1,4 +1,4 @@
-"""Wrong collectives: where others are under way, and what their handles wait for."""
+"""Planted defects: collectives that go wrong while others are under way, and handles that wait for the wrong thing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from correctness.support.planting import defect
 
 @defect(cause="two calls", caught_by="test_many_may_be_under_way")
 class SharesItsBuffer(Plain):
-    """All sums of one shape are made in one buffer."""
+    """All sums of one shape use one buffer."""
 
     buffers: ClassVar[dict[Any, Tensor]] = {}
 
@@ -31,7 +31,7 @@ class SharesItsBuffer(Plain):
 
 @defect(cause="two calls", caught_by="test_any_number_may_be_under_way")
 class Has32Buffers(Plain):
-    """For sums of one shape, in turn: one more under way overwrites the first."""
+    """Rotates among 32 buffers for sums of one shape: the 33rd under way overwrites the first."""
 
     turns: ClassVar[Any] = itertools.cycle(range(32))
     buffers: ClassVar[dict[Any, Tensor]] = {}
@@ -45,7 +45,7 @@ class Has32Buffers(Plain):
 
 @defect(cause="two calls", caught_by="test_a_second_call")
 class RemembersTheInput(Plain):
-    """Cuts an input into parts once, as long as inputs have its shape."""
+    """Caches its copy of the first input of a shape, and reuses it for later inputs."""
 
     parts: ClassVar[dict[Any, Tensor]] = {}
 
@@ -56,7 +56,7 @@ class RemembersTheInput(Plain):
 
 @defect(cause="two calls", caught_by="test_many_may_be_under_way")
 class WaitsForTheOldest(Plain):
-    """Whichever handle is waited for."""
+    """`wait` of any handle waits for the oldest call."""
 
     pending: ClassVar[list[Any]] = []
 
@@ -83,7 +83,7 @@ class DoesNotWait(Plain):
 
 @defect(cause="handles", caught_by="test_results_are_there_when_wait_returns")
 class CopiesAtOnce(Plain):
-    """The result of the rank's own buffer, before it is there."""
+    """Copies from the internal buffer before the result has arrived."""
 
     def all_gather(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         buffer = torch.zeros_like(output)
@@ -96,7 +96,7 @@ class CopiesAtOnce(Plain):
 
 @defect(cause="handles", caught_by="test_results_are_there_when_it_returns")
 class ReturnsBeforeItIsDone(Plain):
-    """Waits for the half that was started first."""
+    """Waits for only one of the two halves it started."""
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         handles = [dist.all_reduce(part, group=group, async_op=True) for part in tensor.detach().view(-1).chunk(2)]
@@ -114,7 +114,7 @@ class StartsInWait(Plain):
 
 @defect(cause="handles", caught_by="test_any_history")
 class AddsAtEachWait(Plain):
-    """What the others sent is added in `wait`, and added again in a second one."""
+    """`wait` adds what the other ranks sent; a second `wait` adds it again."""
 
     def reduce_scatter(self, output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         rank, own, rest = dist.get_rank(group), input.clone(), torch.empty_like(output)
@@ -127,7 +127,7 @@ class AddsAtEachWait(Plain):
 
 @defect(cause="handles", caught_by="test_many_may_be_under_way")
 class RunsOnThreadsOfTheirOwn(Plain):
-    """Each on its own thread, so that another one may overtake it."""
+    """Starts each call on its own thread, so a later one may overtake it."""
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         late = 0.02 * (dist.get_rank(group) % 2) if tensor.numel() and tensor.view(-1)[0] == 1 else 0.0

@@ -1,4 +1,4 @@
-"""Wrong collectives that only many calls under way show, or calls in several groups."""
+"""Planted defects that show only with many calls under way, or with calls in several groups."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Copies:
 
 @defect(cause="two calls", caught_by="test_any_history")
 class TakesEightBuffersInTurn(Ring):
-    """The ninth all-reduce under way takes the first one's."""
+    """Rotates among eight buffers: the ninth all-reduce under way overwrites the first."""
 
     def __init__(self) -> None:
         self.calls, self.pools = 0, {}  # type: ignore[var-annotated]
@@ -59,7 +59,7 @@ class _Waits:
 
 @defect(cause="subgroup", caught_by="test_any_history")
 class OneThreadForAllGroups(Ring):
-    """Ranks that start two groups' collectives in another order wait for one another."""
+    """Deadlocks if ranks start two groups' collectives in different orders."""
 
     def all_reduce(self, tensor: Tensor, group: Group = None, *, async_op: bool = False) -> Any:
         handle = _Waits(_thread().submit(super().all_reduce, tensor, group))

@@ -1,4 +1,4 @@
-"""Modules with exactly known gradients, to check a wrapper's averages; failures name what was found instead."""
+"""Modules with exactly known gradients, to check averages; failures name what was found."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def wrap(implementation: Implementation, module: nn.Module, **options: Any) -> A
 
 
 def bucket_sizes(implementation: Implementation) -> list[dict[str, float]]:
-    """Options for one bucket for all, and for one bucket a gradient; no options for a wrapper without buckets."""
+    """Options for a single bucket and for one bucket per gradient; none for a wrapper without buckets."""
     return [{}, {"bucket_mb": 1e-5}] if implementation.accepts("bucket_mb") else [{}]
 
 
 def is_torchs(model: Any) -> bool:
-    """Whether it is torch's DDP, or holds one."""
+    """Return True for torch's DDP, or a wrapper around it."""
     return any(isinstance(each, DistributedDataParallel) for each in (model, *vars(model).values()))
 
 
 def needs_backward_on_every_rank(model: Any) -> None:
-    """Raise Unsupported for torch's DDP, which communicates in backward, so that each rank must call it."""
+    """Raise Unsupported for torch's DDP: it communicates in backward, so each rank must call it."""
     if is_torchs(model):
         raise Unsupported("torch's DistributedDataParallel communicates in backward, so every rank must have one")
 
@@ -69,7 +69,7 @@ def group_ranks(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def wrong_averages(model: Any, own: Own, when: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """A line for each of this rank's gradients that is not the average over the ranks."""
+    """Describe each of this rank's gradients that is not the average over the ranks, one line each."""
     terms = [own(rank) for rank in group_ranks(group)]
     here = dist.get_rank(group)
     lines = []
@@ -89,8 +89,8 @@ def _wrong_average(p: nn.Parameter, of_ranks: Sequence[Tensor | None], here: int
     if found.shape != p.shape or found.dtype != p.dtype:
         return f"has another shape or dtype: {tuple(found.shape)} of {found.dtype}"
     found, mean = found.detach().cpu().double(), terms.mean(0)
-    # Each of n terms is divided, or their sum is, by a rounded 1/n at worst, and each of n - 1 sums is rounded:
-    # Higham, Accuracy and Stability, 4.2. What underflows loses one smallest number of the dtype for each.
+    # A rounded 1/n multiplies each of n terms, or their sum, and each of n - 1 additions is rounded: Higham, Accuracy
+    # and Stability, 4.2. An underflow loses at most the dtype's smallest number per term.
     number = torch.finfo(p.dtype)
     # In float64 the expected mean is rounded as often.
     roundings = (ranks + 1) * (2 if p.dtype == torch.float64 else 1)
@@ -129,7 +129,7 @@ def likeness(found: Tensor, mean: Tensor, terms: Tensor, here: int) -> str:
 
 
 def assert_nothing_wrong(ranks: Sequence[Sequence[str]]) -> None:
-    """Fail with the first three lines that each rank reports."""
+    """Fail with the first three lines of each rank's report."""
     __tracebackhide__ = True
     said = [f"rank {rank} of {len(ranks)}, {line}" for rank, lines in enumerate(ranks) for line in lines[:3]]
     if said:

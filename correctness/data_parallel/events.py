@@ -15,9 +15,9 @@ from correctness.engine.histories import events_of, one_in
 
 FINISH = "finish_gradient_synchronization()"
 DEPTH = 3
-"""Of `no_sync()` inside `no_sync()`, at most."""
+"""Deepest nesting of `no_sync()` inside `no_sync()`."""
 MOST = 27
-"""Events of a history beside its first and its last ones."""
+"""Number of events besides the first and last ones."""
 OPTIONS: dict[str, list[Any]] = {
     "bucket_mb": [1e-5, 3e-4, 25],
     "reduce_dtype": [torch.bfloat16, torch.float16, torch.float32, torch.float64],
@@ -26,7 +26,7 @@ OPTIONS: dict[str, list[Any]] = {
 
 @dataclass(frozen=True)
 class Event:
-    """What happens to one wrapper, "A" or "B", on every rank of its group. `seed` draws all that it needs."""
+    """One event on a wrapper, "A" or "B", on every rank of its group. `seed` draws its details."""
 
     name: str
     wrapper: str
@@ -41,14 +41,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a module is wrapped. `every`: each backward pass reaches every parameter, and no option says otherwise."""
+    """Options of wrapping. `every`: each backward pass reaches every parameter, and no option relaxes that."""
 
     kinds: list[Kind]
     tied: list[int]
     options: dict[str, Any]
     every: bool
     groups: list[list[int]] | None
-    """Ranks of groups side by side, of which a rank is in one at most; None for the world."""
+    """Side-by-side groups of ranks, of which a rank is in one at most; None for the world."""
 
     def members(self, rank: int, ranks: int) -> list[int]:
         return [*range(ranks)] if self.groups is None else next((g for g in self.groups if rank in g), [])
@@ -65,7 +65,7 @@ class History:
     settings: dict[str, Setting]
     events: list[Event]
     torchs: bool
-    """The wrapper is PyTorch's own, or holds it, which has limits of its own."""
+    """The wrapper is torch's DDP or contains it, which has limits of its own."""
 
     def __str__(self) -> str:
         there = dict.fromkeys(event.wrapper for event in self.events)
@@ -74,11 +74,11 @@ class History:
 
 @dataclass
 class State:
-    """What decides which event may come next."""
+    """State that decides which event may come next."""
 
     contexts: list[bool] = field(default_factory=list)
     made: list[bool] = field(default_factory=list)
-    """Whether each `no_sync()` that was made and not entered was made inside of another."""
+    """For each unentered `no_sync()`: was it made inside another one?"""
     backward_outside: bool = False
     empty: bool = True
     averaged: bool = False
@@ -101,7 +101,7 @@ def settings(draw: st.DrawFn, ranks: int, accepted: list[str], torchs: bool) -> 
 
 @st.composite
 def histories(draw: st.DrawFn, ranks: int, accepted: list[str], torchs: bool) -> History:
-    """Both are wrapped, one of them perhaps later; last of all, a part of one is wrapped once more."""
+    """Draw a history: both modules are wrapped, one perhaps later; at the end, a part of one is wrapped again."""
     of = {name: draw(settings(ranks, accepted, torchs)) for name in "AB"}
     states = {"A": State()}
 
@@ -109,7 +109,7 @@ def histories(draw: st.DrawFn, ranks: int, accepted: list[str], torchs: bool) ->
         return Event(name, wrapper, draw(st.integers(0, 2**40)))
 
     def following() -> list[Event]:
-        # Ranks that lack gradients start some collectives in backward and the rest as they finish.
+        # Ranks that lack gradients start some collectives in backward and the rest in `finish`.
         first = [name for name, state in states.items() if state.backward_outside and not of[name].every]
         if "B" not in states and not first and draw(one_in(3)):
             states["B"] = State()
@@ -129,13 +129,13 @@ def histories(draw: st.DrawFn, ranks: int, accepted: list[str], torchs: bool) ->
 
 
 def _possible(state: State, setting: Setting, torchs: bool) -> list[str]:
-    """Between a backward pass outside of `no_sync` and FINISH come only events that change no gradient."""
+    """List the events possible now; between a backward outside `no_sync` and FINISH none may change a gradient."""
     harmless = ["train", "eval", "eval on one rank", "forward in no_grad", "make no_sync()", "state_dict()"]
     if state.backward_outside:
         return [FINISH] * 6 + harmless
     inside = bool(state.contexts)
     names = [*harmless, *["backward"] * 6, "zero_grad(set_to_none=False)"]
-    # PyTorch's own remembers which parameters no_sync() used, and raises an error where their gradients are gone.
+    # torch's DDP remembers parameters used in no_sync() and raises an error if their gradients are gone.
     names += ["zero_grad()"] * (state.averaged or state.empty or not torchs)
     names += ["backward through two forward passes"]
     names += ["enter"] * 2 * (len(state.contexts) < DEPTH)
@@ -147,7 +147,7 @@ def _possible(state: State, setting: Setting, torchs: bool) -> list[str]:
         FINISH,
         "two backward passes of one forward pass",
     ] * inside
-    names += ["forward without backward"] * (not torchs)  # PyTorch's own then waits for its backward in no_sync(), too
+    names += ["forward without backward"] * (not torchs)  # torch's DDP then waits for its backward in no_sync() too
     names += ["unhook"] if state.hooked else ["hook"]
     if state.empty and not inside and not setting.every:
         names += ["thaw"] * 2 if state.frozen else ["freeze"]

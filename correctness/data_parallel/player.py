@@ -1,4 +1,4 @@
-"""Two data-parallel wrappers of one history on this rank: each event, and what must hold after it."""
+"""Plays a history on two data-parallel wrappers on this rank and checks the expected state after each event."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class Both:
 
 
 class Wrapper:
-    """One wrapper on this rank, and what it must be."""
+    """One wrapper on this rank, with its expected state."""
 
     def __init__(
         self, implementation: Implementation, setting: Setting, device: str, torchs: bool, again: bool
     ) -> None:
         self.implementation, self.setting, self.device, self.torchs = implementation, setting, device, torchs
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        made = [dist.new_group(members) for members in setting.groups or []]  # on every rank
+        made = [dist.new_group(members) for members in setting.groups or []]  # every rank must create every group
         self.members = setting.members(rank, ranks)
         self.group = next((g for g, of in zip(made, setting.groups or [], strict=True) if of == self.members), None)
         self.alone = [dist.new_group([other]) for other in range(ranks)][rank] if again else None
@@ -72,7 +72,7 @@ class Wrapper:
         self.hooks: dict[int, Any] = {}
         self.local, self.pending = True, False
         self.bits: list[tuple[str, dict[str, int]]] = []
-        """What is equal on all ranks of the group, a checksum of each tensor's bits."""
+        """Checksums of bits that must be equal on all ranks of the group."""
         self.wrong: list[str] = []
         narrow = setting.options.get("reduce_dtype")
         self.gradients = [Gradients(k.dtype, _narrower(k.dtype, narrow), len(self.members)) for k in setting.kinds]
@@ -120,13 +120,13 @@ class Wrapper:
         self.model = wrap(self.implementation, zoo, process_group=self.group, **options)
         self.module = self.model.module
         first = Zoo(setting.kinds, setting.tied, self.start, self.members[0])
-        # One layout has the same bits as another.
+        # Equal layouts give equal bits.
         self.parameters = self._state(first.named_parameters())
         self.buffers = self._state([*first.named_buffers()])
 
     def _reached(self, event: Event, rank: int, pass_: int) -> list[int]:
-        """The uses that this rank's pass reaches: of some parameters all ranks', of some none's. PyTorch's own looks at
-        the last forward pass alone for what it reaches."""
+        """Uses that this rank's pass reaches: some parameters on all ranks, some on none. torch's DDP considers only
+        the last forward pass."""
         common, own = event.draw("which"), event.draw("which", rank, 0 if self.torchs else pass_)
         uses = range(len(self.setting.kinds) + len(self.setting.tied))
         if self.setting.every:
@@ -215,7 +215,7 @@ class Wrapper:
         self.bits.append(("the average gradients", {name: _bits(grad) for name, grad in found.items()}))
 
     def _change(self, event: Event) -> None:
-        """Do what that event does to the module: freeze a parameter, change a buffer, and so on."""
+        """Apply the event to the module: freeze a parameter, change a buffer, and so on."""
         name, draw = event.name, event.draw("what")
         trainable = [i for i, kind in enumerate(self.setting.kinds) if not kind.frozen]
         if name in ("freeze", "thaw"):
@@ -232,7 +232,8 @@ class Wrapper:
         elif name == "optimizer step":
             torch.optim.SGD(self.module.parameters(), lr=2**-8).step()
             self.parameters = self._state(self.module.named_parameters())
-            if all(len({*kind.layouts}) == 1 for kind in self.setting.kinds):  # or the optimizer may round otherwise
+            # mixed layouts may make the optimizer round differently
+            if all(len({*kind.layouts}) == 1 for kind in self.setting.kinds):
                 bits = {name: _bits(value) for name, value in self.parameters.items()}
                 self.bits.append(("the parameters", bits))
         elif name == "state_dict()":
@@ -246,7 +247,7 @@ class Wrapper:
                 self.wrong.append(f"{name}() does not reach the module")
 
     def look(self) -> list[str]:
-        """What is wrong now. Gradients are not known between backward and `finish`."""
+        """Return what is wrong now. Gradients are undefined between backward and `finish`."""
         wrong, self.wrong = self.wrong, []
         for what, expected, found in (
             ("parameter", self.parameters, self._state(self.module.named_parameters())),
@@ -279,7 +280,7 @@ def _is_gradient(each: Communication) -> bool:
 
 
 def _bits(tensor: Tensor) -> int:
-    """A checksum of its bits in row-major order; all NaNs count as one."""
+    """Checksum of a tensor's bits in row-major order; all NaNs count as equal."""
     values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     if values.is_floating_point():
         values = values.nan_to_num(nan=12.5, posinf=torch.inf, neginf=-torch.inf)

@@ -1,4 +1,4 @@
-"""Random modules for data-parallel wrappers, whose gradients are known: every kind of parameter and buffer."""
+"""Random modules with known gradients: every kind of parameter and buffer."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ LAYOUTS = ["contiguous", "contiguous", "transposed", "strided", "in the middle o
 
 @dataclass(frozen=True)
 class Kind:
-    """A parameter. Its numbers on every rank are about as large as `2**exponent`."""
+    """Kind of a parameter. Its values are about as large as `2**exponent` on every rank."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     layouts: tuple[str, ...]
-    """On each rank of the world."""
+    """Memory layout on each rank of the world."""
     frozen: bool
     inner: bool
-    """Whether it is the submodule's."""
+    """True if the parameter belongs to the submodule."""
     exponent: int
 
     def __str__(self) -> str:
@@ -36,7 +36,8 @@ class Kind:
 
 @st.composite
 def kinds(draw: st.DrawFn, ranks: int, *, vary_strides: bool, narrow: bool) -> list[Kind]:
-    """Two to eight; the first of each module is trainable. `narrow`: numbers that every dtype can represent."""
+    """Draw two to eight kinds; the first in each module is trainable. `narrow`: numbers that every dtype can
+    represent."""
     found: list[Kind] = []
     for i in range(draw(st.integers(2, 8))):
         dtype = draw(st.sampled_from(DTYPES))
@@ -51,14 +52,14 @@ def kinds(draw: st.DrawFn, ranks: int, *, vary_strides: bool, narrow: bool) -> l
 
 
 def numbers(seed: str, kind: Kind) -> Tensor:
-    """The same wherever they are asked for."""
+    """Numbers drawn from the seed alone, equal on every rank."""
     generator = torch.Generator().manual_seed(random.Random(seed).randrange(2**62))
     ones = torch.randn(kind.shape, generator=generator, dtype=torch.float64)
     return ones.ldexp(torch.tensor(kind.exponent)).to(kind.dtype)
 
 
 def laid_out(values: Tensor, layout: str) -> Tensor:
-    """The same values at other places in memory."""
+    """Same values in another memory layout."""
     if layout == "transposed" and values.dim() > 1:
         backwards = [*range(values.dim())][::-1]
         return values.permute(backwards).contiguous().permute(backwards)
@@ -70,10 +71,8 @@ def laid_out(values: Tensor, layout: str) -> Tensor:
 
 
 class Zoo(nn.Module):
-    """Parameters of these kinds, some of them in a submodule and some under two names, and buffers.
-
-    The output is the sum of `uses` times given weights, so each weight is a gradient, to the bit.
-    """
+    """Parameters of these kinds, some in a submodule, some under two names, and buffers. The output sums `uses`
+    times given weights, so each weight is a gradient, to the bit."""
 
     def __init__(self, kinds: Sequence[Kind], tied: Sequence[int], start: str, rank: int) -> None:
         super().__init__()
@@ -93,10 +92,10 @@ class Zoo(nn.Module):
             module.register_buffer("scratch", torch.full((2,), rank + 0.5), persistent=False)
 
     def forward(self, weights: Sequence[Tensor | None], *, order: Sequence[int], seen: float) -> Tensor:
-        """() in float64; the parameters are used in that order."""
+        """Loss () in float64; uses the parameters in the given order."""
         for module in (self, self.inner):
             module.calls += 1
             module.seen.fill_(seen)
-            module.scratch = torch.full_like(module.scratch, seen)  # another tensor each time
+            module.scratch = torch.full_like(module.scratch, seen)  # a new tensor each time
         terms = [(self.uses[i] * weights[i]).double().sum() for i in order if weights[i] is not None]
         return sum(terms, torch.zeros((), dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""What gradients must be after each event of a history: every rank's in float64, and how far off they may be."""
+"""Expected gradients after each event of a history: every rank's in float64, with error bounds."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from correctness.data_parallel.averaging import likeness
 
 @dataclass
 class Known:
-    """A gradient in float64, None where there is none, and how far arithmetic in its own dtype may be off."""
+    """An expected gradient in float64 (None: no gradient) and its error bound in its own dtype."""
 
     value: Tensor | None = None
     bound: Tensor | float = 0.0
     is_own: bool = False
-    """Whether a backward pass has added to it since the last average."""
+    """True if a backward pass has added to it since the last average."""
 
 
 class Gradients:
-    """Of one parameter on every rank of a group. `narrowest`: of its own dtype and that of communication."""
+    """One parameter's gradients on every rank of a group. `narrowest`: the narrower of its dtype and the
+    communication dtype."""
 
     def __init__(self, dtype: torch.dtype, narrowest: torch.dtype, ranks: int) -> None:
         self.own, self.narrowest = torch.finfo(dtype), torch.finfo(narrowest)
         self.ranks = [Known() for _ in range(ranks)]
         self.averaged: list[Tensor | None] = []
-        """What the ranks had before the last average."""
+        """The ranks' values before the last average."""
 
     def add(self, rank: int, terms: Sequence[Tensor]) -> None:
-        """What one backward pass adds, of which each term is exact; each sum is rounded once."""
+        """Add one backward pass: its terms are exact, and each addition is rounded once."""
         known = self.ranks[rank]
         for term in terms:
             value = term.double()
@@ -46,8 +47,8 @@ class Gradients:
             known.bound, known.is_own = 0.0, False
 
     def average(self) -> None:
-        """Each term is rounded to the dtype of communication, divided, or their sum is, by a rounded 1/n at worst, and
-        each of n - 1 sums is rounded: Higham, Accuracy and Stability, 4.2."""
+        """Average over the ranks. A rounded 1/n multiplies each term, or the sum, after rounding to the
+        communication dtype; each of n - 1 additions is rounded: Higham, Accuracy and Stability, 4.2."""
         there = [known for known in self.ranks if known.value is not None]
         self.averaged = [known.value for known in self.ranks]
         if not there:
@@ -63,7 +64,7 @@ class Gradients:
             known.value, known.bound, known.is_own = mean.clone(), bound, False
 
     def wrong(self, rank: int, found: Tensor | None, parameter: Tensor) -> str | None:
-        """What is wrong with that rank's `.grad`, if anything is."""
+        """Describe what is wrong with that rank's `.grad`; None if nothing is."""
         known = self.ranks[rank]
         if known.value is None:
             there = found is not None and bool(found.any())

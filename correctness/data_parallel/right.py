@@ -1,4 +1,4 @@
-"""Right data-parallel wrappers, in unusual ways."""
+"""Right data-parallel wrappers that work in unusual ways: the tests must accept them."""
 
 from __future__ import annotations
 

@@ -19,16 +19,16 @@ from shardmark.rows.observers.overhead_model import bucket_lines
 
 
 def peak(implementation: Implementation, case: TrainingStepCase) -> dict[str, int]:
-    """Of the third step."""
+    """Peak bytes of the third step."""
     return {"peak": metered(DataParallelStep, implementation, case).tensors}
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        ReductionCase("tiny", 1, 4),  # the largest moment is the end of backward
-        pytest.param(ReductionCase("tiny", 2, 32), marks=pytest.mark.sweep),  # the largest moment is the loss
-        ReductionCase("deep", 1, 4),  # several buckets: gradients are on their way before backward ends
+        ReductionCase("tiny", 1, 4),  # peak at the end of backward
+        pytest.param(ReductionCase("tiny", 2, 32), marks=pytest.mark.sweep),  # peak at the loss
+        ReductionCase("deep", 1, 4),  # several buckets: their reductions start before backward ends
     ],
     ids=str,
 )
@@ -40,7 +40,7 @@ def test_a_narrower_reductions_peak_is_the_formulas(case: ReductionCase, worlds:
 
 
 def first_steps_peak(implementation: Implementation, case: TrainingStepCase) -> int:
-    """Of the step that learns the order and fills the buckets anew."""
+    """Peak of the step that learns the gradient order and rebuilds the buckets."""
     device = device_of_rank()
     with meter(device) as memory:
         workload = DataParallelStep(implementation, case, device)
@@ -58,7 +58,7 @@ def test_learning_the_order_takes_no_more_than_a_step(bucket_mb: int, worlds: Wo
 
 
 def test_a_users_own_wrapper_may_have_as_much_as_pytorchs() -> None:
-    """Which itself is held to a prediction."""
+    """PyTorch's own has no formula: a prediction is its budget."""
     case, ddp = TrainingStepCase("tiny", batch=2, context=32), family("data_parallel").implementations["ddp"]
     assert ddp.memory is None and family("data_parallel").memory is copying_peak
     needed = predict(Plan(DataParallelStep, ddp, None, case, "cpu", 2)).memory.tensors
@@ -77,7 +77,8 @@ def test_the_best_bucket_is_the_best_of_all() -> None:
     s, o, w = 10_000_000, 1e-3, 1e9
     best = best_bucket_bytes(s, o, w)
     assert best == pytest.approx(s / 10**0.5)  # n = sqrt(s / (w o)) = sqrt(10)
-    assert exposed_seconds(s, s, o, w) == pytest.approx(o + s / w)  # one bucket: one overhead, and all of it
+    # one bucket: one overhead plus all the communication
+    assert exposed_seconds(s, s, o, w) == pytest.approx(o + s / w)
     assert exposed_seconds(s, s / 5, o, w) == pytest.approx(5 * o + s / 5 / w)
     assert min(range(100_000, s, 100_000), key=lambda b: exposed_seconds(s, b, o, w)) == pytest.approx(best, rel=0.02)
 

@@ -1,4 +1,4 @@
-"""Gradients are the average over the ranks, from the simplest case to the rarest."""
+"""Gradients are averages over the ranks: simple cases first, rare ones last."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.family("data_parallel")
 
 Gradients = list[Tensor | None]
 OwnInStep = Callable[[int, int, list[Tensor]], Gradients]
-"""`own(step, rank, like)` gives a rank's gradients before averaging, in the shapes and dtypes of `like`."""
+"""`own(step, rank, like)` returns a rank's gradients before averaging, in the shapes and dtypes of `like`."""
 
 
 def normal(step: int, rank: int, like: list[Tensor]) -> Gradients:
@@ -89,7 +89,7 @@ def counted(step: int, rank: int, like: list[Tensor]) -> Gradients:
 
 
 def test_gradients_of_large_parameters(implementation: Implementation, world: World, device: str) -> None:
-    """Parameters above 1 MiB, of odd sizes."""
+    """Parameters of odd sizes above 1 MiB."""
     like = [torch.empty(n) for n in (7, 262_145, 100_003, 700_001)]
     assert_nothing_wrong(world.run(averages, implementation, like, device, counted, 1))
 
@@ -102,7 +102,7 @@ class Sums(nn.Module):
         self.p = nn.ParameterList(torch.zeros(n) for n in sizes)
 
     def forward(self, scale: float) -> Tensor:
-        """()"""
+        """Loss ()."""
         return sum(p.sum() for p in self.p) * scale
 
 
@@ -122,12 +122,12 @@ def averages_of_28_mib(implementation: Implementation, device: str) -> list[str]
 def test_gradients_that_are_more_than_25_mib_together(
     implementation: Implementation, world: World, device: str
 ) -> None:
-    """The usual size of a bucket."""
+    """25 MiB is the usual bucket size."""
     assert_nothing_wrong(world.run(averages_of_28_mib, implementation, device))
 
 
 def of_every_size(step: int, rank: int, like: list[Tensor]) -> Gradients:
-    """Numbers of as many magnitudes as the dtype has with room for sums; of one magnitude on all ranks."""
+    """Numbers of every magnitude that leaves room for sums; same magnitude on all ranks."""
     exponents = torch.Generator().manual_seed(step)
     return [
         torch.ldexp(x.double(), torch.randint(-limit, limit + 1, x.shape, generator=exponents)).to(x.dtype)
@@ -163,7 +163,7 @@ def gradients(implementation: Implementation, device: str) -> list[Tensor]:
 def test_gradients_are_the_same_on_every_rank_to_the_bit(
     implementation: Implementation, world: World, device: str
 ) -> None:
-    """Otherwise the ranks' parameters drift apart."""
+    """Without equal bits the ranks' parameters would drift apart."""
     ranks = world.run(gradients, implementation, device)
     for rank, found in enumerate(ranks):
         differ = sum(int((mine != first).sum()) for mine, first in zip(found, ranks[0], strict=True))
@@ -174,7 +174,7 @@ THREE = [torch.empty(3), torch.empty(4), torch.empty(2, 2)]
 
 
 def only_rank_0_has_the_second(step: int, rank: int, like: list[Tensor]) -> Gradients:
-    """In odd steps only rank 0 has the second gradient; in even steps every rank has all."""
+    """In odd steps only rank 0 has the second gradient; in even steps every rank has all gradients."""
     return [x if i != 1 or rank == 0 or step % 2 == 0 else None for i, x in enumerate(normal(step, rank, like))]
 
 

@@ -1,4 +1,4 @@
-"""Several backward or forward passes in a step, several models at once, and `no_sync`."""
+"""Several forward or backward passes per step, several models at once, and `no_sync`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _model(implementation: Implementation, device: str, like: list[Tensor] = LIK
 
 
 def _own(*steps: int) -> Callable[[int], list[Tensor | None]]:
-    """Sum of a rank's gradients over some steps."""
+    """Sum a rank's gradients over some steps."""
     return lambda rank: [sum(terms) for terms in zip(*(values(rank, *LIKE, step=step) for step in steps), strict=True)]
 
 
@@ -62,7 +62,7 @@ def test_gradients_accumulate_over_steps_until_they_are_zeroed(
 
 def in_no_sync(implementation: Implementation, device: str) -> list[str]:
     model, wrong = _model(implementation, device), []
-    for start in (1, 4):  # a second time, as the first step may be special
+    for start in (1, 4):  # twice, as the first step may be special
         model.module.zero_grad()
         with recorded() as sent, model.no_sync():
             for step in (start, start + 1):
@@ -93,7 +93,7 @@ def test_no_sync_leaves_gradients_local_and_the_next_step_averages_their_sum(
 
 
 class ExpectedError(Exception):
-    """Raised by a test."""
+    """Raised by the test."""
 
 
 def after_an_error_in_no_sync(implementation: Implementation, device: str) -> list[str]:
@@ -110,7 +110,7 @@ def test_no_sync_ends_with_an_error_too(implementation: Implementation, world: W
 
 
 def two_forward_passes(implementation: Implementation, device: str) -> list[str]:
-    """One backward pass through two forward passes, step by step."""
+    """Run one backward pass through two forward passes, in each of three steps."""
     model, wrong, rank = _model(implementation, device), [], dist.get_rank()
     for first in (1, 3, 5):
         model.module.zero_grad()
@@ -126,7 +126,7 @@ def test_two_forward_passes_before_one_backward_pass(implementation: Implementat
 
 
 def a_forward_pass_without_a_backward_pass(implementation: Implementation, device: str) -> list[str]:
-    """A forward pass without backward, as an evaluation between two steps."""
+    """Run a forward pass without backward, like an evaluation between two steps."""
     model, wrong = _model(implementation, device), []
     for step in (1, 2, 3):
         model.module.zero_grad()
@@ -159,7 +159,7 @@ def test_gradients_are_averaged_in_eval_mode_too(implementation: Implementation,
 
 
 def two_models(implementation: Implementation, device: str) -> list[str]:
-    """Two wrapped models, whose passes take turns; what comes first in one step comes last in the next."""
+    """Interleave the passes of two wrapped models; their order alternates between steps."""
     models, wrong, rank = [_model(implementation, device) for _ in range(2)], [], dist.get_rank()
     for step in range(4):
         for model in models:
@@ -182,7 +182,7 @@ def test_two_models_side_by_side(implementation: Implementation, world: World, d
 
 
 def kept_gradients(implementation: Implementation, device: str) -> bool:
-    """Whether gradients that the caller keeps from the first step are unchanged after the second."""
+    """Return True if gradients that the caller keeps from step 1 are unchanged after step 2."""
     model = _model(implementation, device)
     _backward(model, 1, device)
     model.finish_gradient_synchronization()
@@ -197,6 +197,6 @@ def kept_gradients(implementation: Implementation, device: str) -> bool:
 def test_gradients_that_are_kept(
     implementation: Implementation, world: World, device: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Where gradients live in a buffer, as with DDP's `gradient_as_bucket_view`, the next step overwrites them."""
+    """If gradients live in a buffer (DDP's `gradient_as_bucket_view`), the next step overwrites them."""
     if not all(world.run(kept_gradients, implementation, device)) and not is_ours(implementation):
         record_property("note", "a gradient that is kept changes in the next step: copy it to keep it")

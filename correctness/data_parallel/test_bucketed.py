@@ -1,4 +1,4 @@
-"""What the bucketed wrapper does beyond the family's contract: its buckets, its order, its hooks, its dtypes."""
+"""The bucketed wrapper beyond the family's contract: buckets, their order, hooks, dtypes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardmark.ranks.world import World
 
 
 class Branches(nn.Module):
-    """A sum of layers, whose gradients come in the reverse of the order they are called in."""
+    """A sum of layers; gradients arrive in the reverse of the order of calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Branches(nn.Module):
 
 
 def layers_in_buckets(device: str) -> list[list[int]]:
-    """The layers in the order of their buckets, step by step, as every rank uses them in another order each time."""
+    """Return the layers in bucket order for each step; each rank calls them in another order each time."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = BucketedDataParallel(Branches().to(device), bucket_mb=1e-5)
     index = {layer.weight: i for i, layer in enumerate(model.module.layers)}
@@ -60,7 +60,7 @@ def test_the_order_is_rank_0s_of_the_first_step_and_stays(world: World, device: 
 
 
 def where_gradients_lie(device: str) -> None:
-    """Gradients stay in one flat tensor through accumulation, zeroing in place, and being replaced."""
+    """Gradients stay in one flat tensor through accumulation, zeroing in place, and replacement."""
     model = BucketedDataParallel(nn.Linear(DIM, DIM).to(device))
     x = torch.full((1, DIM), dist.get_rank() + 1.0, device=device)
     mean = (dist.get_world_size() + 1) / 2
@@ -100,14 +100,14 @@ HOOKS = {
         lambda: powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=3),
     ),
 }
-"""torch's own communication hooks, and the state of each."""
+"""torch's communication hooks, and a state for each."""
 
 
 def train_with_hook(name: str, device: str, wrapper: Any) -> dict[str, Tensor]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = wrapper(module("plain", 0, device))
     hook, state = HOOKS[name]
-    # Under a name of its own, as DDP refuses bf16_compress by name where NCCL is not.
+    # Renamed: DDP refuses bf16_compress by name without NCCL.
     model.register_comm_hook(state(), lambda state, bucket: hook(state, bucket))
     optimizer = adam(model)
     for step in range(STEPS):
@@ -121,9 +121,8 @@ def train_with_hook(name: str, device: str, wrapper: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_torchs_communication_hooks_do_what_they_do_for_ddp(name: str, worlds: WorldsBySize, device: str) -> None:
-    """To the bit, as two ranks' sums do not depend on the order of their terms; but PowerSGD multiplies matrices, which
-    lie elsewhere in our buckets, and a library may add up in another order where memory is aligned in another way.
-    """
+    """Equal to the bit, as the sum of two ranks does not depend on order. Exception: PowerSGD multiplies matrices,
+    which start at other addresses in our buckets, and a library may add in another order for another alignment."""
     ours, theirs = (
         worlds(2).run(train_with_hook, name, device, wrapper) for wrapper in (BucketedDataParallel, TorchDataParallel)
     )
@@ -132,7 +131,7 @@ def test_torchs_communication_hooks_do_what_they_do_for_ddp(name: str, worlds: W
         torch.testing.assert_close(mine, other, rtol=rounded, atol=rounded)
     plain = single_process("plain", 2, device)
     exact = all(torch.allclose(plain[key], ours[0][key], rtol=1e-12, atol=1e-12) for key in plain)
-    assert exact == (name == "allreduce")  # the others lose something, and so they did run
+    assert exact == (name == "allreduce")  # the other hooks lose precision, which shows that they ran
 
 
 def hook_twice(device: str) -> list[str]:

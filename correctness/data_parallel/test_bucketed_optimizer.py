@@ -1,4 +1,4 @@
-"""The bucketed wrapper steps an optimizer bucket by bucket: as one that steps once, on a single process."""
+"""The bucketed wrapper can step the optimizer bucket by bucket: same result as one step in one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardmark.ranks.world import World
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Momentum, and a param group of its own for the vectors."""
+    """SGD with momentum, and a separate param group for vectors."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in parameters if (p.ndim == 1) == vector]} for vector in (False, True)]
     groups[1]["lr"] = 0.02
@@ -38,7 +38,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def update_on_arrival(
     name: str, device: str, optimizer: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> dict[str, Tensor]:
-    """Train in buckets of one parameter each, where the wrapper steps the optimizer."""
+    """Train in buckets of one parameter each; the wrapper steps the optimizer."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = BucketedDataParallel(module(name, rank, device), bucket_mb=1e-5)
     update = optimizer(model)
@@ -62,7 +62,8 @@ def test_an_optimizer_stepped_bucket_by_bucket_equals_a_single_process(
 
 
 def update_what_is_not_the_modules(device: str) -> tuple[list[float], float]:
-    """A scheduled optimizer over two layers and a parameter of nobody's: learning rates, and that parameter's value."""
+    """Step a scheduled optimizer over two layers and a parameter outside the module; return rates and that
+    parameter."""
     model = BucketedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device), bucket_mb=1e-5)
     other = nn.Parameter(torch.zeros((), device=device))
     optimizer = torch.optim.SGD([*model.parameters(), other], lr=1.0)
@@ -84,7 +85,7 @@ def test_schedulers_and_other_parameters_take_part_once_a_step(world: World, dev
 
 
 class Counting(torch.optim.SGD):
-    """Writes what it has done into its param groups."""
+    """An optimizer that writes counts into its param groups."""
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
@@ -94,7 +95,7 @@ class Counting(torch.optim.SGD):
 
 
 def update_groups(device: str) -> list[tuple[int, float, int]]:
-    """(steps, learning rate, parameters) of each group after three steps, in buckets of one parameter each."""
+    """Return (steps, learning rate, parameters) of each group after three steps, in buckets of one parameter."""
     model = BucketedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device), bucket_mb=1e-5)
     optimizer = Counting([{"params": layer.parameters(), "lr": 2.0**i} for i, layer in enumerate(model.module)])
     for _ in range(3):
@@ -109,7 +110,7 @@ def test_what_an_optimizer_writes_into_its_groups_is_kept_once_a_step(world: Wor
 
 
 class RaisingOnce(torch.optim.SGD):
-    """Raises in its sixth step."""
+    """An optimizer that raises in its sixth step."""
 
     steps = 0
 
@@ -121,7 +122,7 @@ class RaisingOnce(torch.optim.SGD):
 
 
 def update_after_one_that_raised(device: str) -> tuple[Tensor, Tensor]:
-    """A bias's gradient in a step after one in which the optimizer raised at the second of four buckets, and before."""
+    """Return a bias's gradient before, and after, a step whose optimizer raised at the second of four buckets."""
     model = BucketedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device), bucket_mb=1e-5)
     optimizer, gradients = RaisingOnce(model.parameters(), lr=0.0), []
     for raises in (False, True, False):

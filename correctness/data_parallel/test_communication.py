@@ -1,4 +1,4 @@
-"""What a data-parallel wrapper communicates in a step, and that no delay on any rank changes its averages."""
+"""Communication of a data-parallel wrapper in a step; delays on any rank must not change the averages."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from shardmark.ranks.world import World
 pytestmark = pytest.mark.family("data_parallel")
 
 FLAGS = 64
-"""Bytes that a wrapper may communicate beside gradients, as to agree on which parameters were used."""
+"""Bytes that a wrapper may communicate besides gradients, for example to agree on used parameters."""
 
 
 def with_a_late_rank(implementation: Implementation, late: int, device: str) -> list[str]:
-    """What is wrong as soon as the gradients are said to be there, where one rank starts its collectives late."""
+    """Delay one rank's collectives; check the averages as soon as `finish_gradient_synchronization()` returns."""
     like, rank, wrong = [torch.empty(5), torch.empty(3, 3), torch.empty(2)], dist.get_rank(), []
     model = wrap(implementation, Products(*map(torch.zeros_like, like)).to(device))
     for step in range(2):
@@ -54,7 +54,7 @@ def test_averages_are_there_when_it_returns(
 
 
 def in_the_ranks_own_order(implementation: Implementation, device: str) -> list[str]:
-    """Gradients of one shape, which arrive in another order on each rank and in each step."""
+    """Gradients of one shape arrive in a different order on each rank and in each step."""
     like, rank, wrong = [torch.empty(3, 2) for _ in range(4)], dist.get_rank(), []
     for options in bucket_sizes(implementation):
         model = wrap(implementation, Products(*map(torch.zeros_like, like)).to(device), **options)
@@ -78,7 +78,7 @@ def test_ranks_whose_gradients_arrive_in_another_order(
 def _communicated(
     implementation: Implementation, module: Products, device: str, **options: Any
 ) -> tuple[Any, list[Communication]]:
-    """The model after two steps, and what this rank communicated in the second, as the first may be special."""
+    """Take two steps; return the model and this rank's messages in the second, as the first may be special."""
     model = wrap(implementation, module.to(device), **options)
     for step in range(2):
         model.module.zero_grad()
@@ -93,7 +93,8 @@ def _communicated(
 
 
 def tied(implementation: Implementation, device: str) -> tuple[list[str], int, int]:
-    """What is wrong with the gradients where the third parameter is the first; bytes communicated with and without."""
+    """The third parameter is the first: describe wrong gradients; return bytes communicated with and without the
+    tie."""
     like = [torch.zeros(1003), torch.zeros(50, 3)]
     module = Products(*map(torch.clone, like))
     module.p.append(module.p[0])
@@ -139,7 +140,7 @@ def test_frozen_parameters_are_not_communicated(implementation: Implementation, 
 
 
 def as_counted(implementation: Implementation, bucket_mb: float, dtype: torch.dtype, device: str) -> list[str]:
-    """What is wrong with the size of the messages in which a step communicates float32 gradients in another dtype."""
+    """Describe messages above the bucket size in a step that communicates float32 gradients in another dtype."""
     sizes = [10_007] * 40
     _, sent = _communicated(
         implementation, Products(*map(torch.zeros, sizes)), device, bucket_mb=bucket_mb, reduce_dtype=dtype
@@ -164,7 +165,7 @@ def test_bucket_mb_is_counted_in_the_gradients_dtype(
 
 
 def in_buckets(implementation: Implementation, bucket_mb: float, seed: int, device: str) -> list[str]:
-    """What is wrong with the size of the messages in which a step communicates random parameters of several dtypes."""
+    """Describe messages of wrong sizes in a step with random parameters of several dtypes."""
     draw = random.Random(seed)
     dtypes = draw.choice([[dtype] for dtype in MIXED] + [MIXED[:2], MIXED[1:], MIXED])
     sizes = [draw.choice([10_007, draw.randrange(2_000, 12_000)]) for _ in range(40)]
@@ -175,7 +176,7 @@ def in_buckets(implementation: Implementation, bucket_mb: float, seed: int, devi
         of = [p.nbytes for p in module.p if p.dtype == dtype]
         messages = [each for each in sent if each.dtype == dtype and each.nbytes > FLAGS and each.name != "send"]
         found = sorted((each.nbytes for each in messages), reverse=True)
-        rounds = len({each.name for each in messages})  # as a reduce-scatter and an all-gather
+        rounds = len({each.name for each in messages})  # a reduce-scatter and an all-gather are two rounds
         what = f"{len(of)} parameters of {dtype}, which are {sum(of)} bytes, with bucket_mb={bucket_mb}"
         what += f" (dtypes take turns: {dtypes})" * (len(dtypes) > 1) + f", {size} bytes: "
         if sum(found) and (over := [nbytes for nbytes in found if nbytes > size + max(of)]):
@@ -194,7 +195,7 @@ MIXED = [torch.float32, torch.bfloat16, torch.float64]
 def test_bucket_mb_is_the_size_of_what_is_communicated_at_once(
     implementation: Implementation, world: World, examples: int, device: str
 ) -> None:
-    """A bucket may exceed it or fall short of it by one parameter, and one bucket of each dtype takes what is left."""
+    """A bucket may be one parameter larger or smaller; the last bucket of each dtype takes the rest."""
     if world.size == 1:
         pytest.skip("one rank may communicate nothing")
     for seed in torch.randint(2**31, (examples,)).tolist():
@@ -205,7 +206,7 @@ SIZES = [25, 1, 0.1, 0.1, 0.05]
 
 
 def reduced_in(implementation: Implementation, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, int]:
-    """(gradient, this rank's own, bytes communicated) of one parameter."""
+    """Return (gradient, this rank's own, bytes communicated) of one parameter."""
     like = torch.zeros(64, 65)
     model, sent = _communicated(implementation, Products(like), device, reduce_dtype=dtype)
     return model.module.p[0].grad.cpu(), values(dist.get_rank(), like, step=1)[0], sum(each.nbytes for each in sent)
@@ -222,7 +223,7 @@ def test_a_narrower_reduction_sends_half_and_rounds_each_term_once(
     )
     own = torch.stack([gradient for _, gradient, _ in ranks]).double()
     unit = torch.finfo(dtype).eps / 2
-    # Each term is rounded once, each of the n - 1 sums, and an average: Higham, Accuracy and Stability, 4.2.
+    # Rounded once: each term, each of the n - 1 additions, and the average: Higham, Accuracy and Stability, 4.2.
     roundings = (world.size + 1) * unit
     bound = roundings / (1 - roundings) * own.abs().mean(0)
     for (found, _, sent), (_, _, before) in zip(ranks, wide, strict=True):
@@ -236,7 +237,7 @@ WIRE = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
 def dtypes_on_the_wire(implementation: Implementation, device: str) -> list[str]:
-    """What is wrong with the dtype in which gradients of each dtype are communicated, for each `reduce_dtype`."""
+    """Describe gradients communicated in the wrong dtype, for each pair of gradient dtype and `reduce_dtype`."""
     wrong = []
     for own, wire in product(WIRE, WIRE):
         like, what = torch.zeros(64, 65, dtype=own), f"gradients of {own} with reduce_dtype={wire}"
@@ -252,5 +253,5 @@ def dtypes_on_the_wire(implementation: Implementation, device: str) -> list[str]
 
 @pytest.mark.family("data_parallel", option="reduce_dtype")
 def test_reduce_dtype_is_the_dtype_on_the_wire(implementation: Implementation, world: World, device: str) -> None:
-    """Wider than the gradients' own as well as narrower."""
+    """reduce_dtype may be wider or narrower than the gradients' dtype."""
     assert_nothing_wrong(world.run(dtypes_on_the_wire, implementation, device))

@@ -19,11 +19,11 @@ from shardmark.plugin import WorldsBySize
 from shardmark.ranks.world import RankError, World
 
 Raised = tuple[str, str]
-"""The name of an exception's class, or "nothing", and its text."""
+"""Name of the exception's class (or "nothing") and its text."""
 
 
 def _wrapping(implementation: Implementation, module: nn.Module) -> Raised:
-    """Error of wrapping, caught on the rank so that the world survives."""
+    """Return the error of wrapping, caught on the rank so that the world survives."""
     try:
         wrap(implementation, module)
     except Exception as error:
@@ -57,7 +57,7 @@ def wrap_different(implementation: Implementation, device: str, how: str) -> Rai
         module[1].bias = None
     if last and how == "frozen":
         module[1].weight.requires_grad_(False)
-    if how == "several" and dist.get_rank() > 0:  # the last rank at an earlier one than those before it
+    if how == "several" and dist.get_rank() > 0:  # the last rank differs at an earlier parameter
         module[0 if last else 1].weight.requires_grad_(False)
     return _wrapping(implementation, module)
 
@@ -103,7 +103,7 @@ def backward_twice(implementation: Implementation, in_no_sync: bool, device: str
 def test_a_second_backward_before_synchronizing_is_an_error(
     name: str, in_no_sync: bool, world: World, device: str
 ) -> None:
-    """Also inside `no_sync`: backward would add to gradients whose all-reduce is in flight."""
+    """An error inside `no_sync` too: backward would add to gradients whose all-reduce is in flight."""
     for line in world.run(backward_twice, family("data_parallel").implementations[name], in_no_sync, device):
         assert "backward ran twice before finish_gradient_synchronization()" in line
 
@@ -120,7 +120,7 @@ def test_a_sparse_gradient_is_one_line_where_gradients_share_a_tensor(name: str,
 
 
 def step_without_synchronizing(implementation: Implementation, device: str) -> list[str]:
-    """Errors of the optimizer's step for each way to leave gradients that were not averaged."""
+    """Return the optimizer step's errors for each way to leave gradients unaveraged."""
     model = wrap(implementation, nn.Linear(2, 2).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(1, 2, device=device)
@@ -132,15 +132,15 @@ def step_without_synchronizing(implementation: Implementation, device: str) -> l
     backward()
     lines.append(error_line(RuntimeError, optimizer.step))
     model.finish_gradient_synchronization()
-    optimizer.step()  # now they are everyone's
+    optimizer.step()  # the gradients are averaged now
     optimizer.zero_grad()
     with model.no_sync():
         backward()
-        model.finish_gradient_synchronization()  # does nothing here
+        model.finish_gradient_synchronization()  # no effect here
     lines.append(error_line(RuntimeError, optimizer.step))
     optimizer.zero_grad()
-    optimizer.step()  # they are gone
-    torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()  # another model's
+    optimizer.step()  # the gradients are gone
+    torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()  # another model's optimizer
     backward()
     model.finish_gradient_synchronization()
     optimizer.step()
@@ -172,7 +172,7 @@ def test_a_different_number_of_steps_is_told_with_the_stack(worlds: WorldsBySize
 
 def killed_in_mid_step(implementation: Implementation, device: str) -> None:
     model = wrap(implementation, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device))
-    if dist.get_rank() == 1:  # when half of the gradients are there
+    if dist.get_rank() == 1:  # with half of the gradients computed
         model.module[1].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
     model(torch.ones(1, 2, device=device)).sum().backward()
     model.finish_gradient_synchronization()

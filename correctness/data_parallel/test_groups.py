@@ -1,4 +1,4 @@
-"""Data parallelism within a part of the world: two groups side by side, and ranks that take no part."""
+"""Data parallelism in part of the world: two groups side by side, and ranks outside of both."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIKE = [torch.empty(4, 3), torch.empty(5)]
 
 
 def _wrong_in(implementation: Implementation, group: dist.ProcessGroup, steps: int, device: str) -> list[str]:
-    """Wrong starting values and wrong averages in a process group."""
+    """Describe wrong starting values and wrong averages in a process group."""
     rank, ranks = dist.get_rank(), group_ranks(group)
     model = wrap(implementation, Products(*values(rank, *LIKE, step=9)).to(device), process_group=group)
     where = f"in a process group of ranks {ranks}"
@@ -57,7 +57,7 @@ def first_rank_and_others(implementation: Implementation, device: str) -> list[s
 
 
 def even_and_odd_ranks(implementation: Implementation, device: str) -> list[str]:
-    """Groups of even and of odd ranks; the even group takes one step more."""
+    """Groups of even and of odd ranks; the even group takes one more step."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(members) for members in ([*range(0, ranks, 2)], [*range(1, ranks, 2)]) if members]
     return _wrong_in(implementation, groups[rank % 2], 2 + (rank % 2 == 0), device)

@@ -1,4 +1,4 @@
-"""Any history of two data-parallel wrappers: every event that the contract names, against gradients in float64."""
+"""Random histories of two data-parallel wrappers: all events of the contract, against float64 gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What wrapping leaves of the module: its calls, parameters, buffers and state."""
+"""Wrapping preserves the module: calls, parameters, buffers and state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.family("data_parallel")
 
 
 class Scaled(nn.Module):
-    """Counts its forward passes and keeps the last input's mean in buffers; takes keywords, and returns a dict."""
+    """Counts forward passes and keeps the last input's mean in buffers; takes keywords, returns a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Scaled(nn.Module):
         self.register_buffer("scratch", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor, *, scale: float = 1.0, into: Any = None) -> dict[str, Any]:
-        """(rows, 2) -> {"out": (rows, 2), "scale": scale}; what it sees goes into a list that `into` holds."""
+        """(rows, 2) -> {"out": (rows, 2), "scale": scale}; appends its input to a list in `into`."""
         if into is not None:
             (held,) = into.values() if isinstance(into, dict) else into
             held.append(x.sum())
@@ -69,7 +69,7 @@ def test_modules_work_as_before(implementation: Implementation, world: World, de
 
 
 class Nested(nn.Module):
-    """Takes tensors by position, by keyword and inside of lists and dicts; returns two."""
+    """Takes tensors by position, by keyword and inside lists and dicts; returns two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Nested(nn.Module):
 
 
 def _with_hooks(said: list[str]) -> Nested:
-    """The root's hooks change what goes in, what comes out and the gradients."""
+    """Add root hooks that change inputs, outputs and gradients."""
     module = Nested()
     with torch.no_grad():
         module.inner.weight.copy_(torch.arange(9.0).view(3, 3))
@@ -112,7 +112,7 @@ def _with_hooks(said: list[str]) -> Nested:
 
 
 def hooks(implementation: Implementation, device: str) -> list[str]:
-    """What is different from the module itself, of the same input on every rank."""
+    """Describe differences from the unwrapped module, for equal input on every rank."""
     outcomes = []
     for wrapped in (True, False):
         said: list[str] = []
@@ -162,14 +162,14 @@ def test_the_state_dict_has_the_modules_own_names_and_values(
 
 
 def load(implementation: Implementation, device: str) -> str:
-    """What comes of loading a state with the module's own names: "loaded", "an error" or "nothing"."""
+    """Load a state with the module's own names; return "loaded", "an error" or "nothing"."""
     model = wrap(implementation, Scaled().to(device))
     state = {name: torch.full_like(tensor, 3) for name, tensor in model.module.state_dict().items()}
     if not hasattr(model, "load_state_dict"):
         return "an error"
     try:
         model.load_state_dict(state)
-    except RuntimeError:  # torch's, of names that are missing
+    except RuntimeError:  # torch reports missing names
         return "an error"
     return "loaded" if all(bool((x == 3).all()) for x in model.module.state_dict().values()) else "nothing"
 
@@ -186,7 +186,7 @@ def test_a_state_dict_is_loaded(
 
 
 def buffers(implementation: Implementation, device: str) -> list[str]:
-    """What forward writes on each rank, one time more on rank 0, stays what that rank wrote."""
+    """Buffers that forward writes keep this rank's values; rank 0 runs forward once more."""
     model, rank, lines = wrap(implementation, Scaled().to(device)), dist.get_rank(), []
     for step in range(1, 4):
         x = torch.full((2, 2), float(10 * step + rank), device=device)

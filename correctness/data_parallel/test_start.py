@@ -38,7 +38,7 @@ INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8]
 
 
 class Extremes(nn.Module):
-    """Parameters and buffers whose bits arithmetic would change; other ranks have other bits than rank 0."""
+    """Parameters and buffers whose bits arithmetic would change; bits differ between ranks."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Extremes(nn.Module):
 
 
 class Alike(nn.Module):
-    """The same numbers in another order on each rank, and zeros of another sign: a comparison of sums sees nothing."""
+    """Equal numbers in another order on each rank, and zeros of another sign: equal sums, other values."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Alike(nn.Module):
 
 
 def _bits(dtype: torch.dtype, draw: torch.Generator, rank: int) -> Tensor:
-    """(24,): random bytes, among which are NaNs of every payload and subnormal numbers; and the dtype's extremes."""
+    """(24,): random bytes, including NaN payloads, subnormals and the dtype's extremes."""
     if dtype == torch.bool:
         return torch.randint(2, (24,), generator=draw).bool()
     bits = torch.randint(256, (16 * dtype.itemsize,), generator=draw).to(torch.uint8).view(dtype)

@@ -1,4 +1,4 @@
-"""Every data-parallel wrapper trains as one process that has the whole batch."""
+"""Every data-parallel wrapper trains like one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.family("data_parallel")
 
 
 def _train(model: Any, rank: int, ranks: int, device: str, accumulate: bool) -> None:
-    """Adam steps on this rank's share of each batch; `accumulate` splits each into two backward passes."""
+    """Take Adam steps on this rank's share of each batch; `accumulate` splits each step into two backward passes."""
     optimizer = adam(model.module)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -46,7 +46,7 @@ def _train(model: Any, rank: int, ranks: int, device: str, accumulate: bool) -> 
 def train_on_rank(
     implementation: Implementation, name: str, device: str, accumulate: bool, options: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Each rank starts from its own weights, so that rank 0's must reach the others."""
+    """Start each rank from its own weights: rank 0's must reach the others."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = wrap(implementation, module(name, rank, device), **options)
     _train(model, rank, ranks, device, accumulate)

@@ -1,4 +1,4 @@
-"""Two right data-parallel wrappers in few lines, for defects to be planted in."""
+"""Two right data-parallel wrappers in few lines: the base of planted defects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from impl.distributed import broadcast_state, check_same_module
 
 
 class Plain(nn.Module):
-    """An all-reduce for each parameter after backward."""
+    """One all-reduce per parameter after backward."""
 
     def __init__(self, module: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Plain(nn.Module):
 
 
 class Overlapped(Plain):
-    """Starts each all-reduce when the gradient is there, in the reverse order of the parameters."""
+    """Starts each all-reduce when its gradient is ready, in reverse parameter order."""
 
     def start(self) -> None:
         super().start()

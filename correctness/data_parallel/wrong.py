@@ -1,4 +1,4 @@
-"""Wrong data-parallel wrappers."""
+"""Planted defects: wrong data-parallel wrappers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HalvesTheSum(Plain):
 
 @defect(cause="world size", caught_by="test_gradients_are_the_average")
 class AddsOneNeighbour(Plain):
-    """A ring of one step: right on two ranks."""
+    """A ring with a single step: right on two ranks."""
 
     def reduce(self, gradient: Tensor) -> None:
         rank = dist.get_rank(self.group)
@@ -41,7 +41,7 @@ class AddsOneNeighbour(Plain):
 
 @defect(cause="shapes", caught_by="test_gradients_of_any_shape")
 class FlattensIntoACopy(Plain):
-    """`flatten` copies what is not contiguous, and the copy is averaged."""
+    """Averages the copy that `flatten` makes of a gradient that is not contiguous."""
 
     def average(self, parameters: list[nn.Parameter]) -> None:
         for p in parameters:
@@ -63,7 +63,7 @@ class LosesTheTailOfLargeGradients(Plain):
 
 @defect(cause="shapes", caught_by="test_gradients_of_large_parameters")
 class SkipsWhatDoesNotFitABucket(Plain):
-    """A parameter larger than a bucket of 1 MiB goes into none."""
+    """Puts a parameter larger than a 1 MiB bucket into no bucket."""
 
     def average(self, parameters: list[nn.Parameter]) -> None:
         super().average([p for p in parameters if p.nbytes <= 2**20])
@@ -102,7 +102,7 @@ class HidesInfinities(Plain):
 
 @defect(cause="numerics", caught_by="test_gradients_are_the_same_on_every_rank")
 class AddsItsOwnFirst(Plain):
-    """Each rank adds in another order, so parameters drift apart."""
+    """Each rank adds in a different order, so parameters drift apart."""
 
     def reduce(self, gradient: Tensor) -> None:
         rank = dist.get_rank(self.group)
@@ -118,7 +118,7 @@ class AddsItsOwnFirst(Plain):
 
 @defect(cause="two calls", caught_by="test_two_models")
 class SharesBuffersBetweenModels(Plain):
-    """The gradients of one shape share one buffer."""
+    """Gradients of one shape share one buffer among models."""
 
     buffers_by_shape: ClassVar[dict[tuple[int, ...], Tensor]] = {}
 
@@ -141,7 +141,7 @@ class SharesItsListOfHandles(Overlapped):
 
 @defect(cause="two calls", caught_by="test_two_forward_passes")
 class AveragesOnceForEachForward(Plain):
-    """Counts forward passes, and averages when as many backward passes are done."""
+    """Counts forward passes, and averages after as many backward passes."""
 
     pending = 0
 
@@ -209,7 +209,7 @@ class StartsWithABarrierOfTheWorld(Plain):
 
 @defect(cause="subgroup", caught_by="test_each_model_keeps_its_own_process_group")
 class KeepsTheLatestGroup(Plain):
-    """Stores the group on the class, where the next wrapper finds it."""
+    """Stores the group on the class, so the next wrapper overwrites it."""
 
     latest: ClassVar[Any] = None
 

@@ -1,4 +1,4 @@
-"""Wrong data-parallel wrappers: which gradients are averaged, when, and how they are sent."""
+"""Planted defects: wrong choice of gradients, wrong time of averaging, wrong sending."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DoesNotWait(Overlapped):
 
 @defect(cause="handles", caught_by="test_averages_are_there_when_it_returns")
 class WaitsForTheFirst(Overlapped):
-    """Waits for the first collective alone, as if the last one started ended first."""
+    """Waits for the first collective alone, as if they ended in reverse order."""
 
     def wait(self) -> None:
         self.handles[0].wait()
@@ -51,7 +51,7 @@ class CopiesBeforeItWaits(Overlapped):
 
 @defect(cause="shapes", caught_by="test_no_gradient_is_left_of_any_number")
 class LosesABucketOfOne(Plain):
-    """Of buckets of 32 parameters the last, where one parameter is left over for it."""
+    """Loses the last bucket of 32 parameters if it has only one."""
 
     def average(self, parameters: list[nn.Parameter]) -> None:
         alone = len(parameters) > 32 and len(parameters) % 32 == 1
@@ -63,7 +63,7 @@ class LosesABucketOfOne(Plain):
 
 @defect(cause="communication", caught_by="test_ranks_whose_gradients_arrive_in_another_order")
 class ReducesAsGradientsArrive(Overlapped):
-    """Reduces in this rank's order of gradients, which other ranks need not have."""
+    """Reduces in this rank's order of gradients, which may differ on other ranks."""
 
     def on_gradient(self, parameter: nn.Parameter) -> None:
         if self.synchronizing:
@@ -138,7 +138,7 @@ class IgnoresNoSync(Plain):
 
 @defect(cause="gradients", caught_by="test_no_sync")
 class ForgetsWhatAccumulated(Plain):
-    """Averages what the last backward pass added, and not what was there before it."""
+    """Averages only what the last backward pass added."""
 
     def no_sync(self) -> Any:
         for p in self.module.parameters():

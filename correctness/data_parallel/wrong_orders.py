@@ -1,4 +1,4 @@
-"""Wrong data-parallel wrappers that only some orders of events show, or some modules."""
+"""Planted defects that only some orders of events, or some modules, show."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from correctness.support.planting import defect
 
 @defect(cause="state", caught_by="test_any_history")
 class LearnsUsedOnce(Plain):
-    """Learns in the first step which parameters any rank uses, and averages those for ever."""
+    """Learns in the first step which parameters any rank uses, and later averages only those."""
 
     used: list[nn.Parameter] | None = None
 
@@ -29,7 +29,7 @@ class LearnsUsedOnce(Plain):
 
 @defect(cause="state", caught_by="test_any_history")
 class BroadcastsBuffersAtEval(Plain):
-    """So that every rank evaluates with the same running statistics."""
+    """Broadcasts buffers in `eval()`, so that every rank evaluates with equal running statistics."""
 
     def train(self, mode: bool = True) -> BroadcastsBuffersAtEval:
         super().train(mode)
@@ -40,7 +40,7 @@ class BroadcastsBuffersAtEval(Plain):
 
 @defect(cause="handles", caught_by="test_any_history")
 class NoSyncFromTheCall(Plain):
-    """Calling `no_sync()` begins it, and entering it does nothing."""
+    """`no_sync()` takes effect when called, not when entered."""
 
     held = 0
 
@@ -57,7 +57,7 @@ class NoSyncFromTheCall(Plain):
 
 @defect(cause="two calls", caught_by="test_any_history")
 class NotesPlacesOnParameters(Plain):
-    """Where a wrapper of a part of the module writes its own."""
+    """Stores its indices on the parameters, where a wrapper of a submodule stores its own."""
 
     def start(self) -> None:
         super().start()
@@ -71,7 +71,7 @@ class NotesPlacesOnParameters(Plain):
 
 @defect(cause="options", caught_by="test_bucket_mb")
 class ClosesABucketAtEachDtype(Plain):
-    """Dtypes that alternate make a bucket of each parameter."""
+    """Alternating dtypes make one bucket per parameter."""
 
     def __init__(self, module: nn.Module, *, process_group: Any = None, bucket_mb: float = 25) -> None:
         super().__init__(module, process_group=process_group)
@@ -94,7 +94,7 @@ class ClosesABucketAtEachDtype(Plain):
 
 @defect(cause="shapes", caught_by="test_any_history")
 class SendsMemoryAsItLies(Plain):
-    """Right where a parameter's strides are the same on every rank."""
+    """Sends memory as it lies: right if a parameter's strides are equal on every rank."""
 
     def average(self, parameters: list[nn.Parameter]) -> None:
         for p in parameters:

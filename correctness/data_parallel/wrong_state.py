@@ -1,4 +1,4 @@
-"""Wrong data-parallel wrappers: where training starts, what they keep, and their options."""
+"""Planted defects: wrong start of training, state, and options."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class KeepsItsOwnFrozenParameters(Plain):
 
 @defect(cause="state", caught_by="test_every_rank_starts")
 class StartsFromTheStateDict(Plain):
-    """Broadcasts the state dict, which lacks buffers that are not persistent."""
+    """Broadcasts the state dict, which lacks non-persistent buffers."""
 
     def start(self) -> None:
         for tensor in self.module.state_dict().values():
@@ -61,7 +61,7 @@ class StartsFromTheAverage(Plain):
 
 @defect(cause="state", caught_by="test_every_rank_starts_with_rank_0s_to_the_bit")
 class BroadcastsBySumming(Plain):
-    """All ranks but the first contribute zeros to a sum: -0.0 becomes 0.0."""
+    """Broadcasts as a sum with zeros from other ranks: -0.0 becomes 0.0."""
 
     @torch.no_grad()
     def start(self) -> None:
@@ -114,7 +114,7 @@ class IgnoresBucketMb(Plain):
 
 
 class Bucketed(Plain):
-    """One all-reduce for each run of parameters of one dtype that fits into `limit` bytes."""
+    """One all-reduce per run of parameters of one dtype that fits into `limit` bytes."""
 
     limit = 25.0 * 2**20
 
@@ -157,7 +157,7 @@ class IgnoresReduceDtype(Plain):
 
 @defect(cause="options", caught_by="test_a_narrower_reduction")
 class RoundsWhatItHasSent(Plain):
-    """Rounds to `reduce_dtype` after sending in full precision."""
+    """Sends in full precision and rounds to `reduce_dtype` afterwards."""
 
     def __init__(self, module: nn.Module, *, process_group: Any = None, reduce_dtype: Any = None) -> None:
         self.reduce_dtype = reduce_dtype
@@ -170,7 +170,7 @@ class RoundsWhatItHasSent(Plain):
 
 @defect(cause="options", caught_by="test_a_call_is_the_modules_own")
 class CallsForwardItself(Plain):
-    """Calls `forward` directly, past the root module's hooks."""
+    """Calls `forward` directly, which skips the root module's hooks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.forward(*args, **kwargs)
@@ -178,7 +178,7 @@ class CallsForwardItself(Plain):
 
 @defect(cause="communication", caught_by="test_every_rank_starts_with_rank_0s_to_the_bit")
 class StartsWhereSumsDiffer(Plain):
-    """Broadcasts only where the ranks' sums differ; ranks with one seed have equal sums of other values."""
+    """Broadcasts only if the ranks' sums differ; other values may have equal sums."""
 
     def start(self) -> None:
         for tensor in chain(self.module.parameters(), self.module.buffers()):
@@ -191,7 +191,7 @@ class StartsWhereSumsDiffer(Plain):
 
 @defect(cause="options", caught_by="test_bucket_mb_is_counted_in_the_gradients_dtype")
 class CountsWhatIsSent(BucketedDataParallel):
-    """Fits twice the gradients into a bucket where they are sent in half precision."""
+    """Counts bytes after the cast: in half precision a bucket holds twice the gradients."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class CountsWhatIsSent(BucketedDataParallel):
 
 @defect(cause="two calls", caught_by="test_modules_work_as_before")
 class CopiesWhatHoldsItsArguments(Plain):
-    """Moves tensors to the device in copies of their containers: what forward writes into a caller's list is lost."""
+    """Copies argument containers to move tensors: what forward writes into a caller's list is lost."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map(lambda x: x, (args, kwargs))

@@ -1,4 +1,4 @@
-"""Make every tensor of a test float64."""
+"""Float64 as the default dtype of these tests."""
 
 from __future__ import annotations
 

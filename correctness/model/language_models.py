@@ -1,4 +1,4 @@
-"""A language model and the plain one with the same weights, tokens for them, and how their logits are compared."""
+"""The implementation and the reference model with equal weights, tokens for them, and a comparison of logits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shardmark.api import Implementation
 SIZE = TransformerSize(d_model=24, d_ff=40, layers=3, heads=2, vocab=50)
 CONTEXT = 16
 CLOSE = 1e-7
-"""What float32 somewhere inside would do to the logits is more than this; a wrong formula does much more."""
+"""Tolerance for logits: float32 anywhere inside exceeds it, and a wrong formula by far."""
 
 
 def models(
     implementation: Implementation, device: str, size: TransformerSize = SIZE, context_length: int = CONTEXT
 ) -> tuple[nn.Module, nn.Module]:
-    """The implementation, and the plain model, with the same weights; norms' weights are random, too."""
+    """Make the implementation and the reference with equal weights; weights of norms are random too."""
     plain = PlainTransformer(size, context_length=context_length).to(device)
     with torch.no_grad():
         for name, p in plain.named_parameters():
@@ -36,7 +36,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def draw(device: str, batch: int = 2, context: int = 13, size: TransformerSize = SIZE) -> Tensor:
-    """Random tokens, the vocabulary's first and last among them where there is room."""
+    """Draw random tokens, including the first and last of the vocabulary if there is room."""
     tokens = torch.randint(size.vocab, (batch, context), device=device)
     if tokens.numel():
         tokens[0, 0], tokens[-1, -1] = 0, size.vocab - 1
@@ -44,13 +44,13 @@ def draw(device: str, batch: int = 2, context: int = 13, size: TransformerSize =
 
 
 def assert_logits(found: Tensor, expected: Tensor, tolerance: float = 1e-5, where: str = "") -> None:
-    """The tolerance is a share of the largest logit."""
+    """Compare logits; the tolerance is a share of the largest logit."""
     assert found.shape == expected.shape, f"logits{where} of shape {tuple(found.shape)}, not {tuple(expected.shape)}"
     if not expected.numel():
         return
     error = (found.double() - expected.double()).abs()
     scale = expected.double().abs().max().item()
-    if not error.max().item() <= tolerance * scale:  # NaN, too
+    if not error.max().item() <= tolerance * scale:  # catches NaN too
         worst = tuple(int(i) for i in torch.unravel_index(error.nan_to_num(torch.inf).argmax(), error.shape))
         sequence, position, token = worst
         first = int((~(error <= tolerance * scale)).any(-1).any(0).nonzero()[0])

@@ -1,4 +1,4 @@
-"""The MLP language model by its formula."""
+"""The MLP language model written as one formula."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def plain(w: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    """Logits by the formula, no layer shared with the model."""
+    """Logits by the formula; it shares no layer with the model."""
     x = w["embedding.weight"][tokens]
     for i in range(sum(name.endswith("w1.weight") for name in w)):
         hidden = torch.einsum("btd,hd->bth", x, w[f"blocks.{i}.w1.weight"]) + w[f"blocks.{i}.w1.bias"]

@@ -1,4 +1,4 @@
-"""Right language models, in unusual ways."""
+"""Right language models that work in unusual ways: the tests must accept them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class RotatesHalves(Transformer):
 
 
 class _Halves(nn.Module):
-    """Permutes queries and keys alike, so their products stay."""
+    """Permutes queries and keys alike, so their products are unchanged."""
 
     def forward(self, x: Tensor) -> Tensor:
         half = x.shape[-1] // 2

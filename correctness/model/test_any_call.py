@@ -1,4 +1,4 @@
-"""A language model of any size, called in any order, in any mode, with weights that change in between."""
+"""Language models of any size, called in any order and mode, with weights that change in between."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RATIOS = [(heads, context) for heads in (1, 3, 5) for context in (1, 2, 3, 4, 6,
 def test_contexts_beside_heads_and_head_dim(
     implementation: Implementation, heads: int, context: int, device: str
 ) -> None:
-    """Fewer tokens than heads, as many, and more; and so with a head's dim, and the batch."""
+    """Contexts shorter than the number of heads, equal and longer; likewise for head_dim and batch."""
     for half, (d_ff, batch) in product((1, 2), ((3, 1), (40, heads))):
         size = TransformerSize(2 * half * heads, d_ff, 1, heads, vocab=7)
         assert_as_plain(implementation, device, size, CONTEXT, context, batch)
@@ -66,7 +66,7 @@ def test_any_size_and_any_batch(implementation: Implementation, examples: int, d
 
 
 class Mode(NamedTuple):
-    """What a call is made in, and the error that its logits may have."""
+    """Context of a call, and the error that its logits may have."""
 
     context: Callable[[str], AbstractContextManager[object]]
     training: bool = True
@@ -94,8 +94,8 @@ MODES = {
 
 
 def _called(model: nn.Module, plain: nn.Module, tokens: Tensor, mode: str, device: str, where: str) -> Tensor:
-    """The model's logits, which are the plain one's, computed without autocast."""
-    if model.training != MODES[mode].training:  # else `train` would clear what an evaluation keeps
+    """Compare the model's logits with the reference's, which run without autocast; return them."""
+    if model.training != MODES[mode].training:  # `train` would otherwise clear what an evaluation caches
         model.train(MODES[mode].training)
     with MODES[mode].context(device):
         found = model(tokens)
@@ -105,7 +105,7 @@ def _called(model: nn.Module, plain: nn.Module, tokens: Tensor, mode: str, devic
 
 
 def _shift(weight: Tensor) -> None:
-    """By more than half precision's tolerance."""
+    """Change a weight by more than half precision's tolerance."""
     weight.mul_(0.5).add_(0.5 * torch.randn_like(weight) * weight.std(correction=0))
 
 
@@ -118,7 +118,7 @@ def _in_place(model: nn.Module, plain: nn.Module) -> None:
 
 @torch.no_grad()
 def _data(model: nn.Module, plain: nn.Module) -> None:
-    """Autograd's version counters do not see it."""
+    """Change weights through `.data`: autograd's version counters do not see it."""
     for p in model.parameters():
         _shift(p.data)
     copy_weights(model, plain)
@@ -146,7 +146,7 @@ CHANGES = {"in_place": _in_place, "data": _data, "loaded": _loaded, "optimized":
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_call_has_the_weights_of_now(implementation: Implementation, mode: str, change: str, device: str) -> None:
-    """Twice with the same tokens in the same mode: what a first call has cast, or looked up, may not stay."""
+    """Call twice with the same tokens and mode: nothing cast or looked up in the first call may be reused."""
     model, plain = models(implementation, device)
     tokens = draw(device)
     _called(model, plain, tokens, mode, device, "of a first call")

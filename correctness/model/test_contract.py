@@ -1,4 +1,4 @@
-"""The language model's contract, a property a test: every implementation against the plain one, in float64."""
+"""Contract of the language model, one property per test: every implementation against the reference, in float64."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_logits_are_the_plain_models(implementation: Implementation, size: Trans
 
 @float64
 def test_small_activations(implementation: Implementation, device: str) -> None:
-    """Whose mean square is below the norm's epsilon of 1e-5, which is added to the mean square under the root."""
+    """Activations whose mean square is below the norm's epsilon (1e-5), which goes under the root."""
     model, plain = models(implementation, device)
     with torch.no_grad():
         for each in (model, plain):
@@ -65,7 +65,7 @@ def test_small_activations(implementation: Implementation, device: str) -> None:
 @float64
 @pytest.mark.parametrize("size", [40, 1000], ids=["in_the_thousands", "in_the_millions"])
 def test_large_scores(implementation: Implementation, size: int, device: str) -> None:
-    """Whose exponentials float64 does not have, and which no number that is added for a mask outweighs."""
+    """Scores whose exponentials overflow float64, and that outweigh any finite number added as a mask."""
     model, plain = models(implementation, device)
     with torch.no_grad():
         for each in (model, plain):
@@ -103,7 +103,7 @@ def test_a_long_context(implementation: Implementation, context: int, device: st
 def test_a_long_context_is_as_accurate_in_every_dtype(
     implementation: Implementation, dtype: torch.dtype, device: str
 ) -> None:
-    """As the plain model, against float64: positions and angles that are rounded to half precision are far off."""
+    """Each model's error against float64: positions or angles rounded to half precision would be far off."""
     model, plain, tokens = _of_long_context(implementation, 700, device)
     plain.to(dtype)
     with torch.no_grad():
@@ -119,7 +119,7 @@ def test_a_long_context_is_as_accurate_in_every_dtype(
 
 
 def _of_long_context(implementation: Implementation, context: int, device: str) -> tuple[nn.Module, nn.Module, Tensor]:
-    """Of large scores, so that they, and with them positions, count."""
+    """Models with large scores, so that positions matter."""
     size = TransformerSize(d_model=32, d_ff=16, layers=1, heads=2, vocab=20)
     model, plain = models(implementation, device, size, context)
     with torch.no_grad():
@@ -137,11 +137,11 @@ def test_float64_is_float64_throughout(implementation: Implementation, device: s
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_logits_have_the_parameters_dtype(implementation: Implementation, dtype: torch.dtype, device: str) -> None:
-    """And an error of a few of its roundings, in each of the layers."""
+    """The error is at most a few roundings of the dtype per layer."""
     model, plain = models(implementation, device)
     tokens = draw(device)
     expected = plain.double()(tokens)
-    model(tokens)  # so that what is kept of a call is converted, too
+    model(tokens)  # fills caches, which the conversion must convert too
     logits = model.to(dtype)(tokens)
     assert logits.dtype == dtype, f"logits are {logits.dtype} where the parameters are {dtype}"
     assert_logits(logits, expected, max(1e-6, 16 * torch.finfo(dtype).eps), f" in {dtype}")
@@ -161,7 +161,7 @@ def test_it_trains_under_autocast(implementation: Implementation, dtype: torch.d
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 def test_its_own_weights_learn(implementation: Implementation, autocast: bool, device: str) -> None:
-    """All of them: after a few steps each parameter has had a gradient, and has moved."""
+    """After a few steps every parameter has had a gradient and has changed."""
     torch.manual_seed(0)
     model = implementation.adapted(SIZE, context_length=CONTEXT).to(device)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -184,7 +184,7 @@ def test_its_own_weights_learn(implementation: Implementation, autocast: bool, d
 
 
 def test_weights_load_into_the_plain_model_and_back(implementation: Implementation) -> None:
-    """Strictly: `load_state_dict` refuses names that the other does not have, such as those of buffers."""
+    """Strict loading: `load_state_dict` refuses names that the other model lacks, such as those of buffers."""
     model = implementation.adapted(SIZE, context_length=CONTEXT)
     plain = PlainTransformer(SIZE, context_length=CONTEXT)
     state, names = set(model.state_dict()), set(plain.state_dict())
@@ -208,7 +208,7 @@ def test_a_context_too_long_is_refused(
 
 @pytest.mark.parametrize("wrong", [-1, -SIZE.vocab, SIZE.vocab])
 def test_token_ids_out_of_range_are_refused(implementation: Implementation, wrong: int, record_property: Note) -> None:
-    """On CPU; on CUDA it is the device's assertion, which ends the process."""
+    """CPU only: on CUDA the device's assertion ends the process."""
     model = implementation.adapted(SIZE, context_length=8)
     tokens = draw("cpu", 2, 8)
     tokens[1, 3] = wrong

@@ -1,4 +1,4 @@
-"""Any history of a language model: calls, backward passes, modes, and weights that change in between."""
+"""Random histories of a language model: calls, backward passes, modes, and weights that change in between."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SHAPES = ((2, 13), (2, 13), (1, CONTEXT), (3, 1), (4, 5), (0, 5), (2, 0))
 
 
 def _shift(weight: Tensor) -> Tensor:
-    """By more than half precision's tolerance."""
+    """Return the weight changed by more than half precision's tolerance."""
     return weight.mul(0.5).add(0.5 * torch.randn_like(weight) * weight.std(correction=0))
 
 
@@ -117,7 +117,7 @@ class Event(NamedTuple):
     tokens: int = 0
     layout: str = "contiguous"
     waits: bool = False
-    """Of a call: for an event "backward"; else it runs at once."""
+    """For a call: if true, its backward waits for a "backward" event; else it runs at once."""
 
     def __str__(self) -> str:
         of = f" of {SHAPES[self.tokens]}{'' if self.layout == 'contiguous' else f' {self.layout}'}"
@@ -144,7 +144,7 @@ class History:
 
 @st.composite
 def histories(draw_from: st.DrawFn) -> History:
-    """Of any events; or a call, changes, and the same call again, without a change of mode in between."""
+    """Draw any events; or a call, changes, and the same call again without a mode change in between."""
     if draw_from(st.booleans()):
         return History(draw_from(st.lists(calls | calls | others, min_size=2, max_size=9)))
     mode, call = draw_from(st.sampled_from([[Event("eval()")], [], [Event("to bfloat16")]])), draw_from(calls)
@@ -154,7 +154,7 @@ def histories(draw_from: st.DrawFn) -> History:
 
 
 class Life:
-    """A model, the plain one with the same weights in float64, and the calls that wait for backward."""
+    """A model, the float64 reference with equal weights, and calls that wait for backward."""
 
     def __init__(self, implementation: Implementation, device: str) -> None:
         self.implementation, self.device = implementation, device
@@ -165,7 +165,7 @@ class Life:
         self.past = "nothing"
 
     def problem(self) -> str:
-        return ""  # each event raises its own
+        return ""  # each event raises its own error
 
     def play(self, event: Event) -> None:
         if event.kind in CONTEXTS:
@@ -174,7 +174,7 @@ class Life:
             if self.waiting:
                 self.backward(*self.waiting.pop())
         else:
-            self.waiting.clear()  # nothing may change between a forward and its backward
+            self.waiting.clear()  # weights must not change between a forward and its backward
             self.model.zero_grad()
             if event.kind == "copied":
                 old, self.model = self.model, copy.deepcopy(self.model)
@@ -246,14 +246,14 @@ def test_any_history_has_the_plain_models_logits_and_gradients(
     start = torch.initial_seed()
 
     def plays(history: History) -> Problem | None:
-        torch.manual_seed(start)  # the same weights each time that a history is played
+        torch.manual_seed(start)  # equal weights each time that a history is replayed
         return play(Life(implementation, device), history)
 
     hold(histories(), plays, examples)
 
 
 def test_an_empty_batch_trains(implementation: Implementation, device: str, record_property: Note) -> None:
-    """As the last batch of an epoch, or a rank's share of a small one: its gradients are zero."""
+    """Like an epoch's last batch, or a rank's share of a small one: gradients are zero."""
     for shape in ((0, 5), (2, 0)):
         model, _ = models(implementation, device)
         found = None

@@ -1,4 +1,4 @@
-"""The MLP language model: against itself written as one formula in float64, and its closed forms against the meter."""
+"""The MLP language model: against one formula in float64, and its closed forms against the meter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardmark.meter.memory import Memory, meter
 def test_logits_and_gradients_are_the_formulas_in_float64(device: str) -> None:
     size = MLPSize(dim=12, layers=3, vocab=50)
     model = MLPLanguageModel(size).double().to(device)
-    for parameter in model.parameters():  # a norm starts as ones and zeros, which would hide what it does
+    for parameter in model.parameters():  # a norm starts as ones and zeros, which would hide errors
         nn.init.normal_(parameter)
     tokens = torch.randint(size.vocab, (2, 7), device=device)
     weights = torch.randn(2, 7, size.vocab, dtype=torch.float64, device=device)
@@ -50,7 +50,7 @@ def test_tokens_of_another_shape_are_one_line() -> None:
 
 
 def metered(step_class: type[EagerStep], case: TrainingStepCase, steps: int = 3) -> Memory:
-    """The phases and the peak of the last of that many steps."""
+    """Phases and peak of the last of `steps` steps."""
     size, precision = MLP_SIZES[case.model], PRECISIONS[case.dtype]
     with meter("cpu") as memory:
         model = MLPLanguageModel(size)
@@ -73,8 +73,8 @@ def metered(step_class: type[EagerStep], case: TrainingStepCase, steps: int = 3)
 
 
 CASES = [
-    TrainingStepCase("mlp-tiny", 1, 8),  # the largest moment is the end of backward
-    TrainingStepCase("mlp-tiny", 3, 61),  # the largest moment is the loss
+    TrainingStepCase("mlp-tiny", 1, 8),  # peak at the end of backward
+    TrainingStepCase("mlp-tiny", 3, 61),  # peak at the loss
     TrainingStepCase("mlp-tiny", 3, 61, "bfloat16"),
 ]
 
@@ -93,7 +93,7 @@ def test_bytes_of_a_step_are_exact(step_class: type[EagerStep], case: TrainingSt
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_the_first_steps_peak_is_lower_as_moments_come_after_activations(case: TrainingStepCase) -> None:
     expected = mlp.step_bytes(case)
-    few = 16 * MLP_SIZES[case.model].layers  # bytes of scalars that the optimizer's first step makes and frees
+    few = 16 * MLP_SIZES[case.model].layers  # bytes of scalars that the optimizer's first step allocates and frees
     assert 0 <= metered(EagerStep, case, steps=1).tensors - expected.peak_of_first_step <= few
     assert expected.peak_of_first_step < expected.peak_of_backward
 
@@ -115,7 +115,7 @@ def test_flops_are_those_counted() -> None:
 
 
 def test_checkpointing_leaves_the_blocks_inputs() -> None:
-    """All that a block kept beyond its input is gone: the hidden layer, before gelu and after."""
+    """A checkpointed block saves only its input: the hidden layer is gone, before and after gelu."""
     case = TrainingStepCase("mlp-4096", 8, 4096)
     size = MLP_SIZES[case.model]
     hidden = 2 * 4 * case.tokens * size.hidden * size.layers

@@ -1,4 +1,4 @@
-"""Our language model: its published sizes, its first weights, its layers, and any attention in it."""
+"""Our language model: published sizes, initial weights, layers, and any attention inside it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_weights_are_from_a_normal_that_is_cut_off_at_three_standard_deviations(
     truncated_normal_(weight, 0.5)
     drawn = weight.double() / 0.5
     assert 2.8 < drawn.abs().max() <= 3 and drawn.mean().abs() < 0.01
-    # Its variance is 1 - 2 c p(c) / (1 - 2 P(-c)) for c = 3 (Johnson, Kotz and Balakrishnan, 1994).
+    # The variance is 1 - 2 c p(c) / (1 - 2 P(-c)) for c = 3 (Johnson, Kotz and Balakrishnan, 1994).
     assert drawn.std().item() == pytest.approx(0.98658, abs=0.01)
     within_one = (drawn.abs() < 1).double().mean().item()
     assert within_one == pytest.approx(math.erf(1 / math.sqrt(2)) / math.erf(3 / math.sqrt(2)), abs=0.01)
@@ -54,7 +54,7 @@ def test_weights_are_from_a_normal_that_is_cut_off_at_three_standard_deviations(
 
 @pytest.fixture
 def in_float64() -> Iterator[None]:
-    """Everything made in the test is float64, the tables of sines and cosines too."""
+    """Float64 default dtype for everything made in the test, the sine and cosine tables too."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
@@ -101,7 +101,7 @@ def test_the_model_trains_under_autocast(implementation: Implementation, dtype: 
 
 
 def test_positions_are_relative(device: str) -> None:
-    """A score between two turned vectors depends on the distance of their positions alone."""
+    """A score between two rotated vectors depends only on the distance of their positions."""
     rotary = RotaryEmbedding(head_dim=16, context_length=64).to(device)
     q, k = (torch.randn(16, device=device).expand(64, 16) for _ in range(2))
     scores = rotary(q) @ rotary(k).T

@@ -1,4 +1,4 @@
-"""Each call of a language model stands for itself: of any shape, in any mode, beside other calls and other models."""
+"""Calls of a language model are independent: any shape, any mode, beside other calls and other models."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def test_calls_of_other_shapes(implementation: Implementation, mode: str, device
             tokens = draw(device, *shape)
             assert_logits(model(tokens), plain(tokens), where=f" of tokens {shape}, after other shapes,")
     tokens = draw(device)
-    model(tokens).sum().backward()  # with what earlier calls may have left
+    model(tokens).sum().backward()  # uses whatever earlier calls left behind
 
 
 @float64
 def test_two_models_side_by_side(implementation: Implementation, device: str) -> None:
-    """Of other sizes, so that they cannot share what they compute once."""
+    """Two models with different sizes, so that cached tables cannot be shared."""
     sizes = SIZE, TransformerSize(d_model=12, d_ff=20, layers=2, heads=3, vocab=50)
     pairs = [models(implementation, device, size) for size in sizes]
     tokens = draw(device)
@@ -54,7 +54,7 @@ def test_two_forwards_before_either_backward(implementation: Implementation, dev
 
 @float64
 def test_tokens_may_be_a_slice(implementation: Implementation, device: str) -> None:
-    """As inputs are that people cut off a longer batch: not contiguous."""
+    """A slice of a longer batch is not contiguous."""
     model, plain = models(implementation, device)
     tokens = draw(device)
     assert_logits(model(tokens[:, :-1]), plain(tokens[:, :-1].contiguous()), where=" of a slice of tokens")

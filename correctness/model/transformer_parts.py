@@ -1,4 +1,4 @@
-"""A transformer of one function, with a method for each part, for defects to be planted in."""
+"""A transformer as one function with a method per part: the base of planted defects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from impl.model import PlainTransformer
 
 
 class Parts(PlainTransformer):
-    """The plain transformer, with a method for each part."""
+    """The reference transformer with a method per part."""
 
     eps, base = 1e-5, 10_000.0
 

@@ -1,4 +1,4 @@
-"""Wrong language models: a transformer of one function, with one of its parts wrong."""
+"""Planted defects: a transformer with one wrong part each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SeesTheNextToken(Parts):
 
 @defect(cause="masks", caught_by="test_large_scores")
 class AddsMinusTenThousand(Parts):
-    """A large score outweighs -10,000, BERT's mask."""
+    """Masks by adding -10,000 (BERT's mask): a large score outweighs it."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = q @ k.mT / math.sqrt(self.scale())
@@ -42,7 +42,7 @@ class MaskOfTheFirstCall(Parts):
 
 @defect(cause="numerics", caught_by=LOGITS)
 class HalvesOfAHead(Parts):
-    """Rotates x[i] with x[i + head_dim / 2], as GPT-NeoX's weights ask."""
+    """Rotates x[i] with x[i + head_dim / 2], the pairing of GPT-NeoX's weights."""
 
     def rotate(self, x: Tensor) -> Tensor:
         pairs = torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
@@ -62,7 +62,7 @@ class PositionsStartAgain(Parts):
 
 @defect(cause="numerics", caught_by="test_a_long_context")
 class PositionsInBfloat16(Parts):
-    """bfloat16 represents only even integers beyond 256."""
+    """Computes positions in bfloat16, which represents only even integers beyond 256."""
 
     def positions(self, context: int, x: Tensor) -> Tensor:
         return super().positions(context, x).bfloat16().double()
@@ -185,7 +185,7 @@ class DropsOut(Parts):
 
 @defect(cause="state", caught_by="test_a_call_has_the_weights_of_now")
 class RemembersAPrompt(Parts):
-    """Evaluation returns the last call's logits where the tokens are the same."""
+    """In evaluation, returns the last call's logits if the tokens are the same."""
 
     last: tuple[Tensor, Tensor] | None = None
 
@@ -212,7 +212,7 @@ class CastsOnce(Parts):
 
 @defect(cause="gradients", caught_by="test_its_own_weights_learn")
 class NothingToAskFor(Parts):
-    """Query and key start at zero: neither ever has a gradient."""
+    """Initializes query and key with zeros: neither ever has a gradient."""
 
     def __init__(self, size: TransformerSize, *, context_length: int) -> None:
         super().__init__(size, context_length=context_length)
@@ -223,7 +223,7 @@ class NothingToAskFor(Parts):
 
 @defect(cause="shapes", caught_by="test_contexts_beside_heads_and_head_dim")
 class TakesTheLongerForTheContext(Parts):
-    """Takes the longer of two dims for the context in RoPE."""
+    """RoPE takes the longer of two dimensions for the context."""
 
     def rotate(self, x: Tensor) -> Tensor:
         if 1 < x.shape[2] < x.shape[1]:
@@ -233,7 +233,7 @@ class TakesTheLongerForTheContext(Parts):
 
 @defect(cause="state", caught_by="test_weights_load_into_the_plain_model_and_back")
 class TableInTheStateDict(Parts):
-    """The state dict has a table that other implementations do not load."""
+    """The state dict has a table that other implementations cannot load."""
 
     def __init__(self, size: TransformerSize, *, context_length: int) -> None:
         super().__init__(size, context_length=context_length)
