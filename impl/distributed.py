@@ -49,7 +49,7 @@ def check_same_module(module: nn.Module, process_group: dist.ProcessGroup | None
         for rank, other in enumerate(every_rank)
         if other != every_rank[0]
     ]
-    if differences:  # of the ranks', the first in the module's order
+    if differences:  # the first rank's difference, in the module's order
         _, name, here, there, rank = min(differences, key=lambda difference: difference[0])
         raise ValueError(f"the ranks' modules differ at {name!r}: {here} on rank 0, {there} on rank {rank}")
     if not any(p.requires_grad for p in module.parameters()):
@@ -62,14 +62,14 @@ def described(tensor: Tensor) -> str:
 
 
 def of_every_rank(own: T, process_group: dist.ProcessGroup | None) -> list[T]:
-    """All-gather a picklable object: every rank's `own`, in rank order."""
+    """All-gather a picklable object: return every rank's `own`, in rank order."""
     every_rank: list[Any] = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(every_rank, own, group=process_group)
     return every_rank
 
 
 def has_own_memory(gradient: Tensor) -> bool:
-    """Whether `gradient` may be overwritten: autograd may give several nodes views of one tensor."""
+    """True if `gradient` may be overwritten: autograd may give several nodes views of one tensor."""
     itself_and_the_python_object = 2
     return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) == itself_and_the_python_object
 
@@ -85,7 +85,7 @@ def broadcast_state(module: nn.Module, process_group: dist.ProcessGroup | None) 
 
 
 def _first_difference(own: list[tuple[str, str]], other: list[tuple[str, str]]) -> tuple[int, str, str, str]:
-    """Where two descriptions differ first: the place, the name, and what each has there."""
+    """Return the first difference between two descriptions: position, name, and the entry in each."""
     here, there = dict(own), dict(other)
     for place, name in enumerate(here | there):
         if here.get(name) != there.get(name):
@@ -94,7 +94,7 @@ def _first_difference(own: list[tuple[str, str]], other: list[tuple[str, str]]) 
 
 
 def check_dense(parameter: nn.Parameter) -> None:
-    """ValueError for a sparse gradient."""
+    """Raise ValueError for a sparse gradient."""
     if parameter.grad is not None and parameter.grad.layout is not torch.strided:
         raise ValueError(
             f"gradients must be dense, and that of a parameter of shape {tuple(parameter.shape)} is "

@@ -28,7 +28,7 @@ else:
 
 
 def requires_triton(device: str) -> str | None:
-    """Reason unless Triton's kernels run: on CUDA, or in Triton's interpreter."""
+    """Return the reason unless Triton's kernels run: on CUDA, or in Triton's interpreter."""
     if NO_TRITON is not None:
         return NO_TRITON
     if device != "cuda" and not knobs.runtime.interpret:
@@ -38,14 +38,14 @@ def requires_triton(device: str) -> str | None:
 
 @cache
 def _failure(device: str) -> str | None:
-    """Run a kernel, once in a process: why it failed, or None. On CUDA it needs a C compiler and a writable folder."""
+    """Run a kernel once per process; return why it failed, or None. CUDA needs a C compiler and a writable folder."""
     try:
         double[(1,)](torch.ones(3, device=device), 3, BLOCK=4)
-    except Exception as error:  # whatever Triton, the compiler or the file system raises is the reason
+    except Exception as error:  # any error of Triton, the compiler or the file system is the reason
         return f"Triton does not work here: {error_line(error)}"
     return None
 
 
 def requires_no_interpreter(device: str) -> str | None:
-    """Reason unless the run is on CUDA: in the interpreter times and bytes are not the kernel's."""
+    """Return the reason unless the run is on CUDA: in the interpreter times and bytes are not the kernel's."""
     return None if device == "cuda" else "on CPU it runs in Triton's interpreter, for correctness only"

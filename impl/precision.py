@@ -57,12 +57,12 @@ class Precision:
         return ", ".join(names).replace("torch.", "")
 
     def autocast(self, device: str) -> torch.autocast:
-        """The context for forward; it does nothing where the parameters have the compute dtype already."""
+        """Context for forward; it does nothing if the parameters have the compute dtype already."""
         enabled = self.compute != self.parameter
         return torch.autocast(device, dtype=self.compute if enabled else None, enabled=enabled)
 
     def scaler(self, device: str) -> torch.amp.GradScaler:
-        """A scaler that is enabled in float16, where gradients below 6e-8 would be rounded to zero."""
+        """Return a gradient scaler, enabled in float16, where gradients below 6e-8 would be rounded to zero."""
         return torch.amp.GradScaler(device, enabled=self.compute == torch.float16)
 
 
@@ -74,4 +74,5 @@ PRECISIONS = {
     "float16": Precision(compute=torch.float16),
     "bfloat16_parameters": Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16, master=torch.float32),
 }
-"""Precisions by their names in cases. `bfloat16` and `float16` are autocast: float32 parameters, products in that."""
+"""Precisions by their names in cases. `bfloat16` and `float16` are autocast: float32 parameters, products in that
+dtype."""

@@ -31,28 +31,28 @@ MODES: dict[str, Callable[[str], AbstractContextManager[object]]] = {
 
 
 class RunningCall:
-    """A call whose tensors are watched: it has gone forward, and perhaps backward."""
+    """A call with watched tensors: its forward has run, and perhaps its backward."""
 
     def __init__(self, call: Any, tensors: Mapping[str, Tensor]) -> None:
         self.call = call
         self.memory = {name: _memory(x) for name, x in tensors.items()}
         self.before = {name: x.clone() for name, x in self.memory.items()}
         self.waits = call.mode not in ("no_grad", "inference_mode", "nothing_requires_grad")
-        """For its backward."""
+        """Arguments of its backward."""
         self.results: dict[str, Tensor] = {}
         self.kept: dict[str, Tensor] = {}
-        """What the results were when the call gave them."""
+        """Copies of the results, made when the call returned."""
 
     def backward(self) -> None:
         raise NotImplementedError
 
     def look(self, when: str) -> None:
-        """Neither its inputs, nor the memory around them, nor its results have changed."""
+        """Assert that its inputs, the memory around them and its results are unchanged."""
         assert_unchanged(self.before, self.memory, f"of {self.call}, {when}: an input, or memory beside it:")
         assert_unchanged(self.kept, self.results, f"of {self.call}, {when}: a result:")
 
     def overwrite(self, write: Callable[[Tensor], object]) -> None:
-        """Its inputs, as a training step does with its buffers: results are not views of them."""
+        """Overwrite the inputs, as a training step reuses its buffers: results must not be views of them."""
         for x in self.memory.values():
             write(x)
         self.before = {name: x.clone() for name, x in self.memory.items()}
@@ -68,10 +68,8 @@ def look(calls: list[Any], when: str) -> None:
 
 
 def play(events: list[Any], begin: Callable[[Any], RunningCall], write: Callable[[Tensor], object]) -> list[Any]:
-    """Begin each call, go back through it at once or, of those that come `later`, in reverse, and overwrite all inputs.
-
-    Returns the calls that the implementation takes.
-    """
+    """Begin each call; run its backward at once or, for calls marked `later`, at the end in reverse; overwrite all
+    inputs. Returns the calls that the implementation takes."""
     calls: list[RunningCall] = []
     for call in events:
         try:
@@ -95,7 +93,7 @@ def play(events: list[Any], begin: Callable[[Any], RunningCall], write: Callable
 @dataclass(frozen=True)
 class History:
     events: list[Any]
-    """Calls, each of which says what is done with it."""
+    """Calls; each says how its backward runs."""
 
     def __str__(self) -> str:
         return ""
@@ -108,7 +106,8 @@ def hold_calls(
     examples: int,
     device: str,
 ) -> None:
-    """Play that many histories of calls; fewer in Triton's interpreter. Skip where none of the calls is taken."""
+    """Play that many histories of calls, fewer in Triton's interpreter. Skip if the implementation takes none of the
+    calls."""
     __tracebackhide__ = True
     taken = 0
     interpreted = device == "cpu" and requires_triton in implementation.requires

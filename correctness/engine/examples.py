@@ -1,4 +1,4 @@
-"""How hypothesis draws examples here; how many is said by a test's mark `examples(each_time, judged, sweep)`."""
+"""How Hypothesis draws examples here; the mark `examples(each_time, judged, sweep)` sets their number."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from hypothesis import HealthCheck, Phase, seed, settings
 ENOUGH_TO_SHRINK = 100
 
 PATIENCE = 4.0
-"""Seconds after which no more examples are drawn, unless it is the sweep: slow is not wrong."""
+"""Seconds after which no more examples are drawn, except in the sweep: a slow implementation is not wrong."""
 
 
 def autocast_takes(mode: str, *dtypes: torch.dtype) -> bool:
-    """Whether a mode such as "autocast to float16" is one for tensors of those dtypes, or is none of autocast.
-
-    Under it torch.cat is an error for float64, and for the other half precision.
-    """
+    """Return True if the mode is no autocast, or an autocast that takes those dtypes. torch.cat under autocast is an
+    error for float64 and for the other half precision."""
     _, is_autocast, to = mode.partition("autocast to ")
     return not is_autocast or set(dtypes) <= {torch.float32, getattr(torch, to)}
 
@@ -30,10 +28,7 @@ LARGEST = 400
 
 
 def one_beyond_tiles(examples: int) -> Iterator[int]:
-    """That many of the sizes up to LARGEST, those first that are one more than a multiple of a large power of two.
-
-    No more than there is patience for.
-    """
+    """Yield sizes up to LARGEST, first those one above a multiple of a large power of two, until time runs out."""
     sizes = sorted(range(1, LARGEST), key=lambda n: (n - 1) & -(n - 1), reverse=True)[:examples]
     patience = Patience(examples)
     for n in sizes:
@@ -45,18 +40,16 @@ def one_beyond_tiles(examples: int) -> Iterator[int]:
 
 
 BESIDE_LAUNCHES = tuple(n + by for n in (32, 64, 128, 256, 512, 1024) for by in (1, -1, 0))
-"""Numbers of tensors: one more than one launch, or one bucket, may take, one fewer, and as many."""
+"""Numbers of tensors: one below, equal to and one above what a launch, or a bucket, may take."""
 
 
 class Enough(Exception):
-    """Ends a test that has tried examples for long, and found none that fails."""
+    """Ends a test whose examples have taken long without a failure."""
 
 
 class Patience:
-    """`with patience:` around what each example does; `patience.with_(test)` runs the test for as long as there is.
-
-    Once an example has failed it is tried again in any case, as Hypothesis asks.
-    """
+    """`with patience:` around each example stops the test when time is up; `patience.with_(test)` wraps a test. An
+    example that has failed is always tried again, as Hypothesis asks."""
 
     def __init__(self, examples: int) -> None:
         self.seconds = PATIENCE if examples <= ENOUGH_TO_SHRINK else float("inf")
@@ -76,10 +69,8 @@ class Patience:
 
 
 def fuzzed(examples: int) -> Callable[[Any], Any]:
-    """Decorate a test of `hypothesis.given`. The run's --seed draws the same examples again.
-
-    To look for a smaller example that fails takes up to minutes: where there are few, the one that fails is shown.
-    """
+    """Decorate a `hypothesis.given` test. The run's --seed draws the same examples again. Shrinking a failure takes
+    up to minutes: with few examples the failing one is shown as it is."""
     phases = (Phase.generate, Phase.shrink) if examples > ENOUGH_TO_SHRINK else (Phase.generate,)
     options = settings(
         max_examples=examples,

@@ -29,7 +29,7 @@ from correctness.engine.examples import PATIENCE
 from shardmark.ranks.world import World
 
 SHRINKING, SHRINKING_ON_RANKS = 5.0, 20.0
-"""Seconds to look for a shorter history once one has failed."""
+"""Seconds of search for a shorter history after a failure."""
 
 
 class History(Protocol):
@@ -51,14 +51,14 @@ class Player(Protocol):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong after the first `after` events of a history."""
+    """Problem found after the first `after` events of a history."""
 
     after: int
     what: str
 
 
 class Alike(NamedTuple):
-    """What must be equal on several ranks after so many events: values by name, such as checksums."""
+    """Values by name, such as checksums, that must be equal on several ranks after `after` events."""
 
     after: int
     what: str
@@ -67,21 +67,19 @@ class Alike(NamedTuple):
 
 
 def one_in(n: int) -> SearchStrategy[bool]:
-    """True for one of n draws; shrinks to False."""
+    """Draw True with probability 1/n; shrinks to False."""
     return st.integers(1, n).map(lambda number: number == n)
 
 
 def events_of(draw: DrawFn, most: int, following: Callable[[], Any]) -> list[Any]:
-    """Up to `most` events, each drawn by `following()`, which may depend on those before.
-
-    Hypothesis shortens a history by leaving events out.
-    """
+    """Draw up to `most` events by `following()`, which may depend on earlier ones. Hypothesis shortens a history by
+    leaving events out."""
     left_out = st.integers(0, 19).map(lambda number: number == 0)
     return [following() for _ in range(most) if not draw(left_out)]
 
 
 def play(player: Player, history: History) -> Problem | None:
-    """The first problem, once all events are played: another rank may wait for this one in any of them."""
+    """Play all events, as another rank may wait for this one in any of them; return the first problem."""
     first = None
     for after, event in enumerate(history.events, 1):
         try:
@@ -91,7 +89,7 @@ def play(player: Player, history: History) -> Problem | None:
             what = str(error)
         except Exception as error:
             if first is not None:
-                break  # a consequence, perhaps
+                break  # later problems may be consequences
             error.add_note(told(history, Problem(after, "")))
             raise
         if what and first is None:
@@ -132,7 +130,8 @@ def _play_on_rank(
 
 @cache
 def even_and_odd_ranks() -> tuple[int, dist.ProcessGroup]:
-    """This rank's side, 0 or 1, and its process group. Made once for each process: wrappers keep groups for good."""
+    """Return this rank's side (0 or 1) and its process group. Made once per process, as wrappers keep groups for
+    good."""
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group([*range(first, size, 2)]) for first in range(min(size, 2))]
     return rank % 2, groups[rank % 2]
@@ -186,18 +185,18 @@ def hold_on_ranks(
 
 
 class _Search:
-    """Plays drawn histories, and remembers which have failed: what fails by chance is not played again."""
+    """Plays drawn histories and remembers those that failed: one that fails by chance is not replayed."""
 
     def __init__(self, plays: Callable[[Any], Problem | None], seconds: float, can_go_on: Callable[[], bool]) -> None:
         self.plays, self.seconds, self.can_go_on = plays, seconds, can_go_on
         self.failures: dict[str, BaseException] = {}
         self.failure: BaseException | None = None
-        """Of the shortest history that fails."""
+        """Problem of the shortest history that fails."""
         self.until = float("inf")
 
     def try_one(self, histories: SearchStrategy[Any], number: int) -> None:
-        """Play the simplest history first, then one that is drawn anew each time: Hypothesis' further examples would be
-        variations of those before."""
+        """Play the simplest history first, then a freshly drawn one each time: Hypothesis' own next examples would
+        be variations."""
         self.to_skip = min(number, 1)  # Hypothesis begins with the simplest each time
 
         @seed(hash((torch.initial_seed(), number)))
@@ -218,7 +217,7 @@ class _Search:
         except (_Fails, _Enough):
             pass
         except Exception:
-            if self.failure is None:  # or it came of a search that ended early
+            if self.failure is None:  # or the failure came from a search that ended early
                 raise
 
     def _example(self, history: Any) -> None:
@@ -238,7 +237,7 @@ class _Search:
                     self._failed(key, AssertionError(told(history, problem)))
         if key in self.failures:
             self.failure = self.failures[key]
-            raise _Fails  # of one kind at one place, so that Hypothesis takes all for one
+            raise _Fails  # one type raised at one place, so that Hypothesis takes all failures for one
 
     def _failed(self, key: str, error: BaseException) -> None:
         if not self.failures:
@@ -247,7 +246,7 @@ class _Search:
 
 
 class _Fails(Exception):
-    """The history that was drawn fails."""
+    """The drawn history fails."""
 
 
 class _Enough(BaseException):

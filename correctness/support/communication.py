@@ -23,7 +23,7 @@ from shardmark.meter.communication import Communication, listening
 
 @contextmanager
 def recorded() -> Iterator[list[Communication]]:
-    """The collectives and messages that this process starts, in order; barriers, which carry nothing, are left out."""
+    """Record the collectives and messages that this process starts, in order; without barriers, which carry no data."""
     found: list[Communication] = []
 
     def note(each: Communication, starting: bool) -> None:
@@ -36,7 +36,7 @@ def recorded() -> Iterator[list[Communication]]:
 
 @contextmanager
 def quiet(what: str) -> Iterator[None]:
-    """Raise RuntimeError where `what` starts to communicate, which would hang where one rank alone does it."""
+    """Raise RuntimeError if `what` communicates: if one rank alone does, it would hang."""
 
     def refuse(each: Communication, starting: bool) -> None:
         raise RuntimeError(f"{what} communicates, in {each}")
@@ -47,7 +47,7 @@ def quiet(what: str) -> Iterator[None]:
 
 @contextmanager
 def delayed(*, before: float = 0.0, after: float = 0.0, on: int | None = None) -> Iterator[None]:
-    """Sleep so many seconds before and after the start of each collective, on one rank of the world, or on all."""
+    """Sleep so many seconds before and after the start of each collective, on one rank of the world or on all."""
 
     def sleep(each: Communication, starting: bool) -> None:
         time.sleep(before if starting else after)

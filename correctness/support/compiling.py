@@ -16,7 +16,7 @@ from shardmark.api import error_line
 
 
 def compiler() -> ProcessPoolExecutor:
-    """A process in which Triton compiles."""
+    """Return a process in which Triton compiles."""
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(1, mp_context=spawn, initializer=_without_interpreter)
 
@@ -26,7 +26,7 @@ def _without_interpreter() -> None:
 
 
 def unavailable_reason() -> str | None:
-    """Why nothing can be compiled here, if so: ptxas does not run, say, or there is no folder to write to."""
+    """Return why nothing can be compiled here, or None: for example, ptxas does not run, or no folder is writable."""
     from impl.interpreting import NO_TRITON, double
     from shardmark.meter.aot import compile_only
 

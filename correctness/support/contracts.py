@@ -1,4 +1,4 @@
-"""Checks for the tests of several families: what a contract requires of any implementation, and more of ours."""
+"""Checks of contracts, for the tests of several families; our own implementations must meet stricter ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Note = Callable[[str, object], None]
 
 
 def is_ours(implementation: Implementation) -> bool:
-    """Whether the suite registers it: ours are held to more than the contract, such as the wording of errors."""
+    """Return True for an implementation of the suite: its error messages too are tested."""
     return implementation.spec in family(implementation.family).implementations
 
 
@@ -46,7 +46,7 @@ def assert_refused(
 
 @contextmanager
 def may_raise(implementation: Implementation, what: str, note: Note) -> Iterator[None]:
-    """Turn an error in the block into a note; of our implementations it still fails the test."""
+    """Turn an error in the block into a note; for our implementations it fails the test."""
     try:
         yield
     except Unsupported:

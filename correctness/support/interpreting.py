@@ -35,7 +35,7 @@ def _replace_functions_once(interpreter: Any) -> None:
     language, core = interpreter.tl, interpreter.tl.core
     replace_functions, scope_class = interpreter._patch_lang, interpreter._LangPatchScope
     replaced: set[ModuleType] = set()
-    of_helpers: list[Any] = []  # which Triton does not restore: Triton's own helpers replaced functions for good
+    of_helpers: list[Any] = []  # Triton does not restore functions that its helpers replaced
 
     class Scope(scope_class):
         def restore(self) -> None:
@@ -46,14 +46,14 @@ def _replace_functions_once(interpreter: Any) -> None:
 
     @cache
     def used_by(function: FunctionType) -> set[ModuleType]:
-        """Whether it calls Triton's language by its module, by that of its core, or both."""
+        """Return the Triton modules that the function refers to: its language, the core of it, or both."""
         return {
             module for module in (language, core) if any(value is module for value in function.__globals__.values())
         }
 
     def replace_once(function: FunctionType) -> Any:
         if used_by(function) <= replaced:
-            return scope_class()  # nothing to restore
+            return scope_class()  # there is nothing to restore
         scope = replace_functions(function)
         if replaced:
             of_helpers.append(scope)

@@ -12,12 +12,13 @@ import pytest
 
 
 def every_fourth(faults: Iterable[str]) -> list[Any]:
-    """Parameters of which every fourth runs each time and the others in the sweep."""
+    """Parametrize: every fourth fault runs by default, the others in the sweep."""
     return [pytest.param(name, marks=pytest.mark.sweep if i % 4 else ()) for i, name in enumerate(faults)]
 
 
 def with_fault(module: ModuleType, folder: Path, right: str, wrong: str) -> ModuleType:
-    """The module with `wrong` in place of `right` in its source, from a file in `folder`, where Triton can read it."""
+    """Import a copy of the module with `wrong` in place of `right`, from a file in `folder`, where Triton can read
+    it."""
     assert module.__file__ is not None
     source = Path(module.__file__).read_text()
     assert right in source, f"the kernels no longer contain {right!r}"

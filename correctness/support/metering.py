@@ -16,7 +16,7 @@ from shardmark.ranks.world import World
 PASSES = 10
 """Most metered passes; the smallest figure counts, as a backend's thread may free memory late."""
 UNSEEN = 1e-3
-"""Allowed excess as a share: small tensors in which ranks describe their modules to one another."""
+"""Allowed excess, as a share: small tensors with which ranks describe their modules to one another."""
 
 
 def plan_of(
@@ -42,13 +42,13 @@ def device_of_rank() -> str:
 
 
 def metered(workload: type[Workload], implementation: Implementation, case: Any, ranks: int = 2) -> Memory:
-    """What this rank holds of the case, metered once and not timed; the other ranks are in here too."""
+    """Meter the case on this rank, without timing; every rank must call it."""
     _, memory, _ = meter_pass(plan_of(workload, implementation, case, ranks, device=device_of_rank()))
     return memory
 
 
 def peak_of_a_step(workload: type[Workload], implementation: Implementation, case: Any) -> int:
-    """This rank's tensors at the peak of the second step, which later ones repeat; the other ranks are in here too."""
+    """Meter this rank's tensors at the peak of the second step, which later steps repeat; every rank must call it."""
     device = device_of_rank()
     with meter(device) as memory:
         step = workload(implementation, case, device)
@@ -66,10 +66,8 @@ def assert_metered(
     *args: Any,
     below: float = 0.0,
 ) -> None:
-    """`function(*args)` gives figures by name on each rank: each is the one in `expected`, but for UNSEEN.
-
-    Where formulas are for the rank that holds most, other ranks' figures may be `below` by that share.
-    """
+    """Assert that `function(*args)` returns on each rank the figures in `expected`, within UNSEEN. If a formula is
+    for the rank that holds most, other ranks may be lower by the share `below`."""
     least = world.run(function, *args)
     for _ in range(PASSES - 1):
         if not _beyond(least, expected, below):
@@ -87,7 +85,7 @@ def _beyond(found: Sequence[dict[str, int]], expected: Sequence[dict[str, int]],
         for name, value in figures.items()
         if not (1 - below) * value <= found[rank][name] <= (1 + UNSEEN) * value
     ]
-    for name in expected[0]:  # whatever other ranks have, one of them has what is expected
+    for name in expected[0]:  # whatever the other ranks hold, one must hold the expected bytes
         most, formula = (max(figures[name] for figures in ranks) for ranks in (found, expected))
         if most < (1 - UNSEEN) * formula:
             beyond.append(f"{name} on the rank with most: {most:,} bytes against {formula:,}")

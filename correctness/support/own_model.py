@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_map_only
 from shardmark.api import Grid, Made, OwnModelCase, make
 
 OWN = Grid(smoke=[], laptop=[], paper=[], own=OwnModelCase.of)
-"""No cases but that of `--model`."""
+"""Limits a test to the case of `--model`."""
 STEPS = 3
 LEARNING_RATE = 1e-3
 CLOSE = 1e-9
-"""How far values may be off, or as a share of the largest: rounding is less, and a wrong gradient moves Adam's
-parameters by about the learning rate."""
+"""Tolerance, absolute or as a share of the largest value: rounding is below it; a wrong gradient moves parameters
+under Adam by about the learning rate."""
 
 Parameters = dict[str, Tensor]
 
@@ -63,7 +63,8 @@ def train(
     synchronize: Callable[[], object] = lambda: None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Trained:
-    """STEPS steps of the optimizer, by default Adam's, on this rank's batches; `parameters` names them at the end."""
+    """Take STEPS steps on this rank's batches, by Adam unless an optimizer is given; `parameters` returns them by
+    name."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     optimizer = optimizer or adam(model)
     losses = []
@@ -83,7 +84,8 @@ def on_cpu(parameters: Any) -> Parameters:
 
 @cache
 def in_one_process(case: OwnModelCase, ranks: int, device: str) -> tuple[list[list[float]], Parameters]:
-    """The losses by step and rank, and the parameters at the end, from the first rank's weights."""
+    """Train in one process from the first rank's weights; return the losses by step and rank, and the final
+    parameters."""
     own = own_model(case, device, 0)
     _check_what_it_draws(own, own_model(case, device, 0), own_model(case, device, 1))
     try:
@@ -109,7 +111,7 @@ def _in_one_process(
 
 
 def _check_what_it_draws(own: Made, again: Made, other: Made) -> None:
-    """Fail unless the model is the same each time and batches differ by rank: comparisons rest on both."""
+    """Fail unless the model is reproducible and batches differ between ranks: comparisons need both."""
     first, second = own.module.state_dict(), again.module.state_dict()
     if not all(torch.equal(first[name], second[name]) for name in first) or not _same(own.batch, again.batch):
         pytest.fail("it makes another model or batch each time: have PyTorch's generator draw them", pytrace=False)

@@ -1,6 +1,6 @@
-"""Where things lie."""
+"""Paths in the repository."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-"""The checkout."""
+"""The checkout's root."""

@@ -33,17 +33,17 @@ CAUSES = (
     "gradients",  # missing, extra, or of the wrong thing
     "errors",  # what must be refused is not
 )
-"""Why a defect may slip through."""
+"""Reasons why a defect may slip through."""
 
 CHECK = "the contract's check"
-"""Stands for a test: the family's own check refuses it before any test runs."""
+"""In place of a test: the family's own check refuses the defect before any test runs."""
 
 Target = TypeVar("Target")
 
 
 @dataclass(frozen=True)
 class Planted:
-    """What is wrong with an implementation, and a part of the ids of the tests that must see it; or why it is right."""
+    """Defect: its cause and a part of the ids of tests that must fail. Right implementation: why it is right."""
 
     family: str
     name: str
@@ -68,13 +68,13 @@ def right(why: str) -> Callable[[Target], Target]:
 
 
 def planted_in(module: str) -> list[Planted]:
-    """What the module has planted, in its order."""
+    """Return what is planted in the module, in order of definition."""
     found = vars(importlib.import_module(module)).values()
     return [planted for target in found if (planted := of(target)) is not None and target.__module__ == module]
 
 
 def of(target: Any) -> Planted | None:
-    """What is planted in the target, if anything is: not what a class inherits."""
+    """Return what is planted on the target itself, not on a base class, or None."""
     return getattr(target, "__dict__", {}).get("planted")
 
 
@@ -84,7 +84,7 @@ def folder_of(family: str) -> str:
 
 
 def family_of(module: str) -> str:
-    """The family in whose folder a module of planted implementations lies: "optimizer" of correctness.optim.wrong."""
+    """Return the family whose folder holds the module: "optimizer" for correctness.optim.wrong."""
     folder = module.split(".")[-2]
     return next(name for name in FAMILIES if folder_of(name) == folder)
 

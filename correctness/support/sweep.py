@@ -1,4 +1,4 @@
-"""Which tests of correctness/ run every time, and which are left to the sweep (`-m "sweep or not sweep"`)."""
+"""Selects the tests of correctness/ that run by default; the others run in the sweep (`-m "sweep or not sweep"`)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from shardmark.api import requires_compiler
 from shardmark.plugin.session import SESSION
 
 MOST_RANKS_BRIEFLY = 2
-"""What is registered with `tested_briefly` runs on more ranks in the sweep alone."""
+"""Implementations registered with `tested_briefly` run on more ranks only in the sweep."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Number of random examples from the mark `examples`: each time, of a family that `--impl` names, in the sweep."""
+    """Set the number of random examples from the mark `examples`: by default, for a family of `--impl`, or in the
+    sweep."""
     mark, family = (metafunc.definition.get_closest_marker(name) for name in ("examples", "family"))
     if mark is not None and family is not None:
         each_time, judged, many = mark.args
@@ -46,7 +47,7 @@ def deselect_sweep(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _is_slow(item: Any, implementation: Any) -> bool:
-    """Whether its implementation compiles, seconds for each new shape, or interprets a large case."""
+    """Return True if it compiles, which takes seconds per shape, or interprets a large case."""
     requires = getattr(implementation, "requires", ())
     if requires_compiler in requires:
         every_time = item.get_closest_marker("compiled_every_time")
@@ -56,7 +57,7 @@ def _is_slow(item: Any, implementation: Any) -> bool:
 
 
 def _is_repeated(item: Any, implementation: Any) -> bool:
-    """Whether another implementation or case is tested alike every time, so that `--impl` alone asks for this one."""
+    """Return True if another implementation or case covers the same by default; `--impl` still runs it."""
     briefly = getattr(implementation, "tested_briefly", False)
     many_ranks = item.callspec.params.get("world", 0) > MOST_RANKS_BRIEFLY
     marks = {mark.name for mark in item.iter_markers()}

@@ -1,4 +1,4 @@
-"""Wait for what a backend's worker thread or another process does a moment later."""
+"""Wait for events that a backend's worker thread or another process causes a moment later."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Whether the condition holds within that time."""
+    """Return True if the condition holds within that time."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
@@ -17,6 +17,6 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 def are_freed(*references: weakref.ref, seconds: float = 10.0) -> bool:
-    """Whether every referent is freed within that time: a backend's thread may hold it a moment longer."""
+    """Return True if every referent is freed within that time: a backend's thread may hold it a moment longer."""
     gc.collect()
     return wait_until(lambda: all(reference() is None for reference in references), seconds)

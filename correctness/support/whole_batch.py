@@ -16,7 +16,8 @@ DIM = 6
 
 
 class TiedAndFrozen(nn.Module):
-    """An input layer whose weight is also the output's, a frozen layer between them, and a buffer in use."""
+    """An input layer that shares its weight with the output, a frozen layer between them, and a buffer that forward
+    uses."""
 
     offset: Tensor
 
@@ -36,7 +37,7 @@ class TiedAndFrozen(nn.Module):
 
 
 class UsedTwice(nn.Module):
-    """A layer that each forward pass goes through twice."""
+    """Each forward pass goes through one layer twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,36 +58,36 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "tied_and_frozen": TiedAndFrozen,
     "used_twice": UsedTwice,
 }
-"""What tests train, by name, so that ranks can make their own."""
+"""The modules that tests train, by name, so that ranks can make their own."""
 ONE_MODULE = [name if name == "tied_and_frozen" else pytest.param(name, marks=pytest.mark.judged) for name in MODULES]
-"""One of them every time; the others of what `--impl` names."""
+"""The module tested by default; the others are tested for an implementation of `--impl`."""
 
 
 def module(name: str, seed: int, device: str) -> nn.Module:
-    """One of MODULES in float64, the same for the same seed."""
+    """Make one of MODULES in float64; the same seed gives the same weights."""
     torch.manual_seed(seed)
     return MODULES[name]().double().to(device)
 
 
 def batch(step: int, ranks: int, device: str) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of the whole batch, the same on every rank that asks."""
+    """Inputs and targets of the whole batch, equal on every rank."""
     generator = torch.Generator().manual_seed(step)
     x, y = (torch.randn(ranks * ROWS, n, generator=generator, dtype=torch.float64) for n in (DIM, 2 * DIM))
     return x.to(device), y.to(device)
 
 
 def share(rank: int) -> slice:
-    """The rank's rows of the batch."""
+    """Return the slice of the batch that the rank gets."""
     return slice(rank * ROWS, (rank + 1) * ROWS)
 
 
 def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Mean squared error: the mean of its values on equal shares is its value on the whole batch."""
+    """Mean squared error: the mean of the losses on equal shares is the loss on the whole batch."""
     return (model(x) - y).square().mean()
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Adam over what is trainable: a wrong gradient stays visible in its state."""
+    """Adam over the trainable parameters: a wrong gradient stays visible in its state."""
     return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
 
@@ -118,7 +119,7 @@ def single_process(
 
 
 def assert_equal_states(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
-    """Each rank's state has the expected names, is equal to 1e-12, and is the same on every rank to the bit."""
+    """Assert on each rank: the expected names, values equal to 1e-12, and bitwise the same state as on rank 0."""
     for rank, state in enumerate(found):
         assert list(state) == list(expected), f"the state on rank {rank} has the names {list(state)}"
         for key, value in state.items():
@@ -131,7 +132,7 @@ def assert_equal_states(found: list[dict[str, Tensor]], expected: dict[str, Tens
 
 
 def error_line(kind: type[Exception], function: Callable[..., Any], *args: Any) -> str:
-    """The one line of the error that a call must raise. It is caught on the rank, so that the world lives on."""
+    """Return the one-line error that a call must raise, caught on the rank so that the world survives."""
     with pytest.raises(kind) as caught:
         function(*args)
     line = str(caught.value)

@@ -1,4 +1,4 @@
-"""How many processes share a run of the tests: by default a folder has one per core, a file or a test just one."""
+"""Number of processes that share a test run: one per core for a folder, a single one for a file or a test."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shardmark.ranks.rank import available_cores
 FOLDERS = (ROOT / "correctness", ROOT / "tests")
 
 MOST_WORKERS = 4
-"""No more than this, as each takes seconds to import torch."""
+"""Upper limit on workers: each takes seconds to import torch."""
 BYTES_OF_A_WORKER = 2**30
-"""What a worker and its worlds need."""
+"""Memory that a worker and its worlds need."""
 
 
 def share_the_cores(config: pytest.Config) -> None:
@@ -31,4 +31,5 @@ def share_the_cores(config: pytest.Config) -> None:
     number = min(available_cores(), MOST_WORKERS, available_bytes("cpu") // BYTES_OF_A_WORKER)
     if number > 1:
         option.numprocesses = number
-        option.dist = "worksteal" if option.dist == "no" else option.dist  # a file stays together until the very end
+        # a file stays on one worker until the very end
+        option.dist = "worksteal" if option.dist == "no" else option.dist

@@ -21,7 +21,8 @@ def all_reduce_bytes_sent(nbytes: int, ranks: int) -> int:
 
 
 def bytes_sent(collective: str, nbytes: int, ranks: int) -> int:
-    """Bytes each rank must send where the larger of its tensors has `nbytes`: twice (n-1)/n of them, or once."""
+    """Bytes each rank must send where the larger of its tensors has `nbytes`: (n-1)/n of them, twice that for an
+    all-reduce."""
     return all_reduce_bytes_sent(nbytes, ranks) // (1 if collective == "all_reduce" else 2)
 
 
@@ -44,7 +45,8 @@ def ring_bytes_sent(collective: str, elements: int, itemsize: int, rank: int, ra
 
 
 def direct_bytes_sent(collective: str, elements: int, itemsize: int, rank: int, ranks: int) -> int:
-    """The same for a direct exchange: to reduce-scatter each of the others' parts, to all-gather its own n-1 times."""
+    """Bytes that `rank` sends in a direct exchange: the other ranks' parts to reduce-scatter, its own part n-1 times
+    to all-gather."""
     own = part_elements(elements, rank, ranks)
     scattering, gathering = elements - own, (ranks - 1) * own
     return (
@@ -58,7 +60,7 @@ def direct_bytes_sent(collective: str, elements: int, itemsize: int, rank: int, 
 
 
 def part_elements(elements: int, index: int, parts: int) -> int:
-    """Elements of one of `parts` parts, of which the first are one larger where `elements` do not divide."""
+    """Elements of part `index` of `parts`; the first parts have one more where `elements` do not divide evenly."""
     return elements // parts + (index < elements % parts)
 
 
@@ -68,50 +70,49 @@ def bus_bandwidth(collective: str, nbytes: int, seconds: float, ranks: int) -> f
 
 
 def ring_all_reduce_seconds(nbytes: float, ranks: int, bandwidth: float, latency: float) -> float:
-    """Around a ring: 2(n-1) steps, in each of which a rank sends an n-th; `bandwidth` is that of one direction."""
+    """Seconds of a ring all-reduce: 2(n-1) steps, in each of which a rank sends an n-th; `bandwidth` is that of one
+    direction."""
     return 2 * (ranks - 1) * (latency + nbytes / ranks / bandwidth)
 
 
 def tree_all_reduce_seconds(nbytes: float, ranks: int, bandwidth: float, latency: float) -> float:
-    """Up and down two binary trees with half of the bytes each, of which a rank that is a leaf in one is none in the
-    other, in pieces: it sends every byte twice, and waits for 2 log2(n) steps.
-
-    Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009.
-    """
+    """Seconds of a tree all-reduce, up and down two binary trees that carry half of the bytes each. A leaf of one
+    tree is an inner node of the other, so a rank sends every byte twice; the bytes go in pieces and wait for 2
+    log2(n) steps. Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
+    2009."""
     return 2 * (log2(ranks) * latency + nbytes / bandwidth)
 
 
 def ring_meets_tree_bytes(ranks: int, bandwidth: float, latency: float) -> float:
-    """Bytes from which on a ring is faster than the trees: its n-th fewer bytes make up for its steps."""
+    """Bytes above which a ring is faster than the trees: sending fewer bytes makes up for its steps."""
     return ranks * bandwidth * latency * (ranks - 1 - log2(ranks))
 
 
 def half_bandwidth_bytes(steps: float, sent: float, bandwidth: float, latency: float) -> float:
-    """Bytes of which sending takes as long as the latency of `steps`; `sent` are those that each rank sends of a byte.
-
-    Above, an all-reduce is bound by bandwidth; below, by latency: the corner of its roofline.
-    """
+    """Bytes whose transfer takes as long as the latency of `steps`; `sent` is the number of bytes each rank sends
+    per byte. An all-reduce is bound by bandwidth above and by latency below: the corner of its roofline."""
     return steps * latency * bandwidth / sent
 
 
 def reduce_scatter_buffers(nbytes: int, ranks: int, device: str, itemsize: int = 4) -> int:
-    """Bytes that a reduce-scatter of `nbytes` holds until it is waited for: on CPU a ring's, on CUDA none of NCCL's."""
+    """Bytes that a reduce-scatter of `nbytes` holds until its wait: a ring's buffers on CPU; on CUDA none, as NCCL's
+    are not PyTorch's."""
     rows = 0 if device == "cuda" else ring_rows("reduce_scatter", ranks)
     return buffer_bytes(nbytes // itemsize // ranks, itemsize, rows)
 
 
 def ring_rows(collective: str, ranks: int) -> int:
-    """Buffers of a segment: none to gather; to reduce, what was just received beside what is being passed on."""
+    """Number of buffers per segment in a ring: none to gather; to reduce, one to receive and one to send."""
     return 0 if collective == "all_gather" else min(2, ranks - 1)
 
 
 def direct_rows(collective: str, ranks: int) -> int:
-    """Buffers of a segment: none to gather; to reduce, one for each of the others."""
+    """Number of buffers per segment in a direct exchange: none to gather; to reduce, one for each other rank."""
     return 0 if collective == "all_gather" else ranks - 1
 
 
 def in_place_peak(case: CollectiveCase) -> Bytes:
-    """Peak in bytes of a collective that needs no buffers: the tensor, and the n-th of it that goes in or comes out."""
+    """Peak in bytes of a collective without buffers: the large tensor and the n-th part of it."""
     part = 0 if case.collective == "all_reduce" else case.bytes // case.ranks
     return Bytes({"tensor": case.bytes, "one rank's part of it": part})
 
@@ -122,14 +123,15 @@ def buffered_peak(case: CollectiveCase) -> Bytes:
 
 
 def backend_peak(case: CollectiveCase, device: str = "cpu") -> Bytes:
-    """Peak in bytes of the backend's: Gloo's works on a copy of the large tensor but in an all-reduce. NCCL's on the
-    tensors, and its own buffers are not PyTorch's (ProcessGroupNCCL.cpp, _allgather_base and _reduce_scatter_base)."""
+    """Peak in bytes of the backend's collectives. Gloo works on a copy of the large tensor, except in an all-reduce.
+    NCCL works on the tensors, and its own buffers are not PyTorch's (ProcessGroupNCCL.cpp, _allgather_base and
+    _reduce_scatter_base)."""
     in_place = device == "cuda" or case.collective == "all_reduce"
     return in_place_peak(case) if in_place else buffered_peak(case)
 
 
 def ring_peak(case: CollectiveCase) -> Bytes:
-    """Peak in bytes of a ring's collective."""
+    """Peak in bytes of a ring collective."""
     part = -(-case.elements // case.ranks)
     buffers = buffer_bytes(part, case.itemsize, ring_rows(case.collective, case.ranks))
     return in_place_peak(case).add({"buffers of segments": buffers})

@@ -94,5 +94,5 @@ def _parts(name: str, large: Tensor, small_name: str, small: Tensor, ranks: int)
 
 
 def requires_gloo(device: str) -> str | None:
-    """Reason unless the backend is Gloo, which lets one thread send while another runs collectives."""
+    """Return the reason unless the backend is Gloo, which lets one thread send while another runs collectives."""
     return None if device == "cpu" else GLOO_ALONE

@@ -1,4 +1,4 @@
-"""The collectives that suit a process group's backend, which the other families communicate with."""
+"""Collectives that suit a process group's backend; the other families communicate with them."""
 
 from __future__ import annotations
 

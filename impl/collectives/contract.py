@@ -83,7 +83,7 @@ def _check(target: Any, device: str) -> None:
 
 
 METHODS = {"all_reduce": 2, "reduce_scatter": 3, "all_gather": 3}
-"""The contract's, and how many positional arguments each takes."""
+"""The contract's methods, and the number of positional arguments of each."""
 
 FAMILY = add_family(
     Family("collectives", Collectives, reference="backend", check=_check, memory=buffered_peak, adapt=_adapted)

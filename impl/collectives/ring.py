@@ -23,11 +23,12 @@ class Ring(MessageCollectives):
     """No rank sends more than it must: (n-1)/n of the large tensor, twice that for an all-reduce."""
 
     def reduce_buffers(self, ranks: int) -> int:
-        """Two: one sum is sent while the next is received."""
+        """Two buffers: one sum is sent while the next is received."""
         return min(2, ranks - 1)
 
     def reduce_scatter_steps(self, peers: Peers, output: Tensor, parts: Sequence[Tensor], buffers: Tensor) -> Steps:
-        """Each part travels around the ring; every rank adds its own values, the rank that the part is for the last."""
+        """Each part travels around the ring; every rank adds its own values, last of all the rank that keeps the
+        part."""
         total = parts[peers.rank - 1]
         for step in range(1, peers.size):
             own = parts[peers.rank - 1 - step]
@@ -46,7 +47,7 @@ class Ring(MessageCollectives):
 
 
 def _gloo_reduces_to_scatter(case: CollectiveCase, device: str) -> bool:
-    """Whether the backend sends twice the bytes, and the tensor is so large that bytes determine the time."""
+    """True if the backend sends twice the bytes, and the tensor is so large that bytes determine the time."""
     return device == "cpu" and case.collective == "reduce_scatter" and case.megabytes >= 10
 
 

@@ -9,7 +9,7 @@ IN_FLIGHT = 2
 
 
 def segments_of(nbytes: int) -> int:
-    """How many segments a part of that many bytes is cut into."""
+    """Number of segments that a part of that many bytes is cut into."""
     return max(1, -(-nbytes // SEGMENT_BYTES))
 
 

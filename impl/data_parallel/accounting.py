@@ -39,7 +39,7 @@ class Flat(Technique):
 
     def finish(self) -> None:
         self.ledger.take("flat copy of the gradients", FLOAT * sum(self.values.values()))
-        self.ledger.take("number of ranks", 8)  # an int64, which the average divides by
+        self.ledger.take("number of ranks", 8)  # an int64 tensor, the divisor of the average
 
 
 class Bucketed(Technique):
@@ -97,14 +97,12 @@ def _peak(case: TrainingStepCase, technique: Technique, device: str) -> Bytes:
 
 
 def exposed_seconds(gradient_bytes: int, bucket_bytes: float, overhead: float, bandwidth: float) -> float:
-    """What communication adds to a step in n equal buckets, n o + (s / n) / w: their overheads, and the last bucket's
-    time on the link, which no computation is left to hide.
-
-    `overhead` is in seconds an all-reduce; `bandwidth` in bytes of the tensor a second.
-    """
+    """Seconds that communication adds to a step in n equal buckets, n o + (s / n) / w: their overheads, and the last
+    bucket's transfer, which no computation hides. `overhead` is in seconds per all-reduce, `bandwidth` in bytes of
+    the tensor per second."""
     return gradient_bytes / bucket_bytes * overhead + bucket_bytes / bandwidth
 
 
 def best_bucket_bytes(gradient_bytes: int, overhead: float, bandwidth: float) -> float:
-    """Where `exposed_seconds` is least: n = sqrt(s / (w o)), so s / n = sqrt(s w o)."""
+    """Bucket size that minimizes `exposed_seconds`: n = sqrt(s / (w o)), so s / n = sqrt(s w o)."""
     return math.sqrt(gradient_bytes * bandwidth * overhead)

@@ -36,7 +36,8 @@ class DataParallel(PlainStateDict):
         self.trainable = [p for p in module.parameters() if p.requires_grad]  # a tied parameter comes once
         check_same_module(module, self.process_group)
         broadcast_state(module, self.process_group)
-        self._unaveraged: dict[nn.Parameter, None] = {}  # have a gradient that is this rank's own, in order of arrival
+        # parameters whose gradient is this rank's own, in order of arrival
+        self._unaveraged: dict[nn.Parameter, None] = {}
         for parameter in self.trainable:
             call_on_gradient(parameter, self._on_gradient)
         check_before_steps(self, _refuse_unaveraged_gradients)

@@ -129,10 +129,10 @@ class BucketedDataParallel(DataParallel):
             _step(optimizer, of_others)
         finally:
             for bucket in self._buckets:
-                bucket.finish()  # also where the optimizer raised: the next step finds no bucket in flight
+                bucket.finish()  # even if the optimizer raised, the next step must find no bucket in flight
 
     def _make_buckets(self, order: Sequence[nn.Parameter]) -> None:
-        """Make buckets for that order, and move gradients from the buckets of before into them."""
+        """Make buckets for that order, and move gradients there from the old buckets."""
         runs = partition(order, self._bucket_bytes)
         self._buckets = []
         for index, run in enumerate(runs):
@@ -144,7 +144,8 @@ class BucketedDataParallel(DataParallel):
             self._buckets.append(bucket)
 
     def _learn_order(self, arrived: Sequence[nn.Parameter]) -> None:
-        """Make the buckets again in the order in which rank 0's gradients arrived; those that did not come last."""
+        """Rebuild the buckets in the order in which rank 0's gradients arrived; parameters without a gradient come
+        last."""
         for bucket in self._buckets:
             bucket.finish()
         order = dict.fromkeys([*arrived, *self.trainable[::-1]])
@@ -167,10 +168,8 @@ class BucketedDataParallel(DataParallel):
 
 
 def _param_groups(optimizer: Optimizer | None, buckets: Sequence[Bucket]) -> list[list[PartOfGroup]]:
-    """For each bucket the optimizer's param groups, reduced to its parameters; last, to those in no bucket.
-
-    Of the parameters in no bucket only those with a gradient are there.
-    """
+    """For each bucket, the optimizer's param groups reduced to its parameters; the last entry has parameters in no
+    bucket that have a gradient."""
     parts: list[list[PartOfGroup]] = [[] for _ in range(len(buckets) + 1)]
     place = {parameter: bucket.index() for bucket in buckets for parameter in bucket.slots}
     for group in optimizer.param_groups if optimizer is not None else ():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 LEAST_BYTES = 2**20
-"""The size of a small bucket, the same as that of PyTorch's first bucket."""
+"""Size of a small bucket, as PyTorch's first bucket."""
 
 
 class Bucket:
@@ -23,7 +23,7 @@ class Bucket:
         sizes = [p.numel() for p in parameters]
         self._flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
         self.slots = {p: slot.view_as(p) for p, slot in zip(parameters, self._flat.split(sizes), strict=True)}
-        self.missing = set(parameters)  # those whose gradient backward has yet to produce
+        self.missing = set(parameters)  # parameters whose gradient backward has yet to produce
         self._wait: Callable[[], Tensor] | None = None
 
     def adopt(self, parameter: nn.Parameter) -> None:
@@ -36,7 +36,7 @@ class Bucket:
         """Write the gradient times `scale` into its slot, in one pass; no gradient counts as zero."""
         slot = self.slots[parameter]
         if parameter.grad is None:
-            slot.zero_()  # this rank's loss did not reach it
+            slot.zero_()  # this rank's loss did not reach the parameter
         else:
             torch.mul(parameter.grad, scale, out=slot)
         parameter.grad = slot
@@ -60,7 +60,7 @@ class Bucket:
         return self._index
 
     def is_last(self) -> bool:
-        """Whether this bucket is reduced last."""
+        """True if this bucket is reduced last."""
         return self._last
 
     def buffer(self) -> Tensor:
@@ -73,7 +73,7 @@ class Bucket:
             self._flat.copy_(tensor)
 
     def gradients(self) -> list[Tensor]:
-        """The slots."""
+        """The slots, one gradient per parameter."""
         return list(self.slots.values())
 
     def parameters(self) -> list[nn.Parameter]:

@@ -32,8 +32,8 @@ class TorchDataParallel(PlainStateDict, DistributedDataParallel):
         super().__init__(
             module,
             process_group=process_group,
-            broadcast_buffers=False,  # or each forward pass gives every rank rank 0's again
-            init_sync=False,  # which without those would leave out the buffers
+            broadcast_buffers=False,  # else each forward pass would broadcast rank 0's buffers
+            init_sync=False,  # the initial broadcast would otherwise leave out the buffers
             bucket_cap_mb=bucket_mb,
             find_unused_parameters=find_unused_parameters,
         )
@@ -47,6 +47,6 @@ register(
     "ddp",
     TorchDataParallel,
     time=Race("naive", goal=1.0),
-    races={"bucket size": Race("ddp")},  # no race: the others' peer there
+    races={"bucket size": Race("ddp")},  # no race: DDP is the peer of the others
     tested_briefly=True,
 )

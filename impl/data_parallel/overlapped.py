@@ -22,8 +22,8 @@ class OverlappedDataParallel(DataParallel):
         super().__init__(module, process_group=process_group)
         self._order = self.trainable[::-1]  # backward runs from the last layer to the first
         self._ready: set[nn.Parameter] = set()
-        self._handles: list[dist.Work] = []  # of the first len(_handles) parameters in `_order`
-        self._totals: list[Tensor] = []  # what is reduced: gradients, row-major
+        self._handles: list[dist.Work] = []  # handles of the first len(_handles) parameters in `_order`
+        self._totals: list[Tensor] = []  # the tensors being reduced: gradients, row-major
 
     def _average(self) -> None:
         while len(self._handles) < len(self._order):

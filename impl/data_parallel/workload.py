@@ -19,11 +19,8 @@ from shardmark.api import Implementation, Mark, trains_own_model
 
 @dataclass(frozen=True)
 class OverheadCase(CollectiveCase):
-    """All-reduces of float32 tensors of `kilobytes` each, up to `megabytes`.
-
-    From their times follow overhead and bandwidth, and so what buckets of each of `bucket_sizes`, in MB, should cost
-    the training step of `model`.
-    """
+    """All-reduces of float32 tensors of `kilobytes` each, up to `megabytes`. Their times give overhead and
+    bandwidth, and so the expected cost of each of `bucket_sizes` (MB) in the training step of `model`."""
 
     model: str = "tiny"
     bucket_sizes: tuple[int, ...] = ()

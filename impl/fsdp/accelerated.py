@@ -51,7 +51,7 @@ class AcceleratedFSDP2(TorchFSDP2):
             state=SimpleNamespace(fsdp_plugin=plugin),
             torch_device_mesh=mesh,
             parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
-            mixed_precision="no",  # the plugin's policy is all
+            mixed_precision="no",  # the plugin's policy sets all dtypes
             device=next(module.parameters()).device,
             is_main_process=mesh.get_local_rank() == 0,
         )
@@ -70,7 +70,7 @@ def singled_out(module: nn.Module, units: list[nn.Module]) -> tuple[type[nn.Modu
 
 
 def requires_accelerate(device: str) -> str | None:
-    """Reason unless accelerate is installed in version `OLDEST` or later."""
+    """Return the reason unless accelerate is installed in version `OLDEST` or later."""
     try:
         found = version("accelerate")
     except PackageNotFoundError:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def sharded_peak(case: FSDPCase, reshard_after_forward: bool = True, prefetch: int = 1, device: str = "cpu") -> Bytes:
-    """Peak in bytes of ours, with units all-gathered so many ahead."""
+    """Peak in bytes of ours; `prefetch` units are all-gathered ahead."""
     strategy = FullySharded(case.ranks, reshard_after_forward=reshard_after_forward, prefetch=prefetch)
     return TransformerStep(case, strategy, device=device).run().peak
 
@@ -57,7 +57,7 @@ def work(case: FSDPCase | OwnModelCase, kept: bool = False, norms_replicated: bo
     once.
     """
     one = training_work(case)
-    if isinstance(case, OwnModelCase):  # of which every unit counts as read in backward
+    if isinstance(case, OwnModelCase):  # every unit counts as read in backward
         units, again = [case.parameters], 0 if kept else case.parameters
     else:
         parameters = transformer_units(SIZES[case.model])

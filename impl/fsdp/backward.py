@@ -18,12 +18,12 @@ NOT_SYNCHRONIZED = "optimizer.step() before finish_gradient_synchronization()"
 
 
 def backward_runs() -> bool:
-    """Whether this thread is inside a backward pass: a forward there is activation checkpointing's recomputation."""
+    """True inside a backward pass of this thread: a forward there is activation checkpointing's recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 class BackwardPasses:
-    """Backward passes that began and did not end. Asked when none is running, these are the ones that raised."""
+    """Backward passes that began and did not end. If none is running, these raised."""
 
     def __init__(self) -> None:
         self._open: set[int] = set()
@@ -42,7 +42,7 @@ class BackwardPasses:
 
 
 def refuse_unsynchronized_gradients(model: FullyShardedDataParallel, optimizer: Optimizer) -> None:
-    """Raise RuntimeError for an optimizer of the model's parameters while gradients are not synchronized."""
+    """Raise RuntimeError if an optimizer steps on the model's parameters while gradients are not synchronized."""
     if model._unsynchronized:
         own = set(model._trainable())
         if any(p in own for group in optimizer.param_groups for p in group["params"]):

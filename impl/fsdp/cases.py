@@ -65,7 +65,7 @@ class NineLinearsCase:
 
     @property
     def linears_a_unit(self) -> int:
-        """How many linears are all-gathered together."""
+        """Number of linears that are all-gathered together."""
         return {"linears": 1, "thirds": self.linears // 3, "whole": self.linears}[self.wrap]
 
 

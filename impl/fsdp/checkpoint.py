@@ -119,7 +119,7 @@ def _make_empty(partial: Path) -> Path:
 
 
 def _state_to_save(partial: Path, model: FullyShardedDataParallel, optimizer: Optimizer | None) -> dict[str, Any]:
-    """This rank's part of the checkpoint. ValueError where it does not see the directory that rank 0 made."""
+    """Return this rank's part of the checkpoint. ValueError if it does not see the directory that rank 0 made."""
     if not partial.is_dir():
         raise ValueError(
             f"{partial.parent} is not one directory for all ranks: what rank 0 made there is not to be seen"
@@ -130,7 +130,7 @@ def _state_to_save(partial: Path, model: FullyShardedDataParallel, optimizer: Op
 def _matching_state(
     directory: Path, model: FullyShardedDataParallel, optimizer: Optimizer | None
 ) -> tuple[Metadata, dict[str, Any]]:
-    """The checkpoint's metadata, and the model's state that is to be read from it; ValueError where they differ."""
+    """Return the checkpoint's metadata and the model's state to read into; ValueError if they differ."""
     metadata, state = _complete(directory), _model_state(model)
     _check_same(directory, metadata, state)
     if optimizer is not None and _GROUPS not in metadata.state_dict_metadata:
@@ -148,7 +148,8 @@ def _read(directory: str | Path, model: FullyShardedDataParallel, state: dict[st
 
 @contextmanager
 def _in_one_line(what: str) -> Iterator[None]:
-    """RuntimeError in place of what torch.distributed.checkpoint raises, on every rank: the first rank's failure."""
+    """Replace what torch.distributed.checkpoint raises by a one-line RuntimeError on every rank: the first rank's
+    failure."""
     try:
         yield
     except CheckpointException as error:
@@ -167,7 +168,7 @@ def _tensors(value: Pieces | Tensor) -> Sequence[Tensor]:
 
 
 def _parameters(model: FullyShardedDataParallel) -> Iterator[tuple[str, nn.Parameter, torch.Size, tuple[int, int]]]:
-    """Each parameter's name, its shard, its full shape, and which of its elements are in the shard: begin and end."""
+    """Yield each parameter's name, shard, full shape, and the interval of elements (begin, end) in the shard."""
     for unit in model.units:
         unit.install_shards()  # after a backward that raised, full parameters are in the module
     names = {p: name for name, p in model.module.named_parameters()}
@@ -178,7 +179,7 @@ def _parameters(model: FullyShardedDataParallel) -> Iterator[tuple[str, nn.Param
 
 
 def _names(model: FullyShardedDataParallel, optimizer: Optimizer) -> dict[nn.Parameter, str]:
-    """The name of each parameter; ValueError where the optimizer has one that is not the model's."""
+    """Name of each parameter; ValueError if the optimizer has one that is not the model's."""
     names = {p: name for name, p, _, _ in _parameters(model)}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if p not in names:
@@ -187,14 +188,14 @@ def _names(model: FullyShardedDataParallel, optimizer: Optimizer) -> dict[nn.Par
 
 
 def _model_state(model: FullyShardedDataParallel) -> dict[str, Any]:
-    """Each parameter as `Pieces`, a tied one once; and buffers."""
+    """Return each parameter as `Pieces` (a tied one once), and the buffers."""
     tensors = model.module.state_dict()
     buffers = {name: tensors[name] for name, _ in model.module.named_buffers() if name in tensors}
     return {name: pieces(p, shape, own) for name, p, shape, own in _parameters(model)} | buffers
 
 
 def _optimizer_state(model: FullyShardedDataParallel, optimizer: Optimizer) -> dict[str, Any]:
-    """Each tensor of the optimizer's state by its key and its parameter's name, and the groups' settings."""
+    """Return the tensors of the optimizer's state by key and parameter name, and the groups' settings."""
     state: dict[str, Any] = {}
     names = _names(model, optimizer)
     for name, parameter, shape, own in _parameters(model):
@@ -251,7 +252,7 @@ def _load_optimizer(
 def _check_same_groups(
     directory: Path, model: FullyShardedDataParallel, optimizer: Optimizer, groups: list[dict[str, Any]]
 ) -> None:
-    """ValueError where the checkpoint's groups have other settings, or other parameters, than the optimizer's."""
+    """ValueError if the checkpoint's groups have other settings or other parameters than the optimizer's."""
     names = _names(model, optimizer)
     if len(groups) != len(optimizer.param_groups):
         raise ValueError(
@@ -271,7 +272,7 @@ def _check_same_groups(
 
 
 def _complete(directory: Path) -> Metadata:
-    """The checkpoint's metadata; ValueError where a file is missing or too short."""
+    """Return the checkpoint's metadata; ValueError if a file is missing or too short."""
     if not (directory / ".metadata").is_file():
         raise ValueError(f"{directory} holds no complete checkpoint: it has no .metadata")
     try:
@@ -286,7 +287,7 @@ def _complete(directory: Path) -> Metadata:
 
 
 def _check_same(directory: Path, metadata: Metadata, state: dict[str, Any]) -> None:
-    """ValueError for the first parameter or buffer that is not the same in the checkpoint and the model."""
+    """ValueError that names the first parameter or buffer that differs between checkpoint and model."""
     stored: dict[str, Any] = {
         name: f"{tuple(entry.size)} of {entry.properties.dtype}"
         for name, entry in metadata.state_dict_metadata.items()

@@ -73,13 +73,13 @@ class FullySharded(Protocol):
 
 @dataclass(frozen=True)
 class Facts:
-    """What questions ask of a way to shard, stated where it is registered; of a user's own the defaults are assumed."""
+    """Facts about a way to shard that questions need, stated where it is registered; a user's own gets the defaults."""
 
     reshard_after_forward: bool = True
     norms_replicated: bool = False
     gathers_first_again: bool = True
-    """Whether backward all-gathers the first of the nine linears again. It need not: nothing asks for the gradient of
-    the input, so nothing reads the weight."""
+    """True if backward all-gathers the first of the nine linears again. It need not: nothing asks for the gradient
+    of the input, so nothing reads the weight."""
     nine_linears: Formulas | None = None
     """Closed forms of the step of nine linears, where they are known."""
 

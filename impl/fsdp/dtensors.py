@@ -33,7 +33,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 def _copy(parameter: Tensor) -> Tensor:
     full = _full(parameter)
     own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    # Of a single rank, what is gathered is the rank's shard itself.
+    # With a single rank the gathered tensor is the rank's shard itself.
     return full.clone() if full.untyped_storage().data_ptr() == own.untyped_storage().data_ptr() else full
 
 

@@ -28,7 +28,7 @@ class Sharding:
     reduce_dtype: torch.dtype | None
     device: torch.device
     shard_device: torch.device
-    """Where shards, their gradients and the optimizer's state are: `device`, or the CPU."""
+    """Device of shards, their gradients and the optimizer's state: `device`, or the CPU."""
 
     def __post_init__(self) -> None:
         for name, dtype in {"compute_dtype": self.compute_dtype, "reduce_dtype": self.reduce_dtype}.items():
@@ -45,11 +45,11 @@ class Sharding:
 
     @property
     def offloads(self) -> bool:
-        """Whether shards are in host memory while the model computes on another device."""
+        """True if shards are in host memory while the model computes on another device."""
         return self.shard_device.type != self.device.type
 
     def wait_for_host_memory(self, *_: Any) -> None:  # a hook has arguments
-        """Return when what is copied to host memory is there, and what is copied from it may be overwritten."""
+        """Return when copies to host memory have arrived and copies from it are done, so that it may be overwritten."""
         if self.offloads:
             torch.accelerator.current_stream(self.device).synchronize()
 
@@ -74,8 +74,8 @@ class Flat:
         self._shard_size = -(-self._offsets[-1] // self._ranks)
         self._reduce_dtype = sharding.reduce_dtype or sharding.compute_dtype or first.dtype
         self._gathering: Handle | None = None
-        self._gradients: dict[int, Tensor] = {}  # full, by the parameter's index, as backward produces them
-        self._gradient: Tensor | None = None  # all of them end to end, while they are reduced
+        self._gradients: dict[int, Tensor] = {}  # full gradients by the parameter's index, as backward produces them
+        self._gradient: Tensor | None = None  # all gradients end to end, while they are reduced
         self._reducing: Handle | None = None
 
         with torch.no_grad():
@@ -95,16 +95,16 @@ class Flat:
                 call_on_gradient(full, self._collect_gradient)
 
     def part(self) -> tuple[int, int]:
-        """Which of how many equal parts this rank's shard is."""
+        """Index of this rank's shard, and the number of equal parts."""
         return self.sharding.rank, self.sharding.world_size
 
     @property
     def counted(self) -> bool:
-        """Whether a sum over all ranks counts this rank's elements."""
+        """True if a sum over all ranks counts this rank's elements."""
         return True
 
     def begin_gather(self) -> None:
-        """Start to all-gather the shards, cast to the compute dtype, unless that is done or under way."""
+        """Start to all-gather the shards, cast to the compute dtype, unless they are gathered or being gathered."""
         if self.gathered:
             return
         self._flat.untyped_storage().resize_(self._nbytes)
@@ -123,7 +123,7 @@ class Flat:
 
     @property
     def gathered(self) -> bool:
-        """Whether the full parameters are gathered, or being gathered."""
+        """True if the full parameters are gathered, or being gathered."""
         return self._flat.untyped_storage().nbytes() > 0 or self._nbytes == 0
 
     def _collect_gradient(self, full: nn.Parameter) -> None:
@@ -154,7 +154,7 @@ class Flat:
             parameter.grad = view if parameter.grad is None else parameter.grad.add_(view)
 
     def _flatten_gradients(self) -> Tensor:
-        """All gradients in one flat tensor; each is freed once it is copied. A single unpadded one is not copied."""
+        """Copy all gradients into one flat tensor and free each; a single gradient without padding is used as it is."""
         only = self._gradients.get(0)
         alone = only is not None and only.numel() == self._flat.numel() and only.is_contiguous()
         if only is not None and alone and has_own_memory(only):
@@ -170,7 +170,7 @@ class Flat:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether backward has produced a gradient that is not yet being reduced."""
+        """True if backward has produced a gradient that is not yet being reduced."""
         return bool(self._gradients)
 
     @property
@@ -193,7 +193,7 @@ class Flat:
         return [view.clone() for view in self._views(flat)]
 
     def _scatter(self) -> Tensor:
-        """This rank's shard of rank 0's values."""
+        """Scatter rank 0's values; return this rank's shard."""
         flat = torch.zeros(self._ranks * self._shard_size, dtype=self.parameters[0].dtype, device=self.sharding.device)
         if self.sharding.rank == 0:
             for view, parameter in zip(self._views(flat), self.parameters, strict=True):
@@ -244,11 +244,9 @@ class Flat:
 
 
 class Replicated(Flat):
-    """Parameters that every rank has in full and in their own shapes: the shard is all of the flat tensor.
-
-    Nothing is gathered, and gradients are all-reduced. Where they are computed with in their own dtype and device, the
-    full parameters share the shard's memory.
-    """
+    """Parameters that every rank has in full and in their own shapes: the shard is the full flat tensor. Nothing is
+    gathered, and gradients are all-reduced. If compute dtype and device are the stored ones, the full parameters
+    share the shard's memory."""
 
     def part(self) -> tuple[int, int]:
         return 0, 1

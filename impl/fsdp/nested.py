@@ -1,4 +1,4 @@
-"""Tensors inside what a module takes and returns: tuples, lists, dicts, dataclasses, one within another."""
+"""Tensors nested in a module's inputs and outputs: in tuples, lists, dicts and dataclasses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy whose tensors are changed; the object itself where none is, as a module may write into a list or dict."""
+    """Return a copy with changed tensors, or the object itself if no tensor changes: a module may write into a list
+    or dict."""
     found = tree_map(change, value)
     same = all(a is b for a, b in zip(tree_leaves(value), tree_leaves(found), strict=True))
     return value if same else found

@@ -6,10 +6,8 @@ from impl.fsdp.units import Unit
 
 
 class Order:
-    """Records the order of one step to predict the next step's; `depth` is how many units to prefetch.
-
-    ValueError for a depth that is none, under the `name` of the option that sets it.
-    """
+    """Records the order of one step to predict the next step's; `depth` is the number of units to prefetch.
+    ValueError for an invalid depth, which names the option `name`."""
 
     def __init__(self, name: str, depth: int) -> None:
         if not isinstance(depth, int) or depth < 0:

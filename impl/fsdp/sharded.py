@@ -112,7 +112,7 @@ class FullyShardedDataParallel(PlainStateDict):
         for unit in self.units:
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
             unit.module.register_forward_hook(partial(self._after_forward, unit))
-        for part in module.modules():  # of whose shards a forward may still be copying
+        for part in module.modules():  # a forward may still be copying from this module's shards
             part.register_load_state_dict_pre_hook(self.sharding.wait_for_host_memory)
         check_before_steps(self, refuse_unsynchronized_gradients)
         mark_sharded(module)
@@ -121,7 +121,7 @@ class FullyShardedDataParallel(PlainStateDict):
         try:
             return self.module(*args, **kwargs)
         except BaseException:
-            if not backward_runs():  # a forward that is recomputed in backward makes backward raise
+            if not backward_runs():  # a forward recomputed in backward that raises makes backward raise
                 self._discard_step()
             raise
 
@@ -220,7 +220,7 @@ class FullyShardedDataParallel(PlainStateDict):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """As in the contract. RuntimeError before gradients are synchronized."""
+        """As in the contract; RuntimeError before gradients are synchronized."""
         if self._unsynchronized:
             raise RuntimeError("clip_grad_norm_() before finish_gradient_synchronization()")
         gradients = [p.grad for p in self._trainable() if p.grad is not None]
@@ -238,7 +238,7 @@ class FullyShardedDataParallel(PlainStateDict):
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; and discard a backward that raised or was not synchronized."""
+        """As torch's; also discards a backward that raised or was not synchronized."""
         if self._backwards or self._unsynchronized:
             self._discard_step()
         super().zero_grad(set_to_none)
@@ -265,7 +265,8 @@ class FullyShardedDataParallel(PlainStateDict):
         self._unsynchronized = False
 
     def _trainable(self, counted: bool = False) -> Iterator[nn.Parameter]:
-        """This rank's shards of the trainable parameters; `counted`, without what another rank counts."""
+        """Return this rank's shards of the trainable parameters; with `counted`, without those that another rank
+        counts."""
         flats = (flat for unit in self.units for flat in unit.flats if flat.trainable and (flat.counted or not counted))
         return (p for flat in flats for p in flat.parameters)
 

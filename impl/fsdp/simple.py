@@ -110,7 +110,8 @@ def init_weights(model: nn.Module, seed: int = 0) -> None:
     own = [index for index, placement in zip(mesh.get_coordinate(), placements, strict=True) if placement.is_shard()]
     devices = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
     with torch.random.fork_rng(devices), as_stored(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")  # hence the seeds
+        # seeds above replace DTensor's incomplete support
+        warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
         torch.manual_seed(seed * mesh.size() + sum(own))
         initialize: Any = model.init_weights
         initialize()
@@ -161,7 +162,7 @@ class _Gathered(NamedTuple):
 
 
 class _Reading:
-    """How one model's parameters are all-gathered when they are read, and again in backward."""
+    """How one model's parameters are all-gathered: when they are read, and again in backward."""
 
     as_stored = False
 
@@ -257,7 +258,8 @@ def _recompute(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
 
 @cache  # models of one class share the new class, so that code compiled for one serves the next
 def _class(bases: tuple[type[nn.Module], ...], *names: str) -> type[nn.Module]:
-    """A subclass of `bases`, with the last one's name, in which those parameters are properties that all-gather."""
+    """Make a subclass of `bases` with the last one's name, in which reading one of the named parameters all-gathers
+    it."""
 
     def read(name: str) -> property:
         return property(lambda module: module._reading(module._parameters[name]))
@@ -269,7 +271,7 @@ def _class(bases: tuple[type[nn.Module], ...], *names: str) -> type[nn.Module]:
 def _shard(
     parameter: Any, mesh: DeviceMesh, placements: tuple[Placement, ...], sharded: WeakIdKeyDictionary
 ) -> nn.Parameter:
-    """The parameter as a DTensor; `sharded` has those made before, so that a tied parameter stays tied."""
+    """Return the parameter as a DTensor; `sharded` caches those already made, so that a tied parameter stays tied."""
     if parameter not in sharded:
         if not parameter.is_meta:
             dist.broadcast(parameter.detach(), group=_group(mesh), group_src=0)  # in place; a scatter would copy

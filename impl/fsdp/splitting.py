@@ -43,7 +43,7 @@ def split(module: nn.Module, wrap: Policy, ignored_params: ParameterPolicy, shar
 
 
 def device_of(module: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Where to compute: on `device`, else where the module is; for one on the meta device, on the default device."""
+    """Return the device to compute on: `device` if given, else the module's; the default device for a meta module."""
     if device is not None:
         return torch.device(device)
     own = next(module.parameters()).device
@@ -61,7 +61,7 @@ def _owners(module: nn.Module, roots: list[nn.Module]) -> dict[nn.Module, nn.Mod
     """The unit of each submodule: the innermost around it, or the root where several units share its parameters."""
     owners = _innermost(module, roots)
     moved = True
-    while moved:  # a submodule that moves to the root takes all its parameters along, which others may share
+    while moved:  # a submodule that moves to the root takes along all its parameters, which other units may share
         moved = False
         for parts in _users(owners).values():
             if len({owners[part] for part in parts}) > 1:
@@ -107,10 +107,8 @@ def _check_can_be_materialized(part: nn.Module) -> None:
 
 
 def _materialize(parts: list[nn.Module], device: torch.device) -> dict[nn.Parameter, nn.Parameter]:
-    """Allocate what is on the meta device and call its `reset_parameters()`; tied parameters stay tied.
-
-    Returns the new parameter of each one that was on the meta device.
-    """
+    """Allocate modules on the meta device and call their `reset_parameters()`; tied parameters stay tied. Returns
+    the new parameter for each replaced one."""
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     on_meta: list[Any] = [part for part in parts if _on_meta(part)]
     for part in on_meta:

@@ -23,9 +23,9 @@ class Unit:
         self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self.add(places, sharding)
         self.calls = 0
-        """Forward passes whose backward is not complete."""
+        """Number of forward passes whose backward is not complete."""
         self.in_backward = False
-        """Whether backward has begun, and full parameters are gathered for it since."""
+        """True if backward has begun and full parameters have been gathered for it."""
         self.reduced = False
 
     def add(self, places: dict[nn.Parameter, list[Place]], sharding: Sharding, kind: type[Flat] = Flat) -> None:
@@ -69,7 +69,7 @@ class Unit:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether backward has produced a gradient that is not yet being reduced."""
+        """True if backward has produced a gradient that is not yet being reduced."""
         return any(flat.has_gradient for flat in self.flats)
 
     def begin_reduce(self) -> None:

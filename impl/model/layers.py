@@ -21,7 +21,7 @@ def truncated_normal_(weight: Tensor, std: float) -> None:
     Applies the inverse distribution function to uniform values. `nn.init.trunc_normal_` draws values outside again,
     which takes five times as long and temporaries as large as the weight.
     """
-    within = math.erf(CUT / math.sqrt(2))  # the probability of the interval that is left
+    within = math.erf(CUT / math.sqrt(2))  # probability of the interval between the cuts
     # In half precision uniform values would be rounded down, and their mean would be 0.01 too low.
     drawn = torch.empty_like(weight, dtype=torch.float32) if weight.element_size() < 4 else weight
     drawn.uniform_(-within, within).erfinv_().mul_(std * math.sqrt(2)).clamp_(-CUT * std, CUT * std)
@@ -36,7 +36,7 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
-        """Glorot and Bengio, 2010, truncated."""
+        """Draw the weights: Glorot and Bengio, 2010, truncated."""
         std = (2 / (self.in_features + self.out_features)) ** 0.5
         truncated_normal_(self.weight, std)
 
@@ -75,7 +75,7 @@ class RotaryEmbedding(nn.Module):
         return torch.outer(torch.arange(self.context_length, dtype=torch.float64), frequencies)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        """To a wider dtype the tables are made anew: from bfloat16 back to float32 they would stay rounded."""
+        """Recompute the tables on a move to a wider dtype: from bfloat16 back to float32 they would stay rounded."""
         before = self.cos.dtype
         super()._apply(fn, recurse)
         if self.cos.dtype.itemsize > before.itemsize:

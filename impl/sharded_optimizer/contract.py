@@ -73,10 +73,10 @@ class ShardedOptimizerContract(Protocol):
 
 @dataclass(frozen=True)
 class Facts:
-    """What questions ask of a way to shard the optimizer, stated where it is registered."""
+    """Facts about a way to shard the optimizer that questions need, stated where it is registered."""
 
     work: Callable[[Any], Work] = work
-    """What a case's step computes, and what each rank must send."""
+    """Function from a case to its step's FLOPs and the bytes each rank must send."""
     wrapper: str = "bucketed"
     """The data-parallel wrapper that averages gradients for an optimizer that does not average them itself."""
 
@@ -99,7 +99,7 @@ FAMILY = add_family(
         ShardedOptimizerContract,
         reference="unsharded",
         check=_check,
-        memory=balanced_peak,  # for a user's own optimizer: shards of equal size
+        memory=balanced_peak,  # a user's own optimizer: shards of equal size
         time=Race("zero_redundancy", budget=2.0),
         facts=Facts(),
     )

@@ -77,16 +77,17 @@ def _zero_redundancy_class() -> Any:
             self.consolidate_state_dict(to=0)
             shared = [super().state_dict() if self.rank == 0 else None]
             dist.broadcast_object_list(shared, group=self.process_group, group_src=0)
-            self._all_state_dicts: list[dict[str, Any]] = []  # in which torch keeps the full state
+            self._all_state_dicts: list[dict[str, Any]] = []  # torch keeps the full state here
             assert shared[0] is not None
             return shared[0]
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            check_groups(state_dict, self.param_groups)  # torch's IndexError, and what it would have loaded by then
+            check_groups(state_dict, self.param_groups)  # torch would raise IndexError after loading a part
             self.optim.state.clear()
-            super().load_state_dict(state_dict | {"state": dict(state_dict["state"])})  # torch writes into it: a copy
-            self.optim.load_state_dict(self.optim.state_dict())  # which casts, as torch's sharded loading does not
-            self.state.clear()  # a second copy of this rank's part, which nothing reads
+            # a copy, as torch writes into it
+            super().load_state_dict(state_dict | {"state": dict(state_dict["state"])})
+            self.optim.load_state_dict(self.optim.state_dict())  # casts the state, as torch's sharded loading does not
+            self.state.clear()  # frees a second copy of this rank's part, which nothing reads
 
     return ZeroRedundancy
 

@@ -40,7 +40,7 @@ class ForwardOverlap:
         module.register_load_state_dict_pre_hook(wait_for_rest)
 
     def read_too_early(self, parameter: nn.Parameter) -> bool:
-        """Called for a parameter with a new gradient: whether forward read it without waiting for its update."""
+        """Called for a parameter with a new gradient: True if forward read it without waiting for its update."""
         return self._bucket_of[parameter].late
 
     def _wait(self, submodule: nn.Module) -> None:

@@ -66,14 +66,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.average_gradients = average_gradients
         self._collectives = collectives_for(self.process_group)
         self._optimizer_cls, self._bucket_mb = optimizer_cls, bucket_mb
-        self._inner: torch.optim.Optimizer | None = None  # of this rank's segments
+        self._inner: torch.optim.Optimizer | None = None  # over this rank's segments
         self._buckets: list[ShardedBucket] = []  # in the order of their reduce-scatters, the same on all ranks
         self._bucket_of: dict[nn.Parameter, ShardedBucket] = {}
         self._filled: list[ShardedBucket] = []  # in the order in which this backward filled them
         self._order_is_known = False
-        self._next = 0  # the first bucket whose reduce-scatter has not started
+        self._next = 0  # first bucket whose reduce-scatter has not started
         self._synchronizing = True  # False inside no_sync
-        self._owned = [0] * dist.get_world_size(self.process_group)  # bytes, by rank
+        self._owned = [0] * dist.get_world_size(self.process_group)  # bytes owned, by rank
         self._overlap = None if module is None else ForwardOverlap(module, self._bucket_of)
         super().__init__(params, defaults)
 
@@ -161,7 +161,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._synchronizing = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; a backward that was not followed by `step` is discarded."""
+        """As torch's; discards a backward that no `step` followed."""
         if self.average_gradients:
             self._free_gradients()
         super().zero_grad(set_to_none)
@@ -179,7 +179,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             square += checks.total_norm(grads).square()
         self._collectives.all_reduce(square, self.process_group)
         norm = square.sqrt().squeeze()
-        if grads:  # with few elements a rank may own none
+        if grads:  # a rank may own none of few elements
             torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).item())
         return norm
 
@@ -195,7 +195,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._add_inner_group(group, self._shard([p for p in group["params"] if p.requires_grad and p.numel()]))
 
     def _shard(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Move parameters into new buckets, the last first, as backward reaches them; returns this rank's shards."""
+        """Move parameters into new buckets, last parameter first, as backward reaches them; return this rank's
+        shards."""
         device = next((p.device.type for p in parameters), "cpu")
         most = (self._bucket_mb or default_bucket_mb(device)) * 2**20
         runs = partition(parameters[::-1], most, least_bytes=most)
@@ -211,7 +212,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [segment.shard for bucket in new for segment in bucket.segments]
 
     def _shard_thawed(self, thawed: Callable[[nn.Parameter], bool]) -> None:
-        """Shard those parameters that were frozen when their group was added and now are not."""
+        """Shard parameters that were frozen when their group was added and are trainable now."""
         assert self._inner is not None
         for inner, group in zip(self._inner.param_groups, self.param_groups, strict=True):
             new = [p for p in group["params"] if p not in self._bucket_of and p.numel() and thawed(p)]
