@@ -71,7 +71,7 @@ def flash_pytorch_peak(case: AttentionCase, tile_rows: int = 256) -> Bytes:
     tile = batch * rows * rows * compute
     column = batch * rows * compute  # one value a row
     slab = column * head_dim  # a tile of q, k, v or of the accumulator
-    mask = 2 * rows * rows if case.is_causal else 0  # made as ones, then its upper triangle
+    mask = 2 * rows * rows if case.is_causal else 0  # made as ones, then reduced to its upper triangle
     if case.mode == "forward":
         of_tile = {
             "tiles of q and of the accumulator": 2 * slab,
@@ -84,7 +84,7 @@ def flash_pytorch_peak(case: AttentionCase, tile_rows: int = 256) -> Bytes:
     if size == compute:
         of_tile = {"tile of a product": slab, "delta": column, "tiles of scores": 2 * tile, "mask": mask}
         return flash_peak(case).add(of_tile)
-    rounded = 3 * batch * seq * head_dim * size  # made from accumulators when all is done
+    rounded = 3 * batch * seq * head_dim * size  # rounded from the accumulators at the end
     tiles_or_rounded = (
         {"tiles of scores": 2 * tile, "mask": mask} if 2 * tile + mask > rounded else {_GRADIENTS: rounded}
     )
@@ -134,7 +134,7 @@ def sdpa_math_peak(case: AttentionCase) -> Bytes:
     )
     if case.mode == "backward":
         return backward
-    return max(backward, forward.add({"gradient of the output": elements * size}))  # which is there beforehand
+    return max(backward, forward.add({"gradient of the output": elements * size}))  # it exists before backward
 
 
 def sdpa_peak(case: AttentionCase, device: str = "cpu") -> Bytes:

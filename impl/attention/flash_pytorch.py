@@ -128,7 +128,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def _key_tiles(first_query: int, rows: int, k_len: int, is_causal: bool) -> range:
-    """First keys of the tiles that some of these queries attend to."""
+    """Yield the first key of each tile that some of these queries attend to."""
     return range(0, min(k_len, first_query + rows) if is_causal else k_len, TILE)
 
 
@@ -141,7 +141,7 @@ def _mask_future(tile: Tensor, first_query: int, first_key: int, value: float) -
 
 
 def _is_long_on_cpu(case: Any, device: str) -> bool:
-    """Whether tiles save more time than the Python loops over them cost."""
+    """True if tiles save more time than the Python loops over them cost."""
     return device == "cpu" and case.seq >= 4096 and case.is_causal and case.mode == "both"
 
 

@@ -30,7 +30,7 @@ ALIGNMENT = 16
 """A tensor descriptor (TMA) needs addresses and strides that are multiples of this many bytes."""
 
 MANY_ROWS = 2**17
-"""With more rows over all its programs, a kernel keeps every multiprocessor busy several times over."""
+"""Rows over all programs above which a kernel keeps every multiprocessor busy several times over."""
 
 PRECISIONS = {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}
 """Triton's name for each value of `torch.get_float32_matmul_precision()`."""
@@ -125,7 +125,8 @@ class _Launch:
         arithmetic = nearest_arithmetic(kernel, self.arithmetic, self.chip, self.columns)
         tma = self.chip >= 90 and arithmetic in (HALF, "tf32")  # the other arithmetics load rows in chunks
         kv_heads = self.heads // self.group
-        per_key = kernel == "attention_backward_kv"  # a program for BLOCK_N keys; in the others, for BLOCK_M queries
+        # one program per BLOCK_N keys; the other kernels: per BLOCK_M queries
+        per_key = kernel == "attention_backward_kv"
         length, block, programs = (self.k_len, "BLOCK_N", kv_heads) if per_key else (self.q_len, "BLOCK_M", self.heads)
         operands = {
             name: self._operand(x, kv_heads if name[-1] in "kv" else self.heads, tma) for name, x in tensors.items()
@@ -165,7 +166,7 @@ class _Launch:
 
 
 def _is_readable(x: Tensor) -> bool:
-    """Whether a tensor descriptor can describe `x`."""
+    """True if a tensor descriptor can describe `x`."""
     steps = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
     aligned = all(step > 0 and step * x.itemsize % ALIGNMENT == 0 for step in steps)
     return aligned and x.stride(-1) == 1 and x.data_ptr() % ALIGNMENT == 0

@@ -26,7 +26,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     memory. So leading dims are reshaped to those two.
     """
     check_inputs(q, k, v)
-    if q.numel() == 0:  # which has no batch to reshape to
+    if q.numel() == 0:  # an empty tensor has no batch to reshape to
         return eager_attention(q, k, v, is_causal=is_causal)
     q4, k4, v4 = _batch_and_heads(q, k, v)
     out = scaled_dot_product_attention(q4, k4, v4, is_causal=is_causal, enable_gqa=kv_group(q, k) > 1)
@@ -34,7 +34,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
 
 
 def sdpa_backend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
-    """The kernel that SDPA chooses for these inputs, such as "flash_attention"."""
+    """Name of the kernel that SDPA chooses for these inputs, such as "flash_attention"."""
     q4, k4, v4 = _batch_and_heads(q, k, v)
     choice: Any = torch._fused_sdp_choice(q4, k4, v4, None, 0.0, is_causal, enable_gqa=kv_group(q, k) > 1)
     return SDPBackend(choice).name.lower()
@@ -76,12 +76,13 @@ _flex = compile_each_shape(flex_attention)
 
 @functools.lru_cache(maxsize=8)
 def _causal_blocks(q_len: int, k_len: int, device: torch.device) -> BlockMask:
-    """The causal block mask; made once for each shape, as in a training run."""
+    """Make the causal block mask, once per shape as in a training run."""
     return create_block_mask(lambda b, h, i, j: i >= j, None, None, q_len, k_len, device=str(device))
 
 
 def _batch_and_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each as (batch, heads, seq, head_dim). Without grouped-query attention all leading dims become the batch."""
+    """Reshape each to (batch, heads, seq, head_dim). Without grouped-query attention all leading dims become the
+    batch."""
     if q.ndim == 4:
         return q, k, v
     grouped = kv_group(q, k) > 1

@@ -14,22 +14,22 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 HALF = "half"
-"""The arithmetic of 16-bit inputs; that of float32 is one of `EXACTER`."""
+"""Arithmetic of 16-bit inputs; float32 has those of `EXACTER`."""
 
 EXACTER = ("tf32", "tf32x3", "ieee")
-"""The arithmetics of float32, from the least to the most accurate."""
+"""Arithmetics of float32, from the least to the most accurate."""
 
 CHIPS = (80, 90, 100)
-"""Compute capabilities with tables of their own: Ampere, Hopper, Blackwell."""
+"""Compute capabilities with their own tables: Ampere, Hopper, Blackwell."""
 
 MAX_REGISTERS = 255
-"""Registers of one thread at most."""
+"""Most registers per thread."""
 
 Tile = tuple[int, int, int, int]
 """BLOCK_M, BLOCK_N, warps, stages."""
 
 Table = dict[str, dict[int, list[Tile]]]
-"""Kernel, then the most columns of a tile (the head dim, as a power of two), then the tiles to choose from."""
+"""Kernel -> most columns of a tile (the head dim, as a power of two) -> tiles to choose from."""
 
 AMPERE_HALF: Table = {
     "attention_forward": {
@@ -138,7 +138,7 @@ TABLES: dict[int, dict[str, Table]] = {
 
 
 def tiles(kernel: str, arithmetic: str, chip: int, columns: int) -> list[Tile]:
-    """The tiles that a kernel may take for that many columns; none where every choice would spill registers."""
+    """Return the tiles that a kernel may use for that many columns; none if every choice would spill registers."""
     by_columns = TABLES[chip][arithmetic].get(kernel, {})
     return next((by_columns[most] for most in sorted(by_columns) if columns <= most), [])
 
@@ -167,22 +167,20 @@ def _set_rows(arguments: dict[str, Any]) -> None:
 
 
 def prune(choices: list[triton.Config], positional: dict[str, Any], **arguments: Any) -> list[triton.Config]:
-    """The configurations whose tiles fit in the device's shared memory, as others would fail to launch.
-
-    Where none fits, the smallest.
-    """
+    """Return the configurations whose tiles fit in the device's shared memory, as others would fail to launch; if
+    none fits, the smallest."""
     room = shared_memory(arguments["lse"].device.index)
     needed = [(tile_bytes(choice, arguments), choice) for choice in choices]
     return [choice for size, choice in needed if size <= room] or [min(needed, key=lambda pair: pair[0])[1]]
 
 
 def shared_memory(device: int) -> int:
-    """Bytes that one block may have on a CUDA device."""
+    """Bytes of shared memory that one block may use on a CUDA device."""
     return driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
 def tile_bytes(choice: triton.Config, arguments: dict[str, Any]) -> int:
-    """About the bytes of shared memory that a configuration's tiles take: resident ones, and those of each stage."""
+    """Approximate bytes of shared memory of a configuration's tiles: resident ones, and those of each stage."""
     stay, stream = choice.kwargs["BLOCK_M"], choice.kwargs["BLOCK_N"]
     if "grad_k" in arguments:
         stay, stream = stream, stay

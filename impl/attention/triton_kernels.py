@@ -172,7 +172,7 @@ def _longest_first(q_len, heads, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _keys_seen(start, k_len, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """For the queries from `start` on: the first key of the tiles that need a mask, and the end of the keys."""
+    """For queries from `start` on: first key of the tiles that need a mask, and the end of the keys."""
     first_masked, end = k_len // BLOCK_N * BLOCK_N, k_len
     if IS_CAUSAL:
         first_masked = tl.minimum(first_masked, (start + 1) // BLOCK_N * BLOCK_N)
@@ -182,7 +182,7 @@ def _keys_seen(start, k_len, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLO
 
 @triton.jit
 def _seen(rows, columns, k_len, IS_CAUSAL: tl.constexpr):
-    """Whether the query attends to the key."""
+    """True where the query attends to the key."""
     seen = columns < k_len
     if IS_CAUSAL:
         seen = seen & (columns <= rows)
@@ -248,7 +248,7 @@ def _store(
 
 @triton.jit
 def _place(x, batch, head, start, length, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """Pointers to a tile's elements, and which of them lie inside the tensor."""
+    """Pointers to a tile's elements, and a mask of those inside the tensor."""
     base = x[0] + tl.cast(batch, tl.int64) * x[1] + tl.cast(head, tl.int64) * x[2] + tl.cast(start, tl.int64) * x[3]
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)

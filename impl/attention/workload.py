@@ -40,7 +40,7 @@ class AttentionPass:
             mark("backward")
 
     def _backend(self, implementation: Implementation) -> str:
-        """The kernel that SDPA chooses; for other implementations, their name."""
+        """Name of the kernel that SDPA chooses, or of the implementation."""
         if implementation.target is sdpa:
             return sdpa_backend(self.q, self.k, self.v, self.case.is_causal)
         return implementation.name

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 FLOAT = 4
 MULTIPROCESSORS = 132
-"""Of an H100 SXM, which is what formulas speak of where there is no GPU."""
+"""Multiprocessors of an H100 SXM, which formulas assume if there is no GPU."""
 MOST_SPLITS = 128
 
 
 def sdpa_workspace(case: AttentionCase, device: str) -> Bytes:
-    """Of the kernel that SDPA chooses."""
+    """Bytes of workspace of the kernel that SDPA chooses."""
     return efficient_workspace(case, device) if case.dtype == "float32" else flash_workspace(case, device)
 
 
@@ -53,16 +53,15 @@ def flash_workspace(case: AttentionCase, device: str) -> Bytes:
 
 
 def multiprocessors() -> int:
-    """Of the GPU at hand: with more of them flash attention splits keys further."""
+    """Number of multiprocessors of this machine's GPU: with more of them flash attention splits keys further."""
     found = torch.cuda.is_available()
     return torch.cuda.get_device_properties().multi_processor_count if found else MULTIPROCESSORS
 
 
 def key_splits(batch: int, seq: int, head_dim: int, multiprocessors: int) -> int:
-    """Among how many blocks flash attention's forward splits keys (flash_api.cpp, num_splits_heuristic): the fewest
-    that are within 85% of the best use of the multiprocessors, two blocks on each; 1 where queries alone nearly fill
-    them. A number that cuts keys no finer than the one before does not count.
-    """
+    """Number of blocks among which flash attention's forward splits the keys (flash_api.cpp, num_splits_heuristic):
+    the fewest within 85% of the best use of the multiprocessors, two blocks on each; 1 if queries alone nearly fill
+    them. A number that cuts keys no finer than the one before does not count."""
     slots, blocks = 2 * multiprocessors, batch * math.ceil(seq / 64)
     if blocks >= 0.8 * slots:
         return 1

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from impl.training_step.cases import TrainingStepCase
 
 BLOCK = "activations of blocks.*"
-"""What a block itself makes: the residual stream, of which its output is one."""
+"""Bytes that a block itself allocates: the residual stream, including its output."""
 
 
 class Checkpointing(Technique):
-    """Blocks run forward as ever, then free all activations but their input, and each `n`-th does so alone. Before its
-    backward a block computes them again, up to its last product, which backward has no use for."""
+    """Forward runs each `n`-th block as usual, then frees its activations except the input. Before its backward a
+    block is recomputed, up to its last product, which backward does not read."""
 
     def __init__(self, case: TrainingStepCase, n: int = 1) -> None:
         self.case, self.n = case, n
@@ -47,7 +47,7 @@ class Checkpointing(Technique):
             self.at_block(int(number), moment)
 
     def at_block(self, block: int, moment: Moment) -> None:
-        """Forward comes to a block or has left it; backward comes to it, and so has left the one after it."""
+        """Forward arrives at a block or has left it; or backward arrives at it, having left the block after it."""
         if moment.kind == ENTER:
             self.before = dict(moment.live)
         elif moment.kind == LEAVE and self.checkpointed(block):
@@ -65,7 +65,7 @@ class Checkpointing(Technique):
         return (block + 1) % self.n == 0
 
     def free(self, made: dict[str, int]) -> dict[str, int]:
-        """Free what is not kept of the activations that the block made, and return it."""
+        """Free those of the block's activations that are not kept, and return the rest."""
         freed = {name: nbytes for name, nbytes in made.items() if nbytes > 0}
         for name, nbytes in freed.items():
             self.ledger.free(name, nbytes)
@@ -75,19 +75,19 @@ class Checkpointing(Technique):
         """Forward has left the block."""
 
     def after_forward(self) -> None:
-        """Forward is done."""
+        """Called when forward is done."""
 
     def compute_again(self, block: int) -> None:
         for name, nbytes in self.freed.pop(block).items():
             self.ledger.take(name, nbytes)
 
     def left_backward(self, block: int) -> None:
-        """Backward has left the block."""
+        """Called when backward has left the block."""
 
 
 class OfMLP(Checkpointing):
-    """Under autocast the half-precision copies of weights and biases live to the end of its context, and backward's
-    recomputing has one of its own; without checkpointing a copy of a block's input is kept in place of the input."""
+    """Under autocast, half-precision copies of weights and biases live until its context ends, and the recomputation
+    has a context of its own; without checkpointing a copy of a block's input is kept in place of the input."""
 
     def __init__(self, case: TrainingStepCase) -> None:
         super().__init__(case)
@@ -120,8 +120,8 @@ class OfMLP(Checkpointing):
 
 
 class Recursive(Checkpointing):
-    """Each segment of blocks keeps its input. Before its backward the inputs of all its blocks are there, and then one
-    block's activations at a time."""
+    """Each segment of blocks keeps its input. Before its backward the inputs of all its blocks are recomputed, then
+    one block's activations at a time."""
 
     def __init__(self, case: TrainingStepCase) -> None:
         super().__init__(case)
@@ -139,7 +139,8 @@ class Recursive(Checkpointing):
 
 
 class Selective(Checkpointing):
-    """Each block keeps its input and what its matrix products and attention gave. ValueError unless that is SDPA's."""
+    """Each block keeps its input and the outputs of its matrix products and attention. ValueError unless attention
+    is SDPA."""
 
     def __init__(self, case: TrainingStepCase) -> None:
         if case.attention != "sdpa":
@@ -149,23 +150,23 @@ class Selective(Checkpointing):
     def free(self, made: dict[str, int]) -> dict[str, int]:
         for product in ("attention.value", "feed_forward.w1", "feed_forward.w3"):
             made.pop(f"{BLOCK}.{product}")
-        # Attention's output and its log-sum-exp stay; a copy with heads side by side goes, where there is one.
+        # Attention's output and log-sum-exp stay; the copy with heads side by side, if there is one, is freed.
         made[f"{BLOCK}.attention"] = self.stream if made[f"{BLOCK}.attention"] >= 2 * self.stream else 0
         return super().free(made)
 
     def left(self, block: int) -> None:
-        """What forward frees where nothing is checkpointed."""
+        """Account for the activations that forward frees without checkpointing."""
         self.ledger.take("q and k before RoPE", 2 * self.stream)
         self.ledger.take("attention projection", self.stream)
         self.ledger.take("feed-forward output", self.stream)
 
     def compute_again(self, block: int) -> None:
-        self.ledger.free("q and k before RoPE", 2 * self.stream)  # both are read by what is computed again
+        self.ledger.free("q and k before RoPE", 2 * self.stream)  # the recomputation reads both
         self.ledger.free("attention projection", self.stream)
         super().compute_again(block)
 
     def left_backward(self, block: int) -> None:
-        self.ledger.free("feed-forward output", self.stream)  # nothing in backward asks for it
+        self.ledger.free("feed-forward output", self.stream)  # backward does not read it
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,8 @@ class Checkpointed:
 
     technique: Callable[[TrainingStepCase], Technique]
     again: Callable[[TrainingStepCase], tuple[int, int]] = lambda case: (0, 0)
-    """How many blocks are computed again but for their last product, which backward has no use for, and whole."""
+    """Numbers of blocks that are recomputed except for their last product, which backward does not read; and
+    recomputed in full."""
 
     def kept(self, case: TrainingStepCase) -> int:
         """Bytes that forward leaves for backward, the loss included."""
@@ -185,7 +187,7 @@ class Checkpointed:
         return self._run(case, device).peak
 
     def recomputed(self, case: TrainingStepCase) -> int:
-        """FLOPs that are computed again; causal attention counts half, as in `training_work`."""
+        """FLOPs of the recomputation; causal attention counts half, as in `training_work`."""
         block, last = _block_flops(case)
         but_for_last, whole = self.again(case)
         return but_for_last * (block - last) + whole * block
@@ -197,13 +199,13 @@ class Checkpointed:
 
 
 def every(n: int) -> Checkpointed:
-    """Each n-th block keeps its input, and the others everything."""
+    """Accounting for a policy under which each n-th block keeps only its input, and the others keep everything."""
     return Checkpointed(lambda case: Checkpointing(case, n), again=lambda case: (_layers(case) // n, 0))
 
 
 def full_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
-    """Peak in bytes of the part of a step that the case names, where each block keeps its input alone; of the
-    transformer in float32, of the MLP also under autocast."""
+    """Peak in bytes of the part of a step that the case names, if each block keeps only its input; for the
+    transformer in float32, for the MLP also under autocast."""
     technique = OfMLP(case) if case.model in MLP_SIZES else Checkpointing(case)
     return peak_of_part(beside(followed(PlainLanguageModel.of(case), device), technique), case.mode)
 
@@ -225,12 +227,12 @@ RECURSIVE = Checkpointed(Recursive, again=lambda case: (_layers(case), _layers(c
 SELECTIVE = Checkpointed(Selective)
 
 POLICIES = {"none": NONE, "full": FULL, "every_2": every(2), "recursive": RECURSIVE, "selective": SELECTIVE}
-"""By the policies' names in the registry."""
+"""Accounting of each policy, by its name in the registry."""
 
 
 def _block_flops(case: TrainingStepCase) -> tuple[int, int]:
-    """FLOPs of a block's forward, and those of its last product: the feed-forward's projection back."""
+    """FLOPs of a block's forward, and of its last product, the feed-forward's output projection."""
     size, tokens = SIZES[case.model], case.batch * case.context
     last = 2 * tokens * size.d_model * size.d_ff
-    attention = 2 * tokens * case.context * size.d_model  # two products, half of them where causal
+    attention = 2 * tokens * case.context * size.d_model  # two products, each half as large when causal
     return 8 * tokens * size.d_model**2 + 3 * last + attention, last

@@ -42,12 +42,12 @@ class Policy(Protocol):
 
 
 def claims_to_save(policy: Any) -> bool:
-    """Whether tests hold the policy to saving memory: all policies but those that say otherwise."""
+    """Return True if tests hold the policy to saving memory: all policies except those that declare otherwise."""
     return not getattr(policy, "saves_nothing", False) and getattr(policy, "__name__", "") not in ("none", "identity")
 
 
 def _check(target: Any, device: str) -> None:
-    """A policy returns the model that it was given, with the same parameter names and the blocks' classes."""
+    """Check that a policy returns the model it was given, with the same parameter names and block classes."""
     if not callable(target):
         raise RegistryError(f"{target!r} is not callable; a policy is policy(model) -> model")
     model = nn.Module()
@@ -67,7 +67,7 @@ FAMILY = add_family(
         Policy,
         reference="none",
         check=_check,
-        memory=accounting.NONE.peak,  # a user's own policy saves no more than all activations
+        memory=accounting.NONE.peak,  # a user's own policy may save no more than all activations
         time=Race("none"),
     )
 )

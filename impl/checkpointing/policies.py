@@ -125,7 +125,8 @@ def _run_blocks(blocks: list[Any], x: Tensor, *args: Any, **kwargs: Any) -> Tens
 
 
 def _checkpointed(function: Callable[..., Any], modules: list[Any], **options: Any) -> Callable[..., Any]:
-    """`function`, which runs those modules, under `checkpoint`; with dropout in them the random state is restored."""
+    """Run `function`, which runs those modules, under `checkpoint`; if they contain dropout, restore the random
+    state."""
     has_dropout = any(isinstance(part, _DropoutNd) for module in modules for part in module.modules())
     return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=has_dropout, **options)
 
@@ -146,7 +147,7 @@ def _class(bases: tuple[type[nn.Module], ...]) -> type[nn.Module]:
 
 
 def _blocks(model: nn.Module) -> nn.ModuleList:
-    """The model's blocks; ValueError where there are none, or they are checkpointed already."""
+    """Return the model's blocks; ValueError if there are none, or they are checkpointed already."""
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
         raise ValueError(

@@ -23,14 +23,14 @@ _NUMBER = 8  # bytes of a Python number in an operation on CPU, a float64
 
 
 def shapes(size: TransformerSize) -> list[tuple[int, ...]]:
-    """Of each parameter of the language model of that size."""
+    """Shapes of the parameters of the language model of that size."""
     d, f, vocab = size.d_model, size.d_ff, size.vocab
     layer: list[tuple[int, ...]] = [(d,), (d,), *[(d, d)] * 4, (f, d), (f, d), (d, f)]
     return [(vocab, d), *layer * size.layers, (d,), (vocab, d)]
 
 
 def counts(case: OptimizerCase) -> list[int]:
-    """Elements of each parameter."""
+    """Number of elements of each parameter."""
     return [math.prod(shape) for shape in shapes(SIZES[case.model])]
 
 
@@ -46,19 +46,19 @@ def bytes_per_parameter(case: OptimizerCase) -> int:
 
 
 def work(case: OptimizerCase) -> Work:
-    """Least bytes moved; next to them, a dozen operations an element do not count."""
+    """Least bytes moved; the dozen operations per element are negligible."""
     return Work(bytes_moved=bytes_per_parameter(case) * sum(counts(case)))
 
 
 def state_bytes(case: OptimizerCase) -> int:
-    """What the optimizer keeps: both moments, master weights, a step count for each parameter."""
+    """Bytes of optimizer state: both moments, master weights, a step count for each parameter."""
     _, state = _sizes(case)
     tensors = counts(case)
     return (3 if case.master_weights else 2) * state * sum(tensors) + _STEP * len(tensors)
 
 
 def before_step(case: OptimizerCase) -> Bytes:
-    """Parameters, gradients and state."""
+    """Bytes of parameters, gradients and state."""
     size, state = _sizes(case)
     elements = sum(counts(case))
     return Bytes(
@@ -73,7 +73,7 @@ def before_step(case: OptimizerCase) -> Bytes:
 
 
 def adamw_peak(case: OptimizerCase) -> Bytes:
-    """Peak of `plain`, in bytes: the denominator of one parameter; its gradient where that is in float32 or scaled."""
+    """Peak of `plain`, in bytes: the denominator of one parameter, and its gradient if that is in float32 or scaled."""
     _, state = _sizes(case)
     clips = case.clipping == "in_step"
     largest = state * max(counts(case))
@@ -88,7 +88,8 @@ def adamw_peak(case: OptimizerCase) -> Bytes:
 
 
 def torch_forloop_peak(case: OptimizerCase) -> Bytes:
-    """Peak of `torch_forloop`, in bytes: a root and the denominator made of it, and still the last parameter's."""
+    """Peak of `torch_forloop`, in bytes: a root, the denominator made of it, and the previous parameter's
+    denominator."""
     _, state = _sizes(case)
     tensors = counts(case)
     temporaries = max(2 * count + last for last, count in zip([0, *tensors], tensors, strict=False))
@@ -96,7 +97,7 @@ def torch_forloop_peak(case: OptimizerCase) -> Bytes:
 
 
 def torch_foreach_peak(case: OptimizerCase) -> Bytes:
-    """Peak of `torch_foreach`, in bytes: every parameter's denominator."""
+    """Peak of `torch_foreach`, in bytes: the denominators of all parameters."""
     _, state = _sizes(case)
     return _torch_peak(case, {"denominators": state * sum(counts(case))})
 
@@ -107,8 +108,8 @@ def torch_fused_peak(case: OptimizerCase) -> Bytes:
 
 
 def fused_triton_peak(case: OptimizerCase, chunk: int) -> Bytes:
-    """Peak of `fused_triton`, in bytes: a table of addresses and scalars, a map of chunks of so many elements,
-    a partial sum of each."""
+    """Peak of `fused_triton`, in bytes: a table of addresses and scalars, a map of chunks of `chunk` elements, and a
+    partial sum per chunk."""
     _, state = _sizes(case)
     tensors = counts(case)
     programs = sum(-(-count // chunk) for count in tensors)
@@ -122,7 +123,8 @@ def fused_triton_peak(case: OptimizerCase, chunk: int) -> Bytes:
 
 
 def _torch_peak(case: OptimizerCase, temporaries: dict[str, int]) -> Bytes:
-    """With master weights all gradients in float32, which torch's AdamW steps on; or clipping, beforehand."""
+    """Peak of torch's AdamW: with master weights it steps on float32 copies of all gradients; clipping happens
+    before."""
     _, state = _sizes(case)
     gradients = state * sum(counts(case)) if case.master_weights else 0
     stepping = before_step(case).add({"gradients in float32": gradients, **temporaries})
@@ -130,12 +132,12 @@ def _torch_peak(case: OptimizerCase, temporaries: dict[str, int]) -> Bytes:
 
 
 def _norms(case: OptimizerCase) -> dict[str, int]:
-    """What `clip_grad_norm_` needs: each gradient's norm, twice, as it stacks them, and their norm."""
+    """Bytes that `clip_grad_norm_` needs: each gradient's norm twice, as it stacks them, and the total norm."""
     size, _ = _sizes(case)
     return {"norms of the gradients": size * (2 * len(counts(case)) + 1)}
 
 
 def _sizes(case: OptimizerCase) -> tuple[int, int]:
-    """Bytes of an element of a parameter or gradient, and of its moments and master weight."""
+    """Bytes per element: of a parameter or gradient, and of its moments and master weight."""
     size = getattr(torch, case.dtype).itemsize
     return size, 4 if case.master_weights else size

@@ -40,7 +40,7 @@ class AdamW(AdamWBase):
         m, v = state["exp_avg"], state["exp_avg_sq"]
         grad = dense_gradient(p).to(m.dtype)
         if clip is not None:
-            grad = (grad * clip).to(m.dtype)  # of no dimensions both, it has the wider dtype
+            grad = (grad * clip).to(m.dtype)  # without dimensions both: the product has the wider dtype
         weight = state[MASTER] if self.has_master(p) else p
 
         beta1, beta2 = group["betas"]
@@ -55,7 +55,7 @@ class AdamW(AdamWBase):
             p.copy_(weight)
 
     def _clip_coefficient(self, max_norm: float) -> Tensor | None:
-        """The factor by which `clip_grad_norm_` would scale gradients; None where there are none."""
+        """The factor by which `clip_grad_norm_` would scale gradients; None without gradients."""
         grads = [dense_gradient(p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not grads:
             self.grad_norm = None

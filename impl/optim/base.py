@@ -1,4 +1,4 @@
-"""What every AdamW here shares: arguments and their errors, and optimizer state in float32 for master weights.
+"""Arguments and errors that every AdamW here shares, and float32 optimizer state for master weights.
 
 torch's `load_state_dict` casts all state to the parameter's dtype, in which master weights and their moments would lose
 half their bits.
@@ -26,14 +26,15 @@ class MasterWeights(torch.optim.Optimizer):
 
     master_weights: bool
     steps_on_device: bool
-    """Whether step counts are on the parameters' device; otherwise they are on CPU."""
+    """True if step counts are on the parameters' device; otherwise they are on CPU."""
 
     def has_master(self, p: Tensor) -> bool:
-        """Whether `p` has a float32 master weight."""
+        """Return True if `p` has a float32 master weight."""
         return self.master_weights and p.dtype in HALF
 
     def state_of(self, p: Tensor) -> dict[str, Any]:
-        """The state of `p`; what is missing is allocated, also where another optimizer's state was loaded."""
+        """Return the state of `p`, and allocate what is missing, for example after loading another optimizer's
+        state."""
         state = self.state[p]
         if "exp_avg" not in state:
             dtype = self._state_dtype(p)
@@ -45,8 +46,8 @@ class MasterWeights(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but of a copy, which shares nothing with the optimizer that the state is of, and in other dtypes:
-        with master weights float32, otherwise the parameter's."""
+        """As torch's, but loads copies, which share nothing with the saved optimizer, and in other dtypes: float32
+        with master weights, otherwise the parameter's."""
         final: dict[str, Any] = {}
         hooks = (
             self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded)),  # after all other hooks
@@ -59,7 +60,7 @@ class MasterWeights(torch.optim.Optimizer):
                 hook.remove()
 
     def _load_uncast(self, loaded: dict[str, Any]) -> None:
-        """Replace the state that torch has cast to the parameters' dtype by a copy of the loaded one, in the right
+        """Replace the state that torch cast to the parameters' dtype by copies of the loaded state in the right
         dtypes."""
         params = [p for group in self.param_groups for p in group["params"]]
         ids = [i for group in loaded["param_groups"] for i in group["params"]]
@@ -140,7 +141,7 @@ class AdamWBase(MasterWeights):
         return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "grad_norm": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:  # arguments of torch's AdamW that ours does not have
+        for group in state["param_groups"]:  # arguments that torch's AdamW has and ours lacks
             if group.get("amsgrad") or group.get("maximize"):
                 raise ValueError("the state is of AdamW with amsgrad or maximize, which are not supported here")
         super().__setstate__(state)
@@ -151,9 +152,9 @@ def _is_beta(x: Any) -> bool:
 
 
 def dense_gradient(p: Tensor) -> Tensor:
-    """The gradient of `p`; ValueError where it is sparse."""
+    """Return the gradient of `p`; ValueError if it is sparse."""
     grad = p.grad
-    assert grad is not None  # callers leave out parameters without one
+    assert grad is not None  # callers skip parameters without a gradient
     if grad.layout is not torch.strided:
         raise ValueError(f"AdamW takes dense gradients, got {grad.layout} of shape {tuple(grad.shape)}")
     return grad

@@ -69,7 +69,7 @@ DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "wei
 
 
 def _check(target: Any, device: str) -> None:
-    """Two steps on x² must lead where torch's AdamW leads."""
+    """Check that two steps on x² give the same result as torch's AdamW."""
     if not callable(target):
         raise RegistryError(f"{target!r} is neither a class of torch.optim.Optimizer nor makes one")
     x = torch.ones(3, device=device, requires_grad=True)
@@ -101,7 +101,7 @@ FAMILY = add_family(
         Optimizer,
         reference="plain",
         check=_check,
-        memory=adamw_peak,  # for a user's own: the state, and a temporary as large as one parameter
+        memory=adamw_peak,  # a user's own optimizer: the state, and a temporary as large as one parameter
         time=Race("torch_fused"),
     )
 )

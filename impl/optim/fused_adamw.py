@@ -48,7 +48,7 @@ class FusedAdamW(AdamWBase):
     configuration: ClassVar[Configuration] = CONFIGURATIONS[0]
     _table: Table | None = None
     _in_table: _Snapshot | None = None
-    """The tensors that the table's addresses point to; None where some point to copies."""
+    """Snapshot of the tensors that the table's addresses point to; None if some point to copies."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -75,7 +75,7 @@ class FusedAdamW(AdamWBase):
         return loss
 
     def _operands(self) -> tuple[Operands, list[tuple[Tensor, Tensor]]]:
-        """The tensors that the kernels read and write; and of those written, (original, copy) where it is a copy."""
+        """Return the tensors that the kernels read and write, and (original, copy) for each written copy."""
         operands, copied = Operands([], [], []), []
         for index, group in enumerate(self.param_groups):
             for p in group["params"]:
@@ -91,19 +91,19 @@ class FusedAdamW(AdamWBase):
         return operands, copied
 
     def _is_current(self, table: Table) -> bool:
-        """Whether the table's addresses are current. Writes new addresses of gradients into it."""
+        """Return True if the table's addresses are current. Writes new addresses of gradients into it."""
         before, now = self._in_table, self._snapshot()
         if before is None or now is None or now.others != before.others:
             return False
         if now.gradients != before.gradients:
             if _misaligned(now.gradients) != _misaligned(before.gradients):
-                return False  # other kernels are launched for them
+                return False  # they need other kernels
             table.set_gradients(now.gradients)
             self._in_table = now
         return True
 
     def _snapshot(self) -> _Snapshot | None:
-        """Addresses and identities of all tensors, in lists that compare fast; None where the table needs copies."""
+        """Addresses and identities of all tensors, in lists that compare fast; None if the table needs copies."""
         params = [p for group in self.param_groups for p in group["params"]]
         tensors = [*params, *chain.from_iterable(map(dict.values, self.state.values()))]
         grads = [p.grad for p in params]
@@ -114,7 +114,8 @@ class FusedAdamW(AdamWBase):
             if not (all(map(Tensor.is_contiguous, params)) and all(map(Tensor.is_contiguous, grads))):
                 return None
             gradients, addresses = list(map(Tensor.data_ptr, grads)), list(map(Tensor.data_ptr, tensors))
-        except (RuntimeError, TypeError):  # a sparse gradient, an error later; or state that is no tensor: ignored
+        # a sparse gradient, which raises later; or state that is no tensor, which is ignored
+        except (RuntimeError, TypeError):
             return None
         identities = [*map(id, tensors), *map(id, self.state)]
         groups = [len(group["params"]) for group in self.param_groups]
@@ -124,7 +125,7 @@ class FusedAdamW(AdamWBase):
         )
 
     def _hyperparameters(self) -> list[float]:
-        """In the order in which the kernel `prepare` reads them."""
+        """Hyperparameters in the order in which the kernel `prepare` reads them."""
         rows = [x for g in self.param_groups for x in (g["lr"], *g["betas"], g["eps"], g["weight_decay"])]
         return [self.max_grad_norm or 0.0, *rows]
 
@@ -160,7 +161,8 @@ def _misaligned(addresses: list[int]) -> list[int]:
 def _with_equal_strides(
     grad: Tensor, written: list[Tensor]
 ) -> tuple[Tensor, list[Tensor], list[tuple[Tensor, Tensor]]]:
-    """The tensors, contiguous unless they are dense and have equal strides; and (original, copy) of those written."""
+    """Return the tensors, made contiguous unless they are dense with equal strides; and (original, copy) of those
+    written."""
     if len({x.stride() for x in (grad, *written)}) == 1 and _is_dense(grad):
         return grad, written, []
     dense = [x.contiguous() for x in written]
@@ -168,7 +170,7 @@ def _with_equal_strides(
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether the elements of `x`, in some order of its dimensions, fill a block of memory without gaps or overlap."""
+    """True if the elements of `x`, in some order of its dimensions, fill a block of memory without gaps or overlap."""
     step = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride != step:

@@ -38,7 +38,7 @@ class _TorchAdamW(MasterWeights, torch.optim.AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # loaded state may be of another implementation
+        for group in self.param_groups:  # loaded state may come from another implementation
             group.update(self.kind)
 
     @torch.no_grad()
@@ -55,7 +55,7 @@ class _TorchAdamW(MasterWeights, torch.optim.AdamW):
         return loss
 
     def _init_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *state: Any) -> bool:
-        """As torch's, which lists what to update, but with master weights in place of their parameters."""
+        """List tensors to update as torch's does, but with master weights in place of their parameters."""
         for p in group["params"]:
             if p.grad is not None and self.has_master(p):
                 self.state_of(p)

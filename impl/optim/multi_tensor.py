@@ -24,7 +24,7 @@ CHUNK = 8192
 
 
 class Configuration(NamedTuple):
-    """Elements of a block; elements of a program's chunk, a multiple of the block; and a program's warps."""
+    """Elements per block, elements per program's chunk (a multiple of the block), and warps per program."""
 
     block: int
     chunk: int
@@ -36,8 +36,8 @@ CONFIGURATIONS = (
     Configuration(block=2048, chunk=CHUNK, warps=8),
     Configuration(block=2048, chunk=CHUNK, warps=4),
 )
-"""The first one runs: 8 elements a thread, and so few registers that 7 blocks fit on an SM of Hopper. Their reads in
-flight are several times what its memory needs. float64 would spill registers in the last."""
+"""The first one runs: 8 elements per thread, so few registers that 7 blocks fit on an SM of Hopper. Their reads in
+flight are several times what its memory needs. float64 would spill registers in the last one."""
 
 ACCESS = 16
 """Bytes of the widest memory access; it needs addresses that are multiples of this."""
@@ -51,7 +51,8 @@ TRITON_DTYPES = {
 
 
 Kind = tuple[torch.dtype, torch.dtype, torch.dtype, bool, bool]
-"""Tensors of one kind share a launch: dtypes of parameter, gradient and state; has a master weight; is aligned."""
+"""Tensors of one kind share a launch. Fields: dtypes of parameter, gradient and state; has a master weight; is
+aligned."""
 
 
 @dataclass
@@ -110,7 +111,7 @@ class Table:
         self._on_several_streams = False
 
     def fits(self, operands: Operands, configuration: Configuration) -> bool:
-        """Whether the map from programs to tensors is right for these tensors."""
+        """Return True if the map from programs to tensors is right for these tensors."""
         return (self.kinds, self.counts, self.configuration) == (operands.kinds, operands.counts, configuration)
 
     def fill(self, operands: Operands) -> None:
@@ -136,7 +137,7 @@ class Table:
             self.hyperparameters.copy_(_pinned(values, self.device), non_blocking=True)
 
     def _send_rows(self) -> None:
-        # Into the same table: in stream order, so after the kernels that still read it.
+        # Overwrites the same table: stream order puts the copy after kernels that still read it.
         rows = torch.frombuffer(self._rows, dtype=torch.int64)
         self.table.view(-1).copy_(_pinned(rows, self.device), non_blocking=True)
 

@@ -89,11 +89,11 @@ def prepare(
     table,
     hyperparameters,
     scalars,  # (tensors, SCALARS), float64
-    decision,  # (2,), float64: the factor for gradients, and 1 where there is a step, 0 where it is skipped
-    partials,  # None where gradients are not clipped
-    grad_norm,  # (), float32, or float64 for float64 parameters; None where gradients are not clipped
+    decision,  # (2,), float64: the factor for gradients; then 1 for a step, 0 for a skipped one
+    partials,  # None without clipping
+    grad_norm,  # (), float32, or float64 for float64 parameters; None without clipping
     grad_scale,  # the factor by which GradScaler multiplied the loss, or None
-    found_inf,  # 0 where GradScaler found only finite gradients, or None
+    found_inf,  # 0 if GradScaler found only finite gradients, or None
     tensors,
     programs,
     TENSORS: tl.constexpr,  # tensors in one iteration
@@ -113,7 +113,7 @@ def prepare(
             sums += tl.load(partials + offsets, mask=offsets < programs, other=0)
         norm = tl.sqrt(tl.sum(sums)) * factor
         tl.store(grad_norm, norm.to(grad_norm.dtype.element_ty))
-        proceed = proceed & (norm < float("inf"))  # false for NaN, too
+        proceed = proceed & (norm < float("inf"))  # false for NaN too
         factor *= tl.minimum(tl.load(hyperparameters) / (norm + 1e-6), 1.0)
     tl.store(decision, factor)
     tl.store(decision + 1, tl.where(proceed, 1.0, 0.0).to(tl.float64))

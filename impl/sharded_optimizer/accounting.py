@@ -37,23 +37,23 @@ class ShardedBytes:
 
     @property
     def after_init(self) -> int:
-        """Parameters, and the batch: state comes with the first step, gradients with the first backward."""
+        """Bytes of parameters and batch. State comes with the first step, gradients with the first backward."""
         return self.parameters + self.inputs_and_buffers
 
     @property
     def after_step(self) -> int:
-        """And the state."""
+        """Bytes of `after_init` and the optimizer's state."""
         return self.after_init + self.optimizer_state
 
     @property
     def before_step(self) -> int:
-        """And gradients, and the loss."""
+        """Bytes of `after_step`, gradients and the loss."""
         return self.after_step + self.gradients + _FLOAT
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Parameters in one flat tensor: the first and last of them by their place in the model, and elements."""
+    """Parameters in one flat tensor: positions of the first and the last in the model, and the number of elements."""
 
     first: int
     last: int
@@ -64,17 +64,17 @@ class _Bucket:
 
 def work(case: ShardedStepCase | OwnModelCase) -> Work:
     """All ranks' FLOPs and bytes moved, and what each must send: to reduce-scatter gradients, and gather parameters."""
-    return data_parallel.work(case, case.ranks)  # as much as an all-reduce, which is the one and the other
+    return data_parallel.work(case, case.ranks)  # these are an all-reduce in two halves
 
 
 def zero_redundancy_work(case: ShardedStepCase | OwnModelCase) -> Work:
-    """The same for an all-reduce of the gradients, after which the parameters are still to be exchanged."""
+    """As `work`, for an all-reduce of the gradients followed by an exchange of the parameters."""
     one = data_parallel.work(case, case.ranks)
     return replace(one, bytes_communicated=one.bytes_communicated * 3 // 2)
 
 
 def sharded_bytes(case: ShardedStepCase, rank: int, device: str = "cpu") -> ShardedBytes:
-    """Of `sharded`, which averages gradients itself, on that rank."""
+    """Bytes by kind of `sharded`, which averages gradients itself, on that rank."""
     size = SIZES[case.model]
     flat = _FLOAT * case.ranks * sum(bucket.slice for bucket in _buckets(case, device))
     elements, segments = _own(case, rank, device)
@@ -96,7 +96,7 @@ class _Sharded(Technique):
     reduce-scattered while backward goes on; its buffers, on CPU, are there until the step waits for it.
     """
 
-    FACTOR = 8  # bytes of what gradients are multiplied by on their way, a float64
+    FACTOR = 8  # bytes of the factor, a float64, that gradients are multiplied by before they are sent
 
     def __init__(self, case: ShardedStepCase, device: str, state: int) -> None:
         self.case, self.device, self.state = case, device, state
@@ -113,7 +113,7 @@ class _Sharded(Technique):
 
     def gradient(self, parameter: str) -> None:
         i, nbytes = self.of[parameter], _FLOAT * self.values[parameter]
-        if self.flat[i] == nbytes:  # it has the bucket for itself, and needs no copy
+        if self.flat[i] == nbytes:  # a bucket of one parameter: no copy
             self.ledger.rename(GRADIENTS, FLAT, nbytes)
             self.ledger.borrow("1 / number of ranks", self.FACTOR)
         else:
@@ -130,7 +130,7 @@ class _Sharded(Technique):
 
 
 def sharded_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:
-    """Peak in bytes of `sharded`, on the rank that has most."""
+    """Peak in bytes of `sharded`, on the rank that holds the most."""
     most = max((_own(case, rank, device) for rank in range(case.ranks)), key=lambda own: 2 * own[0] + own[1])
     technique = _Sharded(case, device, _FLOAT * (2 * most[0] + most[1]))
     return beside(followed(PlainLanguageModel.of(case), device), technique).peak
@@ -144,7 +144,7 @@ def balanced_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:
 
 
 def unsharded_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:
-    """Peak in bytes of the whole optimizer on every rank, gradients averaged by `bucketed`."""
+    """Peak in bytes of an unsharded optimizer on every rank, gradients averaged by `bucketed`."""
     return bucketed_peak(case, device)
 
 
@@ -157,8 +157,8 @@ def _counts(case: ShardedStepCase) -> list[int]:
 
 
 def _buckets(case: ShardedStepCase, device: str) -> list[_Bucket]:
-    """Of the parameters from the last to the first."""
-    runs: list[list[int]] = []  # places
+    """Buckets of the parameters, from the last to the first."""
+    runs: list[list[int]] = []  # positions of parameters
     counts, most = _counts(case), (case.bucket_mb or default_bucket_mb(device)) * MB
     for place in reversed(range(len(counts))):
         if not runs or _FLOAT * (sum(counts[i] for i in runs[-1]) + counts[place]) > most:
@@ -171,7 +171,7 @@ def _buckets(case: ShardedStepCase, device: str) -> list[_Bucket]:
 
 
 def _own(case: ShardedStepCase, rank: int, device: str) -> tuple[int, int]:
-    """Elements that the rank owns, and how many parameters they are part of."""
+    """Elements that the rank owns, and the number of parameters that they belong to."""
     elements, segments = 0, 0
     for bucket in _buckets(case, device):
         begin = 0

@@ -17,7 +17,7 @@ NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
 def check_elementwise(optimizer_cls: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
-    """ValueError for an optimizer that is known to need full parameters or gradients."""
+    """Raise ValueError for an optimizer that is known to need full parameters or gradients."""
     clips = defaults.get("max_grad_norm") is not None
     if clips or optimizer_cls.__name__ in NOT_ELEMENTWISE:
         what = "max_grad_norm" if clips else optimizer_cls.__name__
@@ -25,7 +25,7 @@ def check_elementwise(optimizer_cls: type[torch.optim.Optimizer], defaults: dict
 
 
 def check_same_group(group: dict[str, Any], process_group: dist.ProcessGroup) -> None:
-    """ValueError where the ranks' parameters differ in number, shape, dtype or `requires_grad`."""
+    """Raise ValueError if the ranks' parameters differ in number, shape, dtype or `requires_grad`."""
     every_rank = of_every_rank([described(p) for p in group["params"]], process_group)
     first = every_rank[0]
     for rank, other in enumerate(every_rank):
@@ -40,7 +40,8 @@ def check_same_group(group: dict[str, Any], process_group: dist.ProcessGroup) ->
 
 
 def check_parameters(parameters: Sequence[nn.Parameter], moved: Sequence[nn.Parameter]) -> None:
-    """RuntimeError where some have moved, so that their update would not reach the model; ValueError if not dense."""
+    """Raise RuntimeError if parameters have moved, as updates would not reach the model; ValueError if one is not
+    dense."""
     if moved:
         raise RuntimeError(
             f"a parameter of shape {tuple(moved[0].shape)} is no longer where the optimizer keeps it: make the "

@@ -34,8 +34,8 @@ def work(case: TrainingStepCase | OwnModelCase) -> Work:
 
 
 def _mlp_work(case: TrainingStepCase) -> Work:
-    """6 FLOPs a token for each value of a matrix that multiplies, all but the embedding's, a third of them in forward;
-    bytes: weights read in forward and in backward, gradients written, and AdamW's 28 a parameter."""
+    """FLOPs: 6 per token for each value of a matrix that multiplies (all but the embedding), a third of them in
+    forward. Bytes: weights read in forward and in backward, gradients written, and AdamW's 28 per parameter."""
     size = MLP_SIZES[case.model]
     forward = 2 * case.tokens * (size.layers * 2 * size.dim * size.hidden + size.vocab * size.dim)
     if case.mode == "forward":
@@ -49,7 +49,7 @@ SCALER = 12
 
 
 def eager_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
-    """Bytes at the peak, of everything live: parameters, inputs, gradients, moments, activations, temporaries."""
+    """Peak in bytes of everything live: parameters, inputs, gradients, moments, activations, temporaries."""
     peak = peak_of_part(beside(followed(PlainLanguageModel.of(case), device)), case.mode)
     if case.mode != "forward" and case.dtype == "float16":
         peak = peak.add({"loss scaler": SCALER})
@@ -57,13 +57,14 @@ def eager_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
 
 
 def checkpointed_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
-    """Where each block keeps its input alone; of the transformer in half precision a bound: eager's."""
+    """Peak in bytes if each block keeps only its input; eager's peak as a bound for the transformer in half
+    precision."""
     known = case.model in MLP_SIZES or case.dtype == "float32"
     return checkpointing.full_peak(case, device) if known else eager_peak(case, device)
 
 
 SOFTMAX_FLOPS = 5
-"""What softmax does to each score: compare with the maximum, subtract it, exponentiate, add to the sum, divide."""
+"""Operations of softmax per score: compare with the maximum, subtract it, exponentiate, add to the sum, divide."""
 
 
 def attention_flops(case: TrainingStepCase) -> dict[str, int]:

@@ -57,14 +57,14 @@ class ScalingCase:
         return f"{self.kind}-{self.model}-b{self.batch}-s{self.context}-{self.dtype}"
 
     def on(self, ranks: int) -> TrainingStepCase:
-        """Each rank's step on that many ranks; Unsupported where they cannot share the batch equally."""
+        """The case of each rank's step on that many ranks; Unsupported if they cannot share the batch equally."""
         if self.kind == "strong" and self.batch % ranks:
             raise Unsupported(f"{ranks} ranks cannot share a batch of {self.batch} equally")
         batch = self.batch // ranks if self.kind == "strong" else self.batch
         return TrainingStepCase(self.model, batch, self.context, self.dtype)
 
     def efficiency(self, ranks: int, ratio: float) -> float:
-        """Scaling efficiency where the step on `ranks` ranks takes `ratio` times the step of one rank; 1 is ideal."""
+        """Scaling efficiency if the step on `ranks` ranks takes `ratio` times the step of one rank; 1 is ideal."""
         return 1 / (ranks * ratio) if self.kind == "strong" else 1 / ratio
 
 

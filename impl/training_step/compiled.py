@@ -32,7 +32,7 @@ in PyTorch. A CUDA graph owns its memory: once it is replayed, the allocator's s
 
 
 def options(*on: str) -> dict[str, Any]:
-    """All of OPTIONS, those named on and the others off, whatever PyTorch's defaults are."""
+    """Return all of OPTIONS, the named ones on and the others off, whatever PyTorch's defaults are."""
     return {name: name in on for name in OPTIONS}
 
 
@@ -53,7 +53,7 @@ class CompileModel(EagerStep):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         if self.options and self.options["triton.cudagraphs"]:
-            torch.compiler.cudagraph_mark_step_begin()  # outputs of the last step's graphs may be overwritten
+            torch.compiler.cudagraph_mark_step_begin()  # the next graphs may overwrite outputs of the last step's
         with _compiling():
             return super().forward(tokens, targets)
 

@@ -58,7 +58,7 @@ class TrainingStep(Protocol):
         ...
 
     def update(self) -> None:
-        """The optimizer's step."""
+        """Take the optimizer's step."""
         ...
 
     def __call__(self, tokens: Tensor, targets: Tensor, mark: Callable[[str], None] = ...) -> Tensor:
@@ -71,7 +71,7 @@ class TrainingStep(Protocol):
 
 
 def _check(target: Any, device: str) -> None:
-    """The second step of a tiny model must have a lower loss than its first."""
+    """Check that the second step of a tiny model has a lower loss than its first."""
     model = MLPLanguageModel(MLPSize(dim=8, layers=1, vocab=5)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = torch.arange(4, device=device).reshape(1, 4)
@@ -91,6 +91,6 @@ FAMILY = add_family(
         reference="eager",
         check=_check,
         memory=eager_peak,
-        time=Race("eager", budget=1.25),  # a user's own may use less memory than eager, but not much more time
+        time=Race("eager", budget=1.25),  # a user's own step may use less memory than eager, but not much more time
     )
 )

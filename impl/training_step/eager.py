@@ -61,7 +61,7 @@ class EagerStep:
         self.device = parameter.device.type
         self.scaler = precision.scaler(self.device)
         self._scaled = False
-        """Whether `.grad` holds scaled gradients: a backward ran since the last update."""
+        """True if `.grad` holds scaled gradients: a backward ran since the last update."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with self.precision.autocast(self.device):
@@ -69,21 +69,21 @@ class EagerStep:
 
     def backward(self, loss: Tensor) -> None:
         if self.scaler.is_enabled() and not self._scaled:
-            if left := self._gradients():  # since before the last update, and unscaled
+            if left := self._gradients():  # gradients from before the last update, which are unscaled
                 torch._foreach_mul_(left, self.scaler.get_scale())
             self._scaled = True
         self.scaler.scale(loss).backward()
 
     def update(self) -> None:
-        """The optimizer's step, which is skipped where float16 gradients overflowed."""
+        """Take the optimizer's step, or skip it if float16 gradients overflowed."""
         scaled, self._scaled = self._scaled and bool(self._gradients()), False
         if not scaled:
             self.optimizer.step()
             return
         scale = self.scaler.get_scale()
         if self.precision.parameter != torch.float16:
-            with suppress(RuntimeError):  # the caller has unscaled them, to clip them, say
-                self.scaler.unscale_(self.optimizer)  # an optimizer that would itself may leave `.grad` scaled
+            with suppress(RuntimeError):  # the caller may have unscaled them, for example to clip them
+                self.scaler.unscale_(self.optimizer)  # an optimizer that unscales them itself may leave `.grad` scaled
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.scaler.get_scale() < scale:
@@ -95,7 +95,7 @@ class EagerStep:
             )
 
     def _gradients(self) -> list[Tensor]:
-        """The gradients that the optimizer reads."""
+        """Return the gradients that the optimizer reads."""
         return [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
 
     def __call__(self, tokens: Tensor, targets: Tensor, mark: Callable[[str], None] = lambda part: None) -> Tensor:

@@ -15,7 +15,7 @@ from shardmark.api import Implementation, Loss, Made, OwnModelCase, Unsupported,
 
 
 def made(case: TrainingStepCase | OwnModelCase) -> Made:
-    """A new model, batch and loss of the case, on the default device."""
+    """Make the case's model, batch and loss on the default device."""
     if isinstance(case, OwnModelCase):
         own = make(case.model, torch.get_default_device().type)
         for dim, size in enumerate((case.batch, case.context)):
@@ -41,7 +41,7 @@ def _under_autocast(loss: Loss) -> Loss:
 
 
 def checkpointed(implementation: Implementation, made: Made) -> nn.Module:
-    """The module, under the policy; Unsupported where it has no blocks. A policy finds a user's own as `blocks`."""
+    """Apply the policy to the module; Unsupported if it has no blocks. A user's own model names them `blocks`."""
     if not len(made.blocks):
         kind = type(made.module).__name__
         raise Unsupported(f"{kind} has no blocks: no ModuleList or Sequential with several of one class")

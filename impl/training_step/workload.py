@@ -15,9 +15,8 @@ from shardmark.api import Implementation, Loss, Mark, OwnModelCase, Unsupported,
 
 
 class LanguageModelStep:
-    """One AdamW step of a language model on random tokens, or the part of it that the case names; or of a user's own
-    model, with its batch and its loss.
-    """
+    """One AdamW step, or the part of it that the case names, of a language model on random tokens, or of a user's
+    own model with its own batch and loss."""
 
     def __init__(self, implementation: Implementation, case: TrainingStepCase, device: str) -> None:
         self.backend = implementation.name
@@ -32,13 +31,13 @@ class LanguageModelStep:
             self.options["loss"] = partial(_of_batch, self.made.loss)
             self.batch = self.made.batch, None
         self.model = self.made.module
-        if not isinstance(case, OwnModelCase):  # a user's own keeps its dtypes, which may be several
+        if not isinstance(case, OwnModelCase):  # a user's own model keeps its dtypes, which may be several
             self.model.to(self.options["precision"].parameter)
         # Fused, so that the optimizer itself needs no temporaries.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         try:
             self.training_step = implementation.adapted(self.model, self.optimizer, **self.options)
-        except ValueError as error:  # as where it checkpoints `model.blocks`, and there are none
+        except ValueError as error:  # no `model.blocks` to checkpoint, for example
             if not isinstance(case, OwnModelCase):
                 raise
             raise Unsupported(str(error)) from None
@@ -71,7 +70,7 @@ class LanguageModelStep:
 
 
 def _precision(case: TrainingStepCase) -> Precision:
-    """A user's own model computes in the dtype of its parameters."""
+    """Return the case's precision; a user's own model computes in the dtype of its parameters."""
     if not isinstance(case, OwnModelCase):
         return PRECISIONS[case.dtype]
     dtype = getattr(torch, case.dtype)
