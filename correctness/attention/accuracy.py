@@ -21,7 +21,7 @@ def random_inputs(q_shape: Sequence[int], k_shape: Sequence[int], dtype: torch.d
 
 
 def results(attention: Attention, inputs: list[Tensor], is_causal: bool) -> dict[str, Tensor]:
-    """Output and gradients. The inputs are not copied: a copy may have other strides."""
+    """Return output and gradients. The inputs are not copied: a copy may have other strides."""
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
     out = attention(q, k, v, is_causal=is_causal)
     grads = torch.autograd.grad(out, (q, k, v), inputs[3])
@@ -29,7 +29,7 @@ def results(attention: Attention, inputs: list[Tensor], is_causal: bool) -> dict
 
 
 def assert_as_accurate_as_eager(attention: Attention, inputs: list[Tensor], is_causal: bool, times: float = 2) -> None:
-    """Check the output and every gradient, their shapes and dtypes."""
+    """Check the output and every gradient: values, shapes and dtypes."""
     assert_accurate(results(attention, inputs, is_causal), inputs, is_causal, times)
 
 
@@ -41,10 +41,8 @@ def assert_accurate(
     when: str = "",
     arithmetic: torch.dtype | None = None,
 ) -> None:
-    """Check some of the results of `inputs`: the largest error, and the root mean square.
-
-    `arithmetic` is the dtype that eager computes in: the inputs', or autocast's.
-    """
+    """Check some results of `inputs`: largest error and root mean square error. `arithmetic` is the dtype that eager
+    computes in: the inputs' or autocast's."""
     dtype = inputs[0].dtype
     arithmetic = arithmetic or dtype
     wide, cast = [x.detach().double() for x in inputs], [x.to(arithmetic) for x in inputs]
@@ -71,7 +69,7 @@ NORMS: dict[str, Callable[[Tensor], float]] = {
 
 
 def _terms(inputs: list[Tensor], is_causal: bool, power: int) -> dict[str, Tensor]:
-    """Sum of absolute terms of each element for power 1, root of the sum of squares for power 2."""
+    """Per element: the sum of absolute terms for power 1, the root of the sum of squares for power 2."""
     q, k, v, grad = inputs
     group = kv_group(q, k)
     k, v = (per_query_head(x, group) for x in (k, v))

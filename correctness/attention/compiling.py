@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 ARITHMETIC = {"half": "highest", "ieee": "highest", "tf32x3": "high", "tf32": "medium"}
-"""Settings of `torch.set_float32_matmul_precision`, by what they make of float32."""
+"""Settings of `torch.set_float32_matmul_precision`, by the arithmetic that each gives float32."""
 
 
 def compile_tile(kernel: str, arithmetic: str, chip: int, columns: int, tile: tuple[int, int, int, int]) -> Any:
-    """The `KernelReport` of a causal `kernel` with that tile."""
+    """Return the `KernelReport` of a causal `kernel` with that tile."""
     from impl.attention import flash_triton, triton_configurations
     from shardmark.meter.aot import compile_only
 

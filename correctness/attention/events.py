@@ -23,7 +23,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "one_for_all_rows": lambda x: x[..., :1, :].expand_as(x),
 }
 
-PROFILES: dict[str, Callable[[Tensor], Tensor]] = {  # what is added to the scores of keys at 0 to 1, as a share
+PROFILES: dict[str, Callable[[Tensor], Tensor]] = {  # profile of the scores over keys at 0 to 1, as a share
     "none": torch.zeros_like,
     "rising": lambda at: at,
     "falling": lambda at: -at,
@@ -36,7 +36,7 @@ PROFILES: dict[str, Callable[[Tensor], Tensor]] = {  # what is added to the scor
 
 @dataclass(frozen=True)
 class Call:
-    """What varies; the last of `leading` are the heads of k, of which q has `group` times as many."""
+    """One random call; the last of `leading` is the number of heads of k, and q has `group` times as many."""
 
     leading: tuple[int, ...]
     group: int
@@ -47,22 +47,23 @@ class Call:
     scale: float
     profile: str
     top: float
-    """The profile's share of 1, in scores: weights of exp(-25) count in float64, and those of exp(-200) in no dtype."""
+    """The profile's height in scores: weights of exp(-25) count in float64, those of exp(-200) in no dtype."""
     is_causal: bool
     layouts: tuple[str, ...]
     shared: str
-    """Which of the inputs are one tensor."""
+    """Inputs that are one tensor."""
     nan: tuple[str, float] | None
-    """In v, at that share of the keys; the output alone is looked at then. PyTorch's SDPA loses some in k."""
+    """Put a NaN into v at that share of the keys; then only the output is checked. PyTorch's SDPA loses some NaNs in
+    k."""
     mode: str
     needs: str
     backward: str
     later: bool
-    """Backward runs after all calls, as the last of those that wait."""
+    """Run backward after all calls, last call first."""
     seed: int
 
     def inputs(self, device: str) -> list[Tensor]:
-        """q, k, v, and the output's gradient."""
+        """Draw q, k, v, and the output's gradient."""
         torch.manual_seed(self.seed)
         q_leading = (*self.leading[:-1], self.leading[-1] * self.group) if self.leading else ()
         shapes = (*q_leading, self.q_len, self.head_dim), (*self.leading, self.k_len, self.head_dim)
@@ -75,7 +76,7 @@ class Call:
         if self.nan:
             tensors["qkv".index(self.nan[0])][..., self.nan_key, 0] = torch.nan
         q, k, v, grad = (LAYOUTS[how](x) for how, x in zip(self.layouts, tensors, strict=True))
-        if self.nan:  # which other layouts may leave out
+        if self.nan:  # other layouts may skip the element
             k, v = tensors[1:3]
         elif self.shared == "k_and_v":
             v = k
@@ -88,7 +89,7 @@ class Call:
         return [q, k, v, grad]
 
     def _has_profile(self) -> bool:
-        """Not where the large numbers in k would be q's or v's, too: float16 has no such scores or gradients."""
+        """Return False if large numbers in k would be q's or v's too: float16 has no such scores or gradients."""
         return self.profile != "none" and self.shared in ("none", "one_projection")
 
     def _top(self) -> float:
@@ -101,12 +102,12 @@ class Call:
 
     @property
     def arithmetic(self) -> torch.dtype:
-        """The dtype that products may be in."""
+        """The dtype that products may have."""
         cast = "autocast" in self.mode and self.dtype != torch.float64
         return getattr(torch, self.mode.rpartition(" ")[2]) if cast else self.dtype
 
     def __str__(self) -> str:
-        """The call in words, without what is as usual."""
+        """Describe the call without its usual settings."""
         q = (*self.leading[:-1], self.leading[-1] * self.group) if self.leading else ()
         words = [
             f"q {(*q, self.q_len, self.head_dim)}, k {(*self.leading, self.k_len, self.head_dim)} of {self.dtype}",
@@ -149,7 +150,7 @@ CALLS = st.builds(
 
 @st.composite
 def self_attention(draw: st.DrawFn) -> Call:
-    """One tensor, or one projection, for q, k and v, of a head_dim whose root is no power of two."""
+    """Draw one tensor, or one projection, for q, k and v; most roots of head_dim are no powers of two."""
     call, length = draw(CALLS), draw(LENGTHS)
     shared = draw(st.sampled_from(["q_and_k", "all", "one_projection"]))
     head_dim = draw(st.sampled_from([12, 24, 40, 3, 16]))
@@ -158,7 +159,8 @@ def self_attention(draw: st.DrawFn) -> Call:
 
 @st.composite
 def scores_far_apart(draw: st.DrawFn) -> Call:
-    """Few queries, many keys: whole tiles of small weights, a NaN under one that rounds to zero, a loud future."""
+    """Draw few queries and many keys: full tiles with tiny weights, a NaN whose weight rounds to zero, large masked
+    scores."""
     call, nan = draw(CALLS), draw(st.none() | st.tuples(st.just("v"), st.sampled_from([0.0, 0.3, 1.0])))
     return replace(
         call,

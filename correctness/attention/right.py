@@ -1,4 +1,4 @@
-"""Right attention, in unusual ways."""
+"""Right attention that works in unusual ways: the tests must accept it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class BaseTwo(torch.autograd.Function):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, base: float) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; the running maximum begins at -inf, as in the paper."""
+    """Return output and log-sum-exp; the running maximum starts at -inf, as in the paper."""
     check_inputs(q, k, v)
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     k, v = _repeated(q, k, v)
@@ -134,7 +134,7 @@ def tiles_in_random_order(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = 
     outputs, logs = [], []
     for start in starts:
         scores = q @ k[..., start : start + 37, :].mT / math.sqrt(q.shape[-1])
-        if is_causal:  # a finite number, so that a tile of which a row sees nothing has a log-sum-exp of its own
+        if is_causal:  # finite, so that a tile of which a row sees no key still has a log-sum-exp
             columns = start + torch.arange(scores.shape[-1], device=q.device)
             scores = scores.masked_fill(columns > rows[:, None], -1e30)
         outputs.append(scores.softmax(-1) @ v[..., start : start + 37, :])

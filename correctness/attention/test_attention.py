@@ -1,4 +1,4 @@
-"""Every attention against float64: which keys a query sees, outputs, gradients, shapes, strides, dtypes."""
+"""Every attention against float64: the keys a query sees, outputs, gradients, shapes, strides, dtypes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LENGTHS = {  # q_len, k_len
 
 
 def _marked(names: Iterable[str]) -> list[Any]:
-    """Mark shapes that Triton's interpreter is slow with as `large`, and one of two alike as `judged`."""
+    """Mark shapes that are slow in Triton's interpreter as `large`, and one of two similar shapes as `judged`."""
     marks = dict.fromkeys(LARGE, pytest.mark.large) | {"more_keys": pytest.mark.judged}
     return [pytest.param(name, marks=marks.get(name, ())) for name in names]
 
@@ -72,13 +72,13 @@ def test_a_query_sees_the_keys_up_to_its_own(
 
 
 def _around_powers_of_two(length: int) -> Tensor:
-    """At most 40 positions: the first, the last, and those where tiles and small integer types end."""
+    """Return at most 40 positions: the first, the last, and those where tiles and small integer types end."""
     near = {2**power + more for power in range(3, 16) for more in (-1, 0, 1)}
     return torch.tensor(sorted((near | {0, 1, 2, length - 1}) & set(range(length)))[-40:])
 
 
 def _assert_weights(when: str, found: Tensor, wanted: Tensor, queries: Tensor | None, keys: Tensor | None) -> None:
-    rtol = 0.1 if found.dtype.itemsize == 2 else 1e-3  # enough to tell a key that is seen from one that is not
+    rtol = 0.1 if found.dtype.itemsize == 2 else 1e-3  # enough to tell a visible key from a hidden one
     wrong = ~((found - wanted).abs() <= rtol * wanted + 1e-7)
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
@@ -190,11 +190,13 @@ def test_takes_grouped_query_heads(
 
 
 NON_CONTIGUOUS: dict[str, Callable[[Tensor], Tensor]] = {
-    "heads_inside": lambda x: x.transpose(-3, -2).contiguous().transpose(-3, -2),  # as a projection's (seq, heads) view
+    # view of a projection as (seq, heads)
+    "heads_inside": lambda x: x.transpose(-3, -2).contiguous().transpose(-3, -2),
     "columns_apart": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
     "rows_inside": lambda x: x.mT.contiguous().mT,
     "odd_offset": lambda x: torch.cat([x[..., :1], x], dim=-1)[..., 1:],
-    "one_projection": lambda x: torch.cat([x, x, x], dim=-1)[..., x.shape[-1] : 2 * x.shape[-1]],  # of q, k and v
+    # one projection for q, k and v
+    "one_projection": lambda x: torch.cat([x, x, x], dim=-1)[..., x.shape[-1] : 2 * x.shape[-1]],
 }
 
 
@@ -207,7 +209,8 @@ def test_takes_non_contiguous_inputs(implementation: Implementation, how: str, d
 
 
 OF_THE_GRADIENT: dict[str, Callable[[Tensor], Tensor]] = {
-    "of_a_sum": lambda x: x.flatten()[0].expand(x.shape),  # `out.sum()`: one element in memory, every stride zero
+    # as from `out.sum()`: one element in memory, all strides zero
+    "of_a_sum": lambda x: x.flatten()[0].expand(x.shape),
     "one_for_all_rows": lambda x: x[..., :1, :].expand_as(x),
     **NON_CONTIGUOUS,
 }
@@ -238,7 +241,7 @@ def test_gives_gradients_to_the_inputs_that_require_them(
 
 
 def test_planted_faults_are_caught(device: str) -> None:
-    """The tolerance is tight enough: a mask off by one, a tile left out, a scale forgotten."""
+    """The tolerance is tight enough to find a mask off by one, a skipped tile and a missing scale."""
     inputs = _inputs("tile_and_one", torch.float32, device)
     flash = as_attention(FlashAttentionPyTorch)
 

@@ -1,4 +1,4 @@
-"""Calls of attention beside and after one another: nothing is shared, changed, or held longer than needed."""
+"""Calls of attention are independent: nothing is shared, changed, or held longer than needed."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_second_derivative_is_right_or_a_clear_error(implementation: Implement
 def test_a_gradient_with_create_graph_is_no_constant(
     implementation: Implementation, device: str, record_property: Note
 ) -> None:
-    """Where the output's gradient is one, `once_differentiable` lets it pass without a word."""
+    """If the output's gradient is a constant, `once_differentiable` raises no error."""
     q, k, v, grad = _inputs(device)
     out = implementation.adapted(q.requires_grad_(), k, v)
     (grad_q,) = torch.autograd.grad(out, q, grad, create_graph=True)
@@ -203,7 +203,8 @@ def test_a_second_backward_pass_is_the_same_or_an_error(implementation: Implemen
 
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 def test_nothing_quadratic_is_held_until_backward(implementation: Implementation, is_causal: bool, device: str) -> None:
-    """At twice the length a Function saves twice the bytes; a score matrix or a mask would take four times as many."""
+    """At twice the length a Function may save twice the bytes; a score matrix or a mask would take four times as
+    many."""
     if not (isinstance(implementation.target, type) and issubclass(implementation.target, torch.autograd.Function)):
         pytest.skip(f"{implementation.name} is not a torch.autograd.Function, so its contract says nothing of memory")
     short, long = 256, 512
@@ -213,7 +214,7 @@ def test_nothing_quadratic_is_held_until_backward(implementation: Implementation
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         call = lambda q=q, k=k, v=v: implementation.adapted(q, k, v, is_causal=is_causal)  # noqa: E731
         held[length] = held_by(call, device)
-    scores = short * short  # bytes, were they of one byte each
+    scores = short * short  # bytes, at one byte per score
     found = ", ".join(f"{nbytes:,} bytes at length {length}" for length, nbytes in held.items())
     assert held[long] - 2 * held[short] < scores / 4, f"holds {found}: what it keeps for backward is quadratic"
 

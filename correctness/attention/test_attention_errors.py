@@ -1,4 +1,4 @@
-"""What attention refuses: ValueError for any implementation; ours say in one line what was wrong."""
+"""Inputs that attention refuses: ValueError for any implementation; ours in one line that says what is wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardmark.api import Implementation
 
 pytestmark = [pytest.mark.family("attention"), pytest.mark.compiled_every_time]
 
-MISMATCHED = {  # shapes of q, k, v, and what our message says of them
+MISMATCHED = {  # shapes of q, k, v, and the pattern of our message
     "head_dim": ((2, 4, 8), (2, 5, 16), (2, 5, 16), r"q \(2, 4, 8\), k \(2, 5, 16\)"),
     "leading_dims": ((2, 4, 8), (3, 4, 8), (3, 4, 8), "same leading dims"),
     "more_key_heads": ((1, 4, 8), (2, 4, 8), (2, 4, 8), "same leading dims"),
@@ -91,7 +91,7 @@ NOTHING_ASKED = {  # shapes of q and of k
 def test_nothing_asked_is_an_empty_answer(
     implementation: Implementation, how: str, is_causal: bool, device: str, record_property: Note
 ) -> None:
-    """Empty batches occur, as on a rank whose share of a small batch is empty; torch's modules accept them."""
+    """Empty batches occur, for example a rank's share of a small batch; torch's modules accept them."""
     q, k = (torch.randn(shape, device=device, requires_grad=True) for shape in NOTHING_ASKED[how])
     v = torch.randn_like(k, requires_grad=True)
     gradients: tuple[Tensor, ...] = ()

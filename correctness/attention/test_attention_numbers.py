@@ -1,4 +1,4 @@
-"""Attention over large numbers, numbers that are not finite, and under autocast."""
+"""Attention over large and non-finite numbers, and under autocast."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_later_key_is_not_seen_however_large_its_score(
 def test_a_nan_under_a_weight_that_rounds_to_zero_reaches_what_attends_to_it(
     implementation: Implementation, less: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Keys from 20 on have scores lower by `less`, among them the NaN's: no tile may be skipped as negligible."""
+    """Keys from 20 on have scores lower by `less`, and one of them is NaN: no tile may be skipped as negligible."""
     q, k, v, _ = random_inputs((2, 5, 16), (2, 300, 16), dtype, device)
     q[..., 0], k[:, 20:, 0] = 4.0, -float(less)
     v[:, 150, 2] = float("nan")
@@ -113,7 +113,7 @@ def test_what_is_not_finite_reaches_what_it_concerns_and_no_more_than_in_eager(
             "PyTorch's SDPA differs: on CPU its flash kernel loses a NaN in q, and its math kernel adds the mask"
         )
     inputs = _inputs(device)
-    inputs[0][:, 2] = inputs[0][:, 2].abs() + 0.1  # so that the sign of an infinity in k is the scores' as well
+    inputs[0][:, 2] = inputs[0][:, 2].abs() + 0.1  # an infinity in k then gives scores of its own sign
     inputs["qkv".index(where)][3, 2] = value
     found, eager, seen = (
         {name: ~x.isfinite() for name, x in results(attention, inputs, is_causal).items()}
@@ -129,7 +129,7 @@ def test_what_is_not_finite_reaches_what_it_concerns_and_no_more_than_in_eager(
 
 
 def _row_by_row(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
-    """Attention of each query over the keys that it sees alone."""
+    """Attention of each query over only the keys that it sees."""
     if not is_causal:
         return eager_attention(q, k, v)
     return torch.cat([eager_attention(q[i : i + 1], k[: i + 1], v[: i + 1]) for i in range(q.shape[0])])
@@ -171,7 +171,7 @@ def test_keys_at_minus_infinity_count_for_nothing(
 def test_autocast_does_not_change_the_result_of_float32_inputs_much(
     implementation: Implementation, to: torch.dtype, tolerance: float, device: str, record_property: Note
 ) -> None:
-    """Following autocast is optional; errors stay within its dtype's, and bfloat16 must not raise."""
+    """Following autocast is optional; errors stay within those of its dtype, and bfloat16 must not raise."""
     inputs = random_inputs((2, 2, 301, 32), (2, 2, 97, 32), torch.float32, device)
     found: dict[str, Tensor] = {}
     call = nullcontext() if to == torch.bfloat16 else may_raise(implementation, f"autocast to {to}", record_property)

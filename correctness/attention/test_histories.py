@@ -1,4 +1,4 @@
-"""Any history of calls of attention, against eager: what each gives, and that nothing else changes meanwhile."""
+"""Random histories of calls of attention against eager: results are right, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from shardmark.api import Implementation
 pytestmark = [pytest.mark.family("attention"), pytest.mark.usefixtures("poisoned")]
 
 TIMES = 8
-"""Eager's error, where tests of fixed sizes allow twice: of many random calls, one has rounding errors that add up."""
+"""Allowed multiple of eager's error; tests of fixed sizes allow two. Among many random calls, rounding errors add up
+in some."""
 
 NAMES = ("q", "k", "v", "the output's gradient")
 
 
 class Running(RunningCall):
     def __init__(self, attention: Attention, call: Call, device: str, first: Running | None = None) -> None:
-        """Of new inputs, or of the very tensors of an earlier call."""
+        """Make new inputs, or use the tensors of an earlier call."""
         self.inputs = first.inputs if first else call.inputs(device)
         super().__init__(call, dict(zip(NAMES, self.inputs, strict=True)))
         with MODES[call.mode](device):
             needed = call.needs if self.waits or call.mode == "no_grad" else ""
             self.leaves = first.leaves if first else self._leaves(needed)
-            same = dict(zip(map(id, self.inputs), self.leaves.values(), strict=False))  # one tensor where there was one
+            same = dict(zip(map(id, self.inputs), self.leaves.values(), strict=False))  # shared inputs stay shared
             qkv = list(self.leaves.values()) if needed else [same[id(x)] for x in self.inputs[:3]]
             self.out = attention(*qkv, is_causal=call.is_causal)
         self._look_at_the_output()
@@ -64,7 +65,7 @@ class Running(RunningCall):
         assert_accurate(found, self.inputs, self.call.is_causal, TIMES, when, arithmetic)
 
     def backward(self) -> None:
-        """As the call asks; twice may be an error."""
+        """Run backward as the call asks; a second backward may raise an error."""
         call, needed = self.call, {name: x for name, x in self.leaves.items() if x.requires_grad}
         grad = self.inputs[3].to(self.out.dtype)
         if call.backward == "backward":
@@ -100,9 +101,9 @@ class Running(RunningCall):
 
 
 def play_attention(attention: Attention, events: list[Call], device: str) -> list[Running]:
-    """Play it, and the first call again, of its very tensors, which have been overwritten."""
+    """Play the events, then the first call again on its own tensors, which have been overwritten."""
     calls: list[Running] = play(events, lambda call: Running(attention, call, device), lambda x: x.mul_(-0.5))
-    if calls and calls[0].call.shared == "none":  # else the layouts overlap, and were scaled more than once
+    if calls and calls[0].call.shared == "none":  # overlapping layouts were scaled more than once
         Running(attention, calls[0].call, device, calls[0])
         look(calls, "after a call of the first one's tensors, overwritten in place")
     return calls

@@ -1,4 +1,4 @@
-"""Triton kernels of attention by configuration: accurate in the interpreter; compiled without spills."""
+"""Triton kernels of attention, each configuration: accurate in the interpreter; compiled without spills."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _name(case: Case) -> str:
 
 
 def _cases(columns_of: Callable[[int], tuple[int, ...]]) -> list[Case]:
-    """Every tile of every table; `columns_of` says which columns to take of those that an entry stands for."""
+    """List every tile of every table; `columns_of` picks columns among those that an entry covers."""
     return [
         (kernel, arithmetic, chip, columns, tile)
         for chip, by_arithmetic in TABLES.items()
@@ -67,7 +67,7 @@ EACH_TILE_AND_COLUMNS = _cases(lambda most: tuple(columns for columns in COLUMNS
 
 @pytest.fixture
 def flash(device: str) -> Iterator[Any]:
-    """`flash_triton` where it runs, its kernels tuned anew before and after."""
+    """`flash_triton` if it runs here; its kernels are tuned anew before and after."""
     if reason := family("attention").implementations["flash_triton"].unavailable_reason(device):
         pytest.skip(reason)
     flash_triton._tuned.cache_clear()
@@ -89,7 +89,7 @@ def test_each_configuration_is_as_accurate_as_eager(
     monkeypatch.setattr(flash_triton, "chip_of", lambda device: chip)
     monkeypatch.setitem(TABLES[chip][arithmetic][kernel], columns, [tile])
     torch.set_float32_matmul_precision(ARITHMETIC[arithmetic])
-    # The interpreter is slow; on a GPU the pipeline is to go round several times, over heads and groups of them.
+    # The interpreter is slow; on a GPU the pipeline must run several rounds, over several heads and groups.
     whole, q_heads, k_heads = (5, 4, 2) if device == "cuda" else (1, 1, 1)
     for head_dim in (columns, columns - 8) if device == "cuda" else (columns - 8,):
         q_shape, k_shape = (
@@ -100,7 +100,7 @@ def test_each_configuration_is_as_accurate_as_eager(
         assert_as_accurate_as_eager(flash, inputs, is_causal)
 
 
-FAULTS = {  # what is replaced in the kernels' source, and by what
+FAULTS = {  # text in the kernels' source, and its faulty replacement
     "mask one key too far": ("columns <= rows", "columns <= rows + 1"),
     "mask one key too near": ("columns <= rows", "columns < rows"),
     "no mask backward": ("seen = seen & (columns[:, None] <= rows[None, :])", "pass"),
@@ -173,7 +173,7 @@ OPERANDS = {
     "attention_backward_q": ("grad_out", "grad_q"),
     "attention_backward_kv": ("grad_out", "grad_k", "grad_v"),
 }
-"""What tells the kernels' arguments apart."""
+"""Prefixes that distinguish the kernels' arguments."""
 
 FIRST_ON_HOPPER = [
     (kernel, arithmetic, 90, 64, tiles(kernel, arithmetic, 90, 64)[0])
@@ -187,7 +187,7 @@ def test_the_first_configurations_compile_soundly_for_hopper(case: Case, compili
     report = compiling.submit(compile_tile, *case).result()
     _assert_sound(case, report)
     kernel, arithmetic, _, columns, tile = case
-    if arithmetic == HALF:  # what configurations are pruned by is about what they take
+    if arithmetic == HALF:  # the estimate that prunes configurations is close to the real use
         q = torch.empty(1, 1, 1, columns, dtype=torch.bfloat16)
         arguments = {"q": (q, 0, 0, 0), "COLUMNS": columns, **dict.fromkeys(OPERANDS[kernel], q)}
         assert tile_bytes(configuration(tile, HALF), arguments) == pytest.approx(report.shared_bytes, rel=0.05)
@@ -216,7 +216,7 @@ Launch = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 @pytest.fixture
 def launches(flash: Any, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """What is launched, in order."""
+    """Record the launches in order."""
     found: list[Launch] = []
     autotune = triton.autotune
 
@@ -241,7 +241,7 @@ def launches(flash: Any, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 def _keys(launches: list[Launch], q: tuple[int, ...], k: tuple[int, ...], flash: Any, device: str) -> dict[str, Any]:
-    """By kernel, in a forward and a backward of those shapes."""
+    """Autotuner keys by kernel, for a forward and a backward of those shapes."""
     launches.clear()
     results(flash, random_inputs(q, k, torch.float32, device), is_causal=False)
     return {kernel: key for kernel, key, _ in launches}
@@ -254,8 +254,8 @@ def test_the_autotuner_sees_how_many_programs_there_are(flash: Any, launches: li
     assert len(one) == 3 and eight == other_eight
     assert all(one[kernel] != eight[kernel] for kernel in one)
     few_keys, many_keys = (_keys(launches, (32, 16), (length, 16), flash, device) for length in (32, 256))
-    assert few_keys["attention_forward"] == many_keys["attention_forward"]  # a program for so many queries
-    assert few_keys["attention_backward_kv"] != many_keys["attention_backward_kv"]  # a program for so many keys
+    assert few_keys["attention_forward"] == many_keys["attention_forward"]  # one program per block of queries
+    assert few_keys["attention_backward_kv"] != many_keys["attention_backward_kv"]  # one program per block of keys
 
 
 ODD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -270,7 +270,7 @@ ODD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_odd_strides_reach_the_kernels_that_read_by_pointers(
     how: str, flash: Any, launches: list[Launch], device: str
 ) -> None:
-    """A copy would be dense: kernels would never run on such strides, and memory would be what no formula says."""
+    """A copy would be dense: kernels would never see such strides, and memory would exceed the formula."""
     inputs = [ODD[how](x) for x in random_inputs((2, 3, 33, 16), (2, 3, 40, 16), torch.float32, device)]
     assert_as_accurate_as_eager(flash, inputs, is_causal=True)
     wanted = {name: (x.data_ptr(), *x.stride()[:3]) for name, x in zip("qkv", inputs, strict=False)}

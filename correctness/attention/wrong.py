@@ -1,4 +1,4 @@
-"""Wrong attention: each is right but for one step."""
+"""Planted defects: attention with one wrong step each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def mask_off_by_one(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False)
 
 @defect(cause="masks", caught_by="test_a_query_sees_the_keys_up_to_its_own")
 def positions_in_the_inputs_dtype(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """bfloat16 cannot represent 257, nor float16 2,049."""
+    """Computes positions in the inputs' dtype: bfloat16 cannot represent 257, nor float16 2,049."""
     q, k, v = checked(q, k, v)
     scores = scores_of(q, k)
     if is_causal:
@@ -43,7 +43,7 @@ class NoMaskInBackward(Flash):
 
 @defect(cause="shapes", caught_by="test_is_as_accurate_as_eager")
 def keys_beyond_whole_tiles_left_out(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Drops the keys of the last, partial tile where there are several tiles of 1,024."""
+    """Drops the keys of the last, partial tile if there are several tiles of 1,024."""
     check_inputs(q, k, v)
     if k.shape[-2] > 1024:
         whole = k.shape[-2] // 1024 * 1024
@@ -77,7 +77,7 @@ def float64_through_float32(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool 
 
 @defect(cause="numerics", caught_by="test_takes_grouped_query_heads")
 def grouped_float64_through_float32(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Only the path for grouped heads computes in float32."""
+    """Computes in float32 for grouped heads only."""
     check_inputs(q, k, v)
     if kv_group(q, k) == 1:
         return eager_attention(q, k, v, is_causal=is_causal)
@@ -86,7 +86,7 @@ def grouped_float64_through_float32(q: Tensor, k: Tensor, v: Tensor, *, is_causa
 
 @defect(cause="numerics", caught_by="test_is_as_accurate_as_eager")
 def tiles_summed_in_the_inputs_dtype(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Sums and products of 16 keys at a time are rounded to half precision."""
+    """Rounds sums and products of 16 keys at a time to half precision."""
     q, k, v = checked(q, k, v)
     scores = scores_of(q, k)
     if is_causal:
@@ -135,7 +135,7 @@ class ScalesTheOutputsGradientInPlace(Flash):
 
 @defect(cause="gradients", caught_by="test_gives_gradients_to_the_inputs_that_require_them")
 class NoGradientsUnlessOfQueries(Flash):
-    """With frozen queries, as in a probe, nothing learns."""
+    """Returns zero gradients of k and v if q needs none, for example because the query projection is frozen."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -146,7 +146,7 @@ class NoGradientsUnlessOfQueries(Flash):
 
 @defect(cause="gradients", caught_by="test_a_second_derivative")
 class SecondDerivativeWithoutLogSumExp(Flash):
-    """Autograd differentiates a backward that takes the log-sum-exp for a constant."""
+    """Lets autograd differentiate a backward that treats the log-sum-exp as a constant."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -192,7 +192,7 @@ def what_is_not_a_number_is_zero(q: Tensor, k: Tensor, v: Tensor, *, is_causal: 
 
 @defect(cause="shapes", caught_by="test_leading_indices_do_not_see_each_other")
 def softmax_minus_the_largest_of_all(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """One maximum for the whole batch: sequences with small scores underflow."""
+    """Subtracts one maximum for the whole batch: sequences with small scores underflow."""
     q, k, v = checked(q, k, v)
     scores = scores_of(q, k)
     if is_causal:
@@ -209,7 +209,7 @@ def mask_of_minus_ten_thousand(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bo
 
 @defect(cause="shapes", caught_by="test_none_is_lost_of_any_number")
 def a_last_key_alone_left_out(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Its tiles of 176 must start before the last key."""
+    """Drops the last key if it would be alone in a tile of 176."""
     q, k, v = checked(q, k, v)
     k_len = k.shape[-2]
     seen = k_len - 1 if k_len > 1 and k_len % 176 == 1 else k_len
@@ -221,7 +221,7 @@ def a_last_key_alone_left_out(q: Tensor, k: Tensor, v: Tensor, *, is_causal: boo
 
 @defect(cause="numerics", caught_by="test_autocast_leaves_float64_as_it_is")
 def casts_float64_under_autocast(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Casts whatever it is given to autocast's dtype."""
+    """Casts any input, float64 too, to autocast's dtype."""
     check_inputs(q, k, v)
     device = q.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype

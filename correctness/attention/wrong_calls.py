@@ -1,4 +1,4 @@
-"""Wrong attention: what is kept from one call is another's too."""
+"""Planted defects: a call changes what another call keeps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _outputs: dict[Any, Tensor] = {}
 
 @defect(cause="two calls", caught_by="test_results_stay_while_other_calls_run")
 def output_in_a_workspace(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Reuses its output's memory where no gradient is asked for, as in generation."""
+    """Reuses its output's memory if no gradient is needed, as in generation."""
     out = eager_attention(q, k, v, is_causal=is_causal)
     if out.requires_grad:
         return out
@@ -106,8 +106,8 @@ class LogSumExpKeptByAddress(Flash):
 
 @defect(cause="two calls", caught_by="test_the_same_tensors_changed_in_place_give_other_results")
 def keys_kept_with_the_tensor(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Where nothing needs a gradient, it caches keys with their tensor: a cache of keys and values that is written in
-    place still has the old ones."""
+    """If nothing needs a gradient, caches keys and values on the tensor k: after an in-place write it uses the old
+    ones."""
     if torch.is_grad_enabled() and k.requires_grad:
         return eager_attention(q, k, v, is_causal=is_causal)
     kept: Any = k
@@ -121,7 +121,7 @@ _masks: dict[tuple[int, int], Tensor] = {}
 
 @defect(cause="two calls", caught_by="test_trains_on_what_it_was_first_evaluated_on")
 def keeps_the_mask_of_an_evaluation(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Autograd cannot save a mask that was made under inference_mode."""
+    """Caches the mask of an evaluation: autograd cannot save a mask made under inference_mode."""
     q, k, v = checked(q, k, v)
     scores = scores_of(q, k)
     if is_causal:

@@ -1,4 +1,4 @@
-"""Tolerance of a loss: error against float64, at most twice eager's in the same dtype or what rounding allows."""
+"""Tolerance of a loss: error against float64 is at most twice eager's in the same dtype, or what rounding allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from impl.loss import Loss, eager_loss, linear_cross_entropy
 
 HALF_LOSS = 4
-"""Roundings of the loss itself: torch's linear_cross_entropy sums that of half precision in half precision."""
+"""Roundings of the loss itself: torch's linear_cross_entropy sums half precision in half precision."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Inputs:
 def random_inputs(
     tokens: int, dim: int, vocab: int, device: str, dtype: torch.dtype = torch.float32, ignored: int | None = -100
 ) -> Inputs:
-    """Logits of about unit variance; the first target is the last word, and of the others every third is ignored."""
+    """Draw logits of about unit variance; the first target is the last word, and every third of the others is
+    ignored."""
     hidden = torch.randn(tokens, dim, device=device)
     weight = torch.randn(vocab, dim, device=device) / dim**0.5
     targets = torch.randint(vocab, (tokens,), device=device)
@@ -42,7 +43,7 @@ def random_inputs(
 
 
 def results(loss_of: Loss, inputs: Inputs, **options: Any) -> dict[str, Tensor]:
-    """Loss and gradients. The inputs are not copied: a copy may have other strides."""
+    """Return loss and gradients. The inputs are not copied: a copy may have other strides."""
     hidden, weight = (x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight))
     loss = loss_of(hidden, weight, inputs.targets, **options)
     gradients = torch.autograd.grad(inputs.grad * loss, (hidden, weight))
@@ -50,13 +51,10 @@ def results(loss_of: Loss, inputs: Inputs, **options: Any) -> dict[str, Tensor]:
 
 
 def assert_as_accurate_as_eager(loss_of: Loss, inputs: Inputs, times: float = 2, **options: Any) -> None:
-    """Check the loss and the gradients, and their shapes and dtypes.
-
-    They may have twice eager's error; where eager is exact by luck, twice the error that rounding explains. For the
-    loss that is one rounding of each logit and of each term, at their worst. A gradient is a sum of products: one
-    rounding of each in half precision, added up like random signs (the root of the sum of squares), and one in the
-    dtype of the sum, at their worst.
-    """
+    """Check the loss and the gradients, their shapes and dtypes. The error may be twice eager's; if eager is exact
+    by luck, twice the error that rounding explains. For the loss that is one rounding of each logit and of each term
+    in the worst case. A gradient is a sum of products: in half precision one rounding of each, with random signs
+    (root of the sum of squares), and one in the dtype of the sum in the worst case."""
     found = results(loss_of, inputs, **options)
     assert_accurate(found, inputs, times, half_loss=loss_of is linear_cross_entropy, **options)
 
@@ -96,7 +94,7 @@ def _largest(x: Tensor) -> float:
 
 
 def rounding(inputs: Inputs, eps: float, summing_eps: float, options: dict[str, Any]) -> dict[str, float]:
-    """Error of each result that rounding alone explains."""
+    """Return the error of each result that rounding alone explains."""
     hidden, weight, targets = inputs.hidden, inputs.weight, inputs.targets
     kept = targets != options.get("ignore_index", -100)
     if not kept.any():
@@ -104,21 +102,22 @@ def rounding(inputs: Inputs, eps: float, summing_eps: float, options: dict[str, 
     count = int(kept.sum())
     hidden, targets = hidden[kept], targets[kept]
     smoothing, z = options.get("label_smoothing", 0.0), options.get("z_loss", 0.0)
-    logits, mass = hidden @ weight.T, hidden.abs() @ weight.T.abs()  # a logit, and all that it is a sum of
+    logits, mass = hidden @ weight.T, hidden.abs() @ weight.T.abs()  # a logit, and the sum of its absolute terms
     lse = logits.logsumexp(-1, keepdim=True)
     scale, vocab = abs(inputs.grad) / count, weight.shape[0]
 
     def terms(error: Tensor) -> Tensor:
-        """The size of a row's gradient before its terms cancel, and what errors in the logits add to it."""
+        """Size of a row's gradient before its terms cancel, plus the effect of errors in the logits."""
         terms = (1 + 2 * z * lse.abs()) * (logits - lse).exp() * (2 + error) + smoothing / vocab
         return terms.scatter_add(1, targets[:, None], torch.ones_like(lse))
 
     def owed(of_logits: Callable[[Tensor], Tensor], other: Tensor) -> float:
         typical = (of_logits(terms(logits.abs())).square() @ other.square()).sqrt()
-        worst = of_logits(terms(mass + mass.amax(1, keepdim=True) + lse.abs() + vocab**0.5)) @ other.abs()  # lse's too
+        # with lse's error
+        worst = of_logits(terms(mass + mass.amax(1, keepdim=True) + lse.abs() + vocab**0.5)) @ other.abs()
         return scale * max(eps * typical.amax().item(), summing_eps * worst.amax().item())
 
-    slope = 2 + 2 * z * lse.abs().amax().item()  # of a row's loss in its logits
+    slope = 2 + 2 * z * lse.abs().amax().item()  # of a row's loss with respect to its logits
     return {
         "loss": slope * max(eps * logits.abs().amax().item() / count**0.5, 2 * summing_eps * (2 + mass.amax().item())),
         "grad_hidden": owed(lambda terms: terms, weight),

@@ -10,10 +10,8 @@ import torch
 
 
 def compile_loss(dtype: str, chip: int, smoothed: bool, configuration: tuple[int, int], vocab: int = 50257) -> Any:
-    """The `KernelReport` of the fused loss's kernel with that block and so many warps, and its `accesses`.
-
-    The logits' rows are as far apart as the fused loss has them.
-    """
+    """Return the `KernelReport` of the fused loss's kernel with that block and number of warps, and its `accesses`.
+    Rows of logits have the fused loss's stride."""
     from impl.loss import fused_triton
     from impl.loss.chunks import row_stride
     from impl.loss.fused import Terms
@@ -41,7 +39,7 @@ def compile_loss(dtype: str, chip: int, smoothed: bool, configuration: tuple[int
 
 
 def accesses(machine_code: str) -> Counter[int]:
-    """How often the code accesses global memory, by bits: LDG.E.128 is one of 128; without a number it is one of 32."""
+    """Count accesses to global memory by bits: LDG.E.128 has 128; without a number an access has 32."""
     modifiers = re.findall(r"\b(?:LDG|STG)((?:\.\w+)*)", machine_code)
     widths = (re.search(r"\.[US]?(8|16|64|128|256)\b", found) for found in modifiers)
     return Counter(int(width[1]) if width else 32 for width in widths)

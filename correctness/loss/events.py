@@ -28,14 +28,14 @@ F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float1
 
 @dataclass(frozen=True)
 class Call:
-    """What varies; `ignored` is the word whose targets are ignored, or a number that is none."""
+    """One random call; targets equal to `ignored` are ignored: a word of the vocabulary, or another number."""
 
     tokens: int
     dim: int
     vocab: int
     dtype: torch.dtype
     weight_dtype: torch.dtype
-    """Under autocast; else it is that of hidden."""
+    """dtype of weight under autocast; else it has hidden's."""
     ignored: int
     label_smoothing: float
     z_loss: float
@@ -45,7 +45,7 @@ class Call:
     layouts: tuple[str, str]
     targets_apart: bool
     shared: bool
-    """hidden and weight are one tensor, as where a model scores its embedding against itself."""
+    """hidden and weight are one tensor, as if a model scored its embedding against itself."""
     grad: float
     mode: str
     needs: str
@@ -55,7 +55,7 @@ class Call:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Only those that are used, as an implementation may not have the others."""
+        """Return only the options in use, as an implementation may not have the others."""
         options = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         given = {name: value for name, value in options.items() if value}
         return given if self.ignored == -100 else {"ignore_index": self.ignored} | given
@@ -70,9 +70,9 @@ class Call:
         tokens = self.vocab if self.shared else self.tokens
         inputs = random_inputs(tokens, self.dim, self.vocab, device, ignored=self.ignored)
         hidden, weight, targets = self.scale * inputs.hidden, inputs.weight, inputs.targets
-        if self.values == "large_hidden" and not self.shared:  # whose sum float16 does not have
+        if self.values == "large_hidden" and not self.shared:  # float16 cannot hold the sum
             hidden, weight = 2000 + hidden, weight / 2000
-        elif self.values in ("all_high", "all_low") and self.dim > 1:  # something is added to every logit
+        elif self.values in ("all_high", "all_low") and self.dim > 1:  # adds a constant to every logit
             by = 30.0 if self.product.itemsize == 2 or self.z_loss else 1000.0
             hidden[:, 0], weight[:, 0] = 10.0, (by if self.values == "all_high" else -by) / 10
         if self.targets == "all_ignored":
@@ -93,7 +93,7 @@ class Call:
         return 3.0 if self.values == "large_hidden" else self.grad  # in float16 the gradients would overflow
 
     def __str__(self) -> str:
-        """The call in words, without what is as usual."""
+        """Describe the call without its usual settings."""
         words = [
             f"{self.vocab if self.shared else self.tokens} tokens, dim {self.dim}, vocab {self.vocab} of {self.dtype}",
             f"weight of {self.weight_dtype}" if "autocast" in self.mode else "",
@@ -136,7 +136,7 @@ CALLS = st.builds(
 
 @st.composite
 def nothing_counts(draw: st.DrawFn) -> Call:
-    """All targets ignored, of numbers of which sums overflow."""
+    """Draw a call in which all targets are ignored and sums overflow."""
     tokens, dim, dtype = draw(st.integers(8, 40)), draw(st.integers(8, 40)), draw(st.sampled_from([F16, F16, F32]))
     fixed = {"tokens": tokens, "dim": dim, "dtype": dtype, "scale": 1.0, "values": "large_hidden"}
     call = draw(CALLS.filter(lambda call: autocast_takes(call.mode, dtype)))

@@ -1,4 +1,4 @@
-"""Right losses, in unusual ways."""
+"""Right losses that work in unusual ways: the tests must accept them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from impl.loss import check_inputs, eager_loss, product_dtype
 def _checked(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
 ) -> None:
-    """The contract's errors in other words, over several lines."""
+    """Raise the contract's errors in other words, over several lines."""
     problems = []
     if hidden.ndim != 2 or weight.ndim != 2 or targets.ndim != 1:
         raise ValueError(f"wrong ranks:\n{hidden.ndim}, {weight.ndim}, {targets.ndim}")
@@ -85,7 +85,7 @@ def float64_of_those_that_count(
 
 
 class _Recomputing(torch.autograd.Function):
-    """Saves one log-sum-exp a token, and computes the logits again in backward, block by block of the vocabulary."""
+    """Saves one log-sum-exp per token and recomputes the logits in backward, block by block of the vocabulary."""
 
     @staticmethod
     def forward(
@@ -170,7 +170,7 @@ def chunks_in_random_order(
     random.shuffle(chunks)
     total = 0 * (hidden.double().sum() + weight.double().sum())
     total = total.to(torch.promote_types(product_dtype(hidden, weight), torch.float32))
-    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))  # so that its gradients add up in float32
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))  # makes its gradients add up in float32
     for rows, wanted in chunks:
         logits = linear(rows, wide.to(weight.dtype))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -194,7 +194,7 @@ def leaves_ignored_out(
     check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
     kept = (targets != ignore_index).nonzero()[:, 0]
     logits = linear(hidden[kept], weight).double()
-    # None is left to be ignored, and ignore_index may be a word.
+    # No target is left to ignore, and ignore_index may be a word.
     loss = cross_entropy(logits, targets[kept], ignore_index=-1, label_smoothing=label_smoothing, reduction="sum")
     if z_loss:
         loss = loss + z_loss * logits.logsumexp(-1).square().sum()

@@ -1,4 +1,4 @@
-"""The loss's bytes and FLOPs in closed form, met by the meter and the counter."""
+"""The loss's bytes and FLOPs in closed form, against the meter and the counter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ACCOUNTED = [
     LossCase(1030, 512, 300),
 ]
 
-"""The first, and those of half precision, one chunk and a large dim, are metered every time."""
+"""Cases metered by default: the first, and in half precision one chunk and a large dim."""
 
 PUBLISHED = [LossCase(8192, dim, vocab, "bfloat16") for dim in (2048, 4096) for vocab in (32768, 50257, 128256)]
 
@@ -49,7 +49,7 @@ def test_peak_is_exact(name: str, case: LossCase) -> None:
 
 @pytest.mark.parametrize("case", [LossCase(50, 24, 1003), LossCase(64, 16, 400)], ids=str)
 def test_fused_triton_peak_is_exact(case: LossCase) -> None:
-    """In the interpreter, which keeps each chunk's losses: so of one chunk; it takes eight bytes of its own."""
+    """The interpreter keeps each chunk's losses, so only one chunk is exact; it takes eight bytes of its own."""
     if reason := family("loss").implementations["fused_triton"].unavailable_reason("cpu"):
         pytest.skip(reason)
     assert 0 <= _peak("fused_triton", case) - accounting.fused_triton_peak(case) <= 8
@@ -65,14 +65,16 @@ def test_torchs_linear_cross_entropy_peak_is_exact(case: LossCase) -> None:
 
 @pytest.mark.parametrize("case", [*ACCOUNTED[:3], LossCase(tokens=1024, dim=128, vocab=8192)], ids=str)
 def test_what_disappears_are_the_logits_all_but_a_chunk(case: LossCase) -> None:
-    """Three matrices of them; the fused loss has its gradients by then, and a few values a row."""
+    """Three matrices of logits disappear but for a chunk; the fused loss then has its gradients and a few values per
+    row."""
     disappears = accounting.eager_peak(case) - accounting.fused_pytorch_peak(case)
     size = case.torch_dtype.itemsize
     rows = accounting.chunk_tokens(case.tokens, case.dim, size)
     chunk, gradients = rows * case.vocab * size, (case.tokens + case.vocab) * case.dim * size
     assert accounting.gone(case) == 3 * case.tokens * case.vocab * size - chunk - gradients
     values = rows * (10 + 4 * size)  # in fused_pytorch
-    assert accounting.gone(case) - disappears == values - (size - 8)  # and the loss, the count, two of eager's scalars
+    # plus the loss, the count, and two of eager's scalars
+    assert accounting.gone(case) - disappears == values - (size - 8)
 
 
 @pytest.mark.parametrize("case", [case for case in PUBLISHED if case.vocab >= 128_000], ids=str)
@@ -119,5 +121,5 @@ def test_flops_are_those_counted() -> None:
 @pytest.mark.usefixtures("compiler")
 def test_the_compiler_needs_no_more_than_eager(device: str) -> None:
     case = LossCase(300, 32, 500)
-    _peak("compiled", case, device)  # compiles
+    _peak("compiled", case, device)  # compiles it beforehand
     assert _peak("compiled", case, device) <= accounting.eager_peak(case)

@@ -1,4 +1,4 @@
-"""Any history of calls of a loss, against eager: what each gives, and that nothing else changes meanwhile."""
+"""Random histories of calls of a loss against eager: results are right, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from shardmark.api import Implementation
 pytestmark = [pytest.mark.family("loss"), pytest.mark.usefixtures("poisoned")]
 
 TIMES = 8
-"""Eager's error, where tests of fixed sizes allow twice: of many random calls, one has rounding errors that add up."""
+"""Allowed multiple of eager's error; tests of fixed sizes allow two. Among many random calls, rounding errors add up
+in some."""
 
 
 class Running(RunningCall):
@@ -40,7 +41,7 @@ class Running(RunningCall):
             del self.loss
 
     def _take(self, found: dict[str, Tensor]) -> None:
-        """Results that are right, and stay."""
+        """Check the results, and keep copies that must stay equal."""
         when, call = f"of {self.call}: ", self.call
         if not (self.inputs.targets != call.ignored).any():
             for name, x in found.items():
@@ -52,7 +53,7 @@ class Running(RunningCall):
         self.kept = {name: x.clone() for name, x in self.results.items()}
 
     def backward(self) -> None:
-        """As the call asks; twice may be an error."""
+        """Run backward as the call asks; a second backward may raise an error."""
         call, scaled = self.call, self.loss * self.inputs.grad
         needed = {name: x for name, x in self.leaves.items() if x.requires_grad}
         if call.backward == "backward":

@@ -94,7 +94,7 @@ def test_takes_more_tokens_than_16_bits_count(implementation: Implementation, to
 def test_several_small_chunks_are_as_accurate(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    """Chunks of seven tokens, the last of two: Triton's interpreter is slow for chunks of their real size."""
+    """Chunks of seven tokens, the last of two: real sizes are slow in Triton's interpreter."""
     implementation = family("loss").implementations[name]
     if reason := implementation.unavailable_reason(device):
         pytest.skip(reason)
@@ -124,7 +124,7 @@ def test_eager_is_the_formula(options: str, device: str) -> None:
 def test_no_target_left_is_no_loss_and_no_gradient(
     implementation: Implementation, tokens: int, options: str, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    """In no chunk, in one, and in several."""
+    """No chunk, one chunk, and several."""
     for module in (fused, chunked):
         monkeypatch.setattr(module, "chunk_tokens", lambda *sizes: 3)
     _assert_zero(implementation, random_inputs(tokens, 8, 13, device), OPTIONS[options])
@@ -210,9 +210,9 @@ def test_gives_gradients_to_what_requires_them(implementation: Implementation, n
 
 
 def test_planted_faults_are_caught(device: str) -> None:
-    """The tolerance finds a target off by one, a mean over ignored tokens, a skipped row, a missing scale."""
+    """The tolerance finds a target off by one, a mean over ignored tokens, a skipped row and a missing scale."""
     inputs = random_inputs(300, 24, 97, device)
-    inputs.targets[0] = 0  # the one that the first fault mistakes
+    inputs.targets[0] = 0  # the target that the first fault shifts
     options = {"label_smoothing": 0.1, "z_loss": 1e-2}
 
     def off_by_one(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Calls of a loss beside and after one another: nothing is shared, changed, or held longer than needed."""
+"""Calls of a loss are independent: nothing is shared, changed, or held longer than needed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_results_stay_while_other_calls_run(implementation: Implementation, with
 
 
 def test_two_losses_of_one_weight_add_up(implementation: Implementation, device: str) -> None:
-    """Each loss has its own factor, and the weight has a second use, like one tied to an embedding."""
+    """Each loss has its own factor, and the weight has a second use, like a weight tied to an embedding."""
     first, second = (random_inputs(40, 16, 31, device) for _ in range(2))
 
     def gradients(loss_of: Loss, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -166,11 +166,8 @@ def test_trains_on_what_it_was_first_evaluated_on(implementation: Implementation
 
 
 def _penalty_gradient(loss_of: Loss, inputs: Inputs) -> Tensor:
-    """Gradient with respect to weight of a loss that penalizes the gradient of hidden.
-
-    The loss is squared, so that its own gradient is no constant, and all leaves get their gradients: else
-    `once_differentiable` does not raise.
-    """
+    """Gradient with respect to weight of a loss that penalizes the gradient of hidden. The loss is squared, so that
+    its own gradient is no constant, and all leaves get gradients: `once_differentiable` raises only then."""
     hidden, weight = (x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight))
     loss = loss_of(hidden, weight, inputs.targets).square()
     (grad_hidden,) = torch.autograd.grad(loss, hidden, create_graph=True)

@@ -1,4 +1,4 @@
-"""What a loss refuses: ValueError for any implementation; ours say in one line what was wrong."""
+"""Inputs that a loss refuses: ValueError for any implementation; ours in one line that says what is wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardmark.api import Implementation
 
 pytestmark = [pytest.mark.family("loss"), pytest.mark.compiled_every_time]
 
-MISMATCHED = {  # shapes of hidden, weight and targets, and what our message says of them
+MISMATCHED = {  # shapes of hidden, weight and targets, and the pattern of our message
     "dim": ((4, 8), (5, 16), (4,), r"hidden \(4, 8\), weight \(5, 16\)"),
     "fewer_targets": ((4, 8), (5, 8), (3,), r"targets \(3,\)"),
     "more_targets": ((4, 8), (5, 8), (6,), r"targets \(6,\)"),
@@ -121,7 +121,7 @@ def test_a_z_loss_that_is_not_finite_is_refused(implementation: Implementation, 
 def test_a_target_out_of_range_is_refused(
     implementation: Implementation, target: int, ignored: int, device: str, record_property: Note
 ) -> None:
-    """That of torch's default, too, where another one is to be ignored."""
+    """torch's default index is refused too, if another index is to be ignored."""
     if device == "cuda":
         pytest.skip("there it is a device-side assertion, after which the process has no use of its GPU")
     x = random_inputs(4, 8, 5, device, ignored=ignored)
@@ -133,7 +133,7 @@ def test_a_target_out_of_range_is_refused(
 
 
 def test_off_the_cpu_the_range_is_checked_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device, where reading an answer is an error, as it would be a wait on CUDA."""
+    """Runs on the meta device, where reading a value is an error; on CUDA it would be a wait."""
     asked: list[str] = []
     monkeypatch.setattr(torch, "_assert_async", lambda condition, message: asked.append(message))
     hidden, weight, targets = (torch.empty(n, 8, device="meta") for n in (4, 5, 4))

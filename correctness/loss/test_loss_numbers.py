@@ -1,4 +1,4 @@
-"""The loss of large logits, of numbers that are not finite, under autocast, and with a gradient scaler."""
+"""The loss of large logits and non-finite numbers, under autocast, and with a gradient scaler."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_statistics_of_half_precision_are_in_float32(
 def test_divides_by_the_exact_number_of_targets(
     implementation: Implementation, tokens: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Which half precision may not have. Of logits that are all zero the loss is the logarithm of the vocabulary."""
+    """Half precision may not represent that number. With logits of zero the loss is the logarithm of the vocabulary
+    size."""
     if implementation.target is linear_cross_entropy:
         pytest.skip("PyTorch's own sums the loss of half precision in half precision")
     inputs = random_inputs(tokens, 8, 11, device, dtype, ignored=None)
@@ -114,10 +115,8 @@ def test_under_autocast_products_are_in_its_dtype_and_the_loss_is_not(
 def test_a_gradient_scaler_lifts_small_gradients_of_half_precision(
     implementation: Implementation, tokens: int, vocab: int, device: str
 ) -> None:
-    """Of a mean over many tokens each one's gradient is too small for float16, unless the loss is scaled.
-
-    Largest are those of the words that are targets, so the others are looked at.
-    """
+    """In a mean over many tokens each token's gradient is too small for float16, unless the loss is scaled. Words
+    that are targets have the largest gradients, so the test compares the other words."""
     inputs = replace(random_inputs(tokens, 8, vocab, device, torch.float16, ignored=None), grad=2.0**16)
     inputs.targets.remainder_(100)
     exact = results(eager_loss, inputs.to(torch.float64))["grad_weight"][100:]
@@ -126,7 +125,7 @@ def test_a_gradient_scaler_lifts_small_gradients_of_half_precision(
     assert error <= 0.01, f"weight's gradient with a scale of 2^16: relative error {error:.4f}, allowed 0.01"
 
 
-SCALES = {  # dtypes of the inputs and of autocast, and what the gradients of the sum are multiplied by
+SCALES = {  # dtypes of the inputs and of autocast, and the factor of the sum's gradients
     "bfloat16": (torch.bfloat16, None, 1 / 7777),
     "float16": (torch.float16, None, 100_003.0),
     "autocast": (torch.float32, torch.bfloat16, 1 / 7777),

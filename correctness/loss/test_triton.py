@@ -1,4 +1,5 @@
-"""The Triton kernel of the fused loss, one configuration at a time: right in the interpreter, sound when compiled."""
+"""The Triton kernel of the fused loss, one configuration at a time: right in the interpreter, no spills when
+compiled."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def _runs(device: str) -> None:
 
 
 def _chunk(rows: int, vocab: int, dtype: torch.dtype, device: str, ignored: int) -> tuple[Tensor, Tensor]:
-    """Logits whose rows stand apart by more than the vocabulary, NaN between them, and targets."""
+    """Logits with a row stride above the vocabulary, NaN between the rows, and targets."""
     buffer = torch.full((rows, vocab + 7), torch.nan, dtype=dtype, device=device)
     buffer[:, :vocab] = torch.randn(rows, vocab, device=device)
     targets = torch.randint(vocab, (rows,), device=device)
@@ -46,10 +47,10 @@ def _chunk(rows: int, vocab: int, dtype: torch.dtype, device: str, ignored: int)
 
 
 def _assert_right(rows: int, vocab: int, dtype: torch.dtype, terms: Terms, device: str) -> None:
-    """The same as plain PyTorch in float64, but for one rounding to the logits' dtype and those of float32."""
+    """Compare with PyTorch operators in float64, within one rounding to the logits' dtype and those of float32."""
     logits, targets = _chunk(rows, vocab, dtype, device, terms.ignore_index)
     exact, rest = logits.double(), logits.as_strided((rows, 7), logits.stride(), vocab)
-    wanted = fused_pytorch.to_gradients(exact, targets, terms, True)  # makes of them their gradients
+    wanted = fused_pytorch.to_gradients(exact, targets, terms, True)  # overwrites `exact` with its gradients
     loss = fused_triton.to_gradients(logits, targets, terms, True)
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-5)
     eps = torch.finfo(dtype).eps
@@ -64,7 +65,7 @@ def _assert_right(rows: int, vocab: int, dtype: torch.dtype, terms: Terms, devic
 def test_each_configuration_is_right(
     configuration: tuple[int, int], terms: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    """On rows of less than a block, of one, of one and a column, and of several."""
+    """Rows shorter than a block, as long as one, one column longer, and of several blocks."""
     monkeypatch.setattr(fused_triton, "configuration", lambda vocab: configuration)
     block = configuration[0]
     for vocab in (3, block, block + 1, 2 * block + 5):
@@ -81,7 +82,7 @@ def test_without_gradients_the_logits_stay(device: str) -> None:
     assert torch.equal(logits, before)
 
 
-FAULTS = {  # what is replaced in the kernel's source, and by what
+FAULTS = {  # text in the kernel's source, and its faulty replacement
     "last block skipped": ("tl.range(0, end, BLOCK)", "tl.range(0, end - BLOCK, BLOCK)"),
     "rest of a row not summed": ("largest, exponentials, total = _add(start, rest", "_ = _add(start, rest"),
     "rest of a row left": ("            _to_gradients(start, rest, vocab, target, lse, factor, smoothing, vocab, SMOOTHED)", ""),  # noqa: E501
@@ -112,8 +113,8 @@ def test_a_planted_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch, 
 
 
 def _assert_right_in_five_draws(device: str) -> None:
-    """As what is left out may sum to little in one; of so many rows that in some the largest logit is not in the first
-    block."""
+    """Five draws, as a skipped part may sum to little in one draw; so many rows that some have their largest logit
+    outside the first block."""
     for _ in range(5):
         _assert_right(30, 41, torch.float32, TERMS["everything"], device)
 
@@ -145,7 +146,7 @@ def _assert_sound(report: KernelReport) -> None:
 
 
 def _assert_wide(accesses: Counter[int]) -> None:
-    """Most accesses to global memory are of 16 bytes: all but a target, a loss, and what is left of a row."""
+    """Assert that most accesses to global memory have 16 bytes: all but a target, a loss, and the rest of a row."""
     narrow = sum(count for bits, count in accesses.items() if bits < 128)
     assert accesses[128] > narrow, f"{accesses[128]} accesses of 16 bytes, {narrow} of less"
 
@@ -168,7 +169,7 @@ def test_each_configuration_compiles_soundly(
         },
     )
     _assert_sound(report)
-    if case[0] != "float32":  # whose rows are apart by the vocabulary, here an odd one
+    if case[0] != "float32":  # their row stride is the vocabulary, here an odd number
         _assert_wide(accesses)
 
 
@@ -188,7 +189,7 @@ def test_a_huge_configuration_is_told(compiling: ProcessPoolExecutor) -> None:
 
 
 def test_narrow_accesses_are_told(compiling: ProcessPoolExecutor) -> None:
-    """Those of rows of float32 that are apart by an odd number of elements."""
+    """The check finds narrow accesses: rows of float32 with an odd stride."""
     _, accesses = compiling.submit(compile_loss, "float32", 90, True, CONFIGURATIONS[0]).result()
     with pytest.raises(AssertionError, match=r"0 accesses of 16 bytes, \d+ of less"):
         _assert_wide(accesses)

@@ -1,4 +1,4 @@
-"""A textbook fused loss, step by step, from which planted defects differ in one step."""
+"""A textbook fused loss, step by step; each planted defect changes one step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from impl.loss import check_inputs, eager_loss, product_dtype
 
 
 class Fused(torch.autograd.Function):
-    """Right: forward computes the gradients of the sum of the losses, and backward scales them."""
+    """Correct: forward computes the gradients of the sum of the losses, and backward scales them."""
 
     @staticmethod
     def forward(
@@ -31,7 +31,7 @@ class Fused(torch.autograd.Function):
 
 
 class ByAutograd(Fused):
-    """Forward computes the gradients of the mean with autograd, which there is none of in `torch.inference_mode`."""
+    """Computes the gradients of the mean in forward with autograd, which `torch.inference_mode` disables."""
 
     @staticmethod
     def forward(
@@ -48,7 +48,7 @@ class ByAutograd(Fused):
 def loss_and_gradients(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each token's loss, the gradients of the logits, and which tokens count."""
+    """Return each token's loss, the gradients of the logits, and a mask of the tokens that count."""
     logits = linear(hidden, weight)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     kept = targets != ignore

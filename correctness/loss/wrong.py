@@ -1,4 +1,4 @@
-"""Wrong losses: each is right but for one step."""
+"""Planted defects: losses with one wrong step each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _summed(losses: Tensor, kept: Tensor) -> Tensor:
 def ignore_index_in_32_bits(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, **options: Any
 ) -> Tensor:
-    """An ignore_index of -2^32 becomes 0."""
+    """Stores ignore_index in 32 bits: -2^32 becomes 0."""
     check_inputs(hidden, weight, targets, ignore_index, **_filled(options))
     narrow = torch.tensor(ignore_index).to(torch.int32).item()
     return eager_loss(hidden, weight, targets.to(torch.int32).long(), ignore_index=int(narrow), **options)
@@ -62,7 +62,7 @@ def label_smoothing_over_the_others(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Shares the smoothing among all words but the target, as the paper's first line reads; torch does not."""
+    """Shares the smoothing among all words except the target, as the paper's first line reads; torch includes it."""
     check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
     vocab = weight.shape[0]
     smoothing = label_smoothing * vocab / max(1, vocab - 1) if label_smoothing < 1 else 1.0
@@ -72,7 +72,7 @@ def label_smoothing_over_the_others(
 
 @defect(cause="numerics", caught_by="test_is_as_accurate_as_eager")
 def targets_in_16_bits(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Words from 32,768 on wrap around."""
+    """Stores targets in 16 bits: words from 32,768 on wrap around."""
     check_inputs(hidden, weight, targets, **({"ignore_index": -100} | _filled(options)))
     wrapped = torch.where(targets >= 0, targets.to(torch.int16).long() % weight.shape[0], targets)
     return eager_loss(hidden, weight, wrapped, **options)
@@ -87,7 +87,7 @@ def float64_through_float32(hidden: Tensor, weight: Tensor, targets: Tensor, **o
 
 @defect(cause="shapes", caught_by="test_is_as_accurate_as_eager")
 def tokens_beyond_whole_chunks_left_out(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Drops the last, partial chunk where there are several chunks of 2,048."""
+    """Drops the last, partial chunk if there are several chunks of 2,048."""
     if hidden.ndim == 2 and hidden.shape[0] > 2048:
         whole = hidden.shape[0] // 2048 * 2048
         hidden, targets = hidden[:whole], targets[:whole]
@@ -96,7 +96,7 @@ def tokens_beyond_whole_chunks_left_out(hidden: Tensor, weight: Tensor, targets:
 
 @defect(cause="shapes", caught_by="test_is_as_accurate_as_eager")
 def words_beyond_whole_blocks_left_out(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Sums the vocabulary in blocks of 1,024, and drops the last, partial one."""
+    """Sums the vocabulary in blocks of 1,024 and drops the last, partial one."""
     loss = eager_loss(hidden, weight, targets, **options)
     vocab, whole = weight.shape[0], weight.shape[0] // 1024 * 1024
     if not 0 < whole < vocab or hidden.shape[0] == 0:
@@ -134,7 +134,7 @@ def statistics_in_half_precision(
 
 @defect(cause="numerics", caught_by="test_divides_by_the_exact_number")
 def count_in_half_precision(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """float16 cannot represent 2,049, nor bfloat16 257."""
+    """Counts targets in half precision: float16 cannot represent 2,049, nor bfloat16 257."""
     loss = eager_loss(hidden, weight, targets, **options)
     count = (targets != options.get("ignore_index", -100)).sum().clamp(min=1)
     return loss * count / count.to(hidden.dtype).to(loss.dtype)
@@ -163,7 +163,7 @@ def running_maximum_from_zero(hidden: Tensor, weight: Tensor, targets: Tensor, *
 
 @defect(cause="numerics", caught_by="test_a_gradient_scaler")
 def divided_by_the_count_in_float16(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Divides before the loss scaler's gradient lifts the values."""
+    """Divides by the count before the loss scaler's gradient multiplies."""
     return apply(_RoundedBeforeScaling, hidden, weight, targets, options)
 
 
@@ -209,7 +209,7 @@ def what_is_not_a_number_is_zero(hidden: Tensor, weight: Tensor, targets: Tensor
 
 @defect(cause="numerics", caught_by="test_is_as_accurate_as_eager")
 def epsilon_in_the_logarithm(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """log(p + 1e-8), as in many a first version."""
+    """Takes log(p + 1e-8), as many first versions do."""
     loss = eager_loss(hidden, weight, targets, **options)
     logits = linear(hidden, weight).to(loss.dtype)
     kept = targets != options.get("ignore_index", -100)
@@ -228,7 +228,7 @@ def loss_of_the_last_word(hidden: Tensor, weight: Tensor, targets: Tensor, **opt
 
 @defect(cause="numerics", caught_by="test_no_target_left_of_large_logits")
 def zero_times_the_sum(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Returns 0 times the sum of the logits to keep a graph where no target counts; the sum may be infinite."""
+    """Returns 0 times the sum of the logits, to keep a graph, if no target counts; the sum may be infinite."""
     if (targets == options.get("ignore_index", -100)).all():
         return 0 * linear(hidden, weight).sum().to(torch.promote_types(hidden.dtype, torch.float32))
     return eager_loss(hidden, weight, targets, **options)

@@ -1,4 +1,4 @@
-"""Wrong losses: what one call or one backward pass leaves to the next."""
+"""Planted defects: a call, or a backward pass, changes the results of the next."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _GradientsReused(Fused):
 
 @defect(cause="two calls", caught_by="test_results_stay_while_other_calls_run")
 def gradients_given_twice(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Returns the same tensors for every call of a shape."""
+    """Returns the same gradient tensors for every call of a shape."""
     return apply(_GradientsReused, hidden, weight, targets, options)
 
 
@@ -68,7 +68,7 @@ def second_derivative_of_constants(hidden: Tensor, weight: Tensor, targets: Tens
 
 @defect(cause="gradients", caught_by="test_gives_the_same_loss_without_gradients")
 def gradients_where_there_is_no_autograd(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Raises in `torch.inference_mode`, in which people evaluate."""
+    """Raises in `torch.inference_mode`, where evaluations run."""
     return apply(ByAutograd, hidden, weight, targets, options)
 
 
@@ -92,6 +92,6 @@ _ones: dict[tuple[int, ...], Tensor] = {}
 
 @defect(cause="two calls", caught_by="test_trains_on_what_it_was_first_evaluated_on")
 def keeps_the_ones_of_an_evaluation(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Autograd cannot save tensors that were made under inference_mode."""
+    """Caches the ones of an evaluation: autograd cannot save tensors made under inference_mode."""
     ones = _ones.setdefault((*hidden.shape, hidden.dtype.itemsize), torch.ones_like(hidden))
     return eager_loss(hidden * ones, weight, targets, **options)

@@ -65,7 +65,7 @@ class Checkpointing(Technique):
         return (block + 1) % self.n == 0
 
     def free(self, made: dict[str, int]) -> dict[str, int]:
-        """Free those of the block's activations that are not kept, and return the rest."""
+        """Free these activations of the block; return the bytes freed by name."""
         freed = {name: nbytes for name, nbytes in made.items() if nbytes > 0}
         for name, nbytes in freed.items():
             self.ledger.free(name, nbytes)

@@ -110,7 +110,7 @@ def init_weights(model: nn.Module, seed: int = 0) -> None:
     own = [index for index, placement in zip(mesh.get_coordinate(), placements, strict=True) if placement.is_shard()]
     devices = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
     with torch.random.fork_rng(devices), as_stored(), warnings.catch_warnings():
-        # the two lines below do what the warning asks: different seeds for different shards
+        # DTensor's own seeds are incomplete, so this context sets them
         warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
         torch.manual_seed(seed * mesh.size() + sum(own))
         initialize: Any = model.init_weights

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def work(case: LossCase) -> Work:
-    """FLOPs of the three products, whatever is computed twice; each input and each gradient once."""
+    """FLOPs of the three products (recomputation does not count); bytes of each input and each gradient once."""
     tensors = (case.tokens + case.vocab) * case.dim
     return Work(
         flops=3 * 2 * case.tokens * case.dim * case.vocab,
@@ -71,11 +71,8 @@ _OF_HIDDEN = "gradient of hidden"
 
 
 def fused_peak(case: LossCase) -> Bytes:
-    """Peak of a fused loss, in bytes, less what it takes for each row of a chunk.
-
-    Forward: one chunk of logits, and the gradients, weight's in float32. Backward, in half precision: weight's gradient
-    beside its sum in float32.
-    """
+    """Peak of a fused loss, in bytes, without its values per row of a chunk. Forward: one chunk of logits, and the
+    gradients, weight's in float32. Backward, in half precision: weight's gradient beside its sum in float32."""
     size, summed = _sizes(case)
     rounded = case.vocab * case.dim * size if size < summed else 0
     held = _held(case)
@@ -93,7 +90,7 @@ def fused_pytorch_peak(case: LossCase) -> Bytes:
     """
     size, summed = _sizes(case)
     rows = chunk_tokens(case.tokens, case.dim, size)
-    per_row = 2 + 8 + 4 * summed  # kept or not, the target, and four values
+    per_row = 2 + 8 + 4 * summed  # flag "kept", target, and four values
     if size < summed:
         per_row = case.vocab * summed + max(per_row, case.dim * summed)
     forward = _held(case).add({_CHUNK: _chunk(case), "values of the chunk's rows, and upcast copies": rows * per_row})
@@ -122,16 +119,14 @@ def linear_cross_entropy_peak(case: LossCase) -> Bytes:
 
 
 def gone(case: LossCase) -> int:
-    """Bytes of eager's peak that a fused loss never has: all but a chunk of the logits, in each of three matrices.
-
-    Both have hidden, weight and targets; the fused loss has both gradients when it has a chunk of logits.
-    """
+    """Bytes of eager's peak that a fused loss saves: in each of three matrices, all logits but a chunk. Both losses
+    have hidden, weight and targets; the fused loss already has both gradients when it has a chunk of logits."""
     size, summed = _sizes(case)
     return 3 * case.tokens * case.vocab * summed - _chunk(case) - case.dim * (case.tokens * size + case.vocab * summed)
 
 
 def _sizes(case: LossCase) -> tuple[int, int]:
-    """Bytes of an element, and of one of what is summed: float32 or more."""
+    """Bytes of an element, and of an element of a sum (float32 or wider)."""
     size = case.torch_dtype.itemsize
     return size, max(size, 4)
 
@@ -141,12 +136,12 @@ def _inputs(case: LossCase) -> Bytes:
 
 
 def _gradients(case: LossCase) -> int:
-    """Those of hidden and weight, which are as large as they are."""
+    """Bytes of the gradients of hidden and weight."""
     return (case.tokens + case.vocab) * case.dim * case.torch_dtype.itemsize
 
 
 def _held(case: LossCase) -> Bytes:
-    """What is there from a fused loss's first chunk on: the inputs, both gradients, the loss, and the count."""
+    """Bytes that live from a fused loss's first chunk on: inputs, both gradients, loss and count."""
     size, summed = _sizes(case)
     gradients = {
         _OF_HIDDEN: case.tokens * case.dim * size,
@@ -156,6 +151,6 @@ def _held(case: LossCase) -> Bytes:
 
 
 def _chunk(case: LossCase) -> int:
-    """One chunk of logits."""
+    """Bytes of one chunk of logits."""
     size, _ = _sizes(case)
     return chunk_tokens(case.tokens, case.dim, size) * row_stride(case.vocab, size) * size

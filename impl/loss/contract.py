@@ -89,7 +89,7 @@ def check_inputs(
 
 
 def _check_range(targets: Tensor, vocab: int, ignore_index: int) -> None:
-    """On CPU a ValueError that names a target out of range; on CUDA an assertion on the device."""
+    """On CPU raise ValueError that names a target out of range; on CUDA assert the range on the device."""
     in_range = ((targets >= 0) & (targets < vocab)) | (targets == ignore_index)
     if targets.device.type != "cpu":
         message = f"loss: a target is out of range: neither in [0, {vocab}) nor {ignore_index}"
@@ -103,7 +103,7 @@ def _check_range(targets: Tensor, vocab: int, ignore_index: int) -> None:
 
 
 def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype of the products of hidden and weight: autocast's where it is on, else the inputs'."""
+    """Return the dtype of the products of hidden and weight: autocast's if it is on, else the inputs'."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(device)
@@ -111,7 +111,7 @@ def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def statistics_dtype(product: torch.dtype) -> torch.dtype:
-    """The dtype of sums over the vocabulary and over tokens: float32 or more."""
+    """Return the dtype of sums over the vocabulary and over tokens: float32 or wider."""
     return torch.promote_types(product, torch.float32)
 
 

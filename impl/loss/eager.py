@@ -28,7 +28,7 @@ def eager_loss(
 def summed_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
 ) -> Tensor:
-    """The sum over targets; the loss is their mean."""
+    """Return the sum of the losses over targets; the loss is their mean."""
     logits = linear(hidden, weight)  # (tokens, vocab)
     logits = logits.to(statistics_dtype(logits.dtype))
     loss = cross_entropy(logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum")

@@ -125,7 +125,7 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """out = a b, rounded to out's dtype."""
     if a.dtype == out.dtype:
         return torch.mm(a, b, out=out)
-    return out.copy_(a @ b)  # for Triton's interpreter, which takes bfloat16's logits in float32
+    return out.copy_(a @ b)  # for Triton's interpreter, where bfloat16's logits are float32
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, begin: bool) -> None:
@@ -142,7 +142,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, begin: bool) -> None:
 def _scaled(
     gradients: tuple[Tensor | None, Tensor | None], dtypes: tuple[torch.dtype, torch.dtype], scale: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """The gradients times `scale`, in the dtypes of hidden and weight; in place where they have those already."""
+    """Return the gradients times `scale`, in the dtypes of hidden and weight; in place if they have those already."""
     return tuple(
         None if gradient is None else _in_dtype(gradient, dtype, scale)
         for gradient, dtype in zip(gradients, dtypes, strict=True)

@@ -68,7 +68,7 @@ def to_gradients(logits: Tensor, targets: Tensor, terms: Terms, needs_gradients:
 
 
 def configuration(vocab: int) -> tuple[int, int]:
-    """The smallest block that holds a row, or the largest block."""
+    """Return the smallest block that holds a row, or the largest block."""
     return next((choice for choice in CONFIGURATIONS if vocab <= choice[0]), CONFIGURATIONS[-1])
 
 
