@@ -28,16 +28,17 @@ class Attention(Protocol):
     between one's forward and its backward. The output is the same under `torch.no_grad()` and
     `torch.inference_mode()`. A gradient of the gradients is right, or raises an error.
 
-    A NaN in k or v reaches every output that attends to its key, also where the key's weight rounds to zero. What else
-    is not finite may give what it gives: a row of scores that are all -inf is NaN in eager and zero in SDPA.
+    A NaN in k or v reaches every output that attends to its key, even if the key's weight rounds to zero. Results
+    for other non-finite values are not specified: a row of scores that are all -inf is NaN in eager and zero in
+    SDPA.
 
-    A `torch.autograd.Function` whose `apply` takes (q, k, v, is_causal) meets the contract, too. It is taken for a
-    FlashAttention: between forward and backward it holds nothing of q_len times k_len elements.
+    A `torch.autograd.Function` whose `apply` takes (q, k, v, is_causal) meets the contract too. It is treated as a
+    FlashAttention: between forward and backward it must not hold anything with q_len times k_len elements.
 
-    Without sequences or queries out is empty, and the gradients of k and v are zero, or it raises an error. Our own do
-    not, and raise ValueError without keys.
-    ValueError for shapes, dtypes or devices that do not go together. `shardmark.api.Unsupported`, a ValueError,
-    for inputs that the contract allows and this implementation does not take.
+    Without sequences or queries out is empty and the gradients of k and v are zero, or the call raises an error.
+    Our own implementations raise no error there, but raise ValueError if there are no keys. ValueError for shapes,
+    dtypes or devices that do not go together. `shardmark.api.Unsupported`, a ValueError, for inputs that the
+    contract allows and this implementation does not take.
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor: ...

@@ -13,26 +13,27 @@ from shardmark.api import Family, Race, RegistryError, add_family
 class Policy(Protocol):
     """`policy(model) -> model`: the same object, whose blocks save less for backward from then on.
 
-    `model.blocks` is an `nn.ModuleList` that the model's forward iterates over; each block takes the output of the
+    `model.blocks` is an `nn.ModuleList` that the model's forward iterates over. Each block takes the output of the
     one before, and perhaps further arguments, positional or by name, tensors or not, the same for all. Outputs and
-    gradients are bitwise equal to those without checkpointing: those of parameters, of the input and of further
-    arguments, by `backward()`, with `inputs=` too, and by `torch.autograd.grad`; under autocast in any of its dtypes
-    and where it is disabled inside of autocast, whatever holds as backward runs (autocast, `no_grad`); in any dtype;
-    in eval mode, and where each submodule has a mode of its own; where the input or some parameters need no gradient,
-    where blocks share parameters (but for the order in which their gradients are summed; torch's selective
-    checkpointing raises an error there, under autocast), and where several forwards come before the first backward.
-    Parameters stay the same objects; their names in `state_dict` and what `isinstance` says do not change; forward
-    hooks and pre-hooks of blocks run, and what they return counts, whether registered before the policy or later,
-    until they are removed. For a block that holds one of torch's dropout modules, at any depth, backward restores the
-    state of the random number generators, and leaves them as it found them; a block that draws random numbers in
-    another way, changes its buffers in forward (as `nn.BatchNorm1d` does) or its input in place must not be
-    checkpointed. Between a forward and its backward nothing that forward depends on may change, `train()` and
-    `eval()` included; backward goes through a graph once.
+    gradients (of parameters, of the input and of further arguments) are bitwise equal to those without
+    checkpointing: by `backward()`, with `inputs=` too, and by `torch.autograd.grad`; in any dtype; under autocast
+    in any of its dtypes, with autocast disabled inside of autocast, and whatever context backward runs in
+    (autocast, `no_grad`); in eval mode, and if submodules have different modes; if the input or some parameters
+    need no gradient; if blocks share parameters (up to the order in which their gradients are summed; torch's
+    selective checkpointing raises an error there, under autocast); and if several forwards come before the first
+    backward. Parameters stay the same objects; their names in `state_dict` and the classes of modules do not
+    change. Forward hooks and pre-hooks of blocks run and may change inputs and outputs, whether registered before
+    the policy or later, until they are removed. For a block that holds one of torch's dropout modules, at any
+    depth, backward restores the state of the random number generators for the recomputation, and leaves them as it
+    found them. A block that draws random numbers in another way, changes its buffers in forward (as
+    `nn.BatchNorm1d` does) or changes its input in place must not be checkpointed. Between a forward and its
+    backward nothing that forward depends on may change, including `train()` and `eval()`; backward goes through a
+    graph once.
 
-    Of a model of many blocks forward keeps fewer bytes for backward than without and the peak of forward and backward
-    is lower, in training and in eval mode, whichever parameters are frozen; nothing is kept after backward, after a
-    forward without gradients, or once an output that never goes backward is gone. A policy which is to save nothing,
-    as a peer, is named `none` or `identity`, or has an attribute `saves_nothing = True`.
+    For a model with many blocks, forward keeps fewer bytes for backward than without checkpointing, and the peak of
+    forward and backward is lower: in training and in eval mode, whichever parameters are frozen. Nothing is kept
+    after backward, after a forward without gradients, or once an output without a backward is freed. A policy that
+    should save nothing, as a peer, is named `none` or `identity`, or has an attribute `saves_nothing = True`.
 
     Save a checkpointed model by its `state_dict`; the module itself cannot be pickled. ValueError for a model without
     blocks, and for one that is checkpointed already.

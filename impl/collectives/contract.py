@@ -15,10 +15,9 @@ from shardmark.api import Family, RegistryError, add_family
 class Handle(Protocol):
     """Handle of an asynchronous collective. Until `wait` returns, do not touch the tensors that it reads and writes.
 
-    A rank's `wait` needs the other ranks to have started the collective, not to wait for it: it returns even if they
-    never do. What a rank can do for itself, as adding what the others sent, may be done in its `wait`. Handles may be
-    waited for in any order, another one on each rank. A second `wait` does nothing, but it may write the same result
-    again, as that of Gloo's reduce-scatter does.
+    A rank's `wait` needs the other ranks to have started the collective, but not to wait for it. Local work, such
+    as adding what other ranks sent, may be done in `wait`. Each rank may wait for handles in its own order. A
+    second `wait` does nothing, except that it may write the same result again, as Gloo's reduce-scatter does.
     """
 
     def wait(self) -> Any:
@@ -29,15 +28,16 @@ class Handle(Protocol):
 class Collectives(Protocol):
     """An object with three methods, or a class of which one is made without arguments. The first two reduce by summing.
 
-    Each returns when its result is written; with `async_op` it returns a `Handle`, at once where it can. Any number
-    may be under way. Every rank of the group must start the same collectives in the same order; those of two groups,
-    asynchronous and on CPU, may be started in another order on each rank that does not wait in between. Ranks outside
-    of a group take no part, and "rank i" is the i-th of the group. Tensors are contiguous, of any shape, may be views
-    of larger ones, or disjoint views of one, and may have no elements. `output` and `input` are of one dtype, and with
-    n ranks the first dimension of one is n times as large as that of the other. Nothing is written but the result.
+    Each method returns when its result is written; with `async_op` it returns a `Handle`, at once if possible. Any
+    number may be under way. Every rank of the group must start the same collectives in the same order. Asynchronous
+    collectives on CPU in two groups may be started in different orders on ranks that do not wait in between. Ranks
+    outside of a group take no part, and "rank i" is the i-th of the group. Tensors are contiguous, of any shape,
+    and may be views of larger ones, disjoint views of one tensor, or empty. `output` and `input` have the same
+    dtype, and with n ranks the first dimension of one is n times as large as that of the other. Nothing is written
+    but the result.
 
-    Sums of integers are exact. Those of floating point are at most as far off as n - 1 additions in the tensors' own
-    dtype, in any order; an all-reduce's are the same on every rank to the bit.
+    Sums of integers are exact. The error of floating-point sums is at most that of n - 1 additions in the tensors'
+    own dtype, in any order; an all-reduce gives bitwise equal sums on every rank.
     """
 
     def all_reduce(

@@ -17,35 +17,37 @@ class DataParallelWrapper(Protocol):
     """`Wrapper(module, *, process_group=None, **options)`, a class or a function, called as the module is: it hands its
     arguments on to the module's own call, hooks and all.
 
-    Wrapping gives every rank of the process group its first rank's parameters and buffers, to the bit (a -0.0 and each
-    NaN's bits, too); ranks outside of the group take no part, and nothing changes in other wrappers, then or later. It
-    raises ValueError for a module with no trainable parameter, and, on every rank, when the ranks' modules differ in a
-    parameter's name, shape, dtype or `requires_grad`; that error names the first parameter that does. Strides may
-    differ: on one rank a parameter may be transposed, on another contiguous.
+    Wrapping gives every rank of the process group the parameters and buffers of the group's first rank, bit for bit
+    (also -0.0 and the bits of NaNs). Ranks outside of the group take no part, and other wrappers do not change,
+    then or later. Wrapping raises ValueError for a module with no trainable parameter, and, on every rank, if the
+    ranks' modules differ in a parameter's name, shape, dtype or `requires_grad`; that error names the first
+    parameter that differs. Strides may differ: a parameter may be transposed on one rank and contiguous on another.
 
-    After `finish_gradient_synchronization`, between backward and `optimizer.step()`, each trainable parameter's `.grad`
-    is the average over the group's ranks of what backward passes added to it there, with that parameter's shape and
-    dtype. It is as exact as that dtype allows and the same on every rank to the bit, whatever order gradients arrive in
-    and however late a rank is. A gradient that a rank does not have counts as zero; where no rank has one, `.grad` is
-    None or zeros. Each rank may have others in each step; where they differ, nothing else communicates on the process
-    group between backward and `finish_gradient_synchronization`.
+    After `finish_gradient_synchronization`, which is called between backward and `optimizer.step()`, each trainable
+    parameter's `.grad` is the average over the group's ranks of what backward passes added to it, with the
+    parameter's shape and dtype. It is as exact as that dtype allows and bitwise equal on every rank, for any order
+    in which gradients arrive and however late a rank is. A gradient missing on a rank counts as zero; if no rank
+    has one, `.grad` is None or zeros. In each step a rank may have gradients of other parameters; if the ranks'
+    differ, nothing else may communicate on the process group between backward and
+    `finish_gradient_synchronization`.
 
-    Parameters frozen before wrapping have no gradient and are not communicated. One frozen later counts as one that no
-    rank has a gradient of, until it is trainable again. Tied ones are communicated once. Buffers that forward changes
-    are never synchronized, nor at `train()` or `eval()`. Wrapping a part of the module once more, in another process
-    group, does not change this wrapper's averages, even between backward and `finish_gradient_synchronization`.
-    `state_dict` has the module's own names. Of a wrapper that is an `nn.Module`, `parameters()` are the module's, and
-    `train()` and `eval()` reach it.
+    Parameters frozen before wrapping have no gradient and are not communicated. A parameter frozen later is treated
+    as one without a gradient on any rank, until it is trainable again. Tied parameters are communicated once.
+    Buffers that forward changes are never synchronized, not even by `train()` or `eval()`. Wrapping a part of the
+    module again, in another process group, does not change this wrapper's averages, even between backward and
+    `finish_gradient_synchronization`. `state_dict` has the module's own names. If a wrapper is an `nn.Module`, its
+    `parameters()` are the module's, and its `train()` and `eval()` reach the module.
 
-    Options that some take: `bucket_mb`, the size in MB of 2^20 bytes of what is communicated at once, counted in the
-    gradients' dtype: all collectives on gradients but the last of each dtype have that size, give or take one
-    parameter, also where dtypes alternate; of more than 1 MB, some may have down to 1 MB, to start or end early.
-    `reduce_dtype`, the dtype of communication, by default the gradients' own, and wider or narrower than that.
-    `find_unused_parameters`, without which every backward pass must reach every parameter.
+    Options of some implementations. `bucket_mb` is the size, in MB of 2^20 bytes and counted in the gradients'
+    dtype, of what is communicated at once: all collectives on gradients but the last of each dtype have that size,
+    give or take one parameter, even if dtypes alternate; if it is above 1 MB, some may have as little as 1 MB, to
+    start or end early. `reduce_dtype` is the dtype of communication, wider or narrower than the gradients' own,
+    which is the default. Without `find_unused_parameters` every backward pass must reach every parameter.
 
     The suite's own wrappers raise RuntimeError at an `optimizer.step()` on gradients that were not averaged since
-    backward produced them, in `no_sync` or outside of it; gradients that `zero_grad()` freed do not count. A
-    `finish_gradient_synchronization` that takes an `optimizer` steps it, too, and raises RuntimeError inside `no_sync`.
+    backward produced them, inside or outside of `no_sync`; gradients that `zero_grad()` freed do not count. If
+    `finish_gradient_synchronization` takes an `optimizer`, it also steps it, and raises RuntimeError inside
+    `no_sync`.
     """
 
     module: nn.Module

@@ -17,33 +17,33 @@ from shardmark.api import Family, Race, RegistryError, add_family
 class FullySharded(Protocol):
     """`FullyShardedDataParallel(module, *, process_group=None, compute_dtype=None, reduce_dtype=None, ...)`.
 
-    Wrapping gives every rank the parameters and all buffers of the group's first rank, rank 0 below; n is its world
-    size. ValueError for a module with no trainable parameter and for a wrapper; and, on every rank, when the ranks'
-    modules differ in parameters' names or shapes. From then on `parameters()` are this rank's shards, in the
-    parameters' own dtype, and any optimizer takes them; some may be empty. `isinstance` says the same of each module as
-    before. Ranks that are not in the process group do nothing.
+    Wrapping gives every rank the parameters and all buffers of the group's first rank; n is the group's world size.
+    It raises ValueError for a module with no trainable parameter and for a module that is a wrapper already; and,
+    on every rank, if the ranks' modules differ in parameters' names or shapes. Afterwards `parameters()` are this
+    rank's shards, in the parameters' own dtype, for any optimizer; some may be empty. Each module is still an
+    instance of its class. Ranks outside of the process group do nothing.
 
-    A call is the module's own: the same arguments, its own hooks, the same outputs, tensors in tuples, lists and
-    dicts among them (a loss may use any), the same gradients of inputs. After `finish_gradient_synchronization`,
+    A call behaves as the module's own: same arguments, hooks, outputs (tensors inside tuples, lists and dicts too,
+    of which a loss may use any) and gradients of inputs. After `finish_gradient_synchronization`, which is called
     between backward and `optimizer.step()`, the `.grad` of each trainable shard has the shard's shape and dtype and
-    is this rank's part of the gradient averaged over the ranks. A gradient that a rank does not have counts as zero;
-    one that no rank has is zero or None. Gradients of several backward passes add up, whether each is synchronized or
-    all are at once, until they are set to None. Frozen parameters have none. Tied parameters stay one. Several
-    forwards may precede their backwards, some may have none, and evaluation under `torch.no_grad()` may come at any
-    time.
+    is this rank's part of the gradient averaged over the ranks. A gradient missing on a rank counts as zero; one
+    missing on every rank is zero or None. Gradients of several backward passes add up until they are set to None,
+    whether each pass is synchronized or all together. Frozen parameters have no gradient. Tied parameters stay one
+    parameter. Several forwards may precede their backwards, a forward may have no backward, and evaluation under
+    `torch.no_grad()` may come at any time.
 
-    A rank stores about 1/n of the model: once a step is synchronized nothing else of the parameters remains, and of
-    gradients their shards alone, and no view of them keeps the full ones in memory; a forward without backward may
-    leave full parameters until the next step is synchronized. What `state_dict` gives, where there is one,
-    `load_state_dict` takes on the same ranks.
+    A rank stores about 1/n of the model. Once a step is synchronized, nothing but the shards of parameters and
+    gradients remains, and no view of them keeps full tensors in memory; a forward without backward may leave full
+    parameters until the next step is synchronized. If there is a `state_dict`, `load_state_dict` accepts its result
+    on the same ranks.
 
-    With `compute_dtype` parameters and floating-point inputs (positional, keyword, and in tuples, lists and dicts) are
-    cast to it, and matrices are multiplied in it; with `reduce_dtype` gradients are communicated in it. Each works
-    without the other; without `reduce_dtype` gradients are communicated in the compute dtype or their own. Three
-    options more are used where an implementation takes them: `wrap`, a function from a module to its submodules that
-    become units; `reshard_after_forward`, whether full parameters are freed between forward and backward; and
-    `ignored_params`, a function from a module to those of its parameters that every rank has in full and in their own
-    shapes, the same on every rank to the bit, with all of the averaged gradient.
+    With `compute_dtype`, parameters and floating-point inputs (positional, keyword, and in tuples, lists and dicts)
+    are cast to it, and matrices are multiplied in it. With `reduce_dtype`, gradients are communicated in it; the
+    default is the compute dtype or the gradients' own. Either works without the other. Three more options are used
+    if an implementation takes them: `wrap`, a function from a module to its submodules that become units;
+    `reshard_after_forward`, whether full parameters are freed between forward and backward; and `ignored_params`, a
+    function from a module to those of its parameters that every rank keeps in full and in their own shapes, bitwise
+    equal on every rank, with the full averaged gradient.
 
     Every rank must run the same units in the same order, in forward and in backward. A parameter may be read only while
     the forward of its own unit, or of a unit around it, runs.

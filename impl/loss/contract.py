@@ -26,10 +26,10 @@ class Loss(Protocol):
     eager's: at most twice the error, against float64. Under autocast hidden and weight may each be float32 or of
     autocast's dtype, which their product has.
 
-    Where every target is ignored, or there is none, the loss is 0, and so are the gradients, whatever finite numbers
-    hidden and weight have, if only their logits are finite. torch's cross_entropy divides zero by zero there, and one
-    NaN on one rank would make every parameter NaN. A NaN in a token whose target counts makes the loss NaN; what else
-    is not finite may give what it gives.
+    If every target is ignored, or there is none, the loss and the gradients are 0 for any finite hidden and weight
+    with finite logits. torch's cross_entropy divides zero by zero there, and one NaN on one rank would make every
+    parameter NaN. A NaN in a token whose target counts makes the loss NaN; results for other non-finite values are
+    not specified.
 
     Calls are independent: no input changes, nothing that a call returned changes later, and a second call may come
     between one's forward and its backward. The loss is the same under `torch.no_grad()` and `torch.inference_mode()`. A

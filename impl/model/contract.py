@@ -14,13 +14,13 @@ class Model(Protocol):
     """`Model(size, *, context_length)` is a `torch.nn.Module` from tokens to logits.
 
     Called on int64 tokens (batch, context), of any strides, with context up to `context_length`, it returns logits
-    (batch, context, vocab): those of `impl.model.PlainTransformer` with the weights that it has then, whoever changed
-    them and however, in any dtype, and as accurate. They have the parameters' dtype; under autocast, of parameters in
-    float32 or in its dtype, they may have autocast's, as a Linear's output. Each call stands for itself, of any shape
-    (of none of a dimension it may be an error, though not of our own), in training mode as in evaluation, with
-    autograd and without, whatever has been called before; it changes neither its tokens, nor weights, nor what
-    another call returned. Made while torch's default dtype is float64, it computes in float64 throughout. It trains,
-    under autocast too: from its own first weights every parameter gets a gradient.
+    (batch, context, vocab): those of `impl.model.PlainTransformer` with the model's current weights, however they
+    were changed, in any dtype and as accurate. Logits have the parameters' dtype; under autocast, with parameters
+    in float32 or in autocast's dtype, they may have autocast's dtype, as the output of a Linear. Each call is
+    independent of earlier calls: with tokens of any shape (an empty dimension may be an error, though not in our
+    own), in training and evaluation mode, with and without autograd. It changes neither tokens nor weights nor the
+    results of another call. A model made while torch's default dtype is float64 computes in float64 throughout. It
+    trains, under autocast too: from its own initial weights every parameter gets a gradient.
 
     ValueError for a longer context and, on CPU, for token ids that the vocabulary does not have; on CUDA a check would
     make the host wait, and the device's assertion ends the process. Its `state_dict` has `Transformer`'s names and

@@ -27,16 +27,17 @@ class Optimizer(Protocol):
     as after torch's `load_state_dict`, a step may then write into the tensors that were loaded. Our own copy what
     they load.
 
-    State: after `load_state_dict` training goes on as if it had not stopped, in a new optimizer or in one that has
-    made other steps, with the param groups' arguments that were saved. The state is then the saved one and nothing
-    else: a parameter that had made no step when it was saved begins anew, whatever steps it has made here. ValueError
-    where param groups have other numbers of parameters. torch's AdamW goes on from the state as well.
+    State: after `load_state_dict` training continues as if it had not stopped, with the saved arguments of the
+    param groups, in a new optimizer or in one that has made other steps. The state is then exactly the saved one: a
+    parameter that had made no step when the state was saved starts anew, whatever steps it has made here.
+    ValueError if param groups have other numbers of parameters. torch's AdamW can continue from the state too.
 
-    ValueError, in one line, for no parameters, a negative lr, eps or weight_decay, and betas outside [0, 1). A sparse
+    One-line ValueError for no parameters, a negative lr, eps or weight_decay, and betas outside [0, 1). A sparse
     gradient is an error, or treated as the dense one it stands for. Our own are stricter (`impl.optim.base`):
-    ValueError too for arguments that are no numbers, complex or integer parameters, several devices, sparse gradients.
+    ValueError also for arguments that are not numbers, complex or integer parameters, several devices, and sparse
+    gradients.
 
-    Two options, by name, that an implementation may have:
+    Two options are optional for an implementation:
 
     `max_grad_norm`: the update uses gradients scaled by min(1, max_grad_norm / (norm + 1e-6)), as after
     `clip_grad_norm_`, but `.grad` does not change. The norm is that of all gradients together, computed in float32 or
@@ -46,11 +47,11 @@ class Optimizer(Protocol):
     during backward would save that, but would be wrong where a gradient is reduced between devices or accumulated after
     its hook has run.
 
-    `master_weights`: for each bfloat16 or float16 parameter the optimizer has a float32 copy, "master_weight" in its
-    state, made of the parameter's value at its own first step: weights that are loaded or replaced (`p.data = ...`)
-    after the optimizer was made count, and after that step they do not, as the master weight is written over them (a
-    first step that is skipped may or may not make it). Moments and update are in float32, and the parameter is the
-    rounded master weight. float32 and float64 parameters have none.
+    `master_weights`: for each bfloat16 or float16 parameter the optimizer keeps a float32 copy, "master_weight" in
+    its state. The copy is made from the parameter's value at the parameter's first step (a first step that is
+    skipped may or may not make it). So weights loaded or replaced (`p.data = ...`) before that step count; later
+    ones are overwritten by the master weight. Moments and update are in float32, and the parameter is the rounded
+    master weight. float32 and float64 parameters have none.
     """
 
     param_groups: list[dict[str, Any]]

@@ -22,21 +22,21 @@ class ShardedOptimizerContract(Protocol):
     may train side by side, as may several optimizers.
 
     When `step` returns, the parameters on every rank are those that `optimizer_cls(params, **defaults)` would give,
-    where the update of an element depends on that element's gradient and state alone. An optimizer of torch's that
-    needs more (Adafactor, LBFGS, Muon) is right too, or refused with a ValueError. A parameter without a gradient does
-    not change, nor does its state, and one that has a gradient is updated, also if it is frozen by then; parameters may
-    be frozen (`requires_grad=False`) and trained again at any time between steps, those too that were frozen at first.
-    `param_groups` are the user's: any option that a scheduler or the user changes there holds from the next step on,
-    whether it was given or a default.
+    for an optimizer whose update of an element depends only on that element's gradient and state. A torch optimizer
+    that needs more (Adafactor, LBFGS, Muon) is right too, or refused with a ValueError. A parameter without a
+    gradient keeps its value and state; one with a gradient is updated even if it has been frozen since. Parameters
+    may be frozen (`requires_grad=False`) and unfrozen at any time between steps, also those frozen at first. Any
+    option that a scheduler or the user changes in `param_groups` takes effect at the next step, whether it was
+    given or a default.
 
-    The ranks share the state, in whole parameters or smaller parts, so that each of N ranks holds about an Nth of its
-    bytes, and at most one whole parameter's state more, whatever the parameters' dtypes, however they are divided into
-    groups, whenever these are added, and after loading as well; to communicate, it may hold the parameters twice more.
+    The ranks share the state, by whole parameters or smaller parts: each of N ranks holds about 1/N of its bytes,
+    and at most one parameter's state more. This holds for any dtypes, for any division into groups, whenever these
+    are added, and after loading. For communication a rank may hold the parameters twice more.
 
-    Two options that an implementation may have. With `average_gradients=True` gradients are each rank's own, and the
-    optimizer averages them during backward, in place of a wrapper; it has `finish_gradient_synchronization`,
-    `finish_parameter_synchronization` and `no_sync` then. With `module` the all-gather of updated parameters overlaps
-    that module's next forward.
+    Two options are optional for an implementation. With `average_gradients=True` gradients are each rank's own, and
+    the optimizer averages them during backward, in place of a wrapper; it then has
+    `finish_gradient_synchronization`, `finish_parameter_synchronization` and `no_sync`. With `module` the
+    all-gather of updated parameters overlaps that module's next forward.
     """
 
     param_groups: list[dict[str, Any]]
@@ -50,15 +50,15 @@ class ShardedOptimizerContract(Protocol):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's: an option that it does not give is the default that the optimizer was made with.
 
-        At any time between steps. What is there already keeps its state.
+        May be called at any time between steps. Parameters of earlier groups keep their state.
         """
         ...
 
     def state_dict(self) -> dict[str, Any]:
         """The full, unsharded state, as `optimizer_cls` has it on one rank; the same on every rank.
 
-        What is no tensor belongs to it, too. A parameter that was never updated may have none, nor need one that has
-        no elements.
+        State that is no tensor is included. A parameter that was never updated, or that has no elements, may
+        have no state.
         """
         ...
 

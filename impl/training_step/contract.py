@@ -24,23 +24,23 @@ class TrainingStep(Protocol):
     of the batch, so it gets tokens as they are, all at once; and where it draws random numbers, as dropout does,
     gradients are those of the same draws as the loss.
 
-    Gradients accumulate in `.grad`, as they are, until the caller sets them to None; several losses may wait for their
-    backward, also over an update that is skipped. While none waits, parameters may be frozen and trained again, those
-    too that were frozen when the step was made. Each `update` is one step of the optimizer, on what `.grad` holds and
-    with the options that it has then, whatever the loss was. The mode of each module, and each parameter's dtype and
-    whether it is trainable, stay as they are, through each part.
+    Gradients accumulate unscaled in `.grad` until the caller sets them to None (float16: see below). Several losses
+    may wait for their backward, also across an update that is skipped. While none waits, parameters may be frozen
+    and unfrozen, also those frozen when the step was made. Each `update` is one step of the optimizer on the
+    current `.grad`, with its current options. No part of a step changes the mode of a module, or the dtype or
+    `requires_grad` of a parameter.
 
-    Targets of -100 are ignored, and count in no mean; where all are, the loss is NaN, as PyTorch's mean over nothing
-    is, and the gradients are zero: weight decay and momentum still move parameters.
+    Targets of -100 are ignored, and do not count in the mean. If all are ignored, the loss is NaN, as PyTorch's
+    mean over nothing is, and the gradients are zero: weight decay and momentum still move parameters.
 
-    In float16 the loss is scaled, so that gradients arrive that float16 would round to zero; between backward and
-    update `.grad` may be scaled, too, and after an update it is unscaled, unless the parameters themselves are float16:
-    then the caller sets it to None before the next backward. A step whose gradients overflow is skipped with a
-    RuntimeWarning, and the loss scale is reduced, also below 1, until gradients fit. A skipped step leaves
-    parameters and the optimizer's state as they were.
+    In float16 the loss is scaled, so that small gradients do not round to zero. Between backward and update `.grad`
+    may be scaled too. After an update it is unscaled, unless the parameters themselves are float16: then the caller
+    sets it to None before the next backward. A step whose gradients overflow is skipped with a RuntimeWarning, and
+    the loss scale is reduced, also below 1, until gradients fit. A skipped step leaves parameters and the
+    optimizer's state unchanged.
 
-    Where an implementation takes it, `loss(model, tokens, targets)` is a scalar to train on in place of that mean, and
-    the tokens and targets of a call are whatever it takes.
+    If an implementation has the option, `loss(model, tokens, targets)` is a scalar to train on in place of that
+    mean; the step then passes its tokens and targets on as they are.
 
     ValueError for a model, an optimizer and a precision that do not go together, and, eager on CPU, for tokens and
     targets that the vocabulary does not have; compiled code and CUDA raise assertions of their own.
