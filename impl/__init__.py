@@ -1,7 +1,7 @@
-"""What is measured: one folder for each family, one file for each technique, which registers itself.
+"""The measured techniques: one folder per family, one file per technique, which registers itself.
 
-Importing any part of `impl` imports every file of every folder that has a contract.py. So a new technique is one new
-file, and a new family is one new folder. Where Triton cannot be imported, files that import it are passed over.
+Importing any part of `impl` imports every file of every folder that has a contract.py, so a new technique is one new
+file and a new family one new folder. If Triton cannot be imported, files that import it are skipped.
 """
 
 from __future__ import annotations

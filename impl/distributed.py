@@ -1,5 +1,5 @@
-"""What wrappers and sharded optimizers share: modules that agree on every rank, hooks on gradients, checks before
-steps, plain state."""
+"""Shared by wrappers and sharded optimizers: modules that agree on every rank, gradient hooks, checks before steps,
+and plain state dicts."""
 
 from __future__ import annotations
 

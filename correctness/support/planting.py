@@ -25,13 +25,13 @@ CAUSES = (
     "masks",
     "two calls",  # right while no other call is under way
     "subgroup",  # right where the process group is the world
-    "state",  # of optimizers, buffers and parameters, saved and loaded
+    "state",  # state of optimizers, buffers and parameters, saved and loaded
     "options",  # options that change nothing
     "handles",  # asynchronous work not waited for, or waited for early
     "communication",  # skipped, repeated, or of the wrong thing
     "memory",  # kept where the claim is a saving
     "gradients",  # missing, extra, or of the wrong thing
-    "errors",  # what must be refused is not
+    "errors",  # an invalid call is accepted
 )
 """Reasons why a defect may slip through."""
 

@@ -30,7 +30,7 @@ def work(case: AttentionCase) -> Work:
 def eager_peak(case: AttentionCase) -> Bytes:
     """Peak of eager attention, in bytes: two matrices of scores at once forward, three backward."""
     batch, seq, head_dim, size = _sizes(case)
-    tensor = batch * seq * head_dim * size  # as large as q
+    tensor = batch * seq * head_dim * size  # bytes of a tensor as large as q
     scores = batch * seq * seq * size
     fixed = {
         "q, k, v": 3 * tensor,
@@ -170,7 +170,7 @@ def sdpa_efficient_peak(case: AttentionCase) -> Bytes:
 
 
 def _with_copy_of_a_gradient(case: AttentionCase, peak: Bytes) -> Bytes:
-    """With several heads, where gradients are laid out in another order: by then log-sum-exp is gone."""
+    """Add a copy of a gradient if there are several heads, as its layout differs; by then log-sum-exp is freed."""
     batch, seq, head_dim, size = _sizes(case)
     if case.mode == "forward" or case.heads in (None, 1):
         return peak

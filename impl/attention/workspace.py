@@ -29,10 +29,10 @@ def sdpa_workspace(case: AttentionCase, device: str) -> Bytes:
 
 
 def flash_workspace(case: AttentionCase, device: str) -> Bytes:
-    """Forward, where keys are split, each split's sums (flash_api.cpp, set_params_splitkv). Backward, with several
-    heads, dense copies of output and gradient (attention_backward.cu, _flash_attention_backward), and dq in float32
-    with a value a row: rows rounded up to 128, head_dim to 32, above 128 to 64 (flash_api.cpp, mha_bwd).
-    """
+    """Bytes of the flash kernel. Forward: if keys are split, each split's sums (flash_api.cpp, set_params_splitkv).
+    Backward: with several heads, dense copies of output and gradient (attention_backward.cu,
+    _flash_attention_backward); and dq in float32 with one value per row, rows rounded up to 128, head_dim to 32,
+    above 128 to 64 (flash_api.cpp, mha_bwd)."""
     if device == "cpu":
         return Bytes({})
     batch, head_dim = math.prod(case.shape[:-2]), case.head_dim
@@ -103,7 +103,8 @@ def cudnn_workspace(case: AttentionCase, device: str) -> Bytes:
 
 
 def _copy(case: AttentionCase) -> int:
-    """Of a tensor as large as q that has several heads, whose kernels take (batch, seq, heads, head_dim)."""
+    """Bytes of a dense copy of a tensor as large as q; with several heads the kernels need (batch, seq, heads,
+    head_dim)."""
     return 0 if case.heads in (None, 1) else math.prod(case.shape) * case.torch_dtype.itemsize
 
 

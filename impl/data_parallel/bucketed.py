@@ -138,7 +138,8 @@ class BucketedDataParallel(DataParallel):
         for index, run in enumerate(runs):
             bucket = Bucket(index, index == len(runs) - 1, run)
             for parameter in run:
-                if parameter in self._bucket_of:  # or the gradient may be another wrapper's, which is reducing it
+                # else the gradient may belong to another wrapper, which is reducing it
+                if parameter in self._bucket_of:
                     bucket.adopt(parameter)
                 self._bucket_of[parameter] = bucket  # an old bucket is freed once its last gradient has moved
             self._buckets.append(bucket)

@@ -21,7 +21,7 @@ from impl.distributed import call_on_gradient, has_own_memory
 
 @dataclass(frozen=True)
 class Sharding:
-    """Which ranks share the parameters, the dtypes of communication, and the devices."""
+    """The ranks that share the parameters, the dtypes of communication, and the devices."""
 
     process_group: dist.ProcessGroup
     compute_dtype: torch.dtype | None
@@ -235,7 +235,7 @@ class Flat:
         return [shard[offset + begin - start :][: end - begin] for offset, (begin, end) in where]
 
     def intervals(self) -> list[tuple[int, int]]:
-        """For each parameter, which elements of it, flattened, this rank's shard holds: begin, and end (exclusive)."""
+        """Interval (begin, end) of each flattened parameter that this rank's shard holds; the end is exclusive."""
         start = self._rank * self._shard_size
         return [
             (min(max(start - begin, 0), end - begin), min(max(start + self._shard_size - begin, 0), end - begin))

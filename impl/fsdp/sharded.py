@@ -246,7 +246,7 @@ class FullyShardedDataParallel(PlainStateDict):
     def _begin_step(self) -> None:
         """Finish or discard an earlier backward, and free what was gathered before the optimizer's step."""
         reduced = [p for unit in self.units for p in unit.reduced_parameters]
-        zeroed = bool(reduced) and all(p.grad is None for p in reduced)  # by an optimizer's zero_grad()
+        zeroed = bool(reduced) and all(p.grad is None for p in reduced)  # set to None by an optimizer's zero_grad()
         if self._backwards or zeroed:
             self._discard_step()
         elif self._unsynchronized:

@@ -170,7 +170,7 @@ class _Reading:
         self.policy = policy
         self.reshard = reshard
         self._shards = DeviceMesh.from_group(mesh.get_group(1), mesh.device_type) if mesh.ndim == 2 else None
-        self._gathered: dict[int, tuple[StorageWeakRef, DTensor]] | None = None  # by storage address, during forward
+        self._gathered: dict[int, tuple[StorageWeakRef, DTensor]] | None = None  # key: storage address, during forward
 
     def __call__(self, parameter: DTensor) -> Tensor:
         if self.as_stored:

@@ -18,11 +18,12 @@ Policy = Callable[[nn.Module], Sequence[nn.Module]]
 ParameterPolicy = Callable[[nn.Module], Collection[nn.Parameter]]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules without a forward, which is what would say when to gather their parameters."""
+"""Modules without a forward: nothing says when to gather their parameters."""
 
 
 def by_type(*types: type[nn.Module]) -> Policy:
-    """The outermost submodules of those types: with `by_type(Block, nn.Linear)` blocks, and linears outside of them."""
+    """Policy: the outermost submodules of those types. `by_type(Block, nn.Linear)` gives blocks, and linears outside
+    of them."""
     if not types or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in types):
         raise ValueError(f"by_type takes nn.Module classes, got {types}")
 
@@ -43,7 +44,7 @@ LINEARS_AND_EMBEDDINGS = by_type(nn.Linear, nn.Embedding)
 
 
 def by_size(min_parameters: int) -> Policy:
-    """The innermost submodules that hold at least that many parameters which are in no unit inside them."""
+    """Policy: the innermost submodules that hold at least that many parameters outside of units inside them."""
     if not (isinstance(min_parameters, int | float) and min_parameters >= 1):
         raise ValueError(f"by_size takes a number of parameters from 1 on, got {min_parameters!r}")
 
@@ -65,22 +66,23 @@ def by_size(min_parameters: int) -> Policy:
 
 
 def whole(module: nn.Module) -> list[nn.Module]:
-    """No submodules: the root module is the only unit."""
+    """Policy: no submodules, so the root module is the only unit."""
     return []
 
 
 def norms_and_biases(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters with fewer than two dimensions: many, and hardly any of the model's elements."""
+    """Policy: replicate parameters with fewer than two dimensions, which are many but hold few of the model's
+    elements."""
     return [parameter for parameter in module.parameters() if parameter.ndim < 2]
 
 
 def no_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """None: all are sharded."""
+    """Policy: replicate no parameters."""
     return []
 
 
 def choose_ignored(policy: ParameterPolicy, module: nn.Module) -> set[nn.Parameter]:
-    """The policy's choice of parameters that are replicated; ValueError for what is no parameter of the module."""
+    """Return the parameters that the policy replicates; ValueError if it chooses one that is not the module's."""
     own, chosen = set(module.parameters()), set(policy(module))
     if foreign := chosen - own:
         raise ValueError(f"ignored_params chose {len(foreign)} of {len(chosen)} that are not parameters of the module")
@@ -88,7 +90,7 @@ def choose_ignored(policy: ParameterPolicy, module: nn.Module) -> set[nn.Paramet
 
 
 def choose_units(policy: Policy, module: nn.Module) -> list[nn.Module]:
-    """The root module, then the policy's choice, each once; ValueError for a choice that cannot be a unit."""
+    """Return the root module, then the policy's choice, each once; ValueError for a choice that cannot be a unit."""
     inside = set(module.modules())
     for part in (parts := list(dict.fromkeys(policy(module)))):
         if part not in inside:
@@ -102,7 +104,7 @@ _sharded: WeakSet[nn.Module] = WeakSet()
 
 
 def check_unsharded(module: nn.Module) -> None:
-    """ValueError for a module of which a part is sharded already, by this family's wrappers or by `fully_shard`."""
+    """Raise ValueError if a part of the module is sharded already, by this family's wrappers or by `fully_shard`."""
     for name, part in module.named_modules():
         if part in _sharded or any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False)):
             where = f", at {name!r}" if name else ""
@@ -112,5 +114,5 @@ def check_unsharded(module: nn.Module) -> None:
 
 
 def mark_sharded(module: nn.Module) -> None:
-    """Have `check_unsharded` refuse the module, its submodules, and any module that contains one of them."""
+    """Make `check_unsharded` refuse the module, its submodules, and any module that contains one of them."""
     _sharded.update(module.modules())

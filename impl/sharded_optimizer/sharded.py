@@ -136,7 +136,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def finish_gradient_synchronization(self) -> None:
-        """With `average_gradients`: reduce the buckets that backward did not fill, and wait for all; `step` does."""
+        """Reduce the buckets that backward did not fill, and wait for all; `step` calls it. No effect without
+        `average_gradients`."""
         if not self.average_gradients:
             return
         self._shard_thawed(lambda p: p.requires_grad)
@@ -184,7 +185,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; at any time between steps. ValueError on every rank where the ranks' groups differ."""
+        """As torch's; may be called at any time between steps. ValueError on every rank if the ranks' groups differ."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

@@ -30,7 +30,7 @@ class Segment:
     stop: int
     shard: nn.Parameter  # (stop - start,)
     place: int
-    """Where it begins in the rank's slice."""
+    """Offset of the segment in the rank's slice."""
 
     def view_gradient(self) -> None:
         """Make the shard's gradient a view of the parameter's, or None where that is None."""
@@ -63,7 +63,7 @@ class ShardedBucket:
             view.copy_(p.detach())
             p.data = view
         self.segments = self._make_segments()
-        self.missing = set(parameters)  # those whose gradient backward has yet to produce
+        self.missing = set(parameters)  # parameters whose gradient backward has yet to produce
         self.gradients: Tensor | None = None  # laid out as `flat`, from a step's first gradient until they are freed
         self._slots: dict[nn.Parameter, Tensor] = {}
         self._reduction: Handle | None = None
@@ -79,7 +79,7 @@ class ShardedBucket:
         else:
             slot = self._slot(parameter)
             if grad is None:
-                slot.zero_()  # this rank's loss did not reach it
+                slot.zero_()  # this rank's loss did not reach the parameter
             else:
                 torch.mul(grad, scale, out=slot)
             parameter.grad = slot
@@ -135,7 +135,7 @@ class ShardedBucket:
         return self._slots[parameter]
 
     def _place(self, owned: list[int]) -> int:
-        """Where the first parameter begins: the padding before it is what leaves the fullest rank least full."""
+        """Return the offset of the first parameter: the padding before it minimizes the bytes of the fullest rank."""
         bounds = [(rank * self.size, (rank + 1) * self.size) for rank in range(self.ranks)]
         used, nbytes = sum(self.sizes), self.parameters[0].element_size()
 
@@ -148,8 +148,8 @@ class ShardedBucket:
         return begin
 
     def _make_segments(self) -> list[Segment]:
-        """The parts of parameters that lie in this rank's slice, in order."""
-        segments, begin = [], self._begin  # where the parameter begins in `flat`
+        """Return the parts of parameters that lie in this rank's slice, in order."""
+        segments, begin = [], self._begin  # `begin` is the parameter's offset in `flat`
         for p, size in zip(self.parameters, self.sizes, strict=True):
             first, last = max(begin, self.own.start), min(begin + size, self.own.stop)
             if first < last:

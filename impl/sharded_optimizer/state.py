@@ -27,7 +27,7 @@ def gather_state(
     every_rank = of_every_rank([_described(bucket, state) for bucket in buckets], group)
     gathered: dict[nn.Parameter, State] = {}
     for i, bucket in enumerate(buckets):
-        shared: dict[int, State] = {}  # by the parameter's place in the bucket
+        shared: dict[int, State] = {}  # key: the parameter's index in the bucket
         for rank in every_rank:
             shared |= rank[i]
         dtypes = {name: dtype for values in shared.values() for name, dtype in values.items() if _is_dtype(dtype)}
@@ -49,7 +49,7 @@ def split_state(loaded: Mapping[int, State], segment: Segment, index: int) -> St
 
 
 def check_state(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """ValueError, in one line, where the state does not fit these param groups."""
+    """One-line ValueError if the state does not fit these param groups."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(f"this is no optimizer's state: it has no {key!r}, but {sorted(map(str, state_dict))}")
@@ -78,19 +78,20 @@ def arguments(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """ValueError where the state's groups have other numbers of parameters than these."""
+    """ValueError if the number of groups, or of parameters in one, differs."""
     saved, own = ([len(group["params"]) for group in g] for g in (state_dict["param_groups"], groups))
     if saved != own:
         raise ValueError(f"the state is of another model: its groups have {saved} parameters, the optimizer's {own}")
 
 
 def is_elementwise(name: str, value: Any, parameter: Tensor) -> bool:
-    """Whether that state of a full parameter has a value for each of its elements."""
+    """Return True if that state of a full parameter has a value for each of its elements."""
     return isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"
 
 
 def _described(bucket: ShardedBucket, state: Mapping[Tensor, State]) -> dict[int, State]:
-    """State of this rank's segments by place in the bucket: dtypes in place of tensors; other values as they are."""
+    """Describe the state of this rank's segments by index in the bucket: dtypes in place of tensors; other values as
+    they are."""
     places = {p: place for place, p in enumerate(bucket.parameters)}
     described: dict[int, State] = {}
     for segment in bucket.segments:

@@ -21,7 +21,7 @@ class ShardedStep(RankStep):
     """
 
     def build(self, implementation: Implementation, case: TrainingStepCase) -> tuple[Any, Optimizer]:
-        """The optimizer and the model; the model is wrapped where the optimizer does not average gradients itself."""
+        """Make optimizer and model; wrap the model if the optimizer does not average gradients itself."""
         self.averages = implementation.accepts("average_gradients")
         model: Any = self.made.module
         options: dict[str, Any] = {"average_gradients": True, "module": model} if self.averages else {}
@@ -40,7 +40,7 @@ class ShardedStep(RankStep):
         self.synchronizes.finish_gradient_synchronization()
 
     def prepare(self) -> None:
-        """Before the first step, compute gradients for it."""
+        """Compute gradients before the first step."""
         if self.loss is None:
             self.forward_and_backward(lambda part: None)
             self.synchronize()
@@ -76,7 +76,7 @@ class ShardedStep(RankStep):
 
 
 def _local_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer that has this rank's state: `ZeroRedundancyOptimizer` has it inside, as `optim`."""
+    """Return the optimizer with this rank's state: `ZeroRedundancyOptimizer` holds it as `optim`."""
     return getattr(optimizer, "optim", optimizer)
 
 

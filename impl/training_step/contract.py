@@ -49,7 +49,7 @@ class TrainingStep(Protocol):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean cross entropy of the targets: a float32 scalar.
 
-        Once it is freed, nothing is left of the activations, after backward or without it.
+        Once the loss is freed, no activations are left, with or without a backward.
         """
         ...
 
@@ -62,7 +62,7 @@ class TrainingStep(Protocol):
         ...
 
     def __call__(self, tokens: Tensor, targets: Tensor, mark: Callable[[str], None] = ...) -> Tensor:
-        """All three. Returns the loss, detached.
+        """Run forward, backward and update. Returns the loss, detached.
 
         `mark` is called with "forward", "backward" and "optimizer" as each ends, or with "step" where they are one.
         Nothing is left of the activations.
