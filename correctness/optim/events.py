@@ -1,8 +1,8 @@
-"""What is done with an AdamW before and in each step, as data, and strategies for Hypothesis to choose it."""
+"""Events of an AdamW's life, and random histories of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ LRS, DECAYS, EPSILONS = (0.0, 1e-3, 0.3), (0.0, 0.1, 1.0), (1e-8, 1e-3, 1.0)
 BETAS = tuple((beta1, beta2) for beta1 in (0.0, 0.5, 0.9) for beta2 in (0.5, 0.95, 0.999))
 LOADS = {
     "new": "state loaded into a new optimizer",
-    "used": "state loaded into an optimizer that has made other steps",
-    "back": "an earlier state loaded into the optimizer that it is of",
+    "used": "state loaded into a new optimizer that has made another step",
+    "back": "an earlier state loaded into the optimizer that saved it",
 }
 Sizes = tuple[float | None, ...]
 LAYOUTS = ("contiguous", "transposed", "apart", "channels_last")
@@ -24,37 +24,66 @@ class Event:
     """A step with a gradient for each parameter, some 0 or None, and what happens before it."""
 
     sizes: Sizes
-    """Of each parameter's gradient, used in turn."""
+    """Scales of the parameters' gradients, used in turn; None: no gradient."""
     loads: str | None
+    """How a state is loaded before the step, one of `LOADS`."""
     others: Sizes
-    """Of the gradients of the other step that the optimizer has made into which a state is loaded."""
+    """`sizes` of the step that a "used" optimizer makes before it loads the state."""
     remembers: bool
-    """State and parameters, to which a later event goes back."""
+    """Save state and parameters after the step; a later event may load them "back"."""
     weights: tuple[str, int] | None
-    """How a parameter is changed from outside, and which."""
+    """How the caller changes a parameter, and its index."""
     group: int
+    """Index of the group that takes `changes`."""
     changes: dict[str, Any]
-    """Arguments of a group that change, and which group's."""
+    """New arguments of the group."""
     by_closure: bool
     same_tensors: bool
-    """The gradients are written into the tensors that the last ones were in, where there are some."""
+    """Write the gradients into the tensors of the previous gradients, where there are some."""
     freezes: int | None
-    """A parameter that is frozen once it has its gradient, or is trained again."""
+    """Index of a parameter whose `requires_grad` flips once it has its gradient."""
     layout: str
-    """Of the gradients."""
+    """Memory layout of the gradients, one of `LAYOUTS`."""
     steps: int | None
-    """The count of steps in a loaded state, as after a long training."""
+    """Step count to set in the loaded state, as after a long training."""
 
     def __str__(self) -> str:
         said = [LOADS[self.loads]] if self.loads else []
         said += [f"its step counts set to {self.steps}"] if self.loads and self.steps else []
-        said += [f"parameter {self.weights[1]} changed from outside, {self.weights[0]}"] if self.weights else []
-        said += [f"{self.changes} in group {self.group}"] if self.changes else []
+        said += [f"parameter {self.weights[1]} changed by the caller, {self.weights[0]}"] if self.weights else []
+        said += [f"group {self.group} takes {self.changes}"] if self.changes else []
         said += ["step(closure)"] if self.by_closure else []
         said += ["gradients in the same tensors"] if self.same_tensors else []
         said += [f"{self.layout} gradients"] if self.layout != "contiguous" else []
-        said += [f"parameter {self.freezes} frozen, or thawed, after backward"] if self.freezes is not None else []
-        return ", ".join([*said, f"gradients of size {', '.join(map(str, self.sizes))} in turn"])
+        said += [f"parameter {self.freezes} frozen or thawed after backward"] if self.freezes is not None else []
+        return ", ".join([*said, f"gradients of scale {', '.join(map(str, self.sizes))} in turn"])
+
+
+@dataclass(frozen=True)
+class History:
+    groups: list[tuple[list[tuple[int, ...]], dict[str, Any]]]
+    """Shapes of each group's parameters, and the group's own arguments."""
+    events: list[Event]
+    added: int
+    """Event before which all groups but the first are added, or the last event."""
+    layout: str
+    """Memory layout of the parameters."""
+    dtypes: tuple[torch.dtype, ...] = (torch.float64,)
+    """Of the parameters, used in turn."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the optimizer."""
+
+    def __str__(self) -> str:
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        said = [f"{self.layout} {dtypes} parameters of shapes {self.groups[0][0]} with {self.groups[0][1]}"]
+        for shapes, arguments in self.groups[1:]:
+            said.append(f"before event {self.added_before + 1} a group of shapes {shapes} with {arguments}")
+        return "; ".join([*said, *(f"{name}={value}" for name, value in self.options.items())])
+
+    @property
+    def added_before(self) -> int:
+        """Index of that event."""
+        return min(self.added, len(self.events) - 1)
 
 
 arguments = st.fixed_dictionaries(
@@ -68,12 +97,15 @@ arguments = st.fixed_dictionaries(
 shapes = st.one_of(
     st.lists(st.integers(0, 5), max_size=4).map(tuple),
     st.tuples(st.integers(0, 10).map(lambda k: 2**k) | st.sampled_from((31, 33, 127, 129, 1023, 1025))),
+    st.tuples(*[st.integers(2, 4)] * 4),  # as channels_last takes
 )
-plans = st.lists(st.tuples(st.lists(shapes, min_size=1, max_size=3), arguments), min_size=1, max_size=3)
+groups = st.lists(st.tuples(st.lists(shapes, min_size=1, max_size=3), arguments), min_size=1, max_size=3)
 
 
-def scripts(*, not_finite: bool = False, layouts: tuple[str, ...] = LAYOUTS) -> st.SearchStrategy[list[Event]]:
-    """Of up to six events; with gradients that are not finite, where a step is skipped for them."""
+def histories(
+    layouts: tuple[str, ...], not_finite: bool = False, **parts: st.SearchStrategy[Any]
+) -> st.SearchStrategy[History]:
+    """Up to six events; `not_finite` scales gradients by infinity too, for optimizers that skip such a step."""
     sizes = (None, 0.0, 1e-3, 1.0, 1e3, *((torch.inf,) if not_finite else ()))
     some = st.lists(st.sampled_from(sizes), min_size=1, max_size=4).map(tuple)
     events = st.builds(
@@ -91,4 +123,11 @@ def scripts(*, not_finite: bool = False, layouts: tuple[str, ...] = LAYOUTS) -> 
         layout=st.sampled_from(layouts),
         steps=st.none() | st.sampled_from((300, 1001, 100_001)),
     )
-    return st.lists(events, min_size=1, max_size=6)
+    return st.builds(
+        History,
+        groups=groups,
+        events=st.lists(events, min_size=1, max_size=6),
+        added=st.integers(0, 3),
+        layout=st.sampled_from(layouts),
+        **parts,
+    )

@@ -237,7 +237,7 @@ class SkipsNothing(Clipping):
         return False
 
 
-@defect(cause="options", caught_by="test_any_clipped_training")
+@defect(cause="options", caught_by="test_any_clipped_history")
 class ClipsFirstGroups(Clipping):
     """Scales groups that were added after a step, without counting them in the norm."""
 

@@ -9,7 +9,7 @@ from correctness.optim.simple_adamw import Simple, State
 from correctness.support.planting import defect
 
 
-@defect(cause="state", caught_by="test_any_training_leads")
+@defect(cause="state", caught_by="test_any_history_is_that_of_adamw")
 class LeavesOutFrozen(Simple):
     """Skips a parameter that was frozen after backward and has a gradient."""
 
@@ -18,7 +18,7 @@ class LeavesOutFrozen(Simple):
             super().update(p, grad, group)
 
 
-@defect(cause="state", caught_by="test_any_training_in_bfloat16")
+@defect(cause="state", caught_by="test_any_history_in_bfloat16")
 class LoadsStepsInTheParametersDtype(Simple):
     """bfloat16 rounds step counts above 256."""
 
@@ -29,7 +29,7 @@ class LoadsStepsInTheParametersDtype(Simple):
                 state["step"] = state["step"].to(p.dtype).float()
 
 
-@defect(cause="shapes", caught_by="test_any_training_leads")
+@defect(cause="shapes", caught_by="test_any_history_is_that_of_adamw")
 class PairsElementsInMemoryOrder(Simple):
     """Pairs a channels_last parameter with a contiguous gradient by memory order, or the reverse."""
 
@@ -40,7 +40,7 @@ class PairsElementsInMemoryOrder(Simple):
         super().update(p, grad, group)
 
 
-@defect(cause="gradients", caught_by="test_any_training_leads")
+@defect(cause="gradients", caught_by="test_any_history_is_that_of_adamw")
 class TakesTheGradientAsItsMoment(Simple):
     """Stores the gradient itself as the first moment: what the caller writes into it changes the moment."""
 

@@ -98,7 +98,7 @@ class MasterWeightsRoundedOnLoading(Master):
         Simple.load_state_dict(self, state_dict)
 
 
-@defect(cause="state", caught_by="test_any_training_leads_where_the_plain_one_leads")
+@defect(cause="state", caught_by="test_any_history_is_that_of_adamw")
 class MergesLoadedState(Simple):
     """Parameters without an entry in the loaded state keep their old moments."""
 
@@ -109,7 +109,7 @@ class MergesLoadedState(Simple):
             self.state[p] = self.state.get(p) or values
 
 
-@defect(cause="state", caught_by="test_any_training_of_master_weights")
+@defect(cause="state", caught_by="test_any_history_of_master_weights")
 class MasterFromConstruction(Master):
     """Keeps master weights from before the model loaded its own."""
 

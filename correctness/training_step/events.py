@@ -1,8 +1,4 @@
-"""What is done with a training step, as data: played by an implementation and, in float64, by autograd and SGD alone.
-
-script = Script([Event("forward"), Event("backward"), Event("update")], frozen=(2,))
-play(implementation, script, "float32", device)  # fails after the first event whose outcome is not as expected
-"""
+"""Events of a training step's life; a player of an implementation beside, in float64, autograd and SGD alone."""
 
 from __future__ import annotations
 
@@ -10,114 +6,127 @@ import copy
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from correctness.engine.histories import Problem, play
 from correctness.training_step.models import assert_stays, moody_model, set_modes, what_stays
 from correctness.training_step.stepping import SIZE, setting
 from shardmark.api import Implementation
 
 CLOSE = {"float32": 1e-3, "float16": 0.1}
-"""Relative error allowed of losses, gradients and what updates have added up to: the rounding of several steps."""
+"""Allowed relative error of losses, gradients, momentum and sums of updates: the rounding of several steps."""
 
 OPTIONS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-"""SGD's, with which parameters move also where gradients are zero."""
+"""SGD options that move parameters also where gradients are zero."""
 
 SHAPES = ((3, 8), (1, 5), (2, 9), (1, 1))
 """(batch, context) of the batches."""
 
 FIRST_OVERFLOWS, OVERFLOWS = 4, 6
-"""As many come first, so that nothing else overflows, and in all: a loss scale that is too small loses gradients."""
-
-
-class Event(NamedTuple):
-    """`value` says which: batch, waiting loss, modes, param group or parameter, counted round."""
-
-    kind: str
-    value: int = 0
+"""In float16, skipped steps before the first event, so that nothing else overflows; and at most in a history, as a loss
+scale that is too small loses gradients."""
 
 
 EVENTS = {
-    "forward": "a loss, which waits; every fourth batch has no targets that count, the next one a few",
+    "forward": "a loss, which waits for backward",
     "evaluate": "a loss without autograd, which does not wait",
-    "backward": "of a waiting loss",
+    "backward": "backward of a waiting loss",
     "drop": "a waiting loss is freed",
-    "update": "after which no loss waits, as autograd refuses them",
-    "call": "all three in one",
+    "update": "an update, which drops waiting losses, as autograd refuses them",
+    "call": "forward, backward and update in one call",
     "overflow": "in float16, a step that is skipped while losses wait; then gradients to None",
     "clear": "gradients to None",
     "zero": "gradients to zero, in place",
-    "halve": "gradients, in place, as clipping does",
-    "modes": "of each module, at random",
-    "freeze": "a parameter, or thaw it; no loss waits",
-    "rate": "of a param group",
-    "reload": "the optimizer's state",
-    "weights": "changed by the caller, in place",
+    "halve": "gradients halved in place, as clipping does",
+    "modes": "a random mode for each module",
+    "freeze": "a parameter frozen or thawed while no loss waits",
+    "rate": "a new learning rate for a param group",
+    "reload": "the optimizer's state saved and loaded",
+    "weights": "a parameter changed in place by the caller",
 }
 
 
+class Event(NamedTuple):
+    kind: str
+    """A key of `EVENTS`."""
+    value: int = 0
+    """Chooses the batch, waiting loss, modes, param group or parameter, modulo how many there are."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.value}): {EVENTS[self.kind]}"
+
+
 @dataclass(frozen=True)
-class Script:
+class History:
     events: Sequence[Event]
     frozen: Sequence[int] = ()
-    """Parameters that are not trainable at first."""
+    """Indices of parameters that are not trainable at first."""
     kind: str = "plain"
-    """Of the model, see `moody_model`."""
+    """Kind of the model, see `moody_model`."""
     twice: bool = False
-    """Another step, of a model of its own, does the same in turn, with other batches."""
+    """A second step, of a model of its own, plays each event too, with other batches."""
+
+    def __str__(self) -> str:
+        frozen = f"parameters {', '.join(map(str, self.frozen))} frozen" if self.frozen else ""
+        return ", ".join(filter(None, [f"a {self.kind} model", frozen, "two steps in turn" if self.twice else ""]))
 
 
-def play(implementation: Implementation, script: Script, precision: str, device: str) -> None:
-    torch.manual_seed(torch.initial_seed())  # the same weights each time that a script is played
-    players = [_Player(implementation, script, precision, device) for _ in range(1 + script.twice)]
-    for event in script.events:
-        for i, player in enumerate(players):
+def problem_of(implementation: Implementation, history: History, precision: str, device: str) -> Problem | None:
+    """Play the history; return the first thing that is not as expected."""
+    torch.manual_seed(torch.initial_seed())  # the same weights each time that a history is played
+    return play(Beside(implementation, history, precision, device), history)
+
+
+class Beside:
+    """One or two training steps, each with its reference."""
+
+    def __init__(self, implementation: Implementation, history: History, precision: str, device: str) -> None:
+        self.players = [_Player(implementation, history, precision, device) for _ in range(1 + history.twice)]
+
+    def play(self, event: Event) -> None:
+        for i, player in enumerate(self.players):
             player.play(event._replace(value=event.value + i))
 
+    def problem(self) -> str:
+        return ""  # each event raises its own
 
-@dataclass
+
 class _Player:
-    implementation: Implementation
-    script: Script
-    precision: str
-    device: str
-    history: list[str] = field(default_factory=list)
-    waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Losses, found and expected."""
-    scaled: bool = False
-    """Whether a backward came since the last update."""
-    overflows: int = 0
-
-    def __post_init__(self) -> None:
-        model = moody_model(self.script.kind)
+    def __init__(self, implementation: Implementation, history: History, precision: str, device: str) -> None:
+        self.precision, self.device = precision, device
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+        """Losses, found and expected."""
+        self.scaled = False
+        """A backward came since the last update."""
+        self.overflows = 0
+        model = moody_model(history.kind)
         parameters = list(model.parameters())
-        for i in self.script.frozen:
+        for i in history.frozen:
             parameters[i % len(parameters)].requires_grad_(False)
-        self.of = setting(self.implementation, self.device, self.precision, model, all_parameters=True, **OPTIONS)
+        self.of = setting(implementation, device, precision, model, all_parameters=True, **OPTIONS)
         self.wide = copy.deepcopy(self.of.model).double()
         self.names = [name for name, _ in self.wide.named_parameters()]
         self.found, self.expected = (list(each.parameters()) for each in (self.of.model, self.wide))
         self.optimizer = torch.optim.SGD([{"params": self.expected[:1]}, {"params": self.expected[1:]}], **OPTIONS)
         self.start = [p.detach().clone() for p in self.expected]
-        if self.precision == "float16":
+        if precision == "float16":
             for i in range(FIRST_OVERFLOWS):
                 self.play(Event("overflow", i))
 
     def play(self, event: Event) -> None:
         if not self.can(event):
             return
-        extra = f" or thaw {self.names[self.turned(event.value)]}" if event.kind == "freeze" else ""
-        self.history.append(event.kind + extra)
         if event.kind in ("update", "call", "weights", "freeze"):
             self.waiting.clear()
         before = what_stays(self.of.model, self.of.optimizer)
         getattr(self, event.kind)(event.value)
         if event.kind not in ("modes", "freeze", "rate"):
-            assert_stays(self.of.model, before, self.when, self.of.optimizer)
+            assert_stays(self.of.model, before, f"after {event.kind}", self.of.optimizer)
         self.compare()
 
     def can(self, event: Event) -> bool:
@@ -135,16 +144,12 @@ class _Player:
         return True
 
     def turned(self, value: int) -> int:
-        """The parameter to freeze or thaw: by an odd value a frozen one, if there is any."""
+        """Index of the parameter to freeze or thaw: an odd value picks a frozen one, if there is any."""
         frozen = [i for i, p in enumerate(self.expected) if not p.requires_grad]
         return frozen[value // 2 % len(frozen)] if value % 2 and frozen else value % len(self.expected)
 
-    @property
-    def when(self) -> str:
-        of = f", of the {self.script.kind} model" if self.script.kind != "plain" else ""
-        return "after " + ", ".join(self.history) + of
-
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets; all targets of every fourth batch are ignored, and all but two of the next one's."""
         draw = torch.Generator().manual_seed(number)
         tokens, targets = torch.randint(SIZE.vocab, (2, *SHAPES[number // 3 % len(SHAPES)]), generator=draw)
         if number % 4 == 3:
@@ -166,7 +171,7 @@ class _Player:
         inputs = self.batch(value)
         with torch.inference_mode() if value % 2 else torch.no_grad():
             found, expected = self.of.step.forward(*inputs), self.expected_loss(*inputs)
-        assert not found.requires_grad, f"a loss that was computed without autograd requires a gradient, {self.when}"
+        assert not found.requires_grad, "a loss that was computed without autograd requires a gradient"
         self.compare_loss(found, expected, inputs, value)
 
     def backward(self, value: int) -> None:
@@ -201,7 +206,9 @@ class _Player:
             self.of.step.backward(self.of.step.forward(*self.batch(1)))
             self.of.step.update()
         hook.remove()
-        assert any(issubclass(each.category, RuntimeWarning) for each in caught), f"no RuntimeWarning {self.when}"
+        assert any(issubclass(each.category, RuntimeWarning) for each in caught), (
+            "a skipped step gives no RuntimeWarning"
+        )
         self.overflows += 1
         self.scaled = False
         self.clear(value)
@@ -243,11 +250,11 @@ class _Player:
 
     def compare_loss(self, found: Tensor, expected: Tensor, inputs: tuple[Tensor, Tensor], value: int) -> None:
         for x, before in zip(inputs, self.batch(value), strict=True):
-            assert torch.equal(x, before), f"the tokens or targets have changed {self.when}"
+            assert torch.equal(x, before), "the tokens or targets have changed"
         as_expected = math.isclose(found.item(), expected.item(), rel_tol=CLOSE[self.precision])
         assert as_expected or (found.isnan() and expected.isnan()), (
-            f"the loss of a batch of shape {tuple(inputs[0].shape)} is {found.item():.7g}, expected "
-            f"{expected.item():.7g}, {self.when}"
+            f"the loss of a batch of shape {tuple(inputs[0].shape)} is not as expected\n"
+            f"found {found.item():.7g}, expected {expected.item():.7g}"
         )
 
     def compare(self) -> None:
@@ -256,7 +263,7 @@ class _Player:
             for name, x, y in zip(self.names, found, expected, strict=True):
                 if (x is None) != (y is None):
                     here, there = ("no gradient", y) if x is None else ("a gradient", x)
-                    assert not there.any(), f"{name} has {here} {self.when}"
+                    assert not there.any(), f"{name} has {here}"
             self.compare_all("gradients", found, expected)
         moved = [p.detach() - x for p, x in zip(self.found, self.start, strict=True)]
         self.compare_all("changes of the parameters", moved, self.changes())
@@ -265,14 +272,14 @@ class _Player:
             for optimizer, parameters in ((self.of.optimizer, self.found), (self.optimizer, self.expected))
         )
         for name, x, y in zip(self.names, found, expected, strict=True):
-            assert (x is None) == (y is None), f"{name} has {'no ' * (x is None)}momentum {self.when}"
+            assert (x is None) == (y is None), f"{name} has {'no ' * (x is None)}momentum"
         self.compare_all("momentum", found, expected)
 
     def changes(self) -> list[Tensor]:
         return [p.detach() - x for p, x in zip(self.expected, self.start, strict=True)]
 
     def compare_all(self, what: str, found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
-        """All together; where they are all but zero, of a size that rounding may have."""
+        """Fail where the relative error of all tensors together is above `CLOSE`; norms under 1e-4 may be rounding."""
         pairs = [(x, y) for x, y in zip(found, expected, strict=True) if x is not None and y is not None]
         if not pairs:
             return
@@ -286,6 +293,5 @@ class _Player:
         ]
         worst = self.names[max(range(len(errors)), key=errors.__getitem__)]
         raise AssertionError(
-            f"{what}: off by {error:.4g}, of norm {sizes[0]:.4g}, expected {sizes[1]:.4g}, most of it in {worst}, "
-            f"{self.when}"
+            f"{what}: off by {error:.4g}, most of it in {worst}\nfound norm {sizes[0]:.4g}, expected {sizes[1]:.4g}"
         )

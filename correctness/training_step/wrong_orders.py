@@ -65,7 +65,7 @@ class TrainsWhatWasTrainableAtFirst(EagerStep):
             p.grad = grad
 
 
-@defect(cause="shapes", caught_by="test_any_order_of_events")
+@defect(cause="shapes", caught_by="test_any_history")
 class PadsTheContext(EagerStep):
     """Pads to a multiple of 8 with token 0, which a model sees that attends to its whole context."""
 

@@ -1,4 +1,4 @@
-"""Trainings with AdamW, event by event beside a float64 reference, and what is compared after each event."""
+"""An AdamW beside a float64 reference, event by event."""
 
 from __future__ import annotations
 
@@ -8,48 +8,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correctness.optim.events import Event, Sizes
+from correctness.optim.events import Event, History, Sizes
 from correctness.optim.training import assert_near
 from impl.optim import AdamW
 from impl.optim.base import HALF, MASTER
 
 
 class Training:
-    """Parameters and their optimizer; random numbers are the same in each training of one plan.
+    """Parameters and their optimizer. Trainings of one history draw the same values.
 
-    In `wide` all values are in float64, though first rounded to the dtypes.
+    `wide` rounds all values to the history's dtypes and then holds them in float64.
     """
 
-    def __init__(
-        self,
-        target: Any,
-        plan: list[Any],
-        dtypes: tuple[torch.dtype, ...],
-        device: str,
-        wide: bool,
-        layout: str,
-        **options: Any,
-    ) -> None:
-        self.target, self.options, self.device, self.wide = target, options, device, wide
+    def __init__(self, target: Any, history: History, device: str, wide: bool) -> None:
+        self.target, self.options, self.device, self.wide = target, history.options, device, wide
         self.generator = torch.Generator().manual_seed(0)
         count = iter(range(99))
         self.groups: list[dict[str, Any]] = []
         self.dtypes: dict[Tensor, torch.dtype] = {}
-        for given, own in plan:
+        for shapes, own in history.groups:
             params = []
-            for shape in given:
-                dtype = dtypes[next(count) % len(dtypes)]
-                params.append(laid_out(self.random(shape, dtype), layout).requires_grad_())
+            for shape in shapes:
+                dtype = history.dtypes[next(count) % len(history.dtypes)]
+                params.append(laid_out(self.random(shape, dtype), history.layout).requires_grad_())
                 self.dtypes[params[-1]] = dtype
             self.groups.append({"params": params, **own})
-        self.optimizer = target([dict(self.groups[0])], **options)
+        self.optimizer = target([dict(self.groups[0])], **self.options)
         self.kept: tuple[Any, list[Tensor]] | None = None
-        self.when = ""
-        """What has been done, for a failure to say."""
 
     @property
     def params(self) -> list[Tensor]:
-        """Of the groups there are by now."""
+        """Parameters of the groups that the optimizer has now."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def random(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -61,7 +50,7 @@ class Training:
             self.optimizer.add_param_group(dict(group))
 
     def load(self, how: str, others: Sizes, steps: int | None) -> None:
-        """Loading changes no parameter; what the other steps changed is restored."""
+        """Load a state; parameters stay, also those that a "used" optimizer has stepped."""
         now = deepcopy(self.optimizer.state_dict()), [p.detach().clone() for p in self.params]
         if steps is not None and how != "back":
             for state in (state for state in now[0]["state"].values() if float(state.get("step", 0))):
@@ -78,7 +67,7 @@ class Training:
         self.optimizer.load_state_dict(now[0])
 
     def change(self, how: str, index: int) -> None:
-        """A parameter, from outside; one that has a master weight stays, because that is what counts."""
+        """Change a parameter as a caller does; one with a master weight stays, as the next step overwrites it."""
         p = self.params[index % len(self.params)]
         value = self.random(tuple(p.shape), self.dtypes[p])
         stepped = float(self.optimizer.state.get(p, {}).get("step", 0)) > 0
@@ -119,16 +108,14 @@ class Training:
             give()
             self.optimizer.step()
         for k, p, before in stays:
-            assert p.grad is None, f"{self.when}parameter {k} had no gradient, and has one after the step"
-            assert_equal(p, before, f"{self.when}parameter {k} has changed, which had no gradient")
+            assert p.grad is None, f"parameter {k} had no gradient, and has one after the step"
+            assert_equal(p, before, f"parameter {k} has changed, which had no gradient")
         for k, (p, grad) in enumerate(zip(self.params, grads, strict=True)):
             if p.grad is not None and grad is not None:
-                assert_equal(p.grad, grad, f"{self.when}the step has written into the gradient of parameter {k}")
-                p.grad.fill_(torch.nan)  # it is the caller's to write over, and no part of the state
+                assert_equal(p.grad, grad, f"the step has written into the gradient of parameter {k}")
+                p.grad.fill_(torch.nan)  # the caller may overwrite it: the state may not hold it
 
-    def play(self, event: Event, adds: bool) -> None:
-        if adds:
-            self.add_groups()
+    def play(self, event: Event) -> None:
         if event.loads:
             self.load(event.loads, event.others, event.steps)
         if event.weights:
@@ -146,7 +133,7 @@ class Training:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The same values, in another order in memory where there are dimensions enough."""
+    """The values in another memory layout, where `x` has enough dimensions for it."""
     match layout:
         case "transposed" if x.ndim > 1:
             return x.transpose(0, -1).contiguous().transpose(0, -1)
@@ -158,13 +145,12 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 def assert_equal(found: Tensor, expected: Tensor, what: str) -> None:
-    """To the bit, but for NaN."""
+    """Fail unless equal to the bit, NaN counting as 0."""
     assert torch.equal(found.detach().nan_to_num(), expected.nan_to_num()), what
 
 
 class ClipThenAdamW(AdamW):
-    """`clip_grad_norm_` on copies of the gradients, then a step, unless the norm is not finite: what `max_grad_norm` is
-    held to."""
+    """Reference of `max_grad_norm`: `clip_grad_norm_` on copies of the gradients, then a step if the norm is finite."""
 
     def __init__(self, params: Any, *, max_grad_norm: float | None = None, **options: Any) -> None:
         options.pop("master_weights", None)  # float64 parameters are their own
@@ -187,56 +173,48 @@ class ClipThenAdamW(AdamW):
         return result
 
 
-def assert_leads_where_adamw_does(
-    target: Any,
-    plan: list[Any],
-    script: list[Event],
-    added: int,
-    device: str,
-    dtypes: tuple[torch.dtype, ...] = (torch.float64,),
-    layout: str = "contiguous",
-    rtol: float | None = None,
-    **options: Any,
-) -> None:
-    """Parameters, state and norm after each event are the reference's; the last groups are added before one of them.
+class Beside:
+    """The AdamW under test beside the reference: parameters, state and norm are equal after each event.
 
-    `layout` is that of the parameters.
+    Values may differ by `rtol` of the tensor's largest.
     """
-    found = Training(target, plan, dtypes, device, False, layout, **options)
-    exact = Training(ClipThenAdamW, plan, dtypes, device, True, layout, **options)
-    if rtol is None:
-        rtol = 1e-9 if set(dtypes) == {torch.float64} else 1e-5
-    for i, event in enumerate(script):
-        adds = i == min(added, len(script) - 1) and len(plan) > 1
-        new = [f"groups {[own for _, own in plan[1:]]} added, what they lack is as at the start"] if adds else []
-        when = f"after {', '.join([*new, str(event)])} (event {i + 1}): "
-        for training in (exact, found):
-            training.when = when
-            training.play(event, adds)
-        _assert_same(found, exact, rtol, when)
 
+    def __init__(self, target: Any, history: History, device: str, rtol: float | None = None) -> None:
+        self.found = Training(target, history, device, wide=False)
+        self.exact = Training(ClipThenAdamW, history, device, wide=True)
+        self.rtol = rtol or (1e-9 if set(history.dtypes) == {torch.float64} else 1e-5)
+        self.until_added = history.added_before
 
-def _assert_same(found: Training, exact: Training, rtol: float, when: str) -> None:
-    norm = exact.optimizer.norm
-    if norm is not None:
-        mine = getattr(found.optimizer, "grad_norm", None)
-        assert mine is not None, f"{when}grad_norm is None, expected {norm.item():.9g}"
-        assert_near(mine.double(), norm, rtol * (1 + norm.item() if norm.isfinite() else 1), f"{when}grad_norm")
-    states = (training.optimizer.state_dict()["state"] for training in (found, exact))
-    here, there = (dict(each) for each in states)
-    for k, (p, q) in enumerate(zip(found.params, exact.params, strict=True)):
-        what, mine, theirs = f"{when}parameter {k} of shape {tuple(q.shape)}", here.get(k, {}), there.get(k, {})
-        count, wanted = float(mine.get("step", 0)), float(theirs.get("step", 0))
-        assert count == wanted, f"{what}: its state counts {count:g} steps, expected {wanted:g}"
-        pairs = [(name, mine[name], theirs[name]) for name in ("exp_avg", "exp_avg_sq") if wanted]
-        has_master = found.options.get("master_weights") and found.dtypes[p] in HALF and wanted
-        if has_master:
-            pairs.append((MASTER, mine[MASTER], q.detach()))
-            assert torch.equal(p.detach(), mine[MASTER].to(p.dtype)), f"{what} is not its master weight, rounded"
-        else:
-            pairs.append(("its value", p.detach(), q.detach()))
-        for name, x, y in pairs:
-            if y.numel():
-                x, largest = x.double(), y.abs().nan_to_num(0, 0, 0).max().item()
-                if x.shape != y.shape or not (x - y).abs().max().item() <= rtol * (1 + largest):  # or NaN
-                    assert_near(x, y, rtol * (1 + largest), f"{what}: {name}")
+    def play(self, event: Event) -> None:
+        for training in (self.exact, self.found):
+            if self.until_added == 0:
+                training.add_groups()
+            training.play(event)
+        self.until_added -= 1
+
+    def problem(self) -> str:
+        found, exact, rtol = self.found, self.exact, self.rtol
+        norm = exact.optimizer.norm
+        if norm is not None:
+            mine = getattr(found.optimizer, "grad_norm", None)
+            assert mine is not None, f"grad_norm is None, expected {norm.item():.9g}"
+            assert_near(mine.double(), norm, rtol * (1 + norm.item() if norm.isfinite() else 1), "grad_norm")
+        states = (training.optimizer.state_dict()["state"] for training in (found, exact))
+        here, there = (dict(each) for each in states)
+        for k, (p, q) in enumerate(zip(found.params, exact.params, strict=True)):
+            what, mine, theirs = f"parameter {k} of shape {tuple(q.shape)}", here.get(k, {}), there.get(k, {})
+            count, wanted = float(mine.get("step", 0)), float(theirs.get("step", 0))
+            assert count == wanted, f"{what}: its state counts {count:g} steps, expected {wanted:g}"
+            pairs = [(name, mine[name], theirs[name]) for name in ("exp_avg", "exp_avg_sq") if wanted]
+            has_master = found.options.get("master_weights") and found.dtypes[p] in HALF and wanted
+            if has_master:
+                pairs.append((MASTER, mine[MASTER], q.detach()))
+                assert torch.equal(p.detach(), mine[MASTER].to(p.dtype)), f"{what} is not its master weight, rounded"
+            else:
+                pairs.append(("its value", p.detach(), q.detach()))
+            for name, x, y in pairs:
+                if y.numel():
+                    x, largest = x.double(), y.abs().nan_to_num(0, 0, 0).max().item()
+                    if x.shape != y.shape or not (x - y).abs().max().item() <= rtol * (1 + largest):  # or NaN
+                        assert_near(x, y, rtol * (1 + largest), f"{what}: {name}")
+        return ""

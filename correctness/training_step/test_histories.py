@@ -1,4 +1,4 @@
-"""A training step under any order of forward, backward, update and call, and of what callers do in between."""
+"""Any history of a training step: forward, backward, update and call, and what callers do in between."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from itertools import chain
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
-from correctness.engine.examples import fuzzed
-from correctness.training_step.events import EVENTS, OPTIONS, Event, Script, play
+from correctness.engine.histories import Problem, hold, told
+from correctness.training_step.events import EVENTS, OPTIONS, Event, History, problem_of
 from correctness.training_step.models import KINDS, assert_stays, moody_model, set_modes, what_stays
 from correctness.training_step.stepping import assert_gradients, batch, setting, skip_where_graphs_own_gradients, values
 from shardmark.api import Implementation, requires_compiler
@@ -37,7 +36,9 @@ ORDERS = {
 def test_orders_that_trainings_have(implementation: Implementation, order: str, precision: str, device: str) -> None:
     skip_where_graphs_own_gradients(implementation)
     events = [Event(kind, 4 * i + 1) for i, kind in enumerate(ORDERS[order])]
-    play(implementation, Script(events, frozen=(2,) * (order == "thawed")), precision, device)
+    history = History(events, frozen=(2,) * (order == "thawed"))
+    problem = problem_of(implementation, history, precision, device)
+    assert problem is None, told(history, problem)
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
@@ -117,9 +118,9 @@ steps = st.builds(
     events,
     st.integers(0, 15),
 )
-"""With anything while the loss waits."""
-scripts = st.builds(
-    lambda pieces, *options: Script(list(chain(*pieces)), *options),
+"""One event while the loss waits."""
+histories = st.builds(
+    lambda pieces, *options: History(list(chain(*pieces)), *options),
     st.lists(steps | st.lists(events, min_size=1, max_size=6), min_size=2, max_size=5),
     st.lists(st.integers(0, 11), max_size=2),
     st.sampled_from(KINDS),
@@ -129,17 +130,17 @@ scripts = st.builds(
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 @pytest.mark.examples(8, 40, 300)
-def test_any_order_of_events(implementation: Implementation, examples: int, precision: str, device: str) -> None:
-    """Losses, gradients, parameters and momentum are those of autograd and SGD, after each event."""
+def test_any_history_is_that_of_autograd_and_sgd(
+    implementation: Implementation, examples: int, precision: str, device: str
+) -> None:
+    """Losses, gradients, parameters and momentum are compared after each event."""
     skip_where_graphs_own_gradients(implementation)
     if requires_compiler in implementation.requires:
         pytest.skip("it compiles anew for each example; the orders above stand for them")
 
-    @fuzzed(examples)
-    @given(scripts)
-    def holds(script: Script) -> None:
+    def plays(history: History) -> Problem | None:
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)  # none overflows
-            play(implementation, script, precision, device)
+            return problem_of(implementation, history, precision, device)
 
-    holds()
+    hold(histories, plays, examples, patience=float("inf"))

@@ -1,0 +1,71 @@
+"""Any history of an AdamW has the parameters, state and norm of float64's: groups, gradients, states and options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from correctness.engine.histories import Problem, hold, play
+from correctness.optim.events import LAYOUTS, History, histories
+from correctness.optim.player import Beside
+from correctness.optim.training import interpreted
+from shardmark.api import Implementation
+
+MANY = 500
+
+DTYPES = st.lists(
+    st.sampled_from((torch.bfloat16, torch.float16, torch.float32, torch.float64)), min_size=1, max_size=3
+).map(lambda some: (torch.bfloat16, *some))
+WIDTHS = st.permutations((torch.bfloat16, torch.float32, torch.float64)).map(tuple)
+CLIPS = st.sampled_from((0.1, 1.0, 1e6)).map(lambda norm: {"max_grad_norm": norm})
+
+
+def _hold(implementation: Implementation, examples: int, device: str, rtol: float | None = None, **drawn: Any) -> None:
+    __tracebackhide__ = True
+    if interpreted(implementation, device):
+        if examples < MANY:
+            pytest.skip("Triton's interpreter takes seconds for it; in the sweep")
+        examples //= 15
+    # torch's fused AdamW takes gradients laid out as their parameters; on CPU it misreads others.
+    layouts = LAYOUTS[:1] if implementation.name == "torch_fused" else LAYOUTS
+
+    def plays(history: History) -> Problem | None:
+        return play(Beside(implementation.target, history, device, rtol), history)
+
+    hold(histories(layouts, **drawn), plays, examples, patience=float("inf"))
+
+
+@pytest.mark.examples(12, 80, 1000)
+@pytest.mark.family("optimizer")
+def test_any_history_is_that_of_adamw(implementation: Implementation, examples: int, device: str) -> None:
+    _hold(implementation, examples, device)
+
+
+@pytest.mark.examples(16, 50, 500)
+@pytest.mark.family("optimizer", option="max_grad_norm")
+def test_any_clipped_history_is_that_of_clipping_and_a_step(
+    implementation: Implementation, examples: int, device: str
+) -> None:
+    _hold(implementation, examples, device, not_finite=True, options=CLIPS)
+
+
+@pytest.mark.examples(16, 50, 500)
+@pytest.mark.family("optimizer", option="master_weights")
+def test_any_history_of_master_weights_is_that_of_float64_rounded(
+    implementation: Implementation, examples: int, device: str
+) -> None:
+    clips = st.just({}) | CLIPS if implementation.accepts("max_grad_norm") else st.just({})
+    options = clips.map(lambda some: {"master_weights": True, **some})
+    _hold(implementation, examples, device, dtypes=DTYPES, options=options)
+
+
+@pytest.mark.examples(10, 30, 300)
+@pytest.mark.family("optimizer")
+def test_any_history_in_bfloat16_is_that_of_float64_but_for_rounding(
+    implementation: Implementation, examples: int, device: str
+) -> None:
+    """Without master weights: step counts are right, parameters without gradients stay, values are near float64's."""
+    _hold(implementation, examples, device, rtol=0.2, dtypes=WIDTHS)
