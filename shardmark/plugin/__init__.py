@@ -96,7 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(session.outcomes, "shardmark outcomes")
     if session.selected:
         config.pluginmanager.register(Judge(session), "shardmark judge")
-    for name, compares in (("gate", session.gate), ("ref", session.ref)):
+    for name, compares in (("against", session.against), ("against-ref", session.against_ref)):
         if compares is not None:
             config.pluginmanager.register(compares, f"shardmark {name}")
     if SHARED in getattr(config, "workerinput", {}):
@@ -255,7 +255,8 @@ class LastToFinish:
 def _write_report(session: pytest.Session) -> None:
     """Write the page of `--report`; a run whose page cannot be written does not pass."""
     own = session.config.stash[SESSION]
-    older = [] if own.gate is None or own.gate.baseline is None else [(own.gate.name, own.gate.baseline.output)]
+    against = own.against
+    older = [] if against is None or against.baseline is None else [(against.name, against.baseline.output)]
     if own.report is not None and own.rows.rows and not own.report.write_run(own.rows.output(), older):
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 

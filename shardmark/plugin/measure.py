@@ -82,7 +82,7 @@ class Measure(Recorder):
         if race is not None and (session.model is not None or not race.applies(case, session.device)):
             race = Race(race.peer)
         least = fewest_rounds(SHOWN_CONFIDENCE) if race is not None and race.goal is not None else 1
-        if race is not None and session.gate is not None:
+        if race is not None and session.against is not None:
             least = fewest_rounds(self._confidence(race))
         plan = Plan(
             workload,
@@ -92,7 +92,7 @@ class Measure(Recorder):
             session.device,
             world_size,
             self._rounds(rounds, max([least, *(observer.min_rounds for observer in observe)])),
-            tensors_before=None if session.gate is None else session.gate.tensors(self._benchmark.fullname),
+            tensors_before=None if session.against is None else session.against.tensors(self._benchmark.fullname),
             limits=self._limits(race),
             observers=tuple(type(observer) for observer in observe),
             coin=secrets.randbits(64),
@@ -115,11 +115,13 @@ class Measure(Recorder):
             return max(held, key=lambda rank: sum(each.nbytes for each in rank))
 
         def beside_ref(row: Row) -> list[tuple[str, str]]:
-            if session.ref is None or self._benchmark.disabled:
+            if session.against_ref is None or self._benchmark.disabled:
                 return []
             world = session.worlds.get(world_size)
             assert isinstance(world, World)
-            return session.ref.judge(self._benchmark.fullname, plan, row, world, self._confidence(race), self.deadline)
+            return session.against_ref.judge(
+                self._benchmark.fullname, plan, row, world, self._confidence(race), self.deadline
+            )
 
         return self.record(
             identity,
@@ -219,8 +221,8 @@ class Measure(Recorder):
     def _limits(self, race: Race | None) -> Limits | None:
         """The limits that the rounds must decide; None where pytest-benchmark is disabled."""
         ratios: tuple[float, ...] = (race.budget,) if race is not None and race.budget is not None else ()
-        if race is not None and self._session.gate is not None:
-            ratios += self._session.gate.limits(self._benchmark.fullname, race.peer)
+        if race is not None and self._session.against is not None:
+            ratios += self._session.against.limits(self._benchmark.fullname, race.peer)
         seconds = [own.seconds for own in self._session.budgets_for(self._item.nodeid) if own.seconds is not None]
         if self._benchmark.disabled or not (ratios or seconds):
             return None

@@ -93,8 +93,8 @@ class Recorder:
         verdicts = list(budget.verdicts(tensors, peaks, seconds, ratio, time, memory, absolute, confidence))
         if "not_done" in row["limit"]:
             verdicts.append((FAIL, row["limit"]["not_done"]))
-        if session.gate is not None:
-            verdicts += session.gate.judge(self._benchmark.fullname, row, ratio)
+        if session.against is not None:
+            verdicts += session.against.judge(self._benchmark.fullname, row, ratio)
         spread = stdev(seconds) if len(seconds) > 1 else 0.0
         stats = {"mean": fmean(seconds), "stddev": spread, "rounds": len(seconds)}
         try:

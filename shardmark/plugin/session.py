@@ -29,9 +29,9 @@ from shardmark.ranks.world import DEADLINE, Worlds
 from shardmark.report.outcomes import Outcomes
 from shardmark.report.output import Report
 from shardmark.report.questions import Questions
+from shardmark.rows.against import Against
+from shardmark.rows.against_ref import AgainstRef
 from shardmark.rows.atomic_json import Entry
-from shardmark.rows.then_and_now.against import Gate
-from shardmark.rows.then_and_now.against_ref import Ref
 from shardmark.rows.writer import RowFile
 from shardmark.text import printable
 from shardmark.verdict.budget import AbsoluteBudget, confidence, read_budgets
@@ -71,8 +71,8 @@ class Session:
         self._judged: set[str] = set()
         self._others = 0
         self.trace: TraceFolder | None = None
-        self.gate: Gate | None = None
-        self.ref: Ref | None = None
+        self.against: Against | None = None
+        self.against_ref: AgainstRef | None = None
         self.report: Report | None = None
         self.ending = ending
         self.questions = Questions()
@@ -88,8 +88,8 @@ class Session:
         self.rows = RowFile(config, self.ending, self._said, writes=not _is_helping())
         try:
             options.check_benchmark(option)
-            self.gate = _gate(option, self.rows)
-            self.ref = _ref(option, self.device, config.rootpath)
+            self.against = _against(option, self.rows)
+            self.against_ref = _against_ref(option, self.device, config.rootpath)
             if option("report") is not None and not _is_helping():
                 self.report = Report(options.path("report", option))
             if option("trace_dir") is not None:
@@ -154,8 +154,8 @@ class Session:
         """Count the intervals that may decide a verdict in time: of each test's ratio to its peer, and to its own time
         in `--against-ref`; and of its seconds, by `--budgets`."""
         measured = [item for item in items if measures(item)]
-        if self.gate is not None:
-            self.gate.collected([item.nodeid for item in measured])
+        if self.against is not None:
+            self.against.collected([item.nodeid for item in measured])
         run = [item for item in measured if item.get_closest_marker("skip") is None]
         counts = {item.nodeid: self._count_judgements(item) for item in run}
         self._judged = {test_id for test_id, count in counts.items() if count}
@@ -167,8 +167,8 @@ class Session:
         implementation = implementation_of(item)
         race = implementation.time if implementation is not None else None
         budget = self.model is None and (implementation is None or (race is not None and race.budget is not None))
-        older = self.gate is not None and self.gate.compares_time(item.nodeid)  # by the same interval
-        beside = (self.ref is not None) + sum(
+        older = self.against is not None and self.against.compares_time(item.nodeid)  # by the same interval
+        beside = (self.against_ref is not None) + sum(
             each.seconds is not None and each.matches(item.nodeid) for each in self.budgets
         )
         return beside + (budget or older or beside > 0)  # as the test may have a budget of its own
@@ -194,10 +194,10 @@ class Session:
 
     def _close_files(self) -> None:
         self.rows.finish()
-        if self.ref is not None:
-            self.ref.close()
-        if self.gate is not None:
-            self.gate.close()
+        if self.against_ref is not None:
+            self.against_ref.close()
+        if self.against is not None:
+            self.against.close()
         if self.report is not None:
             self.report.close()
 
@@ -210,17 +210,17 @@ def _is_helping() -> bool:
     return "PYTEST_XDIST_WORKER" in os.environ or (torchrun.launched() and torchrun.rank() > 0)
 
 
-def _gate(option: Callable[..., Any], rows: RowFile) -> Gate | None:
+def _against(option: Callable[..., Any], rows: RowFile) -> Against | None:
     """Open the file of `--against`."""
     if option("against") is None:
         if option("update_baseline"):
             raise ValueError("--update-baseline needs --against, which names the file")
         return None
     options.check_measures("--against", option)
-    return None if _is_helping() else Gate(options.path("against", option), option("update_baseline"), rows)
+    return None if _is_helping() else Against(options.path("against", option), option("update_baseline"), rows)
 
 
-def _ref(option: Callable[..., Any], device: str, folder: Path) -> Ref | None:
+def _against_ref(option: Callable[..., Any], device: str, folder: Path) -> AgainstRef | None:
     """Check out the version of `--against-ref`."""
     ref = option("against_ref")
     if ref is None:
@@ -228,7 +228,7 @@ def _ref(option: Callable[..., Any], device: str, folder: Path) -> Ref | None:
     if torchrun.launched() or option("link") is not None:
         raise ValueError(f"--against-ref {ref} has ranks of its own on this machine: not with torchrun or --link")
     options.check_measures("--against-ref", option)
-    return None if _is_helping() else Ref(check_out(ref, folder), device)
+    return None if _is_helping() else AgainstRef(check_out(ref, folder), device)
 
 
 def _link(rate: str | None, device: str) -> Link | None:

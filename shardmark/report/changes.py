@@ -1,21 +1,29 @@
-"""Compare two runs: what got slower or larger, and what faster or smaller, with intervals."""
+"""Compare a run with its baseline, an earlier run, for a report: what got worse and what got better."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardmark.report.outcomes import first_line
+from shardmark.rows.baseline import BaselineRow, Machine, judged_ratio
 from shardmark.rows.columns import Entry
+from shardmark.rows.comparison import (
+    BETTER,
+    KINDS,
+    WORSE,
+    Change,
+    RowComparison,
+    changes_in,
+    compare,
+    count_compared,
+    number_of_rows,
+)
 from shardmark.rows.reader import entries_of
-from shardmark.rows.row import Row
-from shardmark.rows.then_and_now.baseline import Change, Compared, Machine, OldRow, compared
-from shardmark.rows.then_and_now.comparison import BETTER, WORSE, changes_in, counted, number_of_rows
 from shardmark.verdict.betting import FAIL, UNDECIDED, Interval
 
 NAMED = 10
-"""At most so many new or missing tests are named; the others are counted."""
+"""At most this many new or missing tests are named; the rest is counted."""
 
 OPEN = UNDECIDED
 """Outcome of a change that is neither worse nor better."""
@@ -23,38 +31,38 @@ OPEN = UNDECIDED
 
 @dataclass
 class Changes:
-    """What differs between two runs, by test, and how many figures were compared."""
+    """Differences between a run and its baseline, by test; and how many rows were compared."""
 
     name: str
+    """The baseline's name, as messages show it."""
     rows: list[list[str]] = field(default_factory=list)
-    """[outcome, test, "time", "memory", "counters" or "verdict", in words]."""
+    """[outcome, test, "time", "memory", "counters" or "verdict", text]."""
     counts: list[str] = field(default_factory=list)
-    """Lines that say, for time, memory and counters, how many rows were compared and why others were not."""
+    """Lines that say, of time, memory and counters, how many rows were compared and why others were not."""
     ratios: dict[str, tuple[Interval, Interval]] = field(default_factory=dict)
-    """For each test whose time has changed: the ratio to the peer then, and now."""
+    """For each test whose time has changed: the ratio to the peer in the baseline, and now."""
 
     def of(self, outcome: str) -> int:
         """The number of figures with that outcome."""
         return sum(row[0] == outcome for row in self.rows)
 
 
-def changes(old: Entry, new: Entry, name: str) -> Changes:
-    """Compare the rows that both runs have; `name` is the old run's, as messages show it.
+def changes(baseline: Entry, new: Entry, name: str) -> Changes:
+    """Compare the rows of the run `new` with those of its baseline, a run that messages call `name`.
 
-    Raises KeyError, TypeError or ValueError where a row was written by another version.
+    Raises KeyError, TypeError or ValueError where another version wrote a row.
     """
-    measured = {entry["fullname"]: entry["extra_info"] for entry in old["benchmarks"]}
-    machines = [Machine.of(run["machine_info"]) for run in (old, new)]
-    found: dict[str, dict[str, Compared]] = {}
+    measured = {entry["fullname"]: entry["extra_info"] for entry in baseline["benchmarks"]}
+    machines = [Machine.of(run["machine_info"]) for run in (baseline, new)]
+    found: dict[str, RowComparison] = {}
     ratios: dict[str, tuple[Interval, Interval]] = {}
     for entry in new["benchmarks"]:
         test, row = entry["fullname"], entry["extra_info"]
         if test in measured:
-            ratio, older = _judged(row), measured[test]
-            found[test] = compared(OldRow.of(older), row, ratio, machines[0] == machines[1], name)
-            earlier = _judged(older)
-            if ratio is not None and earlier is not None and ratio.ends and earlier.ends:
-                ratios[test] = earlier, ratio
+            earlier, ratio = BaselineRow.of(measured[test]), judged_ratio(row["time"])
+            found[test] = compare(earlier, row, ratio, machines[0] == machines[1], name)
+            if ratio is not None and earlier.ratio is not None and ratio.ends and earlier.ratio.ends:
+                ratios[test] = earlier.ratio, ratio
     result = Changes(name)
     for entry in new["unmeasured"]:
         test, row = entry["fullname"], entry["extra_info"]
@@ -68,27 +76,16 @@ def changes(old: Entry, new: Entry, name: str) -> Changes:
                     [outcome, test, kind, change.text] for change in changes_in(each) if _is(change, outcome)
                 ]
     result.counts = [
-        f"{kind.capitalize()}: {counted([each[kind] for each in found.values()])}."
-        for kind in ("time", "memory", "counters")
+        f"{kind.capitalize()}: {count_compared([each[kind] for each in found.values()])}." for kind in KINDS
     ]
     if machines[0] != machines[1]:
         result.counts.insert(0, f"Times are not compared: {name} is of {machines[0]}, this run of {machines[1]}.")
-    before, now = ({entry["fullname"]: entry for entry in entries_of(run)} for run in (old, new))
+    before, now = ({entry["fullname"]: entry for entry in entries_of(run)} for run in (baseline, new))
     result.counts.append(_named("new", [test for test in now if test not in before]))
     result.counts.append(_named("gone", [test for test in before if test not in now]))
     slower = {row[1] for row in result.rows if row[2] == "time" and row[0] != OPEN}
     result.ratios = {test: both for test, both in ratios.items() if test in slower}
     return result
-
-
-def _judged(row: Row) -> Interval | None:
-    """The ratio to the peer with the interval that decided its verdict; None without a peer."""
-    time = row["time"]
-    if time.get("peer") is None or "predicted" in time:
-        return None
-    low, high = time["judged_interval"] or (0.0, math.inf)
-    assert time["ratio"] is not None
-    return Interval(time["ratio"], low, high, time["judged_confidence"])
 
 
 def _is(change: Change, outcome: str) -> bool:

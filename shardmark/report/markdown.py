@@ -12,8 +12,8 @@ from shardmark.report.outcomes import first_line
 from shardmark.report.summary import Summary
 from shardmark.report.tables import render
 from shardmark.rows.columns import Entry
+from shardmark.rows.comparison import BETTER, WORSE
 from shardmark.rows.reader import of_this_version
-from shardmark.rows.then_and_now.comparison import BETTER, WORSE
 from shardmark.text import printable
 
 MOST = 20

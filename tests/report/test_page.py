@@ -216,6 +216,19 @@ def test_what_fits_stands_with_the_fastest_first() -> None:
     assert 'id="fits"' not in page([("a.json", output([entry("real", {"id": "s"}, 0.1)]))])
 
 
+@pytest.mark.parametrize("broken", ["old.json", "new.json"])
+def test_a_row_with_a_peer_and_no_ratio_is_one_line(
+    broken: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = {name: output([raced("slower", 1.0)]) for name in ("old.json", "new.json")}
+    runs[broken]["benchmarks"][0]["extra_info"]["time"]["ratio"] = None
+    files = [write(tmp_path, name, run) for name, run in runs.items()]
+    assert main([*files, "-o", str(tmp_path / "out.html")]) == 4
+    error = capsys.readouterr().err
+    assert "is of another version of this suite (TypeError: None is no number that was measured)" in error
+    assert error.count("\n") == 1
+
+
 def test_what_is_new_and_what_is_gone_is_named() -> None:
     old, new = output([raced("kept", 1.0), raced("gone", 1.0)]), output([raced("kept", 1.0)])
     new["benchmarks"] += [raced(f"new{n}", 1.0) for n in range(12)]

@@ -1,6 +1,6 @@
-"""With `--against old.json`: rows that are slower or larger fail, and at the end what is worse, and what is better.
+"""`--against old.json`: a row that got slower or larger than in that file fails; the last lines name each change.
 
-With `--update-baseline` they fail nothing: the file becomes what this run measured.
+With `--update-baseline` no row fails: the rows of this run replace those in the file.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 
 from shardmark.rows.atomic_json import Entry, GrowingFile, dumped
+from shardmark.rows.baseline import Baseline, BaselineRow, Machine
+from shardmark.rows.comparison import Comparison, compare, number_of_rows
 from shardmark.rows.reader import LISTS
 from shardmark.rows.row import Row
-from shardmark.rows.then_and_now.baseline import Baseline, Machine, compared
-from shardmark.rows.then_and_now.comparison import Comparison, number_of_rows
 from shardmark.rows.writer import RowFile
 from shardmark.text import printable
 from shardmark.verdict.betting import Interval
 
 
-class Gate:
-    """The plugin, registered where `--against` names a file.
+class Against:
+    """The pytest plugin of `--against`.
 
-    Raises RunFileError, RowFileError, or another ValueError in one line, where that file cannot be used.
+    Raises RunFileError, RowFileError or another ValueError, in one line, if the file cannot be used.
     """
 
     def __init__(self, path: Path, update: bool, rows: RowFile) -> None:
@@ -40,7 +40,7 @@ class Gate:
                 f"--against {path} is the file of --benchmark-json too: it is --update-baseline that replaces it"
             )
         self._file = GrowingFile(path, option="--update-baseline") if update else None
-        """Open from the start, so that what keeps it from being written is known before anything is measured."""
+        """Opened before anything is measured, so that a file that cannot be written ends the run at once."""
         try:
             self.baseline = None if self._file is not None and not self._file.path.exists() else Baseline(path)
         except BaseException:
@@ -49,53 +49,55 @@ class Gate:
         self._comparison = Comparison()
         self._collected: set[str] = set()
         self._complete = False
-        """Whether every test that was collected has run."""
+        """Whether every collected test has run."""
         self._updated: str | None = None
-        """With `--update-baseline`, what the file is in the end."""
+        """With `--update-baseline`: the last line, which says what became of the file."""
         self._written = False
 
     def close(self) -> None:
-        """Leave the file as it is."""
+        """Close the file unchanged."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     @cached_property
     def other_machine(self) -> str | None:
-        """Why times are not compared, in one line, where they are of another machine."""
+        """One line that says why times are not compared; None on the baseline's own machine."""
         if self.baseline is None or self.baseline.machine == (here := Machine.of(self.rows.machine_info)):
             return None
         return printable(f"time is not compared: {self.name} is of {self.baseline.machine}; this is {here}")
 
     def limits(self, test_id: str, peer: str) -> tuple[float, ...]:
-        """The ratio to that peer which the test's older row stays within, if there is one to compare with."""
-        old = self.baseline.rows.get(test_id) if self.baseline is not None and self.other_machine is None else None
-        race = old.race if old is not None else None
-        return (race.ends[1],) if race is not None and race.ends is not None and race.peer == peer else ()
+        """The most that the baseline allows the ratio to that peer to be; empty if there is nothing to compare with."""
+        old = self._row(test_id) if self.other_machine is None else None
+        if old is None or old.ratio is None or old.ratio.ends is None or old.peer != peer:
+            return ()
+        return (old.ratio.high,)
 
     def tensors(self, test_id: str) -> int | None:
-        """Bytes of them at the peak in the test's older row, if there is one."""
-        old = self.baseline.rows.get(test_id) if self.baseline is not None else None
+        """Bytes of tensors at the peak in the test's baseline row, if it has one."""
+        old = self._row(test_id)
         return None if old is None else old.memory.get("tensors")
 
     def collected(self, test_ids: Iterable[str]) -> None:
-        """Take note of the tests that measure."""
+        """Note the tests that measure."""
         self._collected = set(test_ids)
 
     def compares_time(self, test_id: str) -> bool:
-        """Whether that test's ratio to its peer may be compared with its older row's."""
-        if self.baseline is None or self.other_machine is not None:
-            return False
-        return test_id in self.baseline.rows and self.baseline.rows[test_id].race is not None
+        """Whether the test's ratio to its peer may be compared with its baseline row's."""
+        old = self._row(test_id)
+        return self.other_machine is None and old is not None and old.ratio is not None
 
     def judge(self, test_id: str, row: Row, ratio: Interval | None) -> list[tuple[str, str]]:
-        """The verdicts on a row, and what to say of those that are not met or not decided; none on an update."""
-        old = self.baseline.rows.get(test_id) if self.baseline is not None else None
+        """Compare a row with its baseline: (verdict, text) of each figure; none with `--update-baseline`."""
+        old = self._row(test_id)
         if old is None:
             return []
-        found = compared(old, row, ratio, self.other_machine is None, self.name)
-        verdicts = self._comparison.add(test_id, found)
+        verdicts = self._comparison.add(test_id, compare(old, row, ratio, self.other_machine is None, self.name))
         return [] if self.update else verdicts
+
+    def _row(self, test_id: str) -> BaselineRow | None:
+        return None if self.baseline is None else self.baseline.rows.get(test_id)
 
     def pytest_report_header(self, config: pytest.Config) -> str:
         if self.baseline is None:
@@ -106,14 +108,14 @@ class Gate:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self) -> Generator[None, Any, Any]:
-        """It raises where the run ends early: interrupted, at its first failure (`-x`), or without having begun."""
+        """Note that the run is complete: an interrupted one, or one that `-x` ends, raises here."""
         result = yield
         self._complete = True
         return result
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write what this run measured; where that fails, the run does not pass."""
+        """Write the new baseline; if that fails, the run fails."""
         if self._file is None:
             return
         if not self._complete:
@@ -135,7 +137,7 @@ class Gate:
         self.close()
 
     def _keep_rows_of_other_tests(self, output: Entry) -> None:
-        """Put those of the older file, and their questions, first, if they are of this machine."""
+        """Put the baseline's other rows, and their questions, first, if they are of this machine."""
         if self.baseline is None or self.other_machine is not None:
             return
         fresh = {entry["fullname"] for each in LISTS for entry in output[each]}
@@ -147,7 +149,7 @@ class Gate:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
-        """What was compared, below all else."""
+        """Report the comparison below everything else."""
         yield
         if self.baseline is not None or self._updated is not None:
             terminalreporter.section(f"against {self.name}", sep="-")
@@ -171,6 +173,6 @@ class Gate:
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    with suppress(ValueError):  # no path
+    with suppress(ValueError):  # it is no path
         return os.path.realpath(path) == os.path.realpath(other)
     return False

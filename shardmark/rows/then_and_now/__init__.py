@@ -1,1 +1,0 @@
-"""Rows beside those of an older run (`--against`) or of another commit (`--against-ref`)."""
