@@ -13,27 +13,29 @@ PAGE = Path("docs/published-memory.md")
 
 HEAD = """# Predicted memory beside published figures
 
-Written by `python -m studies.published`. Each program was rebuilt as its write-up has it
-(`studies/published/programs.py`) and simulated by the rules of its GPU, without one. "allocated" and "peak" are what
-the caching allocator's blocks hold, as `torch.cuda.memory_allocated` says; "reserved" is what the allocator takes
-from the device for it, with its segments and what lies free in them; "at most" is the same where no stream is ever
-ahead of what the host has waited for. The card must have that much, and the CUDA context's half a gigabyte and NCCL's
-buffers beside it; or else the allocator waits, and gives back what is free.
+Written by `python -m studies.published`. Each program was rebuilt from its write-up (`studies/published/programs.py`)
+and simulated by the rules of its GPU, without one. The figures are:
+
+- **allocated** and **peak**: the bytes of the caching allocator's blocks, as in `torch.cuda.memory_allocated`;
+- **reserved**: the bytes that the allocator takes from the device for them, with the free space in its segments;
+- **at most**: reserved bytes if no stream is ever ahead of what the host has waited for. The card must have these
+  bytes, half a gigabyte for the CUDA context, and NCCL's buffers. Otherwise the allocator waits, and frees what it can.
 
 {summary}
 
-What is reserved depends on more than the program. A block that another stream reads too can be given out again only
-once the host has seen that stream to be past it; the host is seconds ahead of the GPU at these sizes, and sees that
-where it waits. Two things are assumed (`shardmark/predict/simulation/streams.py`): what is sent takes no time beside
-what is computed, and loading cuBLAS's kernels waits for the GPU, as CUDA's guide says that loading may. Neither has a
-number that could be fitted, but both were chosen with these two figures in view, and others would be as plausible:
+Reserved memory depends on more than the program. The allocator can reuse a block that another stream reads only once
+the host has seen that the stream is past it. At these sizes the host is seconds ahead of the GPU, and sees this only
+when it waits. The simulation makes two assumptions (`shardmark/predict/simulation/streams.py`): communication takes no
+time beside computation, and loading cuBLAS's kernels waits for the GPU, which CUDA's guide says may happen. Neither
+has a number to fit. But both were chosen with these two figures in view, and others would be as plausible:
 
-- FSDP, after warm-up: if each reduce-scatter took longer than the host needs for its next operators, one block of 1 GiB
-  more would be reserved, 6.2% above what was published.
-- DDP, after warm-up: its broadcasts of parameters, which PyTorch's c10d marked so until 2025, leave seven blocks of
-  1 GiB behind. Were they seen to be done at once, two would be left, and more taken later, 3.4% too much; were they
-  seen only after the first step, the card would be full, 5.5% too much. The 0.5 GiB that are missing are as much as one
-  activation: which broadcasts are done as the first one is allocated is for the clocks of host and GPU to say.
+- FSDP, after warm-up: if each reduce-scatter took longer than the host needs for its next operators, one more block of
+  1 GiB would be reserved, 6.2% above the published figure.
+- DDP, after warm-up: its broadcasts of parameters use `record_stream`, as PyTorch's c10d did until 2025, and leave
+  seven blocks of 1 GiB behind. If the host saw at once that they were done, two would be left and more would be taken
+  later, 3.4% too much. If it saw this only after the first step, the card would be full, 5.5% too much. The missing
+  0.5 GiB are the size of one activation. They depend on which broadcasts are done when the first activation is
+  allocated, and so on the clocks of host and GPU.
 """
 
 
@@ -52,7 +54,7 @@ def page() -> str:
     summary = (
         f"{len(errors)} figures of {len(by_file)} sources ({again} from a second run of the same programs): mean "
         f"error {fmean(map(abs, errors)):.3f}%, largest {max(errors, key=abs):+.3f}%, most under-predicted "
-        f"{min(errors):+.3f}%. {len(of_segments)} more are of what was reserved: largest error "
+        f"{min(errors):+.3f}%. {len(of_segments)} more are of reserved memory: largest error "
         f"{max(of_segments, key=abs):+.3f}%. No figure is above its bound."
     )
     parts = [HEAD.format(summary=summary)]

@@ -16,25 +16,28 @@ PAGE = Path("docs/published-times.md")
 
 HEAD = """# Predicted step times beside published ones
 
-Written by `python -m studies.published`. Each program was rebuilt as its write-up has it
-(`studies/published/steps.py`) and simulated, without a GPU. `python -m studies.published.fit` found what the devices
-reach of their data sheets, and the seconds that each write-up's host takes to launch an operator, by one half of the
-configurations; a configuration's rows are all in the same half. The other half, held out, judges: these are the rows
-without a "fitted" beside them.
+Written by `python -m studies.published`. Each program was rebuilt from its write-up (`studies/published/steps.py`) and
+simulated, without a GPU. `python -m studies.published.fit` fitted two things to one half of the configurations: the
+fractions of their data sheets that the devices reach, and the seconds that each write-up's host takes to launch an
+operator. All rows of a configuration are in the same half. The other half is held out and judges: its rows have no
+"fitted" beside them.
 
-What to know of it: numbers were fitted to one half alone, but the model's form (two rules for narrow products, sums
-that batches do not share, the search's upper limits, a host for each table) and programs that a write-up leaves open
-were chosen with all rows in view. Hosts are each write-up's own: a step that is bound by its host takes another time on
-yours. Of several ranks nothing was fitted but all-reduces. The rate of bfloat16 products is not fitted, as few rows
-depend on it. V100 all-reduces over NCCL are not held to a prediction: 1 MB takes 0.36 s on 2 ranks and 1000 MB 0.42 s,
-so 999 MB more take 0.06 s, and 0.36 s are no all-reduce.
+Keep in mind:
+
+- Numbers were fitted to one half alone. But the model's form (two rules for narrow products, sums that batches do not
+  share, the search's upper limits, a host for each table), and the parts of programs that a write-up leaves open, were
+  chosen with all rows in view.
+- Each write-up has its own host: a step that is bound by its host takes another time on yours.
+- For several ranks only all-reduces were fitted. The rate of bfloat16 products is not fitted, as few rows depend on it.
+- V100 all-reduces over NCCL are not compared with a prediction: 1 MB takes 0.36 s on 2 ranks and 1000 MB 0.42 s. So
+  999 MB more take 0.06 s, and most of the 0.36 s is not the all-reduce.
 
 {summary}
 
 {table}
 
-"at least" is the lower bound: products at the data sheet's FLOP/s, one after another, and nothing else; empty where a
-time is that of the host alone, or a part of a step on several ranks.
+"at least" is the lower bound: the time of the products alone, one after another, at the data sheet's FLOP/s. It is
+empty if a time is the host's alone, or a part of a step on several ranks.
 """
 
 
@@ -77,8 +80,8 @@ def _summary(every: list[Compared]) -> str:
     low, high = WITHIN
     return (
         f"Held out, {len(held)} rows: median error {median(held):.1f}%, mean {fmean(held):.1f}%. The fitted half, "
-        f"{len(fitted)} rows: median {median(fitted):.1f}%, mean {fmean(fitted):.1f}%. Nine of ten published times "
-        f"that were held out lie between {low:.2f} and {high:.2f} times the predicted one."
+        f"{len(fitted)} rows: median {median(fitted):.1f}%, mean {fmean(fitted):.1f}%. Nine of ten held-out times "
+        f"lie between {low:.2f} and {high:.2f} times the predicted one."
     )
 
 

@@ -196,7 +196,7 @@ LIVE = """## Live: {count} judgements
 
 {alarms}
 
-Steps of both kinds in pairs in random order, as `measure` has them, until the verdict is decided or 50 s are over.
+Steps of both kinds run in pairs in random order, as in `measure`, until the verdict is decided or 50 s are over.
 
 {tables}
 
@@ -205,24 +205,24 @@ Steps of both kinds in pairs in random order, as `measure` has them, until the v
 PAGE = """# How far a time verdict can be trusted
 
 Written by `python -m studies.verdicts report`, from what `tox -e verdicts` measured with real processes on two shared
-cores: recordings are in `verdicts/recordings.jsonl`, judgements of rounds, if any, in `verdicts/judgements.jsonl`. A
-step is forward and backward of a layer some dozens of times, on one rank, or on two that all-reduce the gradients in
-four buckets; the slower one does a known share more of the same work. Neighbours are processes beside it: one
-that is busy on and off, one that is busier and busier, two that spike. Each verdict has its share of the error of a
-run of {judgements}, as at laptop scale.
+cores. Recordings are in `verdicts/recordings.jsonl`, and judgements of rounds, if any, in `verdicts/judgements.jsonl`.
+A step is forward and backward of a layer, repeated some dozens of times, on one rank or on two that all-reduce the
+gradients in four buckets. The slower step does more of the same work, by a known share. Neighbours are other processes:
+`busy` has one that is busy on and off, `drift` one that grows busier, `spikes` two with short bursts. Each verdict
+has its share of the error of a run of {judgements}, as at laptop scale.
 
-In real time ([`chrt --rr 1 pytest perf`](budgets.md#beside-neighbours)) neighbours have what the ranks leave of the
-cores, and a twentieth of each second; otherwise they take turns with the ranks.
+In real time ([`chrt --rr 1 pytest perf`](budgets.md#beside-neighbours)) neighbours get only the time that the ranks
+leave, and a twentieth of each second. Otherwise they take turns with the ranks.
 
 ![The power curve](verdicts.svg)
 
 {measured}## Recorded: {replays} judgements of {steps} steps
 
 Steps in a row, in {recordings} recordings{loads}.
-From a random place on, a coin says for each pair which step is the slower one's, and that one's time is multiplied. The
-coin is all that the statistics rest on, so its throws on the same steps are other judgements of the same machine. They
-are undecided where the recording ends, however short it is. Both steps of a pair meet the same noise: implementations
-of which one varies more of itself are not in these figures.
+Each judgement starts at a random place of a recording. For each pair of steps a coin chooses the slower one, whose time
+is multiplied. The statistics depend on the coin alone, so other throws on the same steps are other judgements of the
+same machine. A judgement is undecided if the recording ends first, however short it is. Both steps of a pair meet the
+same noise; these figures leave out pairs in which one implementation varies more by itself.
 
 {alarms_again}
 
