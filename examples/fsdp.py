@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 
 def blocks(module):
-    """The units, beside the root module: what stands in its lists of layers, and is called."""
+    """The units besides the root module: the modules in its lists of layers that are called themselves."""
     listed = (block for part in module.modules() if isinstance(part, nn.ModuleList) for block in part)
     return [block for block in listed if not isinstance(block, nn.ModuleList | nn.ModuleDict)]
 
@@ -105,7 +105,7 @@ class FSDP(nn.Module):
 
 
 class Unit:
-    """Modules whose parameters are there together: from the root's call to its end, and once more for its backward."""
+    """Modules whose parameters are gathered together: for the root's forward, and again for its backward."""
 
     def __init__(self, fsdp, root, roots):
         self.fsdp = fsdp
@@ -148,7 +148,7 @@ class Unit:
 
 
 def modules_of(root, roots):
-    """The modules of a unit: without those of units inside of it."""
+    """The modules of a unit, without those of units inside it."""
     yield root
     for child in root.children():
         if child not in roots:
@@ -174,7 +174,7 @@ class Gather(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """Where forward leaves a unit, backward enters it: there all of it is gathered."""
+    """Marks the end of a unit's forward: its backward starts here, and gathers the unit again."""
 
     @staticmethod
     def forward(ctx, unit, thread, *outputs):
