@@ -133,7 +133,7 @@ def tiles_in_random_order(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = 
     rows = torch.arange(q.shape[-2], device=q.device)
     outputs, logs = [], []
     for start in starts:
-        scores = q @ k[..., start : start + 37, :].mT / math.sqrt(q.shape[-1])
+        scores = (q @ k[..., start : start + 37, :].mT).to(wide) / math.sqrt(q.shape[-1])  # autocast's product is half
         if is_causal:  # finite, so that a tile of which a row sees no key still has a log-sum-exp
             columns = start + torch.arange(scores.shape[-1], device=q.device)
             scores = scores.masked_fill(columns > rows[:, None], -1e30)
