@@ -48,7 +48,7 @@ def test_without_triton_all_is_collected_and_what_needs_it_is_skipped_with_the_r
     run = "import sys, pytest; sys.modules['triton'] = None; sys.exit(pytest.main(sys.argv[1:]))"
     options = ("--device=cpu", "-rs", "-p", "no:cacheprovider", "-k", "a_scaled_gradient_is_clipped")
     done = subprocess.run(
-        [sys.executable, "-c", run, "correctness", "perf", *options],
+        [sys.executable, "-c", run, "correctness", "tests", "perf", *options],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1"},  # or, where a GPU is, tests of the interpreter skip for that reason
         capture_output=True,
