@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from impl.accounting.simple_fsdp import peak, peak_of_stages, stages, work
 from impl.fsdp.cases import RankRung
 from impl.fsdp.ladder_workload import MLP_LADDER, RankLadderStep, shard_model
+from impl.fsdp.simple_accounting import peak, peak_of_stages, stages, work
 from impl.training_step.cases import TrainingStepCase
 from perf.published import published
 from shardmark.api import Grid, Implementation, registry, stage

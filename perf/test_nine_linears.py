@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from impl.accounting.nine_linears import copying_peak, work
 from impl.fsdp.cases import WRAPS, NineLinearsCase
 from impl.fsdp.contract import Facts
+from impl.fsdp.nine_linears_accounting import copying_peak, work
 from impl.fsdp.nine_linears_workload import NineLinearsStep
 from perf.published import published
 from shardmark.api import SCALES, Grid, Implementation, family

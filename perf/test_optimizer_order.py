@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 
-from impl.accounting.optimizer_order import VARIANTS, stage_bytes
 from impl.fsdp.optimizer_order import rewire
+from impl.fsdp.optimizer_order_accounting import VARIANTS, stage_bytes
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel
 from impl.training_step.cases import TrainingStepCase
 from shardmark.api import Grid, stage

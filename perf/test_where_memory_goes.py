@@ -1,20 +1,20 @@
 """Where does the memory of a training step go: bytes by kind through the step, and by module and operator?
 
-What forward keeps is held to its formula, operator by operator, on CPU. On CUDA the formula stands beside the meter and
-is not judged: how kernels lay out what they give is theirs to choose there, and has not been met yet.
+What forward keeps is held to the prediction, operator by operator, on CPU. On CUDA the CPU's prediction stands beside
+the meter and is not judged: how kernels lay out what they give is theirs to choose there.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from impl.accounting.model import activations
-from impl.model import SIZES
 from impl.training_step.accounting import work
 from impl.training_step.cases import CONTEXTS, DTYPES, STEP_MODES, TrainingStepCase
 from impl.training_step.workload import LanguageModelStep
 from shardmark.api import Grid, Implementation
+from shardmark.meter.plan import Plan
 from shardmark.plugin.measure import Measure
+from shardmark.predict import kept_for_backward
 from shardmark.report.observed_answers import largest_kinds
 from shardmark.rows.observers import Timeline
 
@@ -45,7 +45,7 @@ STEP_MEMORY = Grid(
 def test_where_memory_goes(
     implementation: Implementation, case: TrainingStepCase, device: str, measure: Measure
 ) -> None:
-    expected = activations(SIZES[case.model], case.batch, case.context, case.dtype)
+    expected = kept_for_backward(Plan(LanguageModelStep, implementation, None, case, "cpu", 1))
     row = measure(LanguageModelStep, implementation, case, work=work(case), slack=1.02, observe=[Timeline(expected)])
     if row["device"] == "cpu":
         for kept in row["memory"]["activations"]:

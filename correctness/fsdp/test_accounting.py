@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from correctness.support.metering import assert_metered, peak_of_a_step
-from impl.accounting.simple_fsdp import transformer_peak
 from impl.fsdp.accounting import sharded_peak, work
 from impl.fsdp.cases import FSDPCase
+from impl.fsdp.simple_accounting import transformer_peak
 from impl.fsdp.workload import FSDPStep
 from impl.model.sizes import SIZES
 from impl.training_step.accounting import eager_peak

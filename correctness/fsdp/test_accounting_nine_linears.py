@@ -10,10 +10,10 @@ import pytest
 
 from correctness.support.metering import UNSEEN, assert_metered, metered
 from impl.accounting.ledger import explain
-from impl.accounting.nine_linears import STRATEGIES, peak, stages, work
 from impl.fsdp.cases import WRAPS, NineLinearsCase
+from impl.fsdp.nine_linears_accounting import STRATEGIES, peak, stages, work
 from impl.fsdp.nine_linears_workload import NineLinearsStep
-from shardmark.api import Implementation, family, resolve
+from shardmark.api import INPUTS, Implementation, family, resolve
 from shardmark.meter.plan import Plan
 from shardmark.predict.simulation.predict import predict
 from shardmark.ranks.world import RankError
@@ -88,9 +88,8 @@ def test_fsdp2_counts_no_padding_of_gradients_where_all_linears_are_one_unit(wor
 def test_the_peak_is_explained_by_named_entries(name: str) -> None:
     implementation = replace(implementation_of(name), memory=partial(peak, name=name))
     entries = explain(implementation, FEW).entries
-    assert {"shard of parameters", "data", "output", "loss", "gradients"} <= entries.keys()
-    assert "parameters, gradients and buffers" not in entries
-    assert entries["data"] == 2 * entries["output"] == 2 * 4 * FEW.batch * FEW.width
+    assert {"shard of parameters", INPUTS} <= entries.keys()
+    assert entries[INPUTS] == 2 * 4 * FEW.batch * FEW.width
 
 
 @pytest.mark.parametrize(

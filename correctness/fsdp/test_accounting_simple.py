@@ -11,10 +11,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from correctness.fsdp.modes import TINY, mesh_for, ranks_for
 from correctness.support.metering import assert_metered, device_of_rank
 from correctness.support.training import whole
-from impl.accounting.simple_fsdp import peak_of_stages, stages, step_bytes
 from impl.checkpointing import full
 from impl.fsdp.cases import RankRung
 from impl.fsdp.simple import PLACEMENTS, data_parallel, init_weights
+from impl.fsdp.simple_accounting import peak_of_stages, stages, step_bytes
 from impl.model.mlp import MLPLanguageModel
 from impl.training_step import EagerStep
 from shardmark.meter.memory import meter
@@ -93,7 +93,7 @@ PEAKS = ("peak_of_first_step", "peak_of_forward", "peak_of_backward")
 
 def expected_step(case: RankRung, reshard: bool) -> dict[str, int]:
     expected = step_bytes(case, reshard)
-    return {name: getattr(expected, name) for name in PHASES + PEAKS}
+    return {name: expected[name] for name in PHASES + PEAKS}
 
 
 def metered_step(case: RankRung, reshard: bool) -> dict[str, int]:

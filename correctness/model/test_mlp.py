@@ -10,12 +10,15 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from correctness.model.mlp_by_formula import plain
-from impl.accounting.programs import mlp
+from impl.accounting.beside import Technique, beside, peak_of_first_step
+from impl.accounting.plain import PlainLanguageModel
+from impl.checkpointing.accounting import OfMLP
 from impl.model.mlp import MLP_SIZES, MLPLanguageModel, MLPSize
 from impl.precision import PRECISIONS
 from impl.training_step import CheckpointedStep, EagerStep
 from impl.training_step.accounting import checkpointed_peak, eager_peak, work
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
+from shardmark.api import followed
 from shardmark.meter.memory import Memory, meter
 
 
@@ -82,20 +85,19 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("step_class", [EagerStep, CheckpointedStep])
 def test_bytes_of_a_step_are_exact(step_class: type[EagerStep], case: TrainingStepCase) -> None:
-    memory, expected = metered(step_class, case), mlp.step_bytes(case, step_class is CheckpointedStep)
+    memory, technique = metered(step_class, case), Technique() if step_class is EagerStep else OfMLP(case)
+    expected = beside(followed(PlainLanguageModel.of(case), "cpu"), technique).marks
     for phase in ("after_init", "before_step", "after_forward", "after_backward"):
-        assert memory.phases[phase] == getattr(expected, phase), phase
+        assert memory.phases[phase] == expected[phase], phase
     assert memory.tensors == (eager_peak if step_class is EagerStep else checkpointed_peak)(case)
-    if step_class is EagerStep:
-        assert expected.after_forward - expected.before_step == mlp.activation_bytes(case)
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_the_first_steps_peak_is_lower_as_moments_come_after_activations(case: TrainingStepCase) -> None:
-    expected = mlp.step_bytes(case)
+    expected = peak_of_first_step(beside(followed(PlainLanguageModel.of(case), "cpu")))
     few = 16 * MLP_SIZES[case.model].layers  # bytes of scalars that the optimizer's first step allocates and frees
-    assert 0 <= metered(EagerStep, case, steps=1).tensors - expected.peak_of_first_step <= few
-    assert expected.peak_of_first_step < expected.peak_of_backward
+    assert 0 <= metered(EagerStep, case, steps=1).tensors - expected <= few
+    assert expected < eager_peak(case)
 
 
 @pytest.mark.parametrize("mode", STEP_MODES[:2])

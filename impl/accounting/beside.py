@@ -9,14 +9,14 @@ import math
 from typing import TYPE_CHECKING
 
 from impl.accounting.ledger import Bytes, Ledger
-from shardmark.api import AFTER_BACKWARD, AFTER_FORWARD, BEGIN, GRADIENT
+from shardmark.api import AFTER_BACKWARD, AFTER_FORWARD, BEGIN, GRADIENT, PARAMETERS
 
 if TYPE_CHECKING:
     from shardmark.api import Followed, Moment
 
 FLOAT = 4  # bytes of a float32, which parameters, gradients and moments are unless a plain step says otherwise
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-STATE = "the optimizer's state"
+STATE, SHARD_OF_STATE = "the optimizer's state", "shard of the optimizer's state"
 
 
 class Technique:
@@ -46,12 +46,25 @@ class Technique:
         """How many values each parameter has, by name."""
         return {name: math.prod(shape) for name, shape in self.plain.parameters.items()}
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of each value of the plain step's parameters."""
+        return self.plain.moments[0].live[PARAMETERS] // sum(self.values.values())
+
+    def take_shards(self, nbytes: int) -> None:
+        """In place of parameters and AdamW's state: float32 shards of both, so many bytes of the parameters'."""
+        self.ledger.free(PARAMETERS)
+        self.ledger.take("shard of parameters", nbytes)
+        if self.plain.state:
+            self.ledger.take(SHARD_OF_STATE, 2 * nbytes + FLOAT * len(self.plain.parameters))  # and step counts
+
 
 MARKS = {BEGIN: "before_step", AFTER_FORWARD: "after_forward", AFTER_BACKWARD: "after_backward"}
 
 
 def beside(plain: Followed, technique: Technique | None = None) -> Ledger:
-    """The ledger of both, with the marks "before_step", "after_forward" and "after_backward"."""
+    """The ledger of both; its marks are "after_init" (before the first step), "before_step" (of a step that is not the
+    first), "after_forward", "after_backward" and "after_step"."""
     technique = technique or Technique()
     technique.plain, technique.ledger = plain, (ledger := Ledger())
     for moment in plain.moments:
@@ -64,13 +77,22 @@ def beside(plain: Followed, technique: Technique | None = None) -> Ledger:
         ledger.beside(moment.peak)
         ledger.note_peak()
     technique.finish()
+    ledger.mark("after_step")
+    ledger.marks["after_init"] = without_state(ledger.marks["before_step"])
     return ledger
 
 
-def peak_of_part(ledger: Ledger, mode: str) -> Bytes:
-    """The peak of a step's "forward", of its "forward_backward", or of the whole "step".
+def without_state(nbytes: Bytes) -> Bytes:
+    """The optimizer's state comes with its first update, so it is not there where only parts of a step are run."""
+    return nbytes.without(STATE, SHARD_OF_STATE)
 
-    The optimizer's state comes with the first update, so it is not there where only parts are run.
-    """
+
+def peak_of_part(ledger: Ledger, mode: str) -> Bytes:
+    """The peak of a step's "forward", of its "forward_backward", or of the whole "step"."""
     peak = ledger.peaks["after_forward"] if mode == "forward" else ledger.peak
-    return peak if mode == "step" else peak.without(STATE)
+    return peak if mode == "step" else without_state(peak)
+
+
+def peak_of_first_step(ledger: Ledger) -> Bytes:
+    """Its first update makes the state when activations are gone, so the first step's peak is the lower one."""
+    return max(without_state(ledger.peak), ledger.marks["after_step"])

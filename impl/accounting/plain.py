@@ -52,7 +52,8 @@ class PlainLanguageModel:
             model = Transformer(self.size, context_length=self.context, attention=attention)
         half = HALVES.get(self.dtype)
         if half is not None and not self.autocast:
-            model.to(half)
+            for parameter in model.parameters():  # RoPE's tables stay float32
+                parameter.data = parameter.data.to(half)
         if self.checkpointed:
             for block in model.blocks:
                 run = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from impl.accounting.beside import FLOAT
 from impl.accounting.ledger import Bytes
-from impl.accounting.programs.parameters import FLOAT
 from impl.collectives.accounting import all_reduce_bytes_sent
 
 HALF = 2

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from impl.accounting.nine_linears import Formulas
 from impl.fsdp.accounting import sharded_peak
+from impl.fsdp.nine_linears_accounting import Formulas
 from shardmark.api import Family, Race, RegistryError, add_family
 
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from impl.accounting.nine_linears import formulas
 from impl.collectives import collectives_for
 from impl.distributed import PlainStateDict, check_before_steps, check_same_module
 from impl.fsdp.accounting import kept_peak, norms_replicated_peak, plain_peak, sharded_peak
@@ -26,6 +25,7 @@ from impl.fsdp.backward import BackwardPasses, backward_runs, refuse_unsynchroni
 from impl.fsdp.contract import Facts
 from impl.fsdp.flat import Sharding
 from impl.fsdp.nested import changed, tensors_in
+from impl.fsdp.nine_linears_accounting import formulas
 from impl.fsdp.order import Order
 from impl.fsdp.splitting import device_of, split
 from impl.fsdp.units import Unit

@@ -28,12 +28,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.weak import WeakIdKeyDictionary
 
-from impl.accounting.nine_linears import formulas
-from impl.accounting.simple_fsdp import transformer_peak
 from impl.distributed import PlainStateDict, check_same_module
 from impl.fsdp.contract import Facts
 from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
 from impl.fsdp.nested import changed
+from impl.fsdp.nine_linears_accounting import formulas
+from impl.fsdp.simple_accounting import transformer_peak
 from impl.fsdp.wrapping import check_unsharded, mark_sharded
 from shardmark.api import Race, register
 

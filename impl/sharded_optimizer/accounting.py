@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from impl.accounting.beside import STATE, Technique, beside
+from impl.accounting.beside import SHARD_OF_STATE, STATE, Technique, beside
 from impl.accounting.ledger import Bytes
 from impl.accounting.plain import PlainLanguageModel
 from impl.collectives.accounting import reduce_scatter_buffers
@@ -86,7 +86,7 @@ def sharded_bytes(case: ShardedStepCase, rank: int, device: str = "cpu") -> Shar
     )
 
 
-SHARD, FLAT = "shard of the optimizer's state", "flat gradients of buckets"
+FLAT = "flat gradients of buckets"
 
 
 class _Sharded(Technique):
@@ -109,7 +109,7 @@ class _Sharded(Technique):
         self.begun: set[int] = set()
         self.launched = 0
         self.ledger.take("padding of parameters", sum(self.flat) - _FLOAT * sum(self.values.values()))
-        self.ledger.take(SHARD, self.state)
+        self.ledger.take(SHARD_OF_STATE, self.state)
 
     def gradient(self, parameter: str) -> None:
         i, nbytes = self.of[parameter], _FLOAT * self.values[parameter]
@@ -140,7 +140,7 @@ def balanced_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes where gradients are averaged by `bucketed`, and ranks have equal parts of the state."""
     peak = bucketed_peak(case, device)
     shard = -(-peak.entries[STATE] // case.ranks)
-    return peak.without(STATE).add({SHARD: shard})
+    return peak.without(STATE).add({SHARD_OF_STATE: shard})
 
 
 def unsharded_peak(case: ShardedStepCase, device: str = "cpu") -> Bytes:

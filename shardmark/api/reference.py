@@ -20,8 +20,9 @@ PARAMETERS, GRADIENTS, INPUTS = "parameters", "gradients", "inputs and constants
 BEGIN, AFTER_FORWARD, AFTER_BACKWARD = "begin", "after forward", "after backward"
 ENTER, LEAVE, BACKWARD = "enter", "leave", "backward"
 """Of a module: its forward begins, has ended; the gradient of its output is there, and of what it returned alone."""
-GRADIENT = "gradient"
-"""Of a parameter: its gradient is there, and what only that needed is freed."""
+READ, READ_END, GRADIENT = "read", "read end", "gradient"
+"""Of a parameter: an operator is about to read it; that one, in backward its autograd node's last of that kind, has
+returned; its gradient is there, and what only that needed is freed."""
 
 
 @dataclass

@@ -5,9 +5,12 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
 from shardmark.api.reference import (
     AFTER_BACKWARD,
@@ -20,6 +23,8 @@ from shardmark.api.reference import (
     INPUTS,
     LEAVE,
     PARAMETERS,
+    READ,
+    READ_END,
     Followed,
     Moment,
     Plain,
@@ -27,49 +32,118 @@ from shardmark.api.reference import (
 from shardmark.meter.allocations import Allocated, Block, Event, Marked, Released
 from shardmark.meter.hardware import CPU, hardware
 from shardmark.meter.recording import mark, recording, without_operators
+from shardmark.predict.simulation.kinds import tensors_in
 from shardmark.predict.simulation.predict import simulation
+from shardmark.predict.simulation.schedule import Schedule
 
 MOMENT = "moment "
 STEPPED = "stepped"
 _CUDA = "h100-80gb"
+_RETURNED_BY = "_returned_by"
+"""Attribute of a tensor: names of the modules that returned it."""
 
 
 def follow(plain: Plain, device: str) -> Followed:
     """The moments of the plain step, by the rules of "cpu" or "cuda"."""
     on = CPU if device == "cpu" else hardware(_CUDA)
-    with warnings.catch_warnings(action="ignore"), simulation(on=on), without_operators(), recording("cpu") as recorded:
+    marks = _Marks()
+    with (
+        warnings.catch_warnings(action="ignore"),
+        simulation(on=on, schedule=marks),
+        without_operators(),
+        recording("cpu") as recorded,
+    ):
         step = plain.make()
-        owned = {p.data_ptr(): name for name, p in step.module.named_parameters()}
+        marks.owned = {p.data_ptr(): name for name, p in step.module.named_parameters()}
         parameters = {name: tuple(p.shape) for name, p in step.module.named_parameters()}
-        _mark_moments(step.module)
-        _mark(BEGIN)
+        _mark_moments(step.module, marks)
+        marks.leave(BEGIN)
         loss = step.loss()
-        _mark(AFTER_FORWARD)
+        marks.leave(AFTER_FORWARD)
         loss.backward()
-        _mark(AFTER_BACKWARD)
+        marks.leave(AFTER_BACKWARD)
+        marks.began = False
         if step.optimizer is not None:
             step.optimizer.step()
-        _mark(STEPPED)
+        marks.leave(STEPPED)
         del step, loss
-    moments, state = _moments(recorded.replay(), owned)
+    moments, state = _moments(recorded.replay(), marks.owned)
     return Followed(moments, parameters, state)
 
 
-def _mark(kind: str, name: str = "", address: int = 0) -> None:
-    mark(f"{MOMENT}{kind};{name};{address}")
+class _Marks(Schedule):
+    """Leaves a mark at each moment, and sees each operator that reads a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owned: dict[int, str] = {}
+        """Names of parameters, by address."""
+        self.began = False
+        self._read: list[str] = []
+        """Parameters that an operator reads now, or in backward its autograd node holds."""
+        self._by: tuple[OpOverload, Any] | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.began
+
+    def leave(self, kind: str, name: str = "", number: int = 0) -> None:
+        """The mark of that moment. What is read just then has been read."""
+        self._end_read()
+        _mark(kind, name, number)
+        self.began = self.began or kind == BEGIN
+
+    def backward(self, modules: Sequence[str], gradient: Tensor) -> None:
+        """The gradient is there of what these modules returned, the innermost first; the outermost is told first."""
+        for inward, name in enumerate(reversed(modules)):
+            self.leave(BACKWARD, name, inward)
+
+    def arrived(self, operator: OpOverload, args: tuple[Any, ...]) -> None:
+        if _is_view(operator):
+            return
+        by = operator, torch._C._current_autograd_node()
+        if by != self._by:  # a node makes both gradients of a product by the same operator, and holds what it reads
+            self._end_read()
+        found = {self.owned.get(tensor.data_ptr()) for tensor in tensors_in(args)}
+        read = [name for name in self.owned.values() if name in found and name not in self._read]
+        for name in read:
+            _mark(READ, name)
+        if read:
+            self._by = by
+            self._read += read
+
+    def operator(self, operator: OpOverload, args: Any, kwargs: dict[str, Any], results: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self._end_read()
+
+    def _end_read(self) -> None:
+        for name in self._read:
+            _mark(READ_END, name)
+        self._read, self._by = [], None
 
 
-def _mark_moments(root: nn.Module) -> None:
+def _is_view(operator: OpOverload) -> bool:
+    return any(result.alias_info is not None for result in operator._schema.returns)
+
+
+def _mark(kind: str, name: str, number: int = 0) -> None:
+    mark(f"{MOMENT}{kind};{name};{number}")
+
+
+def _mark_moments(root: nn.Module, marks: _Marks) -> None:
     """Mark each module's forward and backward, and each parameter's gradient."""
     for name, module in root.named_modules():
 
         def enter(module: nn.Module, args: Any, name: str = name) -> None:
-            _mark(ENTER, name)
+            marks.leave(ENTER, name)
 
         def leave(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
-            _mark(LEAVE, name)
+            marks.leave(LEAVE, name)
             if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(lambda gradient: _mark(BACKWARD, name))
+                returned_by = vars(output).setdefault(_RETURNED_BY, [])
+                returned_by.append(name)
+                if len(returned_by) == 1:
+                    output.register_hook(partial(marks.backward, returned_by))
 
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
@@ -77,7 +151,7 @@ def _mark_moments(root: nn.Module) -> None:
 
         def there(parameter: Tensor, name: str = name) -> None:
             assert parameter.grad is not None
-            _mark(GRADIENT, name, parameter.grad.data_ptr())
+            marks.leave(GRADIENT, name, parameter.grad.data_ptr())
 
         parameter.register_post_accumulate_grad_hook(there)
 
@@ -93,13 +167,13 @@ def _moments(events: Sequence[Event], owned: Mapping[int, str]) -> tuple[list[Mo
             case Released(block) if not block.workspace:
                 live.free(block)
             case Marked(name) if name.startswith(MOMENT):
-                kind, where, address = name.removeprefix(MOMENT).split(";")
+                kind, where, number = name.removeprefix(MOMENT).split(";")
                 if kind == STEPPED:  # the update has no temporaries: what it adds is state
                     moments.append(Moment(AFTER_BACKWARD, "", live.began, live.began))
                     return moments, live.total - sum(live.began.values())
                 if live.moment is not None:
                     moments.append(Moment(*live.moment, live.began, live.at_peak()))
-                live.begin(kind, where, int(address))
+                live.begin(kind, where, int(number))
     raise AssertionError("the step has no end")
 
 
@@ -129,14 +203,15 @@ class _Named:
         self._live[self._names.pop(block)] -= block.nbytes
         self.total -= block.nbytes
 
-    def begin(self, kind: str, where: str, address: int) -> None:
+    def begin(self, kind: str, where: str, number: int) -> None:
+        """`number` is a gradient's address, or how many modules around this one returned the same tensor."""
         if kind == ENTER:
             self._running.append(where)
         elif kind == LEAVE:
             self._running.pop()
-        elif kind == BACKWARD:
+        elif kind == BACKWARD and not number:
             self._running[-1] = where
-        elif kind == GRADIENT and (block := self._at.get(address)) in self._names:
+        elif kind == GRADIENT and (block := self._at.get(number)) in self._names:
             self._live[self._names[block]] -= block.nbytes
             self._add(block, GRADIENTS)
         self._backward = self._backward or kind == AFTER_FORWARD

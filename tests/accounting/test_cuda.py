@@ -118,7 +118,7 @@ AT_THE_LOSS = {
 def test_nor_does_a_step_on_ranks_whatever_is_sharded(name: str) -> None:
     """Nor one that is checkpointed, but for what its policy frees of it."""
     case, size = AT_THE_LOSS[name], SIZES["tiny"]
-    longer = 4 * case.batch * size.heads * (-case.context % 32) + (0 if name == "fsdp" else DROPOUT)
+    longer = 4 * case.batch * size.heads * (-case.context % 32) + DROPOUT
     output = 4 * case.tokens * size.d_model
     for implementation in family(name).implementations.values():
         if implementation.memory is None:  # PyTorch's own, which is predicted

@@ -11,10 +11,10 @@ import csv
 import pytest
 
 from correctness.support.paths import ROOT
-from impl.accounting import simple_fsdp as simple
-from impl.accounting.programs import mlp
+from impl.fsdp import simple_accounting as simple
 from impl.fsdp.cases import NineLinearsCase, RankRung
 from impl.fsdp.nine_linears_workload import NineLinearsStep
+from impl.training_step.accounting import eager_peak
 from impl.training_step.cases import TrainingStepCase
 from shardmark.api.registry import resolve
 from shardmark.meter.plan import Plan
@@ -82,12 +82,12 @@ def test_the_tutorials_bytes_are_the_formulas() -> None:
 def on_ranks(dtype: str, checkpointed: bool = False) -> int:
     """Peak in bytes on each of 4 GPUs, eager; parameters are kept gathered, as `data_parallel` there does."""
     case = RankRung("mlp-4096", 8, 4096, dtype, reduce_dtype=dtype, checkpointed=checkpointed, ranks=4)
-    return simple.step_bytes(case, reshard=False).peak_of_backward + WORKSPACES
+    return simple.step_bytes(case, reshard=False)["peak_of_backward"] + WORKSPACES
 
 
 def on_one(dtype: str) -> int:
     """Peak in bytes of an eager step on one GPU."""
-    return mlp.eager_peak(TrainingStepCase("mlp-4096", 8, 4096, dtype)) + WORKSPACES
+    return eager_peak(TrainingStepCase("mlp-4096", 8, 4096, dtype)) + WORKSPACES
 
 
 SPLIT = "compile(fwd) + compile(bwd)"

@@ -8,17 +8,19 @@ import pytest
 import torch
 
 from correctness.support.metering import plan_of
+from impl.accounting.beside import beside
 from impl.accounting.ledger import Bytes
-from impl.accounting.model import activations
-from impl.accounting.model import phases as phases_of
+from impl.accounting.plain import PlainLanguageModel
 from impl.model import SIZES
 from impl.training_step.accounting import eager_peak
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
 from impl.training_step.workload import LanguageModelStep
+from shardmark.api import followed
 from shardmark.api.registry import resolve
 from shardmark.meter.measure_case import measure
 from shardmark.meter.plan import Measured, Rounds
 from shardmark.meter.timeline import KINDS, by_layer_and_operator, timeline
+from shardmark.predict import kept_for_backward
 from shardmark.rows.observers import Observer, Timeline
 from shardmark.rows.observers.where_memory_goes import timeline_entry
 
@@ -65,7 +67,7 @@ def test_the_peak_with_eager_attention_is_the_formulas(batch: int, context: int)
 def test_what_forward_keeps_is_the_formulas_operator_by_operator(dtype: str) -> None:
     case = TrainingStepCase("tiny", 3, 61, dtype=dtype)
     found = _measured(LanguageModelStep, case, Timeline).observed[Timeline]
-    expected = activations(SIZES["tiny"], 3, 61, dtype)
+    expected = kept_for_backward(plan_of(LanguageModelStep, case=case))
     assert by_layer_and_operator(found.activations) == expected
     row = timeline_entry(found, expected | {("nowhere", "aten::nothing"): 7})
     kept = {(entry["module"], entry["operator"]): (entry["bytes"], entry["formula"]) for entry in row["activations"]}
@@ -83,7 +85,8 @@ def test_the_peak_where_the_feed_forward_is_widest_is_the_formulas(monkeypatch: 
 
 def test_kinds_are_those_of_the_formulas_at_every_phase_and_sum_to_the_meters() -> None:
     case = TrainingStepCase("tiny", 2, 32)
-    measured, expected = _measured(LanguageModelStep, case, Timeline), phases_of(case)
+    measured = _measured(LanguageModelStep, case, Timeline)
+    expected = beside(followed(PlainLanguageModel.of(case), "cpu")).marks
     parameters = expected["before_step"].entries["parameters"]
     state = expected["before_step"] - expected["after_init"]
     found = measured.observed[Timeline]
@@ -96,7 +99,7 @@ def test_kinds_are_those_of_the_formulas_at_every_phase_and_sum_to_the_meters() 
         assert kinds["optimizer state"] == state
         assert kinds["inputs and buffers"] == expected["after_init"] - parameters
         assert kinds.get("gradients", 0) == (parameters if phase in ("after_backward", "after_optimizer") else 0)
-    assert phases["after_forward"]["activations"] == sum(activations(SIZES["tiny"], 2, 32).values())
+    assert phases["after_forward"]["activations"] == expected["after_forward"] - expected["before_step"]
     assert phases["after_forward"]["temporaries"] == 0
     # The number of targets, which forward left, is freed by then.
     assert phases["peak"]["temporaries"] == eager_peak(case) - expected["after_forward"] + 4

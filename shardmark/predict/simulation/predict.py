@@ -24,12 +24,14 @@ from shardmark.meter.memory import is_out_of_memory, release
 from shardmark.meter.over_budget import Held
 from shardmark.meter.plan import Measured, Plan
 from shardmark.meter.recording import without_operators
+from shardmark.meter.timeline import by_layer_and_operator
 from shardmark.predict.simulation.cuda import rules_of_cuda
 from shardmark.predict.simulation.group import gloo, nccl, nccl_recording_streams, one_rank_of
 from shardmark.predict.simulation.no_kernels import no_kernels
 from shardmark.predict.simulation.rates import GPU
 from shardmark.predict.simulation.schedule import Schedule, Step
 from shardmark.ranks.rank_state import seed_rank
+from shardmark.rows.observers import timeline_pass
 
 
 @dataclass
@@ -98,6 +100,12 @@ def predicted_at_peak(plan: Plan, on: Hardware = CPU, rank: int = 0, warmups: in
     """The tensors live on that rank at the peak of the step after the warm-ups, the largest first."""
     with simulation(plan.world_size, rank, on):
         return blocks_at_peak(plan, warmups)
+
+
+def kept_for_backward(plan: Plan) -> dict[tuple[str, str], int]:
+    """Bytes that forward leaves for backward on a CPU, by module (layers of a kind together) and operator."""
+    with simulation(plan.world_size):
+        return by_layer_and_operator(timeline_pass(plan).activations)
 
 
 @contextmanager

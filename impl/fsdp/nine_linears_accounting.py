@@ -10,39 +10,51 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from impl.accounting.ledger import Bytes
-from impl.accounting.programs.linears import LinearsStep
-from impl.accounting.programs.parameters import FLOAT
-from impl.accounting.simple_fsdp import Simple
-from impl.accounting.strategies import Strategy
-from impl.accounting.strategies.sharded import FullySharded
+from impl.accounting.beside import FLOAT, Technique, beside
+from impl.accounting.ledger import Bytes, Ledger
+from impl.accounting.plain import PlainLinears
 from impl.collectives.accounting import all_reduce_bytes_sent
-from shardmark.api import Work
+from impl.fsdp.accounting import FullySharded
+from impl.fsdp.simple_accounting import Simple
+from shardmark.api import INPUTS, Work, followed
 
 if TYPE_CHECKING:
     from impl.fsdp.cases import NineLinearsCase
 
-SHARDED: dict[str, Callable[..., Strategy]] = {
+SHARDED: dict[str, Callable[..., Technique]] = {
     "sharded_plain": partial(FullySharded, prefetch=0),
     "sharded": FullySharded,
     "sharded_kept": partial(FullySharded, reshard_after_forward=False),
 }
-"""By the names of implementations; called with the ranks and `offload`."""
+"""By the names of implementations."""
 
 STRATEGIES = ("simple", *SHARDED)
 """The names that have a formula."""
 
+MODULES = {"linears": 2, "thirds": 1, "whole": 0}
+"""How many parts of a parameter's name are its unit's."""
 
-def strategy_of(name: str, case: NineLinearsCase, device: str = "cpu") -> Strategy:
+
+def _step(case: NineLinearsCase, technique: Technique, device: str = "cpu") -> Ledger:
+    return beside(followed(PlainLinears.of(case), device), technique)
+
+
+def technique_of(name: str, case: NineLinearsCase, device: str = "cpu") -> Technique:
     """KeyError for a name that is not one of `STRATEGIES`; only what is on "cuda" is offloaded."""
     if name == "simple":
         return Simple(case.ranks)
-    return SHARDED[name](case.ranks, offload=case.offload and device == "cuda")
+    parts = MODULES[case.wrap]
+    return SHARDED[name](
+        case.ranks,
+        device,
+        unit_of=lambda parameter, shape: ".".join(parameter.split(".")[:parts]),
+        offload=case.offload and device == "cuda",
+    )
 
 
 def peak(case: NineLinearsCase, name: str, device: str = "cpu") -> Bytes:
     """Peak in bytes of one rank's step, on the device: what is offloaded from "cuda" is not on it."""
-    return LinearsStep(case, strategy_of(name, case, device), device).run().peak
+    return _step(case, technique_of(name, case, device), device).peak
 
 
 @dataclass(frozen=True)
@@ -61,15 +73,17 @@ def formulas(name: str) -> Formulas:
 def copying_peak(case: NineLinearsCase, device: str = "cpu") -> Bytes:
     """Peak in bytes where nothing is sharded, and each gradient has a copy to reduce: a user's own may have no more."""
     copies = {"copies of gradients": case.linears * linear_bytes(case)}
-    return LinearsStep(case, Strategy(), device).run().peak.add(copies)
+    return _step(case, Technique(), device).peak.add(copies)
 
 
 def stages(case: NineLinearsCase, name: str) -> dict[str, int]:
     """Bytes live after each stage of making the step. In the end the gradients are there, and no activations."""
-    marks = LinearsStep(case, strategy_of(name, case)).run().marks
-    data = marks["before_step"].entries["data"]
+    marks = _step(case, technique_of(name, case)).marks
+    data = marks["before_step"].entries[INPUTS]
     model = data + case.linears * linear_bytes(case)
-    return {"data": data, "model": model, "wrapping": marks["before_step"], "warm-up": marks["after_step"]}
+    left = marks["after_step"]
+    left = left.without(*(name for name in left.entries if name.startswith("activations")))
+    return {"data": data, "model": model, "wrapping": marks["before_step"], "warm-up": left}
 
 
 def linear_bytes(case: NineLinearsCase) -> int:

@@ -1,0 +1,193 @@
+"""SimpleFSDP of both language models in closed form: bytes live on each rank, FLOPs, and bytes sent.
+
+Parameters, gradients and moments are float32 shards, n / R values of n on R ranks; what is gathered, and with it every
+activation, is in the case's dtype, c bytes a value; the MLP's loss is float32. Exact to the byte on CPU and Gloo in
+float32 where the ranks divide the model's widths; Gloo's gather holds what it gathers twice for a moment, and its
+reduce-scatter copies what it reduces.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from impl.accounting.beside import BYTES, FLOAT, Technique, beside, peak_of_first_step
+from impl.accounting.ledger import Bytes
+from impl.accounting.plain import PlainLanguageModel
+from impl.model.mlp import MLP_SIZES
+from impl.training_step import accounting as training_step
+from shardmark.api import AFTER_FORWARD, BACKWARD, ENTER, GRADIENTS, READ, READ_END, Moment, Work, followed
+
+if TYPE_CHECKING:
+    from impl.fsdp.cases import FSDPCase, RankRung
+
+
+def stages(case: RankRung) -> dict[str, int]:
+    """Bytes live after each stage of making the model: whole at first, or on meta never more than shards."""
+    whole = FLOAT * MLP_SIZES[case.model].parameters
+    shards = whole // case.ranks
+    if not case.meta:
+        return {"model": whole, "data_parallel": shards}
+    return {"model": 0, "data_parallel": 0, "to_empty": shards, "init_weights": shards}
+
+
+GENERATOR = 5056
+"""Bytes of a CPU generator's state, which is put aside while shards are drawn."""
+
+
+def peak_of_stages(case: RankRung) -> int:
+    """Bytes at the peak of making the model: the shards; or all of it and the first shard, the embedding's."""
+    size = MLP_SIZES[case.model]
+    held = max(stages(case).values())
+    return held + (GENERATOR if case.meta else FLOAT * size.vocab * size.dim // case.ranks)
+
+
+def step_bytes(case: RankRung, reshard: bool = True) -> dict[str, Bytes]:
+    """Bytes live on one rank after each part of an eager training step of that case, and at its peaks."""
+    plain = PlainLanguageModel.of(case, autocast=False, checkpointed=case.checkpointed)
+    technique = Simple(case.ranks, reduce_bytes=BYTES[case.reduce_dtype], reshard_after_forward=reshard)
+    ledger = beside(followed(plain, "cpu"), technique)
+    return {
+        **ledger.marks,
+        "peak_of_forward": ledger.peaks["after_forward"],
+        "peak_of_backward": ledger.peak,
+        "peak_of_first_step": peak_of_first_step(ledger),
+    }
+
+
+def peak(case: RankRung) -> Bytes:
+    """Bytes at the peak of an eager step; of a compiled one a bound."""
+    return step_bytes(case)["peak_of_backward"]
+
+
+def work(case: RankRung) -> Work:
+    """All ranks' FLOPs and bytes moved, and what each must send: gathers in forward and backward, and reductions.
+
+    Backward gathers again what it reads: matrices and the norm's parameters, and of a checkpointed block the biases.
+    """
+    size, one = MLP_SIZES[case.model], training_step.work(case)
+    biases = size.layers * (size.hidden + size.dim)
+    again = size.parameters - size.vocab * size.dim - (0 if case.checkpointed else biases)
+    gathered = BYTES[case.dtype] * (size.parameters + again)
+    reduced = BYTES[case.reduce_dtype] * size.parameters
+    return replace(
+        one,
+        flops=case.ranks * one.flops,
+        model_flops=case.ranks * one.model_flops,
+        bytes_moved=case.ranks * one.bytes_moved,
+        bytes_communicated=(case.ranks - 1) * (gathered + reduced) // case.ranks,
+    )
+
+
+FULL, REDUCED = "full parameters", "shard of gradients"
+
+
+class Simple(Technique):
+    """Every read all-gathers a parameter, rows over the ranks; what autograd saved of it is freed and all-gathered
+    again for backward, unless `reshard_after_forward` is False or checkpointing computes forward again.
+
+    A gradient is reduced in `reduce_bytes` a value, and is float32 in the end.
+    """
+
+    def __init__(self, ranks: int, *, reduce_bytes: int = FLOAT, reshard_after_forward: bool = True) -> None:
+        self.ranks, self.reduce_bytes, self.reshard_after_forward = ranks, reduce_bytes, reshard_after_forward
+
+    def begin(self) -> None:
+        self.forward = True
+        self.reads: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+        """Reads to come in forward and in backward, those of forward computed again among the latter."""
+        self.computed_again: set[str] = set()
+        """Modules whose forward is."""
+        forward = True
+        for moment in self.plain.moments:
+            forward = forward and moment.kind != AFTER_FORWARD
+            self.reads[forward][moment.name] += moment.kind == READ
+            if moment.kind == ENTER and not forward:
+                self.computed_again.add(moment.name)
+        self.full: set[str] = set()
+        self.take_shards(sum(FLOAT * self.rows(name) // self.ranks for name in self.values))
+
+    def rows(self, parameter: str) -> int:
+        """Values of the parameter, with as many more rows as make them divide by the ranks."""
+        rows, *columns = self.plain.parameters[parameter]
+        return -(-rows // self.ranks) * self.ranks * prod(columns)
+
+    def at(self, moment: Moment) -> None:
+        if moment.kind == AFTER_FORWARD:
+            self.forward = False
+        elif moment.kind == BACKWARD:  # autograd unpacks what it saved before it multiplies
+            for parameter in self.values:
+                if _module(parameter) == moment.name and self.reads[False][parameter]:
+                    self.gather(parameter)
+        elif moment.kind == READ:
+            self.reads[self.forward][moment.name] -= 1
+            self.gather(moment.name)
+        elif moment.kind == READ_END and not self.kept(moment.name):
+            self.drop(moment.name)
+        super().at(moment)
+
+    def kept(self, parameter: str) -> bool:
+        """Whether what was gathered stays for backward."""
+        again = self.reads[False][parameter] > 0
+        if self.forward:
+            return again and not self.reshard_after_forward and _module(parameter) not in self.computed_again
+        return again
+
+    def gather(self, parameter: str) -> None:
+        """The whole of it, unless it is there. On one rank in float32 it is what is stored."""
+        if parameter in self.full or (self.ranks == 1 and self.itemsize == FLOAT):
+            return
+        self.full.add(parameter)
+        whole = self.itemsize * self.rows(parameter)
+        shard = whole // self.ranks
+        cast = shard if self.itemsize != FLOAT else 0
+        if self.ranks == 1:
+            self.ledger.take(FULL, cast)
+            return
+        self.ledger.take("shard, cast", cast)
+        self.ledger.take(FULL, whole)
+        self.ledger.borrow("copy of a shard", shard)
+        self.ledger.borrow("what Gloo gathers", whole)
+        self.ledger.free("shard, cast")
+
+    def drop(self, parameter: str) -> None:
+        if parameter in self.full:
+            self.full.remove(parameter)
+            self.ledger.free(FULL, self.itemsize * self.rows(parameter))
+
+    def gradient(self, parameter: str) -> None:
+        """It goes; its shard stays. Where rows are uneven, the shards of ranks that have fewer, or none, are padded
+        first, and all are copied."""
+        take, free, q = self.ledger.take, self.ledger.free, self.reduce_bytes
+        nbytes, whole = self.itemsize * self.values[parameter], q * self.rows(parameter)
+        cast = q * self.values[parameter] if q != self.itemsize else 0
+        if self.ranks == 1:  # as it is
+            if cast:
+                take(GRADIENTS, cast)
+                free(GRADIENTS, nbytes)
+            return
+        shard, (count, *_) = whole // self.ranks, self.plain.parameters[parameter]
+        short = self.ranks - count // -(-count // self.ranks)
+        take("gradient, cast", cast)
+        take("gradient, padded", whole + short * shard if short else 0)
+        take(REDUCED, shard)
+        self.ledger.borrow("what Gloo reduces", whole)
+        free("gradient, padded")
+        if q != FLOAT:
+            take(REDUCED, FLOAT * shard // q)
+            free(REDUCED, shard)
+        free("gradient, cast")
+        free(GRADIENTS, nbytes)
+
+
+def _module(parameter: str) -> str:
+    """The name of the module that has it."""
+    return parameter.rpartition(".")[0]
+
+
+def transformer_peak(case: FSDPCase, device: str = "cpu") -> Bytes:
+    """Bytes at the peak of an eager step of the transformer, on a rank that has the most rows."""
+    plain = PlainLanguageModel.of(case, autocast=False)
+    return beside(followed(plain, device), Simple(case.ranks)).peak
