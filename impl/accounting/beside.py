@@ -71,6 +71,7 @@ def beside(plain: Followed, technique: Technique | None = None) -> Ledger:
         ledger.beside(moment.live)
         if moment.kind == BEGIN:
             technique.begin()
+            ledger.marks["after_init"] = without_state(ledger.live)
         technique.at(moment)
         if moment.kind in MARKS:
             ledger.mark(MARKS[moment.kind])
@@ -78,7 +79,6 @@ def beside(plain: Followed, technique: Technique | None = None) -> Ledger:
         ledger.note_peak()
     technique.finish()
     ledger.mark("after_step")
-    ledger.marks["after_init"] = without_state(ledger.marks["before_step"])
     return ledger
 
 
