@@ -129,11 +129,16 @@ def _play_on_rank(
 
 
 @cache
+def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Return the process group of these ranks; every rank of the world must call. It is made once per process and never
+    destroyed: DTensor remembers the group of a mesh by its ranks, and a wrapper keeps its own."""
+    return dist.new_group([*ranks])
+
+
 def even_and_odd_ranks() -> tuple[int, dist.ProcessGroup]:
-    """Return this rank's side (0 or 1) and its process group. Made once per process, as wrappers keep groups for
-    good."""
+    """Return this rank's side (0 or 1) and its process group."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    groups = [dist.new_group([*range(first, size, 2)]) for first in range(min(size, 2))]
+    groups = [group_of(tuple(range(first, size, 2))) for first in range(min(size, 2))]
     return rank % 2, groups[rank % 2]
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from correctness.engine.histories import group_of
 from correctness.fsdp.checks import (
     HANG,
     ODD_MODULES,
@@ -42,7 +43,7 @@ def in_groups(implementation: Implementation, groups: list[list[int]], device: s
     """Each group trains its own model, starting from its first rank's weights; other ranks are idle."""
     mine = None
     for ranks in groups:
-        group = dist.new_group(ranks)
+        group = group_of(tuple(ranks))
         if dist.get_rank() in ranks:
             mine, first = group, ranks[0]
     problem = ""
@@ -55,8 +56,6 @@ def in_groups(implementation: Implementation, groups: list[list[int]], device: s
         model.finish_gradient_synchronization()
         found, expected = averaged_gradients(model), gradients_of(plain)
         problem = problem or as_expected("the mean over the group's ranks of the gradient of", found, expected)
-        del model
-        dist.destroy_process_group(mine)
     return problem
 
 
