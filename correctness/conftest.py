@@ -1,7 +1,5 @@
 """Is each implementation right? Hooks and fixtures for all families."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 

@@ -1,7 +1,5 @@
 """The tool's own tests: hooks, and the tables of planted defects."""
 
-from __future__ import annotations
-
 import pytest
 
 from correctness.support.hooks import pair as pair

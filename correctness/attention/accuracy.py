@@ -5,8 +5,6 @@ error that rounding explains. Terms in half precision are each rounded once, wit
 of the sum of squares. Sums (in float32 for half precision) get the worst case: the sum of one rounding of each term.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

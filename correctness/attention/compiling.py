@@ -1,7 +1,5 @@
 """Compile a Triton kernel of attention for a chip, in the process of the fixture `compiling`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Right attention that works in unusual ways: the tests must accept it."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Every attention against float64: the keys a query sees, outputs, gradients, shapes, strides, dtypes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

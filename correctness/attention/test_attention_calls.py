@@ -1,7 +1,5 @@
 """Calls of attention are independent: nothing is shared, changed, or held longer than needed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

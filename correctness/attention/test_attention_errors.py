@@ -1,7 +1,5 @@
 """Inputs that attention refuses: ValueError for any implementation; ours in one line that says what is wrong."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

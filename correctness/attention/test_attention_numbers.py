@@ -1,7 +1,5 @@
 """Attention over large and non-finite numbers, and under autocast."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """Triton kernels of attention, each configuration: accurate in the interpreter; compiled without spills."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext

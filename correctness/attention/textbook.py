@@ -1,7 +1,5 @@
 """Textbook attention, step by step; each planted defect changes one step."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

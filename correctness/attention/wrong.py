@@ -1,7 +1,5 @@
 """Planted defects: attention with one wrong step each."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Planted defects: a call changes what another call keeps."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Right collectives that work in unusual ways: the tests must accept them."""
 
-from __future__ import annotations
-
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any

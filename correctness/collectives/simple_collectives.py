@@ -1,7 +1,5 @@
 """torch's own collectives: the base of planted defects, and the handles that defects return."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Collectives on numbers that every rank can compute, and a plain description of wrong results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every implementation of the collectives against sums and concatenations done by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from itertools import product

@@ -1,7 +1,5 @@
 """Asynchronous collectives: progress while the caller computes, errors, and cleanup."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

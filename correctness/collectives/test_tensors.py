@@ -1,7 +1,5 @@
 """Tensors that collectives take: several segments, several dimensions, views, and numbers of every magnitude."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Planted defects: wrong collectives."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """Planted defects: collectives that go wrong while others are under way, and handles that wait for the wrong thing."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from typing import Any, ClassVar

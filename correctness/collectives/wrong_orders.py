@@ -1,7 +1,5 @@
 """Planted defects that show only with many calls under way, or with calls in several groups."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Modules with exactly known gradients, to check averages; failures name what was found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

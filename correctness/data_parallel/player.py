@@ -1,7 +1,5 @@
 """Plays a history on two data-parallel wrappers on this rank and checks the expected state after each event."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from zlib import crc32

@@ -1,7 +1,5 @@
 """Random modules with known gradients: every kind of parameter and buffer."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Expected gradients after each event of a history: every rank's in float64, with error bounds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The bucketed wrapper's memory, and the model of overhead: formulas against the meter and against brute force."""
 
-from __future__ import annotations
-
 import pytest
 
 from correctness.support.metering import assert_metered, device_of_rank, metered

@@ -1,7 +1,5 @@
 """Gradients are averages over the ranks: simple cases first, rare ones last."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Several forward or backward passes per step, several models at once, and `no_sync`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

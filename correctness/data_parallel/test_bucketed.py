@@ -1,7 +1,5 @@
 """The bucketed wrapper beyond the family's contract: buckets, their order, hooks, dtypes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

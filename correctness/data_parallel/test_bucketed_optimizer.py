@@ -1,7 +1,5 @@
 """The bucketed wrapper can step the optimizer bucket by bucket: same result as one step in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Communication of a data-parallel wrapper in a step; delays on any rank must not change the averages."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Errors of wrapping, and of steps after which the ranks would differ."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import nullcontext

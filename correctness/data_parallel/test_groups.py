@@ -1,7 +1,5 @@
 """Data parallelism in part of the world: two groups side by side, and ranks outside of both."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Wrapping preserves the module: calls, parameters, buffers and state."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Every data-parallel wrapper starts with rank 0's parameters and buffers, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Every data-parallel wrapper trains like one process with the whole batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Two right data-parallel wrappers in few lines: the base of planted defects."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Planted defects: wrong data-parallel wrappers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain

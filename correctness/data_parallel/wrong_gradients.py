@@ -1,7 +1,5 @@
 """Planted defects: wrong choice of gradients, wrong time of averaging, wrong sending."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

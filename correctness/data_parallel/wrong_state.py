@@ -1,7 +1,5 @@
 """Planted defects: wrong start of training, state, and options."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Helpers that run on ranks: wrap a module, run a step, describe the first unexpected tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any

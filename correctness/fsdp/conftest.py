@@ -1,7 +1,5 @@
 """Runs one implementation of each kind by default, and `sharded` on any number of ranks; the rest is marked sweep."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Meshes for SimpleFSDP's modes, and a counter of its collectives."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Right full sharding that differs from ours: the tests must accept it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

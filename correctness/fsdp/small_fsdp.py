@@ -3,8 +3,6 @@
 The root module is the only unit. Each parameter is sharded on its own, flattened and padded with zeros.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

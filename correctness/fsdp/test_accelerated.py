@@ -1,7 +1,5 @@
 """accelerate's FSDP2: it has the same units as a real `Accelerator` makes; where it cannot run, it gives the reason."""
 
-from __future__ import annotations
-
 import os
 from importlib.metadata import PackageNotFoundError
 

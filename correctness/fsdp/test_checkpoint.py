@@ -1,7 +1,5 @@
 """Checkpoints of a sharded model: exact to the bit on any number of ranks, complete or not there at all."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Contract of full sharding, one property per test, from wrapping to a step: the first failure names the fault."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

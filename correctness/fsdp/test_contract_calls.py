@@ -1,7 +1,5 @@
 """Contract of a call: inputs that reach the module, the user's hooks, and outputs that a loss uses in part."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Contract for unusual parameters: unused, unused on some ranks, frozen, tied, very many."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """A rank stores about 1/n of the model, and no more after a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

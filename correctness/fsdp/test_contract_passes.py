@@ -1,7 +1,5 @@
 """Contract over several passes: accumulation, several forwards before backward, evaluation, two models, saved state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

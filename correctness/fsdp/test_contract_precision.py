@@ -1,7 +1,5 @@
 """compute_dtype and reduce_dtype: visible in matrix products and in what is communicated, not only in the errors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

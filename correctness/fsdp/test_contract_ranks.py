@@ -1,7 +1,5 @@
 """Contract between ranks: process groups, slow collectives, clipping, and modules that are refused."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Full sharding in unusual cases: checkpointed activations, odd parameters, user errors, modules on meta."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

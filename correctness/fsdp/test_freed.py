@@ -1,7 +1,5 @@
 """Sharded models that are freed: nothing keeps their parameters alive, and an optimizer's step still works."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

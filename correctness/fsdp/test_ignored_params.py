@@ -1,7 +1,5 @@
 """Parameters that every rank keeps in full: equal on all ranks, with averaged gradients, never gathered."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

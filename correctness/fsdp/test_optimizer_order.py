@@ -1,7 +1,5 @@
 """Optimizers made before their model was sharded, repaired or not, against a single process."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 

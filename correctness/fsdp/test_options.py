@@ -1,7 +1,5 @@
 """Options and error messages of our own implementations, beyond the contract."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

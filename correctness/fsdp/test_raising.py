@@ -1,7 +1,5 @@
 """A step that raises or is abandoned: the next step is clean, or one line says why it cannot be."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

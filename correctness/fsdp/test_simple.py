@@ -1,7 +1,5 @@
 """SimpleFSDP against one process with the whole batch; its collectives and their dtypes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Compiled steps of SimpleFSDP against eager ones, for each pair of dtypes."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pytest

@@ -1,7 +1,5 @@
 """Planted defects: full sharding with one common mistake each."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

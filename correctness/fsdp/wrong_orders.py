@@ -1,8 +1,6 @@
 """Planted defects that need random histories, a parameter with one element, very many, or replicated parameters to
 show."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Compile the fused loss's Triton kernel for a chip, in the process of the fixture `compiling`."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from typing import Any

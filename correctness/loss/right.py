@@ -1,7 +1,5 @@
 """Right losses that work in unusual ways: the tests must accept them."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

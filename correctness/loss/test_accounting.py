@@ -1,7 +1,5 @@
 """The loss's bytes and FLOPs in closed form, against the meter and the counter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode

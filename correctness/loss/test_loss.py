@@ -1,7 +1,5 @@
 """Every loss against float64: value and gradients, options, ignored targets, sizes, strides, dtypes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

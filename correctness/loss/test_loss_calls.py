@@ -1,7 +1,5 @@
 """Calls of a loss are independent: nothing is shared, changed, or held longer than needed."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

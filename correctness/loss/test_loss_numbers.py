@@ -1,7 +1,5 @@
 """The loss of large logits and non-finite numbers, under autocast, and with a gradient scaler."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

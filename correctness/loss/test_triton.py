@@ -1,8 +1,6 @@
 """The Triton kernel of the fused loss, one configuration at a time: right in the interpreter, no spills when
 compiled."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor

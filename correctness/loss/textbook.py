@@ -1,7 +1,5 @@
 """A textbook fused loss, step by step; each planted defect changes one step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Planted defects: losses with one wrong step each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

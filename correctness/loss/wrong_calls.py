@@ -1,7 +1,5 @@
 """Planted defects: a call, or a backward pass, changes the results of the next."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

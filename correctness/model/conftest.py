@@ -1,7 +1,5 @@
 """Float64 as the default dtype of these tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The implementation and the reference model with equal weights, tokens for them, and a comparison of logits."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

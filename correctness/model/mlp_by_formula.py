@@ -1,7 +1,5 @@
 """The MLP language model written as one formula."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Right language models that work in unusual ways: the tests must accept them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Contract of the language model, one property per test: every implementation against the reference, in float64."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """The MLP language model: against one formula in float64, and its closed forms against the meter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

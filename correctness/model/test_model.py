@@ -1,7 +1,5 @@
 """Our language model: published sizes, initial weights, layers, and any attention inside it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Calls of a language model are independent: any shape, any mode, beside other calls and other models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

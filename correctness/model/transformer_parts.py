@@ -1,7 +1,5 @@
 """A transformer as one function with a method per part: the base of planted defects."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

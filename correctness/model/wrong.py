@@ -1,7 +1,5 @@
 """Planted defects: a transformer with one wrong part each."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An AdamW beside a float64 reference, event by event."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Right AdamWs, in unusual ways."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A right AdamW in small steps, for planted defects to get one of them wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The closed forms of an optimizer step against the model's own parameters, and against the meter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 """What AdamW computes. The first tests are of one part of the formula each, the others of steps over parameters of any
 kind, number and size."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

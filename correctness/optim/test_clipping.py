@@ -1,7 +1,5 @@
 """The option `max_grad_norm`: a step with the gradients that `clip_grad_norm_` would have made."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The fused AdamW's kernels at each configuration, sound when compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 

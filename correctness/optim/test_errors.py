@@ -1,7 +1,5 @@
 """What an optimizer refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

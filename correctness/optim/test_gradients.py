@@ -1,7 +1,5 @@
 """Which parameters a step changes, and what it does with their gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Param groups, arguments that change between steps, and optimizers beside each other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The fused AdamW's kernels at each configuration, right when interpreted."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The option `master_weights`: half-precision parameters that are trained in float32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """After its first steps an optimizer keeps nothing more, whatever changes from step to step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What our own AdamWs do beyond their contract: bits, their own words, state that is changed by hand."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import weakref

@@ -1,7 +1,5 @@
 """Training from a saved state equals training without a stop."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Training a few tensors with an optimizer, and how accurate it has to be; compiling the fused one for a chip."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Wrong AdamWs: each a right one with one mistake."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

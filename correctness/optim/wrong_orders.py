@@ -1,7 +1,5 @@
 """AdamWs that go wrong only with parameters frozen late, with some layouts, or once they are loaded."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

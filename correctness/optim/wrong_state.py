@@ -1,7 +1,5 @@
 """Wrong AdamWs: what they keep from step to step, what they save and what they load."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """Plays events on a sharded optimizer on each rank and on an unsharded reference beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace

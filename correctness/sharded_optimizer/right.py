@@ -1,7 +1,5 @@
 """Right sharded optimizers that work in unusual ways: the tests must accept them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any

@@ -1,7 +1,5 @@
 """Parameters and gradients that are the same on every rank, and a helper that reports what a call raises."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

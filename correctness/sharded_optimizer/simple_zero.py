@@ -1,7 +1,5 @@
 """The simplest sharded optimizer: the base of planted defects and of unusual right ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory and communication of a step with a sharded optimizer: closed forms against the meter, on every rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

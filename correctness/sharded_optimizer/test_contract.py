@@ -1,7 +1,5 @@
 """Contract of a sharded optimizer, one property per test: every rank's parameters equal the unsharded optimizer's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """User errors around our sharded optimizer: each gives a one-line error on every rank and changes nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

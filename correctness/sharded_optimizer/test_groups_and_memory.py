@@ -1,7 +1,5 @@
 """Process groups of a sharded optimizer, and the memory that each rank holds."""
 
-from __future__ import annotations
-
 import gc
 from copy import deepcopy
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """State of a sharded optimizer: loaded on the same ranks, on another number of ranks, and by the unsharded
 optimizer."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial

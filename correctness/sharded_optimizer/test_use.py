@@ -1,7 +1,5 @@
 """Common use of our sharded optimizer: mixed dtypes, clipping, closures, reading parameters early."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

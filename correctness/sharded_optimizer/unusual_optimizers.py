@@ -1,7 +1,5 @@
 """Optimizers of the random histories: torch's, and some with unusual state."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

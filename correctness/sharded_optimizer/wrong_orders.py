@@ -1,7 +1,5 @@
 """Planted defects that need certain dtypes, numbers of parameters or groups, closures, or late freezing to show."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

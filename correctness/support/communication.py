@@ -9,8 +9,6 @@ with delayed(before=0.05, on=0):               # rank 0 starts each collective l
     handle.wait()
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

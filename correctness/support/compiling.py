@@ -4,8 +4,6 @@ In the tests' own process Triton's interpreter stands in for the GPU; this proce
 that setting when it is imported, so functions submitted to it import Triton and their modules do not.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor

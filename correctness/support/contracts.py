@@ -1,7 +1,5 @@
 """Checks of contracts, for the tests of several families; our own implementations must meet stricter ones."""
 
-from __future__ import annotations
-
 import gc
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Hooks of pytest for correctness/conftest.py and tests/conftest.py, and the tables that they print at the end."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,7 +1,5 @@
 """Speed up Triton's interpreter, for all families with kernels: equal results in half the time."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from functools import cache

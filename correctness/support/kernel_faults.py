@@ -1,7 +1,5 @@
 """Plant a fault in a kernel's source, for attention, loss and optim: the accuracy check must fail on it."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Measure a workload without the `measure` fixture: plans, rows, and a case metered on ranks against its formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Train the model of `--model` in float64 on ranks and in one process with all ranks' batches, for five families."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

@@ -9,8 +9,6 @@
 `pytest correctness --impl data_parallel=correctness.data_parallel.wrong:DividesByTwo` judges one as a user's own.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass

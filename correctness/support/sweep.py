@@ -1,7 +1,5 @@
 """Selects the tests of correctness/ that run by default; the others run in the sweep (`-m "sweep or not sweep"`)."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

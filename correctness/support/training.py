@@ -1,7 +1,5 @@
 """Results of a few training steps, for fsdp and training_step; the tolerance is twice the error of eager steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Wait for events that a backend's worker thread or another process causes a moment later."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref

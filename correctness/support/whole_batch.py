@@ -1,7 +1,5 @@
 """Training in one process on the whole batch, in float64: the reference for data_parallel, sharded_optimizer, fsdp."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Number of processes that share a test run: one per core for a folder, a single one for a file or a test."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

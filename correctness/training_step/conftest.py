@@ -1,7 +1,5 @@
 """Restore global settings that a wrong step leaves changed, so that only its own tests fail."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Small language models whose loss shows what a training step does with them: modes, context, batch, dropout, ties."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

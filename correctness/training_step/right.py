@@ -1,7 +1,5 @@
 """Right training steps, in unusual ways."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A small language model, its training step by any implementation, and the loss and gradients in float64."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The loss and its gradients given the logits: of a model whose logits are exact in any dtype, also with dropout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A training step in float16: the loss is scaled, gradients are unscaled, and where they overflow it is skipped."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """Mixed precision: policies, sums, what autocast makes of each dtype, where half precision overflows, skipped steps."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

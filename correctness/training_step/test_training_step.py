@@ -1,7 +1,5 @@
 """The training step's implementations: each against the eager one, and that one against the loss in float64."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """What a training step leaves as it is, what it says of its parts, and what it refuses."""
 
-from __future__ import annotations
-
 import math
 import traceback
 from pathlib import Path

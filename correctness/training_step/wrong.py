@@ -1,7 +1,5 @@
 """Wrong training steps."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Training steps that go wrong only in some order of events, with some model, or at some loss scale."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

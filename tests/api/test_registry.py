@@ -1,7 +1,5 @@
 """The registry: finding implementations, telling why one does not run, and travelling to the ranks."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A project of someone's own in which every fault happens in every part of a test, and a run of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

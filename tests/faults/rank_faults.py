@@ -1,7 +1,5 @@
 """Every fault of the table, and what the next test must meet after any of them."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os

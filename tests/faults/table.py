@@ -1,7 +1,5 @@
 """A table of what may go wrong on a rank, each with what the user reads of it; tests take their faults from it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar

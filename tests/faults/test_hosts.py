@@ -1,7 +1,5 @@
 """torchrun on two hosts: rank 0 reports for both; where one is gone, the run ends soon, says so, and keeps its rows."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """What listens while a run goes on, who may read its files, and what is unpickled from where."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

@@ -1,7 +1,5 @@
 """Every fault, in every part of a test: its own test is blamed in one clear line, and nobody else."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Many calls and many worlds: nothing grows; and huge calls keep to their deadlines."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Ranks of torchrun that die: the run ends with its rows, and one line names the rank."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

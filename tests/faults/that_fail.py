@@ -1,7 +1,5 @@
 """Faults on rank 1 that fail their test: it raises, ends, hangs, or answers what nobody can read."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

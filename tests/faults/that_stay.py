@@ -1,7 +1,5 @@
 """What a call leaves behind on a rank, of which its test is warned; and what harms nobody."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os

@@ -1,7 +1,5 @@
 """CONTRIBUTING.md's recipes, followed line by line in a copy of the checkout."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

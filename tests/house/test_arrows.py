@@ -1,7 +1,5 @@
 """Which room may import which: types and modules imported by name included."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """The files of examples/ do what they say."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

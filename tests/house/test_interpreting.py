@@ -1,7 +1,5 @@
 """Triton's interpreter as the tests have it: its results, and what it leaves behind."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Questions and the tests' own hooks ask a registration for facts, never an implementation for its name."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

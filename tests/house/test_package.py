@@ -1,7 +1,5 @@
 """The wheel: what is in it, and that it works where there is no checkout."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What the implementations use of torch that torch keeps private: each name must be there in the torch at hand."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pkgutil import resolve_name

@@ -1,7 +1,5 @@
 """Which implementations a large case is too slow for: not those that compile at first, and on a GPU none of ours."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import replace
 from unittest.mock import Mock

@@ -3,8 +3,6 @@
 Of a defect only the tests run that must see it, and no more of them once one has.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

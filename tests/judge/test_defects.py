@@ -1,7 +1,5 @@
 """Each planted defect fails the test that must see it, and no right implementation fails any."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

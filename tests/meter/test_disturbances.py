@@ -1,7 +1,5 @@
 """Disturbances: what the machine did is told from the times, each kind apart from the others; noise is none."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

@@ -1,7 +1,5 @@
 """What a profiled step says of its kernels: counts, shares, modules, categories."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any

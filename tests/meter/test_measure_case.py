@@ -1,7 +1,5 @@
 """The metered pass and the timed rounds, and what rows make of them."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -1,7 +1,5 @@
 """The memory meter: exact bytes, phases, peaks, and what must not confuse it."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a failed memory budget shows: what the formula has at the peak, and whose blocks were there."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 

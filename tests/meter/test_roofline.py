@@ -1,7 +1,5 @@
 """What hardware can do: published peaks by name, and what a row makes of them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What autograd keeps for backward, of steps of which one knows what they save."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

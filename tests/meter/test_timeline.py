@@ -1,7 +1,5 @@
 """What each byte of a step is: kinds, owners, and the closed forms of a training step beside them, to the byte."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranges by module and phase, what a profiled step says of its kernels, and the files of --trace-dir."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Every option with every kind of wrong value: one line, exit status 4, nothing measured and nothing left."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

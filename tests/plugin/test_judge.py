@@ -1,7 +1,5 @@
 """What `--impl` says in the end: each target's verdict, what was not run, and what hung."""
 
-from __future__ import annotations
-
 import signal
 import time
 from contextlib import suppress

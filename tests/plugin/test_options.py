@@ -1,7 +1,5 @@
 """The plugin's options as a user meets them: what they choose, what they print, and what is wrong with them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The plugin as a user meets it: rows, verdicts, tables and files."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """On several GPUs a worker for each measures what takes one; then, alone, their controller runs what takes a world."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs in surroundings that lack something: what can be measured is, rows are kept, and nothing stays behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """--trace-dir as a user meets it: the files, what the rows say of them, and bad folders."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

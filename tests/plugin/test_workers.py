@@ -1,7 +1,5 @@
 """Which runs of the tests are shared among processes."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Known hardware and a user's own file: figures in their units, and one clear line for what is wrong."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`--model`: what a user's own model is, what is wrong with one in one line, and that a leak is found."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import shutil

@@ -1,7 +1,5 @@
 """How long a simulated step takes: products, collectives and streams, against cases calculated by hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

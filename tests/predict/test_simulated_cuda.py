@@ -1,7 +1,5 @@
 """CUDA's rules on a machine without CUDA: casts, kernels, workspaces, the caching allocator, by known figures."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

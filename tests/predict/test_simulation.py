@@ -1,7 +1,5 @@
 """Predicted memory against the meter: to the byte, by phase, on every rank."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Callable
 from dataclasses import replace

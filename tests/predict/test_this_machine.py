@@ -1,7 +1,5 @@
 """`--simulate this`: a step's time on the machine at hand, from what its operators take there, each by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """`python -m shardmark.predict`: what of a user's own model fits, what would make it fit, and bad input in one line."""
 
-from __future__ import annotations
-
 import ast
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Messages between launched processes: opened only where one of them has written them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from pathlib import Path

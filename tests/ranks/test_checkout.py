@@ -1,7 +1,5 @@
 """Another version's ranks import that version's code, and nothing of this one's."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

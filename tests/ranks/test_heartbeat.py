@@ -1,7 +1,5 @@
 """Ranks of several machines: who is missed, who is not, and what a rank does without the store."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

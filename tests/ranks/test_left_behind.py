@@ -1,7 +1,5 @@
 """What a call changes on its ranks is restored, or the ranks are replaced; its test is warned."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

@@ -1,7 +1,5 @@
 """What worlds leave behind: no process, no file, no leak, no traffic beyond loopback; and torchrun's ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

@@ -1,7 +1,5 @@
 """The link between two hosts: who lives where, what it lets through, what remains of it, and what it cannot be."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a machine lacks: found out by trying, when a test needs it, and skipped with the reason."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

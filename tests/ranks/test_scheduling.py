@@ -1,7 +1,5 @@
 """Where ranks run, and when: those that are measured are bound to their cores and preempt nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Worlds of ranks: results, errors, deadlines and replacement."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -1,7 +1,5 @@
 """The answer to a question in one line: who is fastest and who holds least, and what the intervals leave open."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

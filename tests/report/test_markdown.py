@@ -1,7 +1,5 @@
 """A run in Markdown: in short first, names as text, no more than a comment holds, and what has changed."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Answers from what observers and cases add to rows, of made-up figures."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardmark.report import observed_answers as answers

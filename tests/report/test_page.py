@@ -1,7 +1,5 @@
 """The page: every plot and row is in it, names are text, nothing is loaded, and what cannot be shown is one line."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

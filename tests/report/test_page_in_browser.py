@@ -3,8 +3,6 @@
 Left out where there is no Chromium, or no playwright to drive it: requirements-page.txt (`tox -e page`).
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Iterator

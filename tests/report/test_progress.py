@@ -1,7 +1,5 @@
 """How long measuring takes, before it starts and while it runs: on a terminal, and nowhere else."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

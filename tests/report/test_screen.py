@@ -1,7 +1,5 @@
 """The end of a run: one screen of 80 columns that says what ran where, what failed, and each question's answer."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`--against old.json`: what got slower or larger fails, beyond noise; times of another machine are not compared."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`--against-ref REF`: both versions run in turns, and what is slower or larger now fails."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A question's columns: those that it names, in a table that fits a screen; and what is wrong with them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A signal at any moment of a run: the rows that were measured are in the file, and unless it killed, in the table."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass

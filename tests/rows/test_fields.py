@@ -1,7 +1,5 @@
 """The types of a row: the schema and docs/rows.md are generated from them, and hold the fields of any observer."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

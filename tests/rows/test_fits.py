@@ -1,7 +1,5 @@
 """Fits of peak memory to sequence length, and the lines they make under a table."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What other programs read of a run: pytest-benchmark, GitHub's benchmark action, JUnit, Nsight; a row's schema."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

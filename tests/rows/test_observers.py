@@ -1,7 +1,5 @@
 """Each observer: what it runs on the ranks, its part of the row, and its lines; rows that are measured otherwise."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

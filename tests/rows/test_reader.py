@@ -1,7 +1,5 @@
 """A run's file is read, or refused in one line that says what is wrong with it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The lines that a row's kernels and bytes make under their table; attention's FLOPs in closed form."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`--update-baseline`: the file of `--against` becomes what the run measured, and never half of it."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

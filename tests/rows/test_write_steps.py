@@ -1,7 +1,5 @@
 """Wherever writing a row stops, the file has the rows before it and is whole."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The file of rows: whole at any moment, whatever happens to the disk, the folder or the run."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Step times that others published beside predicted ones: every row is there, and how far those held out are apart."""
 
-from __future__ import annotations
-
 from statistics import median
 
 import pytest

@@ -1,7 +1,5 @@
 """Keeping a machine's rows: newer ones replace older ones, no host is named, and documents say what rows do."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

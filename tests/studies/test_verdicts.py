@@ -1,7 +1,5 @@
 """The study of verdicts (studies/verdicts): its steps, its neighbours, and its judgements of recordings."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import random

@@ -1,7 +1,5 @@
 """Steps of which one knows what they do, and what they are counted to do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

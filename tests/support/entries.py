@@ -1,7 +1,5 @@
 """Entries of made-up figures, as a run's tests make them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

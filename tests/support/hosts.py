@@ -1,7 +1,5 @@
 """Two hosts that are both this machine, torchrun on each, and the end of one of them in the middle of a run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

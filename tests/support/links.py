@@ -1,7 +1,5 @@
 """Whether links between hosts can be made here."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

@@ -1,7 +1,5 @@
 """A stand-in for an implementation, and a row from given measurements."""
 
-from __future__ import annotations
-
 from shardmark.api import Implementation
 from shardmark.meter.plan import Identity, Measured
 from shardmark.rows.fill import new_row, time_entry

@@ -1,7 +1,5 @@
 """Models as users have them, for `--model`: right ones, and some with what is wrong planted."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run as JSON, planted: rows that have what each plot of the page draws, and a row whose names are hostile."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardmark.report.plots import Lines, Points, Published, saved

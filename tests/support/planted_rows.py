@@ -3,8 +3,6 @@
 run = plant(project, a=figures(), b=figures(ratio=2.0))
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

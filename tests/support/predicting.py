@@ -1,7 +1,5 @@
 """What is metered on real ranks, to hold predictions to; and programs whose every allocation can be told."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

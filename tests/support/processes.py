@@ -1,7 +1,5 @@
 """Other processes on this machine, and the sockets that they listen on."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """A project of someone's own that uses the plugin: a family of naps, its tests, and runs of them in this process."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """What tests have ranks do."""
 
-from __future__ import annotations
-
 import os
 import re
 

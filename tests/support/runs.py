@@ -4,8 +4,6 @@ ended = forked(folder, "-k", "row", fault=Fault)   # torch is imported already: 
 ended = fresh(folder, environment={"HOME": None})  # as a user starts it: seconds
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

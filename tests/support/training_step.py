@@ -1,7 +1,5 @@
 """One training step of the tiny language model, for tests that profile or meter it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

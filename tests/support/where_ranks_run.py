@@ -1,7 +1,5 @@
 """Prints, for each of two ranks, the cores that it may use and the scheduling policies of its threads: JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 

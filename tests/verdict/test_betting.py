@@ -1,7 +1,5 @@
 """Evidence: intervals that hold what they say at whatever moment one looks, on a machine that drifts and bursts."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator

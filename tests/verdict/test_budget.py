@@ -1,7 +1,5 @@
 """Budgets: what they are held to, and the file of a team's own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Verdicts of a run: noise decides them at the stated rate at most, and rounds are added until they are decided."""
 
-from __future__ import annotations
-
 import math
 import random
 import time
