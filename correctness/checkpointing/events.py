@@ -18,6 +18,16 @@ LAYOUTS = ("contiguous", "contiguous", "transposed", "expanded", "another batch"
 WAYS = ("backward", "backward(inputs=some)", "grad of all", "grad of some")
 
 
+def _described(drawn: Any, what: str, leave_out: str = "") -> str:
+    """Its fields that are anything: those that are False, None, 0 or empty say nothing."""
+    fields = {name: value for name, value in vars(drawn).items() if value and name != leave_out}
+    words = (
+        name.replace("_", " ") + ("" if value is True else f" = {getattr(value, '__name__', value)}")
+        for name, value in fields.items()
+    )
+    return f"{what}: {', '.join(words)}"
+
+
 @dataclass(frozen=True)
 class Pass:
     """A forward, and how gradients are asked for."""
@@ -39,10 +49,13 @@ class Pass:
     change: str | None
     """Before the pass."""
 
+    def __str__(self) -> str:
+        return _described(self, "pass")
+
 
 @dataclass(frozen=True)
-class Plan:
-    """A model and its passes."""
+class History:
+    """A model, and the passes over it."""
 
     layers: int
     dropout: type[nn.Module] | None
@@ -60,7 +73,10 @@ class Plan:
     """Of each further tensor: whether it is given by name, needs a gradient, and is computed from a leaf."""
     hooks: tuple[tuple[str, bool, int], ...]
     """"pre" or "post", whether registered before the policy, and the block; removed before the last pass."""
-    passes: tuple[Pass, ...]
+    events: tuple[Pass, ...]
+
+    def __str__(self) -> str:
+        return _described(self, "model", leave_out="events")
 
 
 PASSES = st.builds(
@@ -77,8 +93,8 @@ PASSES = st.builds(
     waits=st.booleans(),
     change=st.sampled_from(CHANGES),
 )
-PLANS = st.builds(
-    Plan,
+HISTORIES = st.builds(
+    History,
     layers=st.integers(1, 5),
     dropout=st.none() | st.sampled_from(DROPOUTS),
     depth=st.integers(1, 3),
@@ -91,7 +107,7 @@ PLANS = st.builds(
     hooks=st.lists(
         st.tuples(st.sampled_from(("pre", "post")), st.booleans(), st.integers(0, 4)), max_size=2
     ).map(tuple),
-    passes=st.lists(PASSES, min_size=1, max_size=3).map(tuple),
+    events=st.lists(PASSES, min_size=1, max_size=3).map(tuple),
 )  # fmt: skip
 
 
@@ -110,14 +126,14 @@ class Unsqueezed(nn.Module):
 class Block(nn.Module):
     """Takes any further arguments, each once."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, history: History) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
-        part: nn.Module = nn.Identity() if plan.dropout is None else plan.dropout(0.4)
+        part: nn.Module = nn.Identity() if history.dropout is None else history.dropout(0.4)
         whole = isinstance(part, (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout))
         if whole:
             part = Unsqueezed(part)
-        for _ in range(plan.depth - 1 - whole):
+        for _ in range(history.depth - 1 - whole):
             part = nn.Sequential(part)
         self.part = part
 
@@ -129,12 +145,12 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, history: History) -> None:
         super().__init__()
-        blocks = [Block(plan) for _ in range(plan.layers)]
-        if plan.blocks == "the same":
-            blocks = [blocks[i // 2] for i in range(plan.layers)]
-        elif plan.blocks == "shared weights":
+        blocks = [Block(history) for _ in range(history.layers)]
+        if history.blocks == "the same":
+            blocks = [blocks[i // 2] for i in range(history.layers)]
+        elif history.blocks == "shared weights":
             for block in blocks[1:]:
                 block.down.weight = blocks[0].down.weight
         self.blocks = nn.ModuleList(blocks)

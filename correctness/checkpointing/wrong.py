@@ -240,7 +240,7 @@ def keeps_inputs_of_frozen(model: nn.Module) -> nn.Module:
     return wrapped(model, wrap)
 
 
-@defect(cause="state", caught_by="test_any_model")
+@defect(cause="state", caught_by="test_any_history")
 def dropout_among_children(model: nn.Module) -> nn.Module:
     """Restores the random state for direct children alone; dropout deeper down draws new numbers."""
 
@@ -251,7 +251,7 @@ def dropout_among_children(model: nn.Module) -> nn.Module:
     return wrapped(model, wrap)
 
 
-@defect(cause="gradients", caught_by="test_any_model")
+@defect(cause="gradients", caught_by="test_any_history")
 def keywords_detached(model: nn.Module) -> nn.Module:
     """Tensors passed by keyword get no gradient."""
 
@@ -265,7 +265,7 @@ def keywords_detached(model: nn.Module) -> nn.Module:
     return wrapped(model, wrap)
 
 
-@defect(cause="state", caught_by="test_any_model")
+@defect(cause="state", caught_by="test_any_history")
 def random_state_of_blocks_in_training(model: nn.Module) -> nn.Module:
     """Restores the random state only of blocks in training; a dropout may train where its block evaluates."""
 

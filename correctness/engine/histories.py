@@ -24,8 +24,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from correctness.engine.examples import ENOUGH_TO_SHRINK as FEW
-from correctness.engine.examples import PATIENCE
+from correctness.engine.examples import FEW_EXAMPLES, PATIENCE
 from shardmark.ranks.world import World
 
 SHRINKING, SHRINKING_ON_RANKS = 5.0, 20.0
@@ -166,7 +165,7 @@ def hold(
     """
     __tracebackhide__ = True
     search = _Search(plays, seconds, can_go_on)
-    until = time.perf_counter() + patience if examples <= FEW else float("inf")
+    until = time.perf_counter() + patience if examples <= FEW_EXAMPLES else float("inf")
     for number in range(examples + 1):
         search.try_one(histories, number)
         if time.perf_counter() > until and search.failure is None:

@@ -10,19 +10,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from correctness.engine.examples import Patience, fuzzed
+from correctness.engine.histories import hold
 from correctness.model.language_models import CONTEXT, assert_logits, copy_weights, draw, models
 from impl.model import TransformerSize
 from shardmark.api import Implementation
 
 pytestmark = pytest.mark.family("model")
-
-few = st.integers(1, 4)
-
 
 RATIOS = [(heads, context) for heads in (1, 3, 5) for context in (1, 2, 3, 4, 6, 13)]
 
@@ -48,21 +44,19 @@ def assert_as_plain(
         assert_logits(model(tokens), plain(tokens), where=where)
 
 
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[TransformerSize, int, int, int]:
+    """Draw a model's size and longest context, and a batch's context and number of sequences."""
+    heads, few = draw(st.integers(1, 6)), st.integers(1, 4)
+    size = TransformerSize(2 * draw(few) * heads, draw(st.integers(1, 20)), draw(few), heads, draw(few))
+    longest = draw(st.integers(1, 20))
+    return size, longest, draw(st.integers(1, longest)), draw(few)
+
+
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.examples(20, 100, 2000)
 def test_any_size_and_any_batch(implementation: Implementation, examples: int, device: str) -> None:
-    patience = Patience(examples)
-
-    @fuzzed(examples)
-    @given(heads=st.integers(1, 6), half=few, layers=few, d_ff=st.integers(1, 20), vocab=few, batch=few, data=st.data())
-    def holds(heads: int, half: int, layers: int, d_ff: int, vocab: int, batch: int, data: st.DataObject) -> None:
-        size = TransformerSize(2 * half * heads, d_ff, layers, heads, vocab)
-        longest = data.draw(st.integers(1, 20), label="context_length")
-        context = data.draw(st.integers(1, longest), label="context")
-        with patience:
-            assert_as_plain(implementation, device, size, longest, context, batch)
-
-    patience.with_(holds)
+    hold(calls(), lambda call: assert_as_plain(implementation, device, *call), examples)
 
 
 class Mode(NamedTuple):

@@ -8,21 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from torch import Tensor, nn
 
-from correctness.checkpointing.events import DROPOUTS, PLANS, Model, Pass, Plan
-from correctness.engine.examples import Patience, fuzzed
+from correctness.checkpointing.events import DROPOUTS, HISTORIES, History, Model, Pass
+from correctness.engine.histories import Problem, hold
 from correctness.support.contracts import is_ours
 from shardmark.api import Implementation
 
 pytestmark = pytest.mark.family("checkpointing")
 
 
-def _hooked(model: Model, plan: Plan, before: bool) -> list[Any]:
+def _hooked(model: Model, history: History, before: bool) -> list[Any]:
     handles = []
-    for kind, early, index in plan.hooks:
-        block = model.blocks[index % plan.layers]
+    for kind, early, index in history.hooks:
+        block = model.blocks[index % history.layers]
         if early == before and kind == "pre":
             handles.append(block.register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:])))
         elif early == before:
@@ -30,30 +29,34 @@ def _hooked(model: Model, plan: Plan, before: bool) -> list[Any]:
     return handles
 
 
+Result = tuple[int, str, Tensor | None]
+"""The number of the pass, the name and the value."""
+
+
 class Refused(Exception):
     """A policy that takes no further arguments says so, in forward."""
 
 
-def _results(policy: Any, plan: Plan, device: str) -> list[tuple[str, Tensor | None]]:
+def _results(policy: Any, history: History, device: str) -> list[Result]:
     """Outputs, gradients of all leaves, and what is drawn afterwards, of each pass."""
     torch.manual_seed(0)
-    model = Model(plan).to(device, plan.dtype)
+    model = Model(history).to(device, history.dtype)
     for i, p in enumerate(model.parameters()):
-        p.requires_grad_(not (plan.frozen and i % plan.frozen == 0))
-    leaves = {"the input": torch.randn(6, 8, device=device, dtype=plan.dtype, requires_grad=plan.x_needs_grad)}
-    for i, (by_name, needs, _) in enumerate(plan.extra):
+        p.requires_grad_(not (history.frozen and i % history.frozen == 0))
+    leaves = {"the input": torch.randn(6, 8, device=device, dtype=history.dtype, requires_grad=history.x_needs_grad)}
+    for i, (by_name, needs, _) in enumerate(history.extra):
         name = f"argument {i}{' by name' if by_name else ''}"
-        leaves[name] = torch.rand(6, 1, device=device, dtype=plan.dtype, requires_grad=needs)
-    handles = _hooked(model, plan, before=True)
+        leaves[name] = torch.rand(6, 1, device=device, dtype=history.dtype, requires_grad=needs)
+    handles = _hooked(model, history, before=True)
     first = model.blocks[0]
-    model = policy(model.train(plan.born == "train"))
-    handles += _hooked(model, plan, before=False)
+    model = policy(model.train(history.born == "train"))
+    handles += _hooked(model, history, before=False)
     named = {**leaves, **dict(model.named_parameters())}
-    found: list[tuple[str, Tensor | None]] = []
+    found: list[Result] = []
     waiting: list[tuple[int, Pass, Tensor]] = []
-    for number, each in enumerate(plan.passes):
-        last = number == len(plan.passes) - 1
-        if number and last:
+    for number, each in enumerate(history.events, 1):
+        last = number == len(history.events)
+        if number > 1 and last:
             for handle in handles:
                 handle.remove()
         if not waiting:
@@ -62,18 +65,20 @@ def _results(policy: Any, plan: Plan, device: str) -> list[tuple[str, Tensor | N
             if each.autocast:
                 dtype = getattr(torch, each.autocast.split(",")[0])
                 stack.enter_context(torch.autocast(device, dtype=dtype))
-            output = _forward(model, plan, each, leaves, device)
-            found.append((f"pass {number}: the output", output.detach()))
+            output = _forward(model, history, each, leaves, device)
+            found.append((number, "the output", output.detach()))
             if output.requires_grad and each.backward_inside and not each.waits:
                 found += _backward(number, each, output, named, device)
-        if output.requires_grad and each.waits and not last and not plan.hooks:  # a hook may be removed before the next
+        if (
+            output.requires_grad and each.waits and not last and not history.hooks
+        ):  # a hook may be removed before the next
             waiting.append((number, each, output))
         elif output.requires_grad and (each.waits or not each.backward_inside):
             found += _backward(number, each, output, named, device)
             while waiting:
                 found += _backward(*waiting.pop(), named, device)
         del output
-        found.append((f"pass {number}: what is drawn afterwards", torch.rand(3, device=device)))
+        found.append((number, "what is drawn afterwards", torch.rand(3, device=device)))
     while waiting:
         found += _backward(*waiting.pop(), named, device)
     return found
@@ -102,19 +107,19 @@ def _change(model: Model, first: nn.Module, each: Pass) -> None:
             block.eval()
 
 
-def _forward(model: Model, plan: Plan, each: Pass, leaves: dict[str, Tensor], device: str) -> Tensor:
+def _forward(model: Model, history: History, each: Pass, leaves: dict[str, Tensor], device: str) -> Tensor:
     tensors = [
-        leaf * 2 if made else leaf for leaf, (_, _, made) in zip(list(leaves.values())[1:], plan.extra, strict=True)
+        leaf * 2 if made else leaf for leaf, (_, _, made) in zip(list(leaves.values())[1:], history.extra, strict=True)
     ]
-    args = [t for t, (by_name, _, _) in zip(tensors, plan.extra, strict=True) if not by_name]
-    kwargs = {f"k{i}": t for i, (t, e) in enumerate(zip(tensors, plan.extra, strict=True)) if e[0]}
-    kwargs |= {"flag": True} if plan.extra else {}
+    args = [t for t, (by_name, _, _) in zip(tensors, history.extra, strict=True) if not by_name]
+    kwargs = {f"k{i}": t for i, (t, e) in enumerate(zip(tensors, history.extra, strict=True)) if e[0]}
+    kwargs |= {"flag": True} if history.extra else {}
     x = leaves["the input"]
     if each.layout == "transposed":
         x = x.mT.contiguous().mT
     elif each.layout == "expanded":
         x = x[:1].expand(6, 8)
-    elif each.layout == "another batch" and not plan.extra:
+    elif each.layout == "another batch" and not history.extra:
         x = x[:3]
     with torch.autocast(device, enabled=False) if each.autocast and "disabled" in each.autocast else nullcontext():
         try:
@@ -127,14 +132,12 @@ def _forward(model: Model, plan: Plan, each: Pass, leaves: dict[str, Tensor], de
                 model(x, *args, **kwargs)
             return model(x, *args, **kwargs)
         except Exception as error:
-            if plan.extra:
+            if history.extra:
                 raise Refused(f"{type(error).__name__}: {error}") from error
             raise
 
 
-def _backward(
-    number: int, each: Pass, output: Tensor, named: dict[str, Tensor], device: str
-) -> list[tuple[str, Tensor | None]]:
+def _backward(number: int, each: Pass, output: Tensor, named: dict[str, Tensor], device: str) -> list[Result]:
     """With what holds then around it."""
     around: AbstractContextManager[object] = nullcontext()
     loss = output.float().square().mean()
@@ -148,7 +151,7 @@ def _backward(
         return _gradients(loss, each, named, number)
 
 
-def _gradients(loss: Tensor, each: Pass, named: dict[str, Tensor], number: int) -> list[tuple[str, Tensor | None]]:
+def _gradients(loss: Tensor, each: Pass, named: dict[str, Tensor], number: int) -> list[Result]:
     torch.rand(2)
     needing = {name: x for name, x in named.items() if x.requires_grad}
     some = {name: x for i, (name, x) in enumerate(needing.items()) if not i % each.subset}
@@ -160,24 +163,28 @@ def _gradients(loss: Tensor, each: Pass, named: dict[str, Tensor], number: int) 
     else:
         loss.backward(inputs=list(some.values()) if "inputs" in each.way else None)
         grads = {name: x.grad for name, x in named.items()}
-    return [(f"pass {number}: the gradient of {name} by {each.way}", grad) for name, grad in grads.items()]
+    return [(number, f"the gradient of {name} by {each.way}", grad) for name, grad in grads.items()]
 
 
-def _to_the_bit(implementation: Implementation, plan: Plan, device: str) -> str | None:
-    expected = _results(lambda model: model, plan, device)
+def _problem(implementation: Implementation, history: History, device: str) -> Problem | None:
+    """What is not to the bit as without the policy. Refused where blocks of that kind are."""
+    expected = _results(lambda model: model, history, device)
     try:
-        found = _results(implementation.adapted, plan, device)
+        found = _results(implementation.adapted, history, device)
     except Refused as error:
-        return f"blocks take no further arguments: {error}"
+        raise Refused(f"blocks take no further arguments: {error}") from error
     except Exception as error:
-        if "not found in storage" in str(error) and plan.blocks != "different":
-            return "torch's selective checkpointing refuses weights that autocast has cast in a block before"
-        pytest.fail(f"{type(error).__name__} with the policy, and none without: {error}; {plan}")
-    for (name, mine), (_, theirs) in zip(found, expected, strict=True):
+        if "not found in storage" in str(error) and history.blocks != "different":
+            message = "torch's selective checkpointing refuses weights that autocast has cast in a block before"
+            raise Refused(message) from error
+        what = f"{type(error).__name__} with the policy, and none without: {error}"
+        return Problem(len(history.events), what)
+    for (number, name, mine), (_, _, theirs) in zip(found, expected, strict=True):
         # Gradients of shared parameters are sums, which a policy may make in another order, or in autocast's dtype.
-        equal = _equal if plan.blocks == "different" or is_ours(implementation) else _near
+        equal = _equal if history.blocks == "different" or is_ours(implementation) else _near
         same = mine is theirs is None or (mine is not None and theirs is not None and equal(mine, theirs))
-        assert same, f"{name} is {_said(mine)}, and without the policy {_said(theirs)}; {plan}"
+        if not same:
+            return Problem(number, f"{name} is {_shown(mine)}, and without the policy {_shown(theirs)}")
     return None
 
 
@@ -190,21 +197,19 @@ def _near(mine: Tensor, theirs: Tensor) -> bool:
     return mine.dtype == theirs.dtype and bool(off <= 4 * torch.finfo(torch.bfloat16).eps * largest)
 
 
-def _said(x: Tensor | None) -> str:
+def _shown(x: Tensor | None) -> str:
     return "none" if x is None else f"{x.flatten()[:3].tolist()}... in {x.dtype}"
 
 
 @pytest.mark.examples(20, 100, 600)
-def test_any_model_in_any_pass_is_to_the_bit_what_it_is_without(
+def test_any_history_is_to_the_bit_as_without(
     implementation: Implementation, examples: int, device: str, record_property: Any
 ) -> None:
-    patience = Patience(examples)
+    def problem(history: History) -> Problem | None:
+        try:
+            return _problem(implementation, history, device)
+        except Refused as refused:
+            record_property("note", str(refused))
+            return None
 
-    @fuzzed(examples)
-    @given(plan=PLANS)
-    def to_the_bit(plan: Plan) -> None:
-        with patience:
-            if refused := _to_the_bit(implementation, plan, device):
-                record_property("note", refused)
-
-    patience.with_(to_the_bit)
+    hold(HISTORIES, problem, examples)
