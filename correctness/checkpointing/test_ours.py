@@ -16,7 +16,8 @@ from correctness.checkpointing.models import SIZE, Dropping, Policy, assert_same
 from impl.attention import FlashAttentionPyTorch, as_attention, sdpa
 from impl.checkpointing import every, full, none, recursive, selective
 from impl.model import Transformer
-from shardmark.api.registry import RegistryError, check_contract, family, resolve
+from shardmark.api.finding import RegistryError
+from shardmark.api.registry import check_contract, family, resolve
 from shardmark.meter.memory import meter
 
 

@@ -12,7 +12,8 @@ from correctness.engine.examples import one_beyond_tiles
 from correctness.loss.accuracy import Inputs, assert_as_accurate_as_eager, random_inputs, results
 from correctness.support.contracts import assert_near
 from impl.loss import chunked, eager_loss, fused, fused_loss_pytorch
-from shardmark.api.registry import Implementation, RegistryError, check_contract, family, resolve
+from shardmark.api.finding import RegistryError
+from shardmark.api.registry import Implementation, check_contract, family, resolve
 
 pytestmark = [pytest.mark.family("loss"), pytest.mark.usefixtures("poisoned")]
 

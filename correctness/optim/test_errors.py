@@ -9,7 +9,8 @@ from torch import Tensor
 
 from correctness.optim.training import assert_near, train
 from impl.optim import AdamW
-from shardmark.api.registry import Implementation, RegistryError, check_contract, resolve
+from shardmark.api.finding import RegistryError
+from shardmark.api.registry import Implementation, check_contract, resolve
 
 pytestmark = pytest.mark.family("optimizer")
 

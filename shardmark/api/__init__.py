@@ -5,6 +5,7 @@ from shardmark.api import Race, Unsupported, register
 register("loss", "mine", my_loss, time=Race("eager", budget=1.0))
 """
 
+from shardmark.api.finding import RegistryError
 from shardmark.api.grid import MB, SCALES, Grid
 from shardmark.api.own_model import Loss, Made, OwnModel, OwnModelCase, find_blocks, make, resized
 from shardmark.api.reference import (
@@ -30,7 +31,6 @@ from shardmark.api.registry import (
     Family,
     Implementation,
     Race,
-    RegistryError,
     Unsupported,
     add_family,
     family,

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardmark.api.registry import RegistryError, Unsupported, find
+from shardmark.api.finding import RegistryError, find
+from shardmark.api.registry import Unsupported
 from shardmark.api.work import Work
 
 Loss = Callable[..., Tensor]

@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import inspect
-import sys
 import textwrap
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardmark.api.finding import RegistryError, find, first_line
 from shardmark.api.requirements import Requirement
-
-
-class RegistryError(ValueError):
-    """A family, an implementation or a target is missing or does not fit; one line."""
 
 
 class Unsupported(ValueError):
@@ -242,19 +235,6 @@ def register(
     return entry
 
 
-def moved(path: str) -> str:
-    """The path itself; on ranks of another version, the same file's path there (`shardmark.ranks.checkout`)."""
-    return path
-
-
-def family_and_target(option: str) -> tuple[str, str]:
-    """Split a value of `--impl` at "="; ValueError, in one line, for another value."""
-    family, _, target = option.partition("=")
-    if not (family and target):
-        raise ValueError(f"--impl takes FAMILY=TARGET, not {option!r}")
-    return family, target
-
-
 def resolve(family_name: str, spec: str) -> Implementation:
     """Find an implementation by registered name, `module:attribute` or `file.py:attribute`.
 
@@ -276,20 +256,6 @@ def resolve(family_name: str, spec: str) -> Implementation:
     )
 
 
-def find(label: str, source: str, attribute: str) -> tuple[Any, str]:
-    """An attribute of a module or a .py file, and the `source:attribute` that finds it again in another process.
-
-    Raises RegistryError, in one line that begins with the label, where it cannot be imported or has no such attribute.
-    """
-    if source.endswith(".py"):
-        source = moved(str(Path(source).absolute()))
-    module = _import(label, source)
-    try:
-        return getattr(module, attribute), f"{source}:{attribute}"
-    except AttributeError:
-        raise RegistryError(f"{label}: {source} has no {attribute!r}") from None
-
-
 def check_contract(implementation: Implementation, device: str) -> None:
     """Raise RegistryError, in one line, where the target does not meet its family's contract on `device`."""
     try:
@@ -297,9 +263,7 @@ def check_contract(implementation: Implementation, device: str) -> None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a user's own code raises is the answer to "does it meet the contract?"
-        line = (
-            _first_line(error) if isinstance(error, RegistryError) else f"{type(error).__name__}: {_first_line(error)}"
-        )
+        line = first_line(error) if isinstance(error, RegistryError) else f"{type(error).__name__}: {first_line(error)}"
         raise RegistryError(
             f"{implementation.family}={implementation.spec} does not meet the {implementation.family} contract: {line}"
         ) from error
@@ -320,38 +284,6 @@ def listing(device: str) -> str:
                 says = "runs here"
             lines.append(f"  {entry.name:<{width}}  {says}")
     return "\n".join(lines)
-
-
-def _import(label: str, source: str) -> Any:
-    """Import a module by name or by absolute file path."""
-    try:
-        if not source.endswith(".py"):
-            return importlib.import_module(source)
-        # Files of one name in two folders are two modules.
-        name = f"shardmark_user_{Path(source).stem}_{zlib.crc32(source.encode()):08x}"
-        if name in sys.modules and getattr(sys.modules[name], "__file__", None) == source:
-            return sys.modules[name]
-        module_spec = importlib.util.spec_from_file_location(name, source)
-        assert module_spec is not None and module_spec.loader is not None  # a .py path always has a loader
-        module = importlib.util.module_from_spec(module_spec)
-        sys.modules[name] = module
-        folder = str(Path(source).parent)
-        if folder not in sys.path:  # so that the file finds its neighbours
-            sys.path.append(folder)
-        try:
-            module_spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-        return module
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a user's module may fail to import in any way
-        raise RegistryError(f"{label}: cannot import {source}: {type(error).__name__}: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
 
 
 def _restore(contract_module: str, family_name: str, spec: str) -> Implementation:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from shardmark.api import registry
-from shardmark.api.registry import RegistryError
+from shardmark.api.finding import RegistryError
 from shardmark.meter.clock import DeviceClock
 from shardmark.plugin.session import SESSION, implementation_of, measures
 

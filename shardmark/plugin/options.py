@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shardmark.api import registry
+from shardmark.api.finding import RegistryError, family_and_target
 from shardmark.api.registry import Implementation
 from shardmark.meter.hardware import THIS
 from shardmark.predict import worlds
@@ -228,18 +229,18 @@ def selected(options: list[str], device: str, refused: dict[str, str]) -> dict[s
     run. RegistryError where none is left."""
     selected: dict[str, list[Implementation]] = {}
     for option in dict.fromkeys(options):
-        family, spec = registry.family_and_target(option)
+        family, spec = family_and_target(option)
         implementation = registry.resolve(family, spec)
         chosen = selected.setdefault(family, [])
         if implementation.unavailable_reason(device) is None:
             try:
                 registry.check_contract(implementation, device)
-            except registry.RegistryError as error:
+            except RegistryError as error:
                 refused[option] = str(error)
                 continue
         chosen.append(_told_apart(implementation, chosen))
     if refused and not any(selected.values()):
-        raise registry.RegistryError("; ".join(refused.values()))
+        raise RegistryError("; ".join(refused.values()))
     return selected
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from shardmark.api.finding import RegistryError
 from shardmark.api.own_model import Made, OwnModel, found, make
-from shardmark.api.registry import RegistryError, Unsupported
+from shardmark.api.registry import Unsupported
 from shardmark.meter.allocations import user_line
 
 

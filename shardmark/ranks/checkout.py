@@ -13,7 +13,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from shardmark.api import registry
+from shardmark.api import finding, registry
 
 INSTALLED = ("site-packages", "dist-packages")
 """Folders of what is installed, which is of no version, also where it lies in the repository."""
@@ -45,7 +45,7 @@ class Checkout:
         for name in [name for name, module in sys.modules.items() if self._has(name, module)]:
             del sys.modules[name]
         registry.FAMILIES.clear()
-        registry.moved = self.moved
+        finding.moved = self.moved
         sys.path[:] = [self.moved(folder or os.getcwd()) for folder in sys.path]
         os.chdir(self.moved(os.getcwd()))
 

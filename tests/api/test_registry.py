@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardmark.api import registry
-from shardmark.api.registry import FAMILIES, RegistryError, check_contract, family, resolve
+from shardmark.api.finding import RegistryError
+from shardmark.api.registry import FAMILIES, check_contract, family, resolve
 from shardmark.api.requirements import requires_cuda
 
 OWN = """

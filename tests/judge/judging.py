@@ -17,7 +17,8 @@ import pytest
 from correctness.support import planting
 from correctness.support.paths import ROOT
 from correctness.support.planting import CHECK, Planted, folder_of
-from shardmark.api.registry import RegistryError, check_contract, resolve
+from shardmark.api.finding import RegistryError
+from shardmark.api.registry import check_contract, resolve
 
 OUTCOMES = "SHARDMARK_OUTCOMES"
 """Names the file to which the tests' outcomes go, a line of JSON each."""

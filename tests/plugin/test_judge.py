@@ -14,7 +14,8 @@ pytest_plugins = ["pytester"]
 
 CONFTEST = """
 import pytest
-from shardmark.api.registry import Family, RegistryError, add_family, register
+from shardmark.api.finding import RegistryError
+from shardmark.api.registry import Family, add_family, register
 
 pytest_plugins = ["shardmark.plugin"]
 

@@ -15,8 +15,8 @@ from correctness.support.own_model import Trained, assert_as_in_one_process, own
 from correctness.support.paths import ROOT
 from impl.data_parallel import NaiveDataParallel
 from impl.fsdp import with_blocks
+from shardmark.api.finding import RegistryError
 from shardmark.api.own_model import OwnModelCase, find_blocks
-from shardmark.api.registry import RegistryError
 from shardmark.meter.over_budget import Held, excess_lines
 from shardmark.plugin import WorldsBySize
 from shardmark.predict.memory_budget import Predicted

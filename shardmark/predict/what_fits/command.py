@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-from shardmark.api.registry import FAMILIES, family_and_target, resolve
+from shardmark.api.finding import family_and_target
+from shardmark.api.registry import FAMILIES, resolve
 from shardmark.meter.hardware import Hardware, hardware
 from shardmark.predict.what_fits.advice import outcomes
 from shardmark.predict.what_fits.prediction import Strategy

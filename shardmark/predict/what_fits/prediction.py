@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from shardmark.api.finding import RegistryError
 from shardmark.api.own_model import OwnModelCase, make, size_of
-from shardmark.api.registry import Implementation, RegistryError, Unsupported, family
+from shardmark.api.registry import Implementation, Unsupported, family
 from shardmark.meter import memory
 from shardmark.meter.hardware import Hardware
 from shardmark.meter.plan import Plan
