@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from correctness.support.whole_batch import DIM, MODULES, adam, batch, loss, module
 from impl.fsdp import FullyShardedDataParallel, by_size, by_type
 from impl.fsdp.checkpoint import load, save
-from impl.fsdp.pieces import SavePlanner, boxes
+from impl.fsdp.checkpoint_boxes import SavePlanner, boxes
 from shardmark.plugin import WorldsBySize
 from shardmark.ranks.world import RankError, World
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from correctness.support.whole_batch import DIM
 from impl.fsdp import FullyShardedDataParallel, by_size, by_type, whole
-from impl.fsdp.order import Order
+from impl.fsdp.prefetch_order import Order
 from impl.model.mlp import MLPBlock, MLPLanguageModel, MLPSize
 from impl.sharded_optimizer import ShardedOptimizer
 from shardmark.api import family

@@ -21,7 +21,7 @@ from correctness.support.whole_batch import (
 )
 from impl.fsdp import FullyShardedDataParallel, by_size, by_type, whole
 from impl.fsdp.checkpoint import load, save
-from impl.fsdp.flat import Sharding
+from impl.fsdp.flat_parameters import Sharding
 from shardmark.api.registry import Implementation, check_contract, family
 from shardmark.ranks.world import World
 

@@ -11,7 +11,7 @@ from correctness.fsdp.small_fsdp import SmallFSDP
 from correctness.support.planting import defect
 from impl.collectives import Handle
 from impl.fsdp import FullyShardedDataParallel
-from impl.fsdp.flat import Replicated
+from impl.fsdp.flat_parameters import Replicated
 from impl.fsdp.units import Unit
 
 HISTORIES = "test_any_history"

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from impl.distributed import of_every_rank
-from impl.fsdp.pieces import LoadPlanner, Pieces, SavePlanner, pieces
+from impl.fsdp.checkpoint_boxes import LoadPlanner, Pieces, SavePlanner, pieces
 from impl.fsdp.sharded import FullyShardedDataParallel
 
 T = TypeVar("T")

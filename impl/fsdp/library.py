@@ -25,7 +25,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from impl.distributed import PlainStateDict, broadcast_state, check_same_module
 from impl.fsdp.contract import Facts
 from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
-from impl.fsdp.splitting import shared_between
+from impl.fsdp.split_into_units import shared_between
 from impl.fsdp.wrapping import LINEARS_AND_EMBEDDINGS, Policy, check_unsharded, choose_units, mark_sharded
 from shardmark.api import Unsupported, register
 

@@ -23,11 +23,11 @@ from impl.distributed import PlainStateDict, check_before_steps, check_same_modu
 from impl.fsdp.accounting import kept_peak, norms_replicated_peak, plain_peak, sharded_peak
 from impl.fsdp.backward import BackwardPasses, backward_runs, refuse_unsynchronized_gradients
 from impl.fsdp.contract import Facts
-from impl.fsdp.flat import Sharding
-from impl.fsdp.nested import changed, tensors_in
+from impl.fsdp.flat_parameters import Sharding
+from impl.fsdp.nested_tensors import changed, tensors_in
 from impl.fsdp.nine_linears_accounting import formulas
-from impl.fsdp.order import Order
-from impl.fsdp.splitting import device_of, split
+from impl.fsdp.prefetch_order import Order
+from impl.fsdp.split_into_units import device_of, split
 from impl.fsdp.units import Unit
 from impl.fsdp.wrapping import (
     LINEARS_AND_EMBEDDINGS,

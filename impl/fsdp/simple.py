@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from impl.distributed import PlainStateDict, check_same_module
 from impl.fsdp.contract import Facts
 from impl.fsdp.dtensors import clip_grad_norm_, gather_full_parameters
-from impl.fsdp.nested import changed
+from impl.fsdp.nested_tensors import changed
 from impl.fsdp.nine_linears_accounting import formulas
 from impl.fsdp.simple_accounting import transformer_peak
 from impl.fsdp.wrapping import check_unsharded, mark_sharded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from impl.fsdp.flat import Flat, Sharding
+from impl.fsdp.flat_parameters import Flat, Sharding
 
 Place = tuple[nn.Module, str]
 """A module and the name of a parameter in it."""

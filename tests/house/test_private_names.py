@@ -15,8 +15,8 @@ ALIASES = {"torch": "torch", "dist": "torch.distributed", "dcp": "torch.distribu
 OF_OBJECTS = {
     "torch.Tensor._version": "impl/fsdp/simple.py",
     "torch.UntypedStorage._cdata": "impl/fsdp/simple.py",
-    "torch.distributed._checkpointable._Checkpointable.__create_write_items__": "impl/fsdp/pieces.py",
-    "torch.distributed._checkpointable._Checkpointable.__create_chunk_list__": "impl/fsdp/pieces.py",
+    "torch.distributed._checkpointable._Checkpointable.__create_write_items__": "impl/fsdp/checkpoint_boxes.py",
+    "torch.distributed._checkpointable._Checkpointable.__create_chunk_list__": "impl/fsdp/checkpoint_boxes.py",
 }
 """What is read of an object, or defined for torch to find."""
 

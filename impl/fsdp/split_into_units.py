@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from impl.fsdp.flat import Replicated, Sharding
+from impl.fsdp.flat_parameters import Replicated, Sharding
 from impl.fsdp.units import Place, Unit
 from impl.fsdp.wrapping import ParameterPolicy, Policy, choose_ignored, choose_units
 
