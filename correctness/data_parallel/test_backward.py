@@ -8,14 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correctness.data_parallel.averaging import (
-    Products,
-    assert_nothing_wrong,
-    backward,
-    values,
-    wrap,
-    wrong_averages,
-)
+from correctness.data_parallel.averaging import Products, assert_nothing_wrong, backward, values, wrap, wrong_averages
 from correctness.support.communication import recorded
 from correctness.support.contracts import is_ours
 from shardmark.api import Implementation

@@ -11,14 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from correctness.fsdp.checks import backward, full, own_batch, wrap
-from correctness.support.whole_batch import (
-    ONE_MODULE,
-    STEPS,
-    adam,
-    assert_equal_states,
-    module,
-    single_process,
-)
+from correctness.support.whole_batch import ONE_MODULE, STEPS, adam, assert_equal_states, module, single_process
 from impl.fsdp import FullyShardedDataParallel, by_size, by_type, whole
 from impl.fsdp.checkpoint import load, save
 from impl.fsdp.flat_parameters import Sharding

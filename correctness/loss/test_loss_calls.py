@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 
 from correctness.loss.accuracy import Inputs, random_inputs, results
-from correctness.support.contracts import (
-    Note,
-    assert_near,
-    assert_unchanged,
-    gradient_of_gradient,
-    growth,
-    is_ours,
-)
+from correctness.support.contracts import Note, assert_near, assert_unchanged, gradient_of_gradient, growth, is_ours
 from impl.loss import Loss, eager_loss
 from shardmark.api import Implementation, Unsupported
 

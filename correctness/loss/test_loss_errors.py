@@ -92,12 +92,7 @@ OUT_OF_RANGE: list[tuple[str, dict[str, float], str]] = [
 
 @pytest.mark.parametrize(("what", "options", "wording"), OUT_OF_RANGE, ids=lambda x: x if "=" in str(x) else "")
 def test_options_out_of_range_are_refused(
-    implementation: Implementation,
-    what: str,
-    options: dict[str, Any],
-    wording: str,
-    device: str,
-    record_property: Note,
+    implementation: Implementation, what: str, options: dict[str, Any], wording: str, device: str, record_property: Note
 ) -> None:
     x = random_inputs(4, 8, 5, device)
     call = partial(implementation.adapted, x.hidden, x.weight, x.targets, **options)

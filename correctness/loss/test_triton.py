@@ -22,11 +22,7 @@ from shardmark.meter.aot import SHARED_MEMORY, KernelReport
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-TERMS = {
-    "plain": Terms(-100, 0.0, 0.0),
-    "label_smoothing": Terms(-100, 0.1, 0.0),
-    "everything": Terms(2, 0.1, 1e-2),
-}
+TERMS = {"plain": Terms(-100, 0.0, 0.0), "label_smoothing": Terms(-100, 0.1, 0.0), "everything": Terms(2, 0.1, 1e-2)}
 
 
 @pytest.fixture

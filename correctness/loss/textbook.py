@@ -63,11 +63,7 @@ def scaled(gradients: tuple[Tensor, ...], dtypes: tuple[torch.dtype, ...], scale
 
 
 def apply(
-    function: type[torch.autograd.Function],
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    options: dict[str, Any],
+    function: type[torch.autograd.Function], hidden: Tensor, weight: Tensor, targets: Tensor, options: dict[str, Any]
 ) -> Tensor:
     options = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0} | options
     check_inputs(hidden, weight, targets, **options)

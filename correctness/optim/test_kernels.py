@@ -13,15 +13,7 @@ import torch
 
 pytest.importorskip("triton", exc_type=ImportError)
 
-from correctness.optim.training import (
-    assert_as_accurate_as_plain,
-    assert_same,
-    gradients,
-    leaves,
-    run,
-    tensors,
-    train,
-)
+from correctness.optim.training import assert_as_accurate_as_plain, assert_same, gradients, leaves, run, tensors, train
 from correctness.support.kernel_faults import every_fourth, with_fault
 from impl.optim import AdamW, FusedAdamW, multi_tensor, triton_kernels
 from impl.optim.multi_tensor import CONFIGURATIONS, Configuration

@@ -123,11 +123,7 @@ class Beside:
 
 
 def check(
-    implementation: Implementation,
-    world: World,
-    history: History,
-    device: str,
-    make: Callable[..., Player] = Beside,
+    implementation: Implementation, world: World, history: History, device: str, make: Callable[..., Player] = Beside
 ) -> None:
     """Fail, with the events so far, where any rank differs from the unsharded optimizer after an event."""
     __tracebackhide__ = True

@@ -11,14 +11,7 @@ from torch import Tensor, nn
 
 from correctness.sharded_optimizer.player import assert_value
 from correctness.support.communication import delayed
-from correctness.support.own_model import (
-    LEARNING_RATE,
-    OWN,
-    Trained,
-    assert_as_in_one_process,
-    own_model,
-    train,
-)
+from correctness.support.own_model import LEARNING_RATE, OWN, Trained, assert_as_in_one_process, own_model, train
 from correctness.support.whole_batch import (
     MODULES,
     ONE_MODULE,

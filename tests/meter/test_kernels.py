@@ -9,16 +9,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
 from impl.attention import FlashAttentionPyTorch, as_attention, sdpa
-from shardmark.meter.kernels import (
-    ATTENTION,
-    ELSE,
-    MATRIX_PRODUCT,
-    SOFTMAX,
-    Call,
-    StepProfile,
-    category,
-    read_profile,
-)
+from shardmark.meter.kernels import ATTENTION, ELSE, MATRIX_PRODUCT, SOFTMAX, Call, StepProfile, category, read_profile
 from shardmark.meter.trace import profile_step
 from shardmark.rows.observers.attention_parts import attention_parts
 from tests.support.training_step import TINY, TrainingStep

@@ -18,19 +18,13 @@ CHOICES = {
     "--device": (WORDS, "--device is one of auto, cpu, cuda, not *"),
     "--scale": (WORDS, "--scale is one of auto, smoke, laptop, paper, full, not *"),
     "--ranks": ([*WORDS, "-1", "0", "2.5", "9" * 30], "--ranks *"),
-    "--link": (
-        [*WORDS, "-1", "0gbit", "1", "infgbit"],
-        "--link *: a link's rate is written as *, not *",
-    ),
+    "--link": ([*WORDS, "-1", "0gbit", "1", "infgbit"], "--link *: a link's rate is written as *, not *"),
     "--seed": ([*WORDS, "-1", "2.5", "inf", str(2**63)], "--seed is a whole number from 0 to *, not *"),
     "--simulate": (
         [*WORDS, "tpu", "cpu:", "cpu:0", "cpu:-1", "cpu:2.5", "cpu:100001", "cpu:²", "h100:8"],
         "--simulate *: *",
     ),
-    "--deadline": (
-        [*WORDS, "-1", "0", "inf", "-inf", "2e6"],
-        "--deadline is seconds, more than 0 and *, not *",
-    ),
+    "--deadline": ([*WORDS, "-1", "0", "inf", "-inf", "2e6"], "--deadline is seconds, more than 0 and *, not *"),
     "--impl": ([*WORDS, "=", "attention", "attention=", "=x"], "--impl takes FAMILY=TARGET, not *"),
     "--model": ([*WORDS, "none.py:make", "os:none", "os:sep", ":make"], "--model *"),
     "--benchmark-min-rounds": (["9" * 30], "--benchmark-min-rounds is a number from 0 to 1e+06, not *"),
@@ -46,16 +40,7 @@ PATHS = {
     "--benchmark-json": [*NO_PATHS, ".", "folder", "/dev/null", "none/x", "dangling"],
     "--against": [*NO_PATHS, ".", "folder", "/dev/null", "none/x", "dangling", "binary", "file"],
     "--budgets": [*NO_PATHS, ".", "folder", "/dev/null", "none/x", "dangling", "binary"],
-    "--report": [
-        *NO_PATHS,
-        ".",
-        "folder",
-        "/dev/null",
-        "none/x",
-        "file",
-        "none/x.html",
-        "y" * 300 + ".html",
-    ],
+    "--report": [*NO_PATHS, ".", "folder", "/dev/null", "none/x", "file", "none/x.html", "y" * 300 + ".html"],
     "--trace-dir": ["", "a\0b", "long" * 100, "y/" * 3000, "/proc/x", "loop", "fifo", "/dev/full", "file", "file/x"],
 }
 SEVERAL = {

@@ -171,10 +171,7 @@ def test_rows_and_tables_tell_of_the_link_between_the_ranks(project: pytest.Pyte
     result.assert_outcomes(passed=2)
     assert row_of(output, "plain")["link"] == "1gbit"
     result.stdout.fnmatch_lines(
-        [
-            "link: the ranks live on two hosts, joined at 1gbit",
-            "*nap? (two hosts, joined at 1gbit)*",
-        ]
+        ["link: the ranks live on two hosts, joined at 1gbit", "*nap? (two hosts, joined at 1gbit)*"]
     )
     result, output = run_project(project, "--scale=smoke", "-k", "first_steps and plain or two", "-rs")
     result.assert_outcomes(passed=1, skipped=1)

@@ -42,8 +42,7 @@ def test_a_whole_folder_has_a_worker_per_core(shared: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [("perf",), ("correctness", "perf"), (".",), ("correctness/test_x.py",), ("correctness/x.py::y",)],
+    "arguments", [("perf",), ("correctness", "perf"), (".",), ("correctness/test_x.py",), ("correctness/x.py::y",)]
 )
 def test_what_is_measured_and_single_files_run_in_this_process(arguments: tuple[str, ...], shared: Any) -> None:
     assert shared(*arguments) == (None, "no")

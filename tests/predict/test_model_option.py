@@ -232,10 +232,7 @@ def trained_on_rank(case: OwnModelCase, device: str) -> Trained:
     [
         ("make", None),
         ("by_rank", "in step 0 the loss on rank 1 is * and of the same batch in one process *"),
-        (
-            "with_one_batch",
-            "its batch is the same on every rank, so that nothing tells whether *",
-        ),
+        ("with_one_batch", "its batch is the same on every rank, so that nothing tells whether *"),
         ("drawn_by_python", "it makes another model or batch each time: have PyTorch's generator draw them"),
     ],
 )

@@ -143,8 +143,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(pair: World, number: sig
 
 def test_a_rank_that_crashes_leaves_its_stack(pair: World) -> None:
     with pytest.raises(
-        RankError,
-        match=r"(?s)rank 1 of 2 was killed by SIGSEGV: was a .*\?\nFatal Python error.*in crash_on_rank_1",
+        RankError, match=r"(?s)rank 1 of 2 was killed by SIGSEGV: was a .*\?\nFatal Python error.*in crash_on_rank_1"
     ):
         pair.run(crash_on_rank_1)
 

@@ -16,18 +16,7 @@ from shardmark.report.changes import changes
 from shardmark.report.output import Report
 from shardmark.report.page import page
 from shardmark.report.plots import restored, saved
-from tests.support.page_rows import (
-    BUCKETS,
-    HOSTILE,
-    LENGTHS,
-    PUBLISHED,
-    TITLES,
-    entry,
-    output,
-    predicted,
-    raced,
-    run,
-)
+from tests.support.page_rows import BUCKETS, HOSTILE, LENGTHS, PUBLISHED, TITLES, entry, output, predicted, raced, run
 from tests.support.planted_rows import figures
 from tests.support.planted_rows import planted as planted
 from tests.support.planted_rows import run as play

@@ -54,8 +54,7 @@ EVERY_TIME = ("options are checked", "first row half written", "ranks end")
 def moments(every_time: tuple[str, ...] = EVERY_TIME) -> Any:
     """All of them; those that are not named only in the sweep."""
     return pytest.mark.parametrize(
-        "moment",
-        [pytest.param(m, id=m.name, marks=[] if m.name in every_time else pytest.mark.sweep) for m in MOMENTS],
+        "moment", [pytest.param(m, id=m.name, marks=[] if m.name in every_time else pytest.mark.sweep) for m in MOMENTS]
     )
 
 

@@ -101,11 +101,7 @@ def _laps(*seconds: float) -> dict[str, list[Laps]]:
 
 @pytest.mark.parametrize(
     ("observer", "method"),
-    [
-        (Timeline(), "kinds"),
-        (ExposedCommunication(), "compute_step"),
-        (HiddenCommunication(), "compute_step"),
-    ],
+    [(Timeline(), "kinds"), (ExposedCommunication(), "compute_step"), (HiddenCommunication(), "compute_step")],
     ids=lambda value: type(value).__name__ if isinstance(value, Observer) else value,
 )
 def test_what_a_workload_lacks_is_one_line(observer: Observer, method: str) -> None:
@@ -122,8 +118,7 @@ def test_nothing_is_run_that_no_observer_asks_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("observer", "timed"),
-    [(ExposedCommunication, {COMPUTE}), (HiddenCommunication, {COMPUTE, COMMUNICATION})],
+    ("observer", "timed"), [(ExposedCommunication, {COMPUTE}), (HiddenCommunication, {COMPUTE, COMMUNICATION})]
 )
 def test_what_is_alone_is_timed_in_the_same_rounds(observer: type[Observer], timed: set[str]) -> None:
     measured = measure(_plan(observer))

@@ -47,10 +47,7 @@ REFUSED = {
         json.dumps(output(entry(), entry(schema=99))),
         f"is of another version of this suite, its rows without schema {SCHEMA} (it has 99)",
     ),
-    "without ids": (
-        json.dumps(output(entry(case={}))),
-        "of another version of this suite, its rows without case.id",
-    ),
+    "without ids": (json.dumps(output(entry(case={}))), "of another version of this suite, its rows without case.id"),
     "no machine": (json.dumps(output(entry()) | {"machine_info": None}), "version of this suite, without machine_info"),
 }
 

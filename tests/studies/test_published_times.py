@@ -6,16 +6,7 @@ import pytest
 
 from shardmark.predict.simulation.rates import WITHIN
 from studies.published import times_page
-from studies.published.time_rows import (
-    FILES,
-    Compared,
-    compared,
-    fitted_cases,
-    reading_of,
-    repeated,
-    rows,
-    why_unknown,
-)
+from studies.published.time_rows import FILES, Compared, compared, fitted_cases, reading_of, repeated, rows, why_unknown
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -17,6 +17,5 @@ def _can_make_links() -> bool:
 
 
 makes_links = pytest.mark.skipif(
-    not _can_make_links(),
-    reason="a link needs root, iproute2, and a kernel with veth and tbf",
+    not _can_make_links(), reason="a link needs root, iproute2, and a kernel with veth and tbf"
 )
