@@ -1,4 +1,4 @@
-"""Bytes of a step of nine linears on ranks, metered and expected: by the closed form if there is one, else predicted."""
+"""Bytes of a step of nine linears on ranks, metered and expected: by a closed form if there is one, else predicted."""
 
 from __future__ import annotations
 
