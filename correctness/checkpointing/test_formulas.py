@@ -96,7 +96,9 @@ def test_kept_and_peak_bytes_are_the_formulas_to_the_byte(
         assert memory.tensors == POLICIES[name].peak(case)
 
 
-@pytest.mark.parametrize("model", ["medium", "large", "xl"])
+@pytest.mark.parametrize(
+    "model", ["medium", *(pytest.param(model, marks=pytest.mark.sweep) for model in ("large", "xl"))]
+)
 def test_each_policy_saves_what_it_is_for(model: str) -> None:
     case = TrainingStepCase(model, batch=4, context=2048)
     kept, peak, flops = (
@@ -113,7 +115,7 @@ def test_recursive_lowers_the_peak_where_a_block_has_a_larger_input_than_gradien
     tokens: int, saves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A block leaves gradients of 16 d^2 where f is 4 d, and takes its input of T d away, as backward passes."""
-    with sized(monkeypatch, d_model=128, d_ff=512, layers=100, vocab=100) as model:
+    with sized(monkeypatch, d_model=128, d_ff=512, layers=25, vocab=100) as model:
         case = TrainingStepCase(model, batch=128, context=tokens)
         assert (POLICIES["recursive"].peak(case) < POLICIES["full"].peak(case)) == saves
 
