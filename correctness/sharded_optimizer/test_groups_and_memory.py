@@ -88,7 +88,7 @@ def wide_and_half(ranks: int) -> Division:
 
 def alone_in_groups(count: int) -> Division:
     """One element per parameter, one parameter per group: dividing each group anew gives rank 0 everything."""
-    return Division((1,) * count, (1,) * count, count // 2, copies=16, rows=1)
+    return Division((1,) * count, (1,) * count, count // 2, copies=40, rows=1)
 
 
 def random_division(draw: Random, largest: int) -> Division:
