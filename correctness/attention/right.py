@@ -9,25 +9,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
+from correctness.attention.textbook import Flash, checked, flash_backward
 from correctness.support.planting import right
-from impl.attention import check_inputs
-
-
-def _groups(q: Tensor, k: Tensor) -> int:
-    return q.shape[-3] // k.shape[-3] if q.ndim > 2 else 1
-
-
-def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    group = _groups(q, k)
-    if group == 1:
-        return k, v
-    return k.repeat_interleave(group, dim=-3), v.repeat_interleave(group, dim=-3)
+from impl.attention import check_inputs, kv_group, per_query_head
 
 
 @right("float64 inside")
 def float64_einsum(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    check_inputs(q, k, v)
-    wide_q, wide_k, wide_v = (x.double() for x in (q, *_repeated(q, k, v)))
+    wide_q, wide_k, wide_v = (x.double() for x in checked(q, k, v))
     scores = torch.einsum("...qd,...kd->...qk", wide_q, wide_k) / q.shape[-1] ** 0.5
     if is_causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -47,14 +36,19 @@ def sdpa_behind_a_check(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = Fa
         raise ValueError("leading dims differ")
     if q.numel() == 0:
         return torch.zeros_like(q)
-    return scaled_dot_product_attention(q, *_repeated(q, k, v), is_causal=is_causal)
+    k, v = (per_query_head(x, kv_group(q, k)) for x in (k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
 @right("a textbook autograd.Function with @once_differentiable: with it gradients of gradients are refused")
-class Textbook(torch.autograd.Function):
+class Textbook(Flash): ...
+
+
+@right("keys in tiles with a running maximum, which starts at -inf as in the paper; its log-sum-exp is of base 2")
+class BaseTwo(Flash):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        out, lse = _forward(q, k, v, is_causal, base=math.e)
+        out, lse = _tiled(*checked(q, k, v), is_causal)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.is_causal = is_causal
         return out
@@ -62,70 +56,33 @@ class Textbook(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return *_backward(*ctx.saved_tensors, grad, ctx.is_causal, base=math.e), None
+        *saved, lse = ctx.saved_tensors
+        return *flash_backward(*saved, lse * math.log(2), grad, ctx.is_causal), None
 
 
-@right("its log-sum-exp is of base 2, forward and backward")
-class BaseTwo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        out, lse = _forward(q, k, v, is_causal, base=2.0)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.is_causal = is_causal
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return *_backward(*ctx.saved_tensors, grad, ctx.is_causal, base=2.0), None
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, base: float) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp; the running maximum starts at -inf, as in the paper."""
-    check_inputs(q, k, v)
+def _tiled(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of base 2."""
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    k, v = _repeated(q, k, v)
     q, k, v = (x.to(wide) for x in (q, k, v))
     acc, total = torch.zeros_like(q), q.new_zeros(*q.shape[:-1], 1)
     largest = torch.full_like(total, -math.inf)
-    scale = 1 / math.sqrt(q.shape[-1]) / math.log(base)
     for start in range(0, k.shape[-2], 100):
-        scores = q @ k[..., start : start + 100, :].mT * scale
+        scores = q @ k[..., start : start + 100, :].mT / math.sqrt(q.shape[-1]) / math.log(2)
         if is_causal:
             rows, columns = torch.arange(q.shape[-2]), start + torch.arange(scores.shape[-1])
             scores = scores.masked_fill((columns > rows[:, None]).to(q.device), -math.inf)
         new = torch.maximum(largest, scores.amax(-1, keepdim=True))
-        probs, rescale = base ** (scores - new), base ** (largest - new)
+        probs, rescale = (scores - new).exp2(), (largest - new).exp2()
         total = total * rescale + probs.sum(-1, keepdim=True)
         acc = acc * rescale + probs @ v[..., start : start + 100, :]
         largest = new
-    return (acc / total).to(dtype), (largest + total.log() / math.log(base)).squeeze(-1)
-
-
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, is_causal: bool, base: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, wide, group = q.dtype, lse.dtype, _groups(q, k)
-    k, v = _repeated(q, k, v)
-    q, k, v, out, grad = (x.to(wide) for x in (q, k, v, out, grad))
-    scale = 1 / math.sqrt(q.shape[-1])
-    probs = base ** (q @ k.mT * (scale / math.log(base)) - lse[..., None])
-    if is_causal:
-        probs = probs.tril()
-    grad_v = probs.mT @ grad
-    grad_scores = probs * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
-    grad_q, grad_k = grad_scores @ k, grad_scores.mT @ q
-    if group > 1:
-        grad_k, grad_v = (x.unflatten(-3, (-1, group)).sum(-3) for x in (grad_k, grad_v))
-    return grad_q.to(dtype), grad_k.to(dtype), grad_v.to(dtype)
+    return (acc / total).to(dtype), (largest + total.log2()).squeeze(-1)
 
 
 @right("sums its tiles of keys in a random order, so that two calls differ in the last bits")
 def tiles_in_random_order(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    check_inputs(q, k, v)
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    k, v = _repeated(q, k, v)
-    q, k, v = (x.to(wide) for x in (q, k, v))
+    q, k, v = (x.to(wide) for x in checked(q, k, v))
     starts = list(range(0, k.shape[-2], 37))
     random.shuffle(starts)
     rows = torch.arange(q.shape[-2], device=q.device)
@@ -144,7 +101,7 @@ def tiles_in_random_order(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = 
 @right("a row at a time, each over the keys that it sees and no others; refuses grouped heads as Unsupported")
 def row_by_row(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     check_inputs(q, k, v)
-    if _groups(q, k) > 1:
+    if kv_group(q, k) > 1:
         from shardmark.api.registry import Unsupported
 
         raise Unsupported("row_by_row takes as many heads in k and v as in q")

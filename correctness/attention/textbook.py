@@ -9,8 +9,9 @@ from torch import Tensor
 from impl.attention import check_inputs, kv_group, per_query_head
 
 
-def scores_of(q: Tensor, k: Tensor) -> Tensor:
-    return q @ k.mT / math.sqrt(q.shape[-1])
+def scores_of(q: Tensor, k: Tensor, is_causal: bool = False) -> Tensor:
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    return scores.masked_fill(future(q, k), -math.inf) if is_causal else scores
 
 
 def future(q: Tensor, k: Tensor, first: int = 1) -> Tensor:
@@ -32,9 +33,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
     """Output (..., q_len, dim) and log-sum-exp (..., q_len)."""
     q, k, v = checked(q, k, v)
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = scores_of(q.to(wide), k.to(wide))
-    if is_causal:
-        scores = scores.masked_fill(future(q, k), -math.inf)
+    scores = scores_of(q.to(wide), k.to(wide), is_causal)
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp() @ v.to(wide)).to(q.dtype), lse
 
@@ -46,9 +45,7 @@ def flash_backward(
     q, k, v = checked(q, k, v)
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v, out, grad = (x.to(wide) for x in (q, k, v, out, grad))
-    probs = (scores_of(q, k) - lse.to(wide)[..., None]).exp()
-    if is_causal:
-        probs = probs.masked_fill(future(q, k), 0)
+    probs = (scores_of(q, k, is_causal) - lse.to(wide)[..., None]).exp()
     grad_scores = probs * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
     grad_k, grad_v = (
         summed_over_groups(x, like) for x, like in zip((grad_scores.mT @ q, probs.mT @ grad), shapes, strict=True)

@@ -15,21 +15,15 @@ from impl.attention import check_inputs, eager_attention, kv_group
 def mask_off_by_one(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     """Each query sees one key too many."""
     q, k, v = checked(q, k, v)
-    scores = scores_of(q, k)
-    if is_causal:
-        scores = scores.masked_fill(future(q, k, 2), -math.inf)
-    return scores.softmax(-1) @ v
+    return scores_of(q, k).masked_fill(is_causal * future(q, k, 2), -math.inf).softmax(-1) @ v
 
 
 @defect(cause="masks", caught_by="test_a_query_sees_the_keys_up_to_its_own")
 def positions_in_the_inputs_dtype(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     """Computes positions in the inputs' dtype: bfloat16 cannot represent 257, nor float16 2,049."""
     q, k, v = checked(q, k, v)
-    scores = scores_of(q, k)
-    if is_causal:
-        rows, columns = (torch.arange(x.shape[-2], device=q.device).to(q.dtype) for x in (q, k))
-        scores = scores.masked_fill(columns > rows[:, None], -math.inf)
-    return scores.softmax(-1) @ v
+    rows, columns = (torch.arange(x.shape[-2], device=q.device).to(q.dtype) for x in (q, k))
+    return scores_of(q, k).masked_fill(is_causal * (columns > rows[:, None]), -math.inf).softmax(-1) @ v
 
 
 @defect(cause="masks", caught_by="test_is_as_accurate_as_eager")
@@ -52,9 +46,7 @@ def keys_beyond_whole_tiles_left_out(q: Tensor, k: Tensor, v: Tensor, *, is_caus
 @defect(cause="shapes", caught_by="test_is_as_accurate_as_eager")
 def columns_beyond_128_left_out(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     q, k, v = checked(q, k, v)
-    scores = scores_of(q[..., :128], k[..., :128]) * math.sqrt(min(128, q.shape[-1]) / q.shape[-1])
-    if is_causal:
-        scores = scores.masked_fill(future(q, k), -math.inf)
+    scores = scores_of(q[..., :128], k[..., :128], is_causal) * math.sqrt(min(128, q.shape[-1]) / q.shape[-1])
     return scores.softmax(-1) @ v
 
 
@@ -86,9 +78,7 @@ def grouped_float64_through_float32(q: Tensor, k: Tensor, v: Tensor, *, is_causa
 def tiles_summed_in_the_inputs_dtype(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     """Rounds sums and products of 16 keys at a time to half precision."""
     q, k, v = checked(q, k, v)
-    scores = scores_of(q, k)
-    if is_causal:
-        scores = scores.masked_fill(future(q, k), -math.inf)
+    scores = scores_of(q, k, is_causal)
     exps = (scores - scores.amax(-1, keepdim=True)).exp()
     total = sum(part @ rows for part, rows in zip(exps.split(16, -1), v.split(16, -2), strict=True))
     return total / sum(part.sum(-1, keepdim=True) for part in exps.split(16, -1))
@@ -97,19 +87,14 @@ def tiles_summed_in_the_inputs_dtype(q: Tensor, k: Tensor, v: Tensor, *, is_caus
 @defect(cause="numerics", caught_by="test_large_scores_do_not_overflow")
 def no_maximum_subtracted(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     q, k, v = checked(q, k, v)
-    scores = scores_of(q, k)
-    if is_causal:
-        scores = scores.masked_fill(future(q, k), -math.inf)
-    exps = scores.clamp(max=math.log(torch.finfo(q.dtype).max) - 8).exp()
+    exps = scores_of(q, k, is_causal).clamp(max=math.log(torch.finfo(q.dtype).max) - 8).exp()
     return exps / exps.sum(-1, keepdim=True) @ v
 
 
 @defect(cause="numerics", caught_by="test_what_is_added_to_every_score_changes_nothing")
 def running_maximum_from_zero(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     q, k, v = checked(q, k, v)
-    scores = scores_of(q, k)
-    if is_causal:
-        scores = scores.masked_fill(future(q, k), -math.inf)
+    scores = scores_of(q, k, is_causal)
     exps = (scores - scores.amax(-1, keepdim=True).clamp(min=0)).exp()
     return exps / (exps.sum(-1, keepdim=True) + 1e-20) @ v
 
@@ -192,9 +177,7 @@ def what_is_not_a_number_is_zero(q: Tensor, k: Tensor, v: Tensor, *, is_causal: 
 def softmax_minus_the_largest_of_all(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     """Subtracts one maximum for the whole batch: sequences with small scores underflow."""
     q, k, v = checked(q, k, v)
-    scores = scores_of(q, k)
-    if is_causal:
-        scores = scores.masked_fill(future(q, k), -math.inf)
+    scores = scores_of(q, k, is_causal)
     exps = (scores - scores.amax()).exp()
     return exps / exps.sum(-1, keepdim=True) @ v
 
@@ -211,10 +194,7 @@ def a_last_key_alone_left_out(q: Tensor, k: Tensor, v: Tensor, *, is_causal: boo
     q, k, v = checked(q, k, v)
     k_len = k.shape[-2]
     seen = k_len - 1 if k_len > 1 and k_len % 176 == 1 else k_len
-    scores = scores_of(q, k)
-    if is_causal:
-        scores = scores.masked_fill(future(q, k), -math.inf)
-    return scores[..., :seen].softmax(-1) @ v[..., :seen, :]
+    return scores_of(q, k, is_causal)[..., :seen].softmax(-1) @ v[..., :seen, :]
 
 
 @defect(cause="numerics", caught_by="test_autocast_leaves_float64_as_it_is")
@@ -230,9 +210,7 @@ def casts_float64_under_autocast(q: Tensor, k: Tensor, v: Tensor, *, is_causal: 
 def divides_last_in_half_precision(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     """Rounds the weighted sum of values to v's dtype before it divides by the sum of the weights."""
     q, k, v = checked(q, k, v)
-    scores = scores_of(q, k)
+    scores = scores_of(q, k, is_causal)
     scores = scores if q.dtype == torch.float64 else scores.float()
-    if is_causal:
-        scores = scores.masked_fill(future(q, k), -math.inf)
     weights = (scores - scores.detach().amax(-1, keepdim=True)).exp()
     return ((weights.to(v.dtype) @ v) / weights.sum(-1, keepdim=True)).to(q.dtype)

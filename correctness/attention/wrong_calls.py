@@ -71,7 +71,7 @@ class MaskOfTheLastCall(Flash):
         return *flash_backward(*ctx.saved_tensors, grad, MaskOfTheLastCall.is_causal), None
 
 
-_masks: dict[int, Tensor] = {}
+_masks: dict[Any, Tensor] = {}
 
 
 @defect(cause="two calls", caught_by="test_calls_of_other_shapes_and_dtypes_between")
@@ -112,9 +112,6 @@ def keys_kept_with_the_tensor(q: Tensor, k: Tensor, v: Tensor, *, is_causal: boo
     if not hasattr(kept, "kept"):
         kept.kept = k.clone(), v.clone()
     return eager_attention(q, *kept.kept, is_causal=is_causal)
-
-
-_masks: dict[tuple[int, int], Tensor] = {}
 
 
 @defect(cause="two calls", caught_by="test_trains_on_what_it_was_first_evaluated_on")

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 
-from correctness.loss.textbook import ByAutograd, apply
+from correctness.loss.textbook import ByAutograd, of_terms
 from correctness.support.planting import right
-from impl.loss import check_inputs, eager_loss, product_dtype
+from impl.loss import eager_loss, product_dtype
 
 
 def _checked(
@@ -59,26 +59,20 @@ def torchs_cross_entropy(
 
 
 @right("float64 inside, and only the tokens that count; refuses options it does not have as Unsupported")
+@of_terms
 def float64_of_those_that_count(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
 ) -> Tensor:
-    check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
-    if z_loss:
+    if z:
         from shardmark.api.registry import Unsupported
 
         raise Unsupported("no z_loss here")
-    kept = (targets != ignore_index).nonzero()[:, 0]
+    kept = (targets != ignore).nonzero()[:, 0]
     product = product_dtype(hidden, weight)
     logits = (hidden.to(product)[kept] @ weight.to(product).mT).double()
     log_probs = logits - logits.logsumexp(-1, keepdim=True)
     wanted = log_probs.gather(1, targets[kept][:, None]).sum()
-    total = (1 - label_smoothing) * wanted + label_smoothing * log_probs.mean(-1).sum()
+    total = (1 - smoothing) * wanted + smoothing * log_probs.mean(-1).sum()
     return (-total / max(1, len(kept))).to(torch.promote_types(product, torch.float32))
 
 
@@ -137,33 +131,19 @@ def _logits(hidden: Tensor, rows: Tensor) -> Tensor:
 
 
 @right("logits computed again in backward, by block of the vocabulary, with @once_differentiable")
-def recomputing(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> Tensor:
-    check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
+@of_terms
+def recomputing(hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float) -> Tensor:
     product = product_dtype(hidden, weight)
     with torch.autocast(hidden.device.type, enabled=False):
         wide = hidden.to(product), weight.to(product)
-        return _Recomputing.apply(*wide, targets, ignore_index, label_smoothing, z_loss)
+        return _Recomputing.apply(*wide, targets, ignore, smoothing, z)
 
 
 @right("sums its chunks of tokens in a random order, so that two calls differ in the last bits")
+@of_terms
 def chunks_in_random_order(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
 ) -> Tensor:
-    check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
     chunks = list(zip(hidden.split(100), targets.split(100), strict=True))
     random.shuffle(chunks)
     total = 0 * (hidden.double().sum() + weight.double().sum())
@@ -172,35 +152,30 @@ def chunks_in_random_order(
     for rows, wanted in chunks:
         logits = linear(rows, wide.to(weight.dtype))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "sum"}
+        options = {"ignore_index": ignore, "label_smoothing": smoothing, "reduction": "sum"}
         total = total + cross_entropy(logits, wanted, **options)
-        if z_loss:
-            total = total + z_loss * logits.logsumexp(-1).square().masked_fill(wanted == ignore_index, 0).sum()
-    return total / (targets != ignore_index).sum().clamp(min=1)
+        if z:
+            total = total + z * logits.logsumexp(-1).square().masked_fill(wanted == ignore, 0).sum()
+    return total / (targets != ignore).sum().clamp(min=1)
 
 
 @right("tokens to be ignored are left out before the product, and the loss is float64")
+@of_terms
 def leaves_ignored_out(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
 ) -> Tensor:
-    check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
-    kept = (targets != ignore_index).nonzero()[:, 0]
+    kept = (targets != ignore).nonzero()[:, 0]
     logits = linear(hidden[kept], weight).double()
     # No target is left to ignore, and ignore_index may be a word.
-    loss = cross_entropy(logits, targets[kept], ignore_index=-1, label_smoothing=label_smoothing, reduction="sum")
-    if z_loss:
-        loss = loss + z_loss * logits.logsumexp(-1).square().sum()
+    loss = cross_entropy(logits, targets[kept], ignore_index=-1, label_smoothing=smoothing, reduction="sum")
+    if z:
+        loss = loss + z * logits.logsumexp(-1).square().sum()
     return loss / max(1, len(kept))
 
 
 @right("computes its gradients in forward, with autograd and in float64, where there is autograd")
 def gradients_in_forward(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    if torch.is_inference_mode_enabled():
-        return eager_loss(hidden, weight, targets, **options)
-    return apply(ByAutograd, hidden, weight, targets, options)
+    return (eager_loss if torch.is_inference_mode_enabled() else _by_autograd)(hidden, weight, targets, **options)
+
+
+_by_autograd = of_terms(ByAutograd.apply)

@@ -1,5 +1,6 @@
 """A textbook fused loss, step by step; each planted defect changes one step."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,9 +63,21 @@ def scaled(gradients: tuple[Tensor, ...], dtypes: tuple[torch.dtype, ...], scale
     return tuple((x * scale).to(dtype) for x, dtype in zip(gradients, dtypes, strict=True))
 
 
-def apply(
-    function: type[torch.autograd.Function], hidden: Tensor, weight: Tensor, targets: Tensor, options: dict[str, Any]
-) -> Tensor:
-    options = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0} | options
-    check_inputs(hidden, weight, targets, **options)
-    return function.apply(hidden, weight, targets, *options.values())
+def of_terms(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The loss that checks its inputs and calls `function(hidden, weight, targets, ignore_index, label_smoothing,
+    z_loss)`."""
+
+    def loss(
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> Tensor:
+        check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
+        return function(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
+
+    loss.__name__, loss.__module__ = function.__name__, function.__module__
+    return loss

@@ -6,74 +6,61 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from correctness.loss.textbook import Fused, apply, loss_and_gradients
+from correctness.loss.textbook import Fused, loss_and_gradients, of_terms
 from correctness.support.planting import defect
-from impl.loss import check_inputs, eager_loss
+from impl.loss import eager_loss
 
 
 def _mean(losses: Tensor, kept: Tensor) -> Tensor:
     return (losses * kept).sum() / kept.sum().clamp(min=1)
 
 
-def _summed(losses: Tensor, kept: Tensor) -> Tensor:
-    return losses.masked_fill(~kept, 0).sum()
+def _kept(targets: Tensor, options: dict[str, Any]) -> Tensor:
+    return targets != options.get("ignore_index", -100)
 
 
 @defect(cause="options", caught_by="test_ignores_any_index")
-def ignore_index_in_32_bits(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, **options: Any
-) -> Tensor:
+@of_terms
+def ignore_index_in_32_bits(hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, *terms: float) -> Tensor:
     """Stores ignore_index in 32 bits: -2^32 becomes 0."""
-    check_inputs(hidden, weight, targets, ignore_index, **_filled(options))
-    narrow = torch.tensor(ignore_index).to(torch.int32).item()
-    return eager_loss(hidden, weight, targets.to(torch.int32).long(), ignore_index=int(narrow), **options)
+    narrow = int(torch.tensor(ignore).to(torch.int32))
+    return _eager(hidden, weight, targets.to(torch.int32).long(), narrow, *terms)
 
 
-def _filled(options: dict[str, Any]) -> dict[str, float]:
-    return {"label_smoothing": 0.0, "z_loss": 0.0} | options
+def _eager(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float = 0.0, z: float = 0.0
+) -> Tensor:
+    return eager_loss(hidden, weight, targets, ignore_index=ignore, label_smoothing=smoothing, z_loss=z)
 
 
 @defect(cause="options", caught_by="test_takes_every_option")
+@of_terms
 def z_loss_of_ignored_tokens_too(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
 ) -> Tensor:
-    check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
-    loss = eager_loss(hidden, weight, targets, ignore_index=ignore_index, label_smoothing=label_smoothing)
-    if z_loss and (targets != ignore_index).any():
-        loss = loss + z_loss * linear(hidden, weight).to(loss.dtype).logsumexp(-1).square().mean()
+    loss = _eager(hidden, weight, targets, ignore, smoothing)
+    if z and (targets != ignore).any():
+        loss = loss + z * linear(hidden, weight).to(loss.dtype).logsumexp(-1).square().mean()
     return loss
 
 
 @defect(cause="options", caught_by="test_takes_every_option")
+@of_terms
 def label_smoothing_over_the_others(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
 ) -> Tensor:
     """Shares the smoothing among all words except the target, as the paper's first line reads; torch includes it."""
-    check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
     vocab = weight.shape[0]
-    smoothing = label_smoothing * vocab / max(1, vocab - 1) if label_smoothing < 1 else 1.0
-    options = {"ignore_index": ignore_index, "z_loss": z_loss}
-    return eager_loss(hidden, weight, targets, label_smoothing=min(smoothing, 1.0), **options)
+    smoothing = smoothing * vocab / max(1, vocab - 1) if smoothing < 1 else 1.0
+    return _eager(hidden, weight, targets, ignore, min(smoothing, 1.0), z)
 
 
 @defect(cause="numerics", caught_by="test_is_as_accurate_as_eager")
-def targets_in_16_bits(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+@of_terms
+def targets_in_16_bits(hidden: Tensor, weight: Tensor, targets: Tensor, *terms: Any) -> Tensor:
     """Stores targets in 16 bits: words from 32,768 on wrap around."""
-    check_inputs(hidden, weight, targets, **({"ignore_index": -100} | _filled(options)))
     wrapped = torch.where(targets >= 0, targets.to(torch.int16).long() % weight.shape[0], targets)
-    return eager_loss(hidden, weight, wrapped, **options)
+    return _eager(hidden, weight, wrapped, *terms)
 
 
 @defect(cause="numerics", caught_by="test_is_as_accurate_as_eager")
@@ -100,41 +87,37 @@ def words_beyond_whole_blocks_left_out(hidden: Tensor, weight: Tensor, targets: 
     if not 0 < whole < vocab or hidden.shape[0] == 0:
         return loss
     logits = linear(hidden, weight).to(loss.dtype)
-    kept = targets != options.get("ignore_index", -100)
+    kept = _kept(targets, options)
     return loss - _mean(logits.logsumexp(-1) - logits[:, :whole].logsumexp(-1), kept)
 
 
 @defect(cause="numerics", caught_by="test_no_target_left")
 def zero_over_zero(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
     loss = eager_loss(hidden, weight, targets, **options)
-    return loss / (targets != options.get("ignore_index", -100)).any()
+    return loss / (_kept(targets, options)).any()
 
 
 @defect(cause="numerics", caught_by="test_statistics_of_half")
+@of_terms
 def statistics_in_half_precision(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, smoothing: float, z: float
 ) -> Tensor:
-    check_inputs(hidden, weight, targets, ignore_index, label_smoothing, z_loss)
-    kept = targets != ignore_index
+    kept = targets != ignore
     logits = linear(hidden, weight)
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
+    options = {"ignore_index": ignore, "label_smoothing": smoothing, "reduction": "none"}
     losses = cross_entropy(logits, targets, **options)
-    if z_loss:
-        losses = losses + z_loss * logits.logsumexp(-1).square()
-    return _summed(losses.to(torch.promote_types(losses.dtype, torch.float32)), kept) / kept.sum().clamp(min=1)
+    if z:
+        losses = losses + z * logits.logsumexp(-1).square()
+    return losses.to(torch.promote_types(losses.dtype, torch.float32)).masked_fill(~kept, 0).sum() / kept.sum().clamp(
+        min=1
+    )
 
 
 @defect(cause="numerics", caught_by="test_divides_by_the_exact_number")
 def count_in_half_precision(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
     """Counts targets in half precision: float16 cannot represent 2,049, nor bfloat16 257."""
     loss = eager_loss(hidden, weight, targets, **options)
-    count = (targets != options.get("ignore_index", -100)).sum().clamp(min=1)
+    count = (_kept(targets, options)).sum().clamp(min=1)
     return loss * count / count.to(hidden.dtype).to(loss.dtype)
 
 
@@ -142,7 +125,7 @@ def count_in_half_precision(hidden: Tensor, weight: Tensor, targets: Tensor, **o
 def no_maximum_subtracted(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
     loss = eager_loss(hidden, weight, targets, **options)
     logits = linear(hidden, weight).to(loss.dtype)
-    kept = targets != options.get("ignore_index", -100)
+    kept = _kept(targets, options)
     plain = logits.clamp(max=80).exp().sum(-1).log()
     return loss + _mean(plain - logits.logsumexp(-1), kept)
 
@@ -153,16 +136,17 @@ def running_maximum_from_zero(hidden: Tensor, weight: Tensor, targets: Tensor, *
     logits = linear(hidden, weight).to(loss.dtype)
     if logits.numel() == 0:
         return loss
-    kept = targets != options.get("ignore_index", -100)
+    kept = _kept(targets, options)
     largest = logits.amax(-1).clamp(min=0)
     plain = ((logits - largest[:, None]).exp().sum(-1) + 1e-30).log() + largest
     return loss + _mean(plain - logits.logsumexp(-1), kept)
 
 
 @defect(cause="numerics", caught_by="test_a_gradient_scaler")
-def divided_by_the_count_in_float16(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+@of_terms
+def divided_by_the_count_in_float16(*terms: Any) -> Tensor:
     """Divides by the count before the loss scaler's gradient multiplies."""
-    return apply(_RoundedBeforeScaling, hidden, weight, targets, options)
+    return _RoundedBeforeScaling.apply(*terms)
 
 
 class _RoundedBeforeScaling(Fused):
@@ -210,7 +194,7 @@ def epsilon_in_the_logarithm(hidden: Tensor, weight: Tensor, targets: Tensor, **
     """Takes log(p + 1e-8), as many first versions do."""
     loss = eager_loss(hidden, weight, targets, **options)
     logits = linear(hidden, weight).to(loss.dtype)
-    kept = targets != options.get("ignore_index", -100)
+    kept = _kept(targets, options)
     log_p = logits.log_softmax(-1).gather(1, targets.masked_fill(~kept, 0)[:, None])[:, 0]
     return loss + _mean(log_p - (log_p.exp() + 1e-8).log(), kept)
 
@@ -239,7 +223,7 @@ def squares_times_zero(
     """Masks the z-loss by multiplication; the square of a large logit may be infinite."""
     loss = eager_loss(hidden, weight, targets, **options)
     squares = linear(hidden, weight).to(loss.dtype).logsumexp(-1).square()
-    return loss + z_loss * _mean(squares, targets != options.get("ignore_index", -100)) if z_loss else loss
+    return loss + z_loss * _mean(squares, _kept(targets, options)) if z_loss else loss
 
 
 @defect(cause="numerics", caught_by="test_large_logits_of_ignored_targets")

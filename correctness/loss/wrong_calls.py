@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correctness.loss.textbook import ByAutograd, Fused, apply, scaled
+from correctness.loss.textbook import ByAutograd, Fused, of_terms, scaled
 from correctness.support.planting import defect
 from impl.loss import eager_loss
 
@@ -24,9 +24,10 @@ class _InWorkspaces(Fused):
 
 
 @defect(cause="two calls", caught_by="test_two_forwards_before_either_backward")
-def gradients_in_workspaces(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+@of_terms
+def gradients_in_workspaces(*terms: Any) -> Tensor:
     """Forward computes the gradients in one buffer for each shape."""
-    return apply(_InWorkspaces, hidden, weight, targets, options)
+    return _InWorkspaces.apply(*terms)
 
 
 class _GradientsReused(Fused):
@@ -41,9 +42,10 @@ class _GradientsReused(Fused):
 
 
 @defect(cause="two calls", caught_by="test_results_stay_while_other_calls_run")
-def gradients_given_twice(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+@of_terms
+def gradients_given_twice(*terms: Any) -> Tensor:
     """Returns the same gradient tensors for every call of a shape."""
-    return apply(_GradientsReused, hidden, weight, targets, options)
+    return _GradientsReused.apply(*terms)
 
 
 @defect(cause="gradients", caught_by="test_leaves_its_inputs_as_they_are")
@@ -60,14 +62,16 @@ class _Differentiable(Fused):
 
 
 @defect(cause="gradients", caught_by="test_a_second_derivative")
-def second_derivative_of_constants(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    return apply(_Differentiable, hidden, weight, targets, options)
+@of_terms
+def second_derivative_of_constants(*terms: Any) -> Tensor:
+    return _Differentiable.apply(*terms)
 
 
 @defect(cause="gradients", caught_by="test_gives_the_same_loss_without_gradients")
-def gradients_where_there_is_no_autograd(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+@of_terms
+def gradients_where_there_is_no_autograd(*terms: Any) -> Tensor:
     """Raises in `torch.inference_mode`, where evaluations run."""
-    return apply(ByAutograd, hidden, weight, targets, options)
+    return ByAutograd.apply(*terms)
 
 
 class _ScaledInPlace(Fused):
@@ -80,9 +84,10 @@ class _ScaledInPlace(Fused):
 
 
 @defect(cause="state", caught_by="test_a_second_backward_pass")
-def gradients_scaled_in_place(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+@of_terms
+def gradients_scaled_in_place(*terms: Any) -> Tensor:
     """A second backward pass scales the gradients twice."""
-    return apply(_ScaledInPlace, hidden, weight, targets, options)
+    return _ScaledInPlace.apply(*terms)
 
 
 _ones: dict[tuple[int, ...], Tensor] = {}

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import pytest
 import torch.distributed as dist
 
 HUNG = 1.0
@@ -59,6 +60,12 @@ def _fault(outcome: str, says: str, ranks: str, deadline: float) -> Callable[[Fu
         return function
 
     return add
+
+
+def names_of(outcome: str, *slow: str) -> list[Any]:
+    """The faults of that outcome; those that take seconds are the sweep's."""
+    names = [name for name, fault in FAULTS.items() if fault.outcome == outcome]
+    return [pytest.param(name, marks=pytest.mark.sweep) if name in slow else name for name in names]
 
 
 def on_rank_1() -> bool:

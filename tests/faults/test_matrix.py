@@ -21,7 +21,6 @@ MEASURED = [name for name in FAULTS if FAULTS[name].outcome == FAILS and not nam
 """A step returns nothing."""
 
 EVERY = [(name, phase) for phase in PHASES for name in (MEASURED if phase == "measured" else FAULTS)]
-STEPS = [(name, phase) for name, phase in EVERY if phase == "step"]
 FEW = [(name, phase) for name, phase in EVERY if name in TYPICAL]
 
 
@@ -63,7 +62,6 @@ def check_rows(run: Run) -> None:
     [
         pytest.param(2, FEW, (), id="2ranks"),
         pytest.param(4, FEW, ("-n2",), id="4ranks-two_workers"),
-        pytest.param(2, STEPS, (), id="2ranks-steps"),
         pytest.param(2, EVERY, (), id="2ranks-every"),
         pytest.param(4, EVERY, (), id="4ranks-every"),
         pytest.param(2, EVERY, ("-n2",), id="2ranks-every-two_workers"),

@@ -37,6 +37,26 @@ def leaves_another_device() -> None:
     torch.set_default_device("meta")
 
 
+@warns("the number of threads")
+def leaves_more_threads() -> None:
+    torch.set_num_threads(torch.get_num_threads() + 1)
+
+
+@warns("grad mode")
+def leaves_no_grad_mode() -> None:
+    torch.set_grad_enabled(False)
+
+
+@warns("autocast on cuda")
+def leaves_autocast() -> None:
+    torch.set_autocast_enabled("cuda", True)
+
+
+@warns("deterministic algorithms")
+def leaves_deterministic_algorithms() -> None:
+    torch.use_deterministic_algorithms(True)
+
+
 @warns("a filter that makes warnings errors")
 def leaves_warnings_as_errors() -> None:
     warnings.simplefilter("error")
@@ -64,6 +84,11 @@ def leaves_no_environment() -> None:
 @warns(r"torch\.nn\.functional\.relu")
 def leaves_a_patched_function() -> None:
     torch.nn.functional.relu = torch.sigmoid
+
+
+@warns(r"torch\.distributed\.all_reduce")
+def leaves_a_patched_collective() -> None:
+    dist.all_reduce = print  # type: ignore[assignment]
 
 
 @warns(r"torch\.nn\.functional\.gelu")
@@ -116,6 +141,27 @@ def leaves_another_umask() -> None:
 def leaves_another_scheduling_policy() -> None:
     other = os.SCHED_OTHER if os.sched_getscheduler(0) == os.SCHED_BATCH else os.SCHED_BATCH
     os.sched_setscheduler(0, other, os.sched_param(0))
+
+
+@warns("its priority changed", restored=False)
+def leaves_another_priority() -> None:
+    os.nice(1)
+
+
+@warns("the cores it may run on changed", restored=False)
+def leaves_other_cores() -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)} if len(allowed) > 1 else set(range(os.cpu_count() or 1)))
+
+
+@warns("a signal handler changed", restored=False)
+def leaves_a_handler() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@warns("the mask of blocked signals changed", restored=False)
+def leaves_signals_blocked() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
 @warns("garbage collection")

@@ -53,6 +53,16 @@ SEVERAL = {
     "--report=none/x.html": "--report none/x.html: there is no folder none",
     "--report=new.html --trace-dir=file": "--trace-dir file: *",
     "--simulate=cpu:2 --ranks=2": "--simulate runs nothing: not with --ranks",
+    "--ranks=two": "--ranks takes world sizes such as 2,4, not 'two'",
+    "--ranks=2,9999": "--ranks 2,9999: 9999 ranks are more than this machine allows: *",
+    "--ranks=0": "--ranks 0: a world has at least one rank, not 0",
+    "--impl=optimiser=adam": "no family 'optimiser'; the families are *",
+    "--impl=attention=nonesuch": "attention has no implementation 'nonesuch'; registered are *",
+    "--impl=attention=missing.py:f": "attention=missing.py:f: cannot import *missing.py: FileNotFoundError*",
+    "--impl=attention=math:cos": "attention=math:cos does not meet the attention contract: TypeError: *",
+    "--link=fast": "--link fast: a link's rate is written as 1gbit or 100mbit, not 'fast'",
+    "--budgets=missing.toml": "--budgets missing.toml: No such file or directory",
+    "--trace-dir=file/x": "--trace-dir file/x: it is to be a folder, and cannot be: *",
     "--update-baseline": "--update-baseline needs --against, which names the file",
     "--update-baseline --against=none/x": "--update-baseline none/x: there is no folder none",
     "--update-baseline --against=folder": "--update-baseline folder: *",
@@ -65,7 +75,7 @@ CASES = [([f"{option}={value}"], says) for option, (values, says) in CHOICES.ite
 CASES += [
     ([f"{option}={value}"], f"{option} *: *" if value else f"{option} *") for option in PATHS for value in PATHS[option]
 ]
-CASES += [(arguments.split(), says) for arguments, says in SEVERAL.items()]
+NAMED = [(arguments.split(), says) for arguments, says in SEVERAL.items()]
 
 
 @pytest.fixture
@@ -84,7 +94,9 @@ def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Path:
     return here
 
 
-@pytest.mark.parametrize("cases", [CASES[::5], pytest.param(CASES, marks=pytest.mark.sweep)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "cases", [CASES[::5] + NAMED, pytest.param(CASES, marks=pytest.mark.sweep)], ids=["some", "all"]
+)
 def test_a_wrong_value_is_one_line_and_nothing_is_left(
     cases: list[tuple[list[str], str]], pytester: pytest.Pytester, folder: Path
 ) -> None:
@@ -103,7 +115,7 @@ def test_a_wrong_value_is_one_line_and_nothing_is_left(
     assert not wrong, "\n".join(f"{[each[:60] for each in case]}: {status} {lines}" for case, status, lines, _ in wrong)
 
 
-RAISED = ["RuntimeError('two\\nlines\\x1b[31m')", "GeneratorExit", "SystemExit(0)", "type('Own', (BaseException,), {})"]
+RAISED = ["RuntimeError('two\\nlines\\x1b[31m')", "GeneratorExit", "SystemExit(3)", "type('Own', (BaseException,), {})"]
 
 
 @pytest.mark.parametrize("raised", RAISED)

@@ -1,7 +1,5 @@
 """The plugin's options as a user meets them: what they choose, what they print, and what is wrong with them."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -124,34 +122,6 @@ def test_the_listing_is_printed_and_nothing_runs(project: pytest.Pytester) -> No
         ]
     )
     result.stdout.no_fnmatch_line("*passed*")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--device=tpu"], "--device is one of auto, cpu, cuda, not 'tpu'"),
-        (["--scale=huge"], "--scale is one of auto, smoke, laptop, paper, full, not 'huge'"),
-        (["--ranks=two"], "--ranks takes world sizes such as 2,4, not 'two'"),
-        (["--ranks=2,9999"], "--ranks 2,9999: 9999 ranks are more than this machine allows: *"),
-        (["--ranks=0"], "--ranks 0: a world has at least one rank, not 0"),
-        (["--impl=attention"], "--impl takes FAMILY=TARGET, not 'attention'"),
-        (["--impl=optimiser=adam"], "no family 'optimiser'; the families are *"),
-        (["--impl=attention=nonesuch"], "attention has no implementation 'nonesuch'; registered are *"),
-        (["--impl=attention=missing.py:f"], "attention=missing.py:f: cannot import *missing.py: FileNotFoundError*"),
-        (["--impl=attention=math:cos"], "attention=math:cos does not meet the attention contract: TypeError: *"),
-        (["--impl=attention=exits.py:f"], "attention=exits.py:f: cannot import *exits.py: SystemExit: 3"),
-        (["--link=fast"], "--link fast: a link's rate is written as 1gbit or 100mbit, not 'fast'"),
-        (["--budgets=missing.toml"], "--budgets missing.toml: No such file or directory"),
-        (["--benchmark-json=missing/out.json"], "--benchmark-json missing/out.json: there is no folder missing"),
-    ],
-)
-def test_a_bad_option_is_one_line_and_status_4(project: pytest.Pytester, arguments: list[str], message: str) -> None:
-    Path("exits.py").write_text("raise SystemExit(3)")
-    result = project.runpytest_inprocess(*arguments)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR == 4
-    errors = [line for line in result.errlines if line]
-    assert len(errors) == 1 and not result.outlines
-    result.stderr.fnmatch_lines([f"ERROR: {message}"])
 
 
 @makes_links

@@ -139,13 +139,3 @@ def test_kernels_are_in_the_row_and_under_the_table(project: pytest.Pytester) ->
             "forward + backward + optimizer * 0.0% *",
         ]
     )
-
-
-@pytest.mark.parametrize("place", ["file", "file/below"])
-def test_a_file_in_its_place_is_one_line_and_status_4(project: pytest.Pytester, place: str) -> None:
-    Path("file").write_text("")
-    result = project.runpytest_inprocess(f"--trace-dir={place}")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR == 4
-    errors = [line for line in result.errlines if line]
-    assert len(errors) == 1 and not result.outlines
-    result.stderr.fnmatch_lines([f"ERROR: --trace-dir {place}: it is to be a folder, and cannot be: *"])

@@ -3,7 +3,6 @@
 import os
 import pickle
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -25,185 +23,39 @@ from shardmark.ranks.failures import RankError
 from shardmark.ranks.left_behind import LeftBehind
 from shardmark.ranks.rank import Answer
 from shardmark.ranks.world import GRACE, World
+from tests.faults.rank_faults import FAULTS, state
+from tests.faults.table import WARNS, names_of
 from tests.support.processes import is_running
 from tests.support.ranks import identity
+from tests.support.runs import environment_of_a_run
 
 
-def default_dtype() -> None:
-    torch.set_default_dtype(torch.float64)
+def state_of(world: World) -> list[Any]:
+    torch.manual_seed(1)
+    return world.run(state)
 
 
-def default_device() -> None:
-    torch.set_default_device("meta")
-
-
-def threads() -> None:
-    torch.set_num_threads(torch.get_num_threads() + 1)
-
-
-def grad_mode() -> None:
-    torch.set_grad_enabled(False)
-
-
-def determinism() -> None:
-    torch.use_deterministic_algorithms(True)
-
-
-def working_directory() -> None:
-    os.chdir("/")
-
-
-def environment() -> None:
-    os.environ["RUN_NAME"] = "mine"
-
-
-def patched_function() -> None:
-    torch.nn.functional.relu = torch.sigmoid
-
-
-def patched_collective() -> None:
-    dist.all_reduce = print  # type: ignore[assignment]
-
-
-def cuda_autocast() -> None:
-    torch.set_autocast_enabled("cuda", True)
-
-
-LEAKS: dict[Callable[[], None], str] = {
-    default_dtype: "torch's default dtype",
-    default_device: "torch's default device",
-    threads: "the number of threads",
-    grad_mode: "grad mode",
-    determinism: "deterministic algorithms",
-    cuda_autocast: "autocast on cuda",
-    working_directory: "the working directory",
-    environment: "the environment's RUN_NAME",
-    patched_function: "torch.nn.functional.relu",
-    patched_collective: "torch.distributed.all_reduce",
-}
-
-
-def state() -> list[Any]:
-    """The state that the next test would find."""
-    return [
-        torch.ones(()).dtype,
-        torch.ones(()).device,
-        torch.get_num_threads(),
-        torch.is_grad_enabled(),
-        torch.is_autocast_enabled("cuda"),
-        torch.are_deterministic_algorithms_enabled(),
-        os.getcwd(),
-        os.environ.get("RUN_NAME"),
-        torch.nn.functional.relu.__name__,
-        dist.all_reduce.__name__,
-    ]
-
-
-@pytest.mark.parametrize("leak", LEAKS, ids=lambda leak: leak.__name__)
-def test_what_a_call_changes_in_python_is_restored_and_its_test_is_warned(
-    leak: Callable[[], None], pair: World
-) -> None:
-    before, pids = pair.run(state), pair.pids
-    with pytest.warns(LeftBehind, match=rf"{leak.__name__} left on rank 0, 1: {LEAKS[leak]} changed; restored"):
-        pair.run(leak)
-    assert pair.run(state) == before and pair.pids == pids
-
-
-def destroy_the_group() -> None:
-    dist.destroy_process_group()
-
-
-def begin_on_rank_1() -> None:
-    if dist.get_rank() == 1:
-        dist.all_reduce(torch.ones(3), async_op=True)
-
-
-@pytest.mark.parametrize(
-    ("leak", "what"),
-    [
-        (destroy_the_group, "another process group, or none"),
-        pytest.param(begin_on_rank_1, "collectives that not every rank began", marks=pytest.mark.sweep),
-    ],
-)
-def test_what_is_not_restored_ends_the_world(leak: Callable[[], None], what: str, pair: World) -> None:
-    if leak is begin_on_rank_1 and pair.device != "cpu":
+@pytest.mark.filterwarnings("ignore:leaves_no_environment")
+@pytest.mark.parametrize("name", names_of(WARNS, "leaves_half_a_collective"))
+def test_what_a_call_leaves_is_restored_or_ends_its_world_and_its_test_is_warned(name: str, pair: World) -> None:
+    if name == "leaves_half_a_collective" and pair.device != "cpu":
         pytest.skip("on NCCL a collective that no other rank begins does not end, and its call hangs")
-    with pytest.warns(LeftBehind, match=f"{leak.__name__} left on rank 0, 1: {what}"):
-        pair.run(leak)
-    assert not pair.alive
-
-
-def umask() -> None:
-    os.umask(0o777)
-
-
-def limit() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-
-
-def cores() -> None:
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(allowed)} if len(allowed) > 1 else set(range(os.cpu_count() or 1)))
-
-
-def policy() -> None:
-    other = os.SCHED_OTHER if os.sched_getscheduler(0) == os.SCHED_BATCH else os.SCHED_BATCH
-    os.sched_setscheduler(0, other, os.sched_param(0))
-
-
-def priority() -> None:
-    os.nice(1)
-
-
-def timer() -> None:
-    signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
-
-
-def handler() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def mask() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-
-def output() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.dup2(os.open("/proc/self/status", os.O_RDONLY), 0)
-
-
-SYSTEM = {
-    umask: r"the mode of new files \(umask\)",
-    limit: "a resource limit",
-    cores: "the cores it may run on",
-    policy: "its scheduling policy",
-    priority: "its priority",
-    timer: "a timer",
-    handler: "a signal handler",
-    mask: "the mask of blocked signals",
-    output: "the file behind its standard input, output or error",
-}
-
-
-@pytest.mark.parametrize("leak", SYSTEM, ids=lambda leak: leak.__name__)
-def test_ranks_that_change_what_only_the_operating_system_holds_are_replaced(
-    leak: Callable[[], None], pair: World
-) -> None:
-    if leak is cores and os.cpu_count() == 1:
+    if name == "leaves_other_cores" and os.cpu_count() == 1:
         pytest.skip("a single core cannot be given up")
-    with pytest.warns(
-        LeftBehind, match=f"{leak.__name__} left on rank 0, 1: {SYSTEM[leak]} changed; the next call gets"
-    ):
-        pair.run(leak)
-    assert not pair.alive
+    before, pids, fault = state_of(pair), pair.pids, FAULTS[name]
+    with pytest.warns(LeftBehind, match=fault.pattern(2)):
+        pair.run(fault.function)
+    if fault.says.endswith("restored"):
+        assert state_of(pair) == before and pair.pids == pids
+    else:
+        assert not pair.alive
 
 
 def test_it_does_so_where_warnings_are_errors_too(pair: World) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(LeftBehind):
-            pair.run(destroy_the_group)
+            pair.run(FAULTS["leaves_no_group"].function)
     assert not pair.alive
 
 
@@ -293,16 +145,10 @@ def test_a_world_whose_parent_is_killed_leaves_nothing(tmp_path: Any) -> None:
         "    print(*world.run(start_a_sleeper), *world.pids, flush=True)\n"
         "    time.sleep(600)\n"
     )
-    run = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=_importing())
+    run = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment_of_a_run())
     assert run.stdout is not None
     pids = [int(pid) for pid in re.findall(r"\d+", run.stdout.readline())]
     assert len(pids) == 4
     run.kill()
     run.wait()
     assert wait_until(lambda: not any(map(is_running, pids)))
-
-
-def _importing() -> dict[str, str]:
-    from correctness.support.paths import ROOT
-
-    return {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -4,7 +4,6 @@ import ctypes
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
 
@@ -18,8 +17,10 @@ from shardmark.api.registry import Unsupported
 from shardmark.ranks import world as world_module
 from shardmark.ranks.rank import WorldError
 from shardmark.ranks.world import RankError, World, Worlds, available_ranks
+from tests.faults.rank_faults import FAULTS
+from tests.faults.table import FAILS, names_of
 from tests.support.processes import is_running
-from tests.support.ranks import hang_in_c_with_the_interpreter_locked, identity, scaled_sum
+from tests.support.ranks import identity, scaled_sum
 
 
 def raise_on_rank_1() -> None:
@@ -48,33 +49,10 @@ def hang_on_rank_1() -> None:
     dist.barrier()
 
 
-def kill_on_rank_1(number: int) -> None:
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), number)
-    dist.barrier()
-
-
 def crash_on_rank_1() -> None:
     if dist.get_rank() == 1:
         ctypes.string_at(0)
     dist.barrier()
-
-
-def exit_on_rank_1() -> None:
-    if dist.get_rank() == 1:
-        sys.exit("usage: shard [-h]")
-
-
-class Speechless(Exception):
-    def __str__(self) -> str:
-        raise ValueError
-
-    def __reduce__(self) -> tuple:
-        raise ValueError
-
-
-def raise_what_cannot_be_told() -> None:
-    raise Speechless
 
 
 def draw() -> float:
@@ -84,10 +62,6 @@ def draw() -> float:
 def load_with_a_worker() -> list[int]:
     loader = torch.utils.data.DataLoader(range(4), num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
     return [batch.item() for batch in loader]
-
-
-def return_a_lambda() -> object:
-    return lambda: None
 
 
 def test_results_come_in_rank_order(pair: World) -> None:
@@ -116,6 +90,14 @@ def test_an_exception_arrives_with_its_ranks_own_traceback(pair: World) -> None:
     assert caught.value.rank == 1 and isinstance(caught.value.exception, LookupError)
 
 
+@pytest.mark.parametrize("name", names_of(FAILS))
+def test_what_fails_is_told_in_one_line_of_its_rank(name: str, pair: World) -> None:
+    fault = FAULTS[name]
+    with pytest.raises(RankError) as caught:
+        pair.run(fault.function, deadline=fault.deadline)
+    assert re.search(f"^({fault.pattern(2)})", str(caught.value).partition("\n")[0])
+
+
 def test_a_hang_is_reported_with_every_ranks_stack(pair: World) -> None:
     pair.run(identity)  # what is to be imported is
     began = time.monotonic()
@@ -127,18 +109,6 @@ def test_a_hang_is_reported_with_every_ranks_stack(pair: World) -> None:
             rf"rank {rank} of 2 had not answered after \d\.\d s; it was in .*hang_on_rank_1 \(test_world.py:\d+\)\n",
             str(caught.value),
         )
-
-
-def test_a_hang_in_c_shows_its_stack_too(pair: World) -> None:
-    pair.run(identity)
-    with pytest.raises(RankError, match="in hang_in_c_with_the_interpreter_locked"):
-        pair.run(hang_in_c_with_the_interpreter_locked, deadline=1)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_rank_that_is_killed_is_named_with_its_signal(pair: World, number: signal.Signals) -> None:
-    with pytest.raises(RankError, match=f"rank 1 of 2 was killed by {number.name}"):
-        pair.run(kill_on_rank_1, int(number))
 
 
 def test_a_rank_that_crashes_leaves_its_stack(pair: World) -> None:
@@ -204,22 +174,6 @@ def test_what_cannot_be_sent_is_one_line_and_the_world_lives_on(pair: World) -> 
         pair.run(lambda: None)
     assert "\n" not in str(caught.value)
     assert pair.alive and pair.run(identity)
-
-
-def test_a_result_that_cannot_be_sent_is_the_ranks_error(pair: World) -> None:
-    with pytest.raises(RankError, match=r"rank 0 of 2 raised .*[Pp]ickle"):
-        pair.run(return_a_lambda)
-
-
-def test_a_function_that_exits_is_told_of(pair: World) -> None:
-    with pytest.raises(RankError, match=r"rank 1 of 2 raised SystemExit: usage: shard \[-h\]\nTraceback"):
-        pair.run(exit_on_rank_1)
-
-
-def test_an_exception_that_cannot_be_told_is_named(pair: World) -> None:
-    with pytest.raises(RankError, match=r"rank 0 of 2 raised .*Speechless") as caught:
-        pair.run(raise_what_cannot_be_told)
-    assert caught.value.exception is None
 
 
 def test_a_closed_world_says_so(pair: World) -> None:
