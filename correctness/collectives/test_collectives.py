@@ -149,6 +149,12 @@ def test_any_number_may_be_under_way(implementation: Implementation, world: Worl
         assert_right(world.run(so_many_at_once, implementation, count, device))
 
 
+@pytest.mark.family("collectives")
+def test_all_calls_are_of_one_object(implementation: Implementation) -> None:
+    """A class may keep a thread on which everything runs in the order in which it was started."""
+    assert implementation.adapted is implementation.adapted
+
+
 def even_and_odd_ranks(implementation: Implementation, device: str) -> list[str]:
     """Use two groups side by side and, at the same time, the world."""
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -62,12 +63,18 @@ class Collectives(Protocol):
         ...
 
 
+@cache  # its state may be a thread, on which everything runs in order
+def _object_of(target: type) -> Any:
+    """The one object of a class in this process."""
+    return target()
+
+
 def _adapted(target: Any) -> Any:
-    """An object of a class whose methods need one."""
+    """The object of a class whose methods need one."""
     if not inspect.isclass(target):
         return target
     needs_one = any(inspect.isfunction(inspect.getattr_static(target, name, None)) for name in METHODS)
-    return target() if needs_one else target
+    return _object_of(target) if needs_one else target
 
 
 def _check(target: Any, device: str) -> None:
