@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -63,10 +62,8 @@ class Collectives(Protocol):
         ...
 
 
-@cache  # its state may be a thread, on which everything runs in order
-def _object_of(target: type) -> Any:
-    """The one object of a class in this process."""
-    return target()
+_OBJECTS: dict[Any, Any] = {}
+"""The one object of each class in this process: its state may be a thread, on which everything runs in order."""
 
 
 def _adapted(target: Any) -> Any:
@@ -74,7 +71,9 @@ def _adapted(target: Any) -> Any:
     if not inspect.isclass(target):
         return target
     needs_one = any(inspect.isfunction(inspect.getattr_static(target, name, None)) for name in METHODS)
-    return _object_of(target) if needs_one else target
+    if needs_one and target not in _OBJECTS:
+        _OBJECTS[target] = target()
+    return _OBJECTS.get(target, target)
 
 
 def _check(target: Any, device: str) -> None:
