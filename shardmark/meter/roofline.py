@@ -7,6 +7,7 @@ and one large copy (Williams, Waterman, Patterson, "Roofline", CACM 2009).
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -90,22 +91,45 @@ def _rates(device: str, dtype: torch.dtype) -> Roofline:
     return Roofline(flops, 2 * source.numel() / copy, peak or flops)  # a copy reads each byte and writes it
 
 
-def _products_rate(device: str, dtype: torch.dtype) -> float:
-    """FLOP/s of one large matrix product."""
+def attainable_flops(device: str, dtype: torch.dtype) -> float:
+    """FLOP/s that nothing in `dtype` exceeds on `device`: of products in it and in float32, to which it may convert.
+
+    On CPU by the CPU seconds of one thread, for each of our threads: other processes that take the cores make a product
+    last longer, and its CPU seconds no longer.
+    """
+    rates = max(_products_rate(device, each) for each in {dtype, torch.float32})
+    if device == "cpu":
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            alone = max(_products_rate(device, each, time.thread_time) for each in {dtype, torch.float32})
+        finally:
+            torch.set_num_threads(threads)
+        rates = max(rates, threads * alone)
+    release(device)
+    return rates
+
+
+def _products_rate(device: str, dtype: torch.dtype, clock: Callable[[], float] | None = None) -> float:
+    """FLOP/s of one large matrix product, by a stopwatch, or by `clock`."""
     size = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / _fastest(device, lambda: torch.matmul(a, b))
+    return 2 * size**3 / _fastest(device, lambda: torch.matmul(a, b), clock)
 
 
-def _fastest(device: str, function: Callable[[], object]) -> float:
+def _fastest(device: str, function: Callable[[], object], clock: Callable[[], float] | None = None) -> float:
     """Seconds of the best of five runs; of fewer where one takes long, as half precision does on a CPU without it."""
     repetitions: list[float] = []
     while len(repetitions) < 5 and (len(repetitions) < 2 or sum(repetitions) < ENOUGH):
-        repetitions.append(_seconds(device, function))
+        repetitions.append(_seconds(device, function, clock))
     return min(repetitions)
 
 
-def _seconds(device: str, function: Callable[[], object]) -> float:
+def _seconds(device: str, function: Callable[[], object], clock: Callable[[], float] | None) -> float:
+    if clock is not None:
+        start = clock()
+        function()
+        return clock() - start
     watch = Stopwatch(device)
     watch.start()
     function()

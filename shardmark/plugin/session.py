@@ -15,7 +15,7 @@ from shardmark.api.grid import SCALES, Grid
 from shardmark.api.registry import Implementation, Race
 from shardmark.meter.clock import DeviceClock
 from shardmark.meter.hardware import Hardware, of_this_machine
-from shardmark.meter.roofline import Roofline, measure_roofline
+from shardmark.meter.roofline import Roofline, attainable_flops, measure_roofline
 from shardmark.meter.trace import TraceFolder
 from shardmark.plugin import options
 from shardmark.predict.own_model import check
@@ -129,17 +129,14 @@ class Session:
     def roofline(self, dtype: str) -> Roofline:
         """This machine's rates for that dtype, measured once a session."""
         if dtype not in self._rooflines:
-            self._rooflines[dtype] = self._measured_roofline(dtype)
+            self._rooflines[dtype] = self.worlds.get(1).run(measure_roofline, self.device, getattr(torch, dtype))[0]
         return self._rooflines[dtype]
 
     def most_flops_per_second(self, dtype: str) -> float:
-        """The FLOP/s that no implementation in that dtype can exceed here; it may convert to float32. Measured again,
-        as noise may have slowed the roofline's measurement; at least the roofline's rate."""
-        rooflines = [self.roofline(dtype), *(self._measured_roofline(each) for each in {dtype, "float32"})]
-        return max(max(each.flops_per_second, each.peak_flops_per_second) for each in rooflines)
-
-    def _measured_roofline(self, dtype: str) -> Roofline:
-        return self.worlds.get(1).run(measure_roofline, self.device, getattr(torch, dtype))[0]
+        """The FLOP/s that no implementation in that dtype can exceed here; at least the roofline's rates."""
+        roofline = self.roofline(dtype)
+        again = self.worlds.get(1).run(attainable_flops, self.device, getattr(torch, dtype))[0]
+        return max(roofline.flops_per_second, roofline.peak_flops_per_second, again)
 
     def confidence(self, test_id: str, race: Race | None = None) -> float:
         """The confidence of each interval that decides a verdict of that test: each has an equal share of the error.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardmark.api.work import Work
-from shardmark.meter.roofline import Roofline, measure_roofline, published_peak
+from shardmark.meter.roofline import Roofline, attainable_flops, measure_roofline, published_peak
 from shardmark.rows.fill import limit_entry
 
 
@@ -64,6 +64,17 @@ def test_a_narrow_dtype_without_a_published_peak_has_at_least_the_rate_of_float3
     rates = measure_roofline("cpu", torch.float16)
     assert rates.peak_flops_per_second == rates.flops_per_second > most
     assert measure_roofline("cpu", torch.float64).flops_per_second <= most
+
+
+def test_waiting_for_a_core_makes_the_attainable_rate_no_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a correct step, measured in a quiet moment, would be told that it left work out."""
+    product = torch.matmul
+    quiet = attainable_flops("cpu", torch.float32)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "matmul", lambda a, b: (time.sleep(0.2), product(a, b)))
+    assert measure_roofline("cpu", torch.float32).flops_per_second < 2 * 1024**3 / 0.2
+    assert attainable_flops("cpu", torch.float32) > quiet / 4
+    assert torch.get_num_threads() == threads
 
 
 def test_a_row_tells_the_fraction_of_the_roofline_and_of_the_published_peak() -> None:
