@@ -33,6 +33,13 @@ def exits() -> None:
     meet()
 
 
+@fails(r"raised SystemExit: usage: shard \[-h\]$")
+def exits_with_a_message() -> None:
+    if on_rank_1():
+        sys.exit("usage: shard [-h]")
+    meet()
+
+
 @fails("raised KeyboardInterrupt$")
 def is_interrupted() -> None:
     if on_rank_1():
@@ -178,6 +185,13 @@ def ends_as_if_all_were_well() -> None:
 def is_killed() -> None:
     if on_rank_1():
         os.kill(os.getpid(), signal.SIGKILL)
+    meet()
+
+
+@fails("was killed by SIGTERM$")
+def is_terminated() -> None:
+    if on_rank_1():
+        os.kill(os.getpid(), signal.SIGTERM)
     meet()
 
 

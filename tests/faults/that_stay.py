@@ -127,6 +127,16 @@ def leaves_an_alarm() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
 
 
+@warns("a timer changed", restored=False)
+def leaves_a_timer_of_its_cpu_seconds() -> None:
+    signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
+
+
+@warns("a resource limit changed", restored=False)
+def leaves_a_limit_of_its_stack() -> None:
+    resource.setrlimit(resource.RLIMIT_STACK, (2**21, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+
+
 @warns("a resource limit changed", restored=False)
 def leaves_a_limit_of_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (5, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -190,6 +200,12 @@ def leaves_its_output_closed() -> None:
 def leaves_its_descriptors_closed() -> None:
     if on_rank_1():
         os.closerange(0, 3)
+
+
+@warns("the file behind its standard input, output or error changed", restored=False)
+def leaves_its_descriptors_redirected() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open("/proc/self/status", os.O_RDONLY), 0)
 
 
 @warns("a thread still running", ranks="1", restored=False)

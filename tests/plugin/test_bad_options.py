@@ -115,7 +115,13 @@ def test_a_wrong_value_is_one_line_and_nothing_is_left(
     assert not wrong, "\n".join(f"{[each[:60] for each in case]}: {status} {lines}" for case, status, lines, _ in wrong)
 
 
-RAISED = ["RuntimeError('two\\nlines\\x1b[31m')", "GeneratorExit", "SystemExit(3)", "type('Own', (BaseException,), {})"]
+RAISED = [
+    "RuntimeError('two\\nlines\\x1b[31m')",
+    "GeneratorExit",
+    "SystemExit(0)",
+    "SystemExit(3)",
+    "type('Own', (BaseException,), {})",
+]
 
 
 @pytest.mark.parametrize("raised", RAISED)

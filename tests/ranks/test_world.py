@@ -98,6 +98,17 @@ def test_what_fails_is_told_in_one_line_of_its_rank(name: str, pair: World) -> N
     assert re.search(f"^({fault.pattern(2)})", str(caught.value).partition("\n")[0])
 
 
+def test_what_exits_is_told_with_its_traceback(pair: World) -> None:
+    with pytest.raises(RankError, match=r"raised SystemExit: usage: shard \[-h\]\nTraceback"):
+        pair.run(FAULTS["exits_with_a_message"].function)
+
+
+def test_an_exception_that_cannot_be_sent_is_named_and_not_sent(pair: World) -> None:
+    with pytest.raises(RankError, match=r"rank 1 of 2 raised .*Speechless") as caught:
+        pair.run(FAULTS["raises_what_has_no_text"].function)
+    assert caught.value.exception is None
+
+
 def test_a_hang_is_reported_with_every_ranks_stack(pair: World) -> None:
     pair.run(identity)  # what is to be imported is
     began = time.monotonic()

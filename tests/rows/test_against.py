@@ -232,7 +232,6 @@ def test_a_row_is_measured_as_comparing_it_needs(project: pytest.Pytester, monke
 
 FOREIGN: dict[str, tuple[str, str]] = {
     "nothing written": ("", "--against old.json is not whole JSON: *"),
-    "truncated": ('{"benchmarks": [{"fullname": "x"', "--against old.json is not whole JSON: *"),
     "nothing": ("null", "--against old.json has no rows that a run of this suite wrote with --benchmark-json"),
     "a list": ("[1]", "--against old.json has no rows that *"),
     "no rows": ('{"benchmarks": [], "unmeasured": []}', "--against old.json has no rows that *"),
@@ -283,6 +282,13 @@ def test_an_older_file_is_one_line_before_the_run(name: str, planted: pytest.Pyt
     edit(old, OLDER[name])
     message = "--against old.json is of another version of this suite (*): remove it, and have --update-baseline *"
     refused(run(planted, *OLD, a=figures()), message)
+
+
+@pytest.mark.parametrize("cut", [0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_file_is_one_line_before_the_run(cut: float, planted: pytest.Pytester, old: Path) -> None:
+    text = old.read_text()
+    old.write_text(text[: int(cut * len(text))])
+    refused(run(planted, *OLD, a=figures()), "--against old.json is not whole JSON: *")
 
 
 @pytest.mark.parametrize("option", ["--benchmark-disable", "--benchmark-skip", "-n2"])
