@@ -167,7 +167,10 @@ def _gradients(loss: Tensor, each: Pass, named: dict[str, Tensor], number: int) 
 
 
 def _problem(implementation: Implementation, history: History, device: str) -> Problem | None:
-    """What is not to the bit as without the policy. Refused where blocks of that kind are."""
+    """The first result that the policy changes, in a bit; None if it changes none.
+
+    Raises Refused where the implementation documents that it cannot run such blocks.
+    """
     expected = _results(lambda model: model, history, device)
     try:
         found = _results(implementation.adapted, history, device)
@@ -179,12 +182,16 @@ def _problem(implementation: Implementation, history: History, device: str) -> P
             raise Refused(message) from error
         what = f"{type(error).__name__} with the policy, and none without: {error}"
         return Problem(len(history.events), what)
-    for (number, name, mine), (_, _, theirs) in zip(found, expected, strict=True):
+    for (number, name, mine), (_, same_name, theirs) in zip(found, expected, strict=False):
+        if name != same_name:
+            return Problem(number, f"{name} is given, and without the policy {same_name}")
         # Gradients of shared parameters are sums, which a policy may make in another order, or in autocast's dtype.
         equal = _equal if history.blocks == "different" or is_ours(implementation) else _near
         same = mine is theirs is None or (mine is not None and theirs is not None and equal(mine, theirs))
         if not same:
             return Problem(number, f"{name} is {_shown(mine)}, and without the policy {_shown(theirs)}")
+    if len(found) != len(expected):
+        return Problem(len(history.events), f"{len(found)} results, and without the policy {len(expected)}")
     return None
 
 

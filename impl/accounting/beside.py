@@ -25,6 +25,16 @@ class Technique:
 
     plain: Followed
     ledger: Ledger
+    values: dict[str, int]
+    """How many values each parameter has, by name."""
+    itemsize: int
+    """Bytes of each value of the plain step's parameters."""
+
+    def stand_beside(self, plain: Followed, ledger: Ledger) -> None:
+        """What it takes and frees at the plain step's moments is to go into that ledger."""
+        self.plain, self.ledger = plain, ledger
+        self.values = {name: math.prod(shape) for name, shape in plain.parameters.items()}
+        self.itemsize = plain.moments[0].live[PARAMETERS] // sum(self.values.values())
 
     def begin(self) -> None:
         """Before forward."""
@@ -41,16 +51,6 @@ class Technique:
     def finish(self) -> None:
         """Backward is done."""
 
-    @property
-    def values(self) -> dict[str, int]:
-        """How many values each parameter has, by name."""
-        return {name: math.prod(shape) for name, shape in self.plain.parameters.items()}
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of each value of the plain step's parameters."""
-        return self.plain.moments[0].live[PARAMETERS] // sum(self.values.values())
-
     def take_shards(self, nbytes: int) -> None:
         """In place of parameters and AdamW's state: float32 shards of both, so many bytes of the parameters'."""
         self.ledger.free(PARAMETERS)
@@ -66,7 +66,7 @@ def beside(plain: Followed, technique: Technique | None = None) -> Ledger:
     """The ledger of both; its marks are "after_init" (before the first step), "before_step" (of a step that is not the
     first), "after_forward", "after_backward" and "after_step"."""
     technique = technique or Technique()
-    technique.plain, technique.ledger = plain, (ledger := Ledger())
+    technique.stand_beside(plain, ledger := Ledger())
     for moment in plain.moments:
         ledger.beside(moment.live)
         if moment.kind == BEGIN:

@@ -94,6 +94,11 @@ def half_bandwidth_bytes(steps: float, sent: float, bandwidth: float, latency: f
     return steps * latency * bandwidth / sent
 
 
+def padded(count: int, ranks: int) -> int:
+    """The smallest multiple of `ranks` that is not below `count`."""
+    return -(-count // ranks) * ranks
+
+
 def reduce_scatter_buffers(nbytes: int, ranks: int, device: str, itemsize: int = 4) -> int:
     """Bytes that a reduce-scatter of `nbytes` holds until its wait: a ring's buffers on CPU; on CUDA none, as NCCL's
     are not PyTorch's."""

@@ -15,7 +15,7 @@ from impl.accounting.beside import BYTES, FLOAT, Technique, beside
 from impl.accounting.ledger import Bytes
 from impl.accounting.model import training_work
 from impl.accounting.plain import PlainLanguageModel
-from impl.collectives.accounting import reduce_scatter_buffers
+from impl.collectives.accounting import padded, reduce_scatter_buffers
 from impl.model.sizes import SIZES
 from shardmark.api import BACKWARD, ENTER, GRADIENTS, LEAVE, PARAMETERS, Moment, OwnModelCase, Work, followed
 
@@ -85,8 +85,8 @@ class FullySharded(Technique):
         return sum(prod(self.plain.parameters[name]) for name in self.units[unit])
 
     def padded(self, unit: str) -> int:
-        """The same, padded to a multiple of the ranks."""
-        return -(-self.values_of(unit) // self.ranks) * self.ranks
+        """Values of a unit's parameters, padded to a multiple of the ranks."""
+        return padded(self.values_of(unit), self.ranks)
 
     def shard(self, unit: str) -> int:
         """Bytes of this rank's shard of the unit."""
@@ -140,7 +140,7 @@ class FullySharded(Technique):
         self.missing[self.unit_of(parameter, self.plain.parameters[parameter])].discard(parameter)
 
     def leave_backward(self, unit: str) -> None:
-        """All gradients of the unit are there, and of what goes into it."""
+        """Start to reduce the unit's gradients, once they and the gradients of its inputs are there."""
         del self.missing[unit]
         self.release(unit)
         self.finish_reduction()
@@ -236,11 +236,11 @@ def work(case: FSDPCase | OwnModelCase, kept: bool = False, norms_replicated: bo
         once = again = case.parameters
     else:
         size = SIZES[case.model]
-        table = -(-size.vocab * size.d_model // case.ranks) * case.ranks
+        table = padded(size.vocab * size.d_model, case.ranks)
         norms = (2 * size.layers + 1 if norms_replicated else 1) * size.d_model
         block = (size.parameters - 2 * size.vocab * size.d_model - norms) // size.layers
-        blocks = size.layers * -(-block // case.ranks) * case.ranks
-        root = -(-norms // case.ranks) * case.ranks
+        blocks = size.layers * padded(block, case.ranks)
+        root = padded(norms, case.ranks)
         once, again = 2 * table + blocks + root, table + blocks
     sent = BYTES[case.dtype] * (2 * once + (0 if kept else again))
     return replace(

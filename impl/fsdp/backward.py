@@ -42,7 +42,7 @@ class BackwardPasses:
 
 class Synchronizes(Protocol):
     _unsynchronized: bool
-    """Whether gradients wait to be synchronized."""
+    """Whether gradients were accumulated on this rank alone, and no backward has reduced them since."""
 
     def _trainable(self) -> Iterator[nn.Parameter]: ...
 

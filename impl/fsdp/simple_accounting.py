@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from impl.accounting.beside import BYTES, FLOAT, Technique, beside, peak_of_first_step
 from impl.accounting.ledger import Bytes
 from impl.accounting.plain import PlainLanguageModel
+from impl.collectives.accounting import padded
 from impl.model.mlp import MLP_SIZES
 from impl.training_step import accounting as training_step
 from shardmark.api import AFTER_FORWARD, BACKWARD, ENTER, GRADIENTS, READ, READ_END, Moment, Work, followed
@@ -107,19 +108,22 @@ class Simple(Technique):
             if moment.kind == ENTER and not forward:
                 self.computed_again.add(moment.name)
         self.full: set[str] = set()
+        self.parameters_of: dict[str, list[str]] = {}
+        for parameter in self.values:
+            self.parameters_of.setdefault(_module(parameter), []).append(parameter)
         self.take_shards(sum(FLOAT * self.rows(name) // self.ranks for name in self.values))
 
     def rows(self, parameter: str) -> int:
         """Values of the parameter, with as many more rows as make them divide by the ranks."""
         rows, *columns = self.plain.parameters[parameter]
-        return -(-rows // self.ranks) * self.ranks * prod(columns)
+        return padded(rows, self.ranks) * prod(columns)
 
     def at(self, moment: Moment) -> None:
         if moment.kind == AFTER_FORWARD:
             self.forward = False
         elif moment.kind == BACKWARD:  # autograd unpacks what it saved before it multiplies
-            for parameter in self.values:
-                if _module(parameter) == moment.name and self.reads[False][parameter]:
+            for parameter in self.parameters_of.get(moment.name, ()):
+                if self.reads[False][parameter]:
                     self.gather(parameter)
         elif moment.kind == READ:
             self.reads[self.forward][moment.name] -= 1
@@ -129,14 +133,14 @@ class Simple(Technique):
         super().at(moment)
 
     def kept(self, parameter: str) -> bool:
-        """Whether what was gathered stays for backward."""
+        """Whether the gathered parameter stays after this read: for a later one, or for backward."""
         again = self.reads[False][parameter] > 0
         if self.forward:
             return again and not self.reshard_after_forward and _module(parameter) not in self.computed_again
         return again
 
     def gather(self, parameter: str) -> None:
-        """The whole of it, unless it is there. On one rank in float32 it is what is stored."""
+        """All-gather the parameter, unless it is there. On one rank in float32 its shard is the parameter."""
         if parameter in self.full or (self.ranks == 1 and self.itemsize == FLOAT):
             return
         self.full.add(parameter)

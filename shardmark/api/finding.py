@@ -70,5 +70,5 @@ def _import(label: str, source: str) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of its message."""
+    """The first line of the error's message; empty where it has none."""
     return next(iter(str(error).strip().splitlines()), "")

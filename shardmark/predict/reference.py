@@ -88,7 +88,7 @@ class _Marks(Schedule):
         return self.began
 
     def leave(self, kind: str, name: str = "", number: int = 0) -> None:
-        """The mark of that moment. What is read just then has been read."""
+        """End the reads under way, then write the moment's mark."""
         self._end_read()
         _mark(kind, name, number)
         self.began = self.began or kind == BEGIN
@@ -104,13 +104,13 @@ class _Marks(Schedule):
         by = operator, torch._C._current_autograd_node()
         if by != self._by:  # a node makes both gradients of a product by the same operator, and holds what it reads
             self._end_read()
-        found = {self.owned.get(tensor.data_ptr()) for tensor in tensors_in(args)}
-        read = [name for name in self.owned.values() if name in found and name not in self._read]
-        for name in read:
-            _mark(READ, name)
-        if read:
+        found = {self.owned.get(tensor.data_ptr()) for tensor in tensors_in(args)} - {None, *self._read}
+        if found:
             self._by = by
+            read = [name for name in self.owned.values() if name in found]
             self._read += read
+            for name in read:
+                _mark(READ, name)
 
     def operator(self, operator: OpOverload, args: Any, kwargs: dict[str, Any], results: Any) -> None:
         if torch._C._current_graph_task_id() == -1:
