@@ -27,14 +27,16 @@ class Technique:
     ledger: Ledger
     values: dict[str, int]
     """How many values each parameter has, by name."""
-    itemsize: int
-    """Bytes of each value of the plain step's parameters."""
 
     def stand_beside(self, plain: Followed, ledger: Ledger) -> None:
         """What it takes and frees at the plain step's moments is to go into that ledger."""
         self.plain, self.ledger = plain, ledger
         self.values = {name: math.prod(shape) for name, shape in plain.parameters.items()}
-        self.itemsize = plain.moments[0].live[PARAMETERS] // sum(self.values.values())
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of each value of the plain step's parameters, of which it must have some."""
+        return self.plain.moments[0].live[PARAMETERS] // sum(self.values.values())
 
     def begin(self) -> None:
         """Before forward."""
