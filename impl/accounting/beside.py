@@ -29,7 +29,7 @@ class Technique:
     """How many values each parameter has, by name."""
 
     def stand_beside(self, plain: Followed, ledger: Ledger) -> None:
-        """What it takes and frees at the plain step's moments is to go into that ledger."""
+        """Set the plain step, and the ledger that gets what the technique takes and frees."""
         self.plain, self.ledger = plain, ledger
         self.values = {name: math.prod(shape) for name, shape in plain.parameters.items()}
 

@@ -102,7 +102,7 @@ def attainable_flops(device: str, dtype: torch.dtype) -> float:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            alone = max(_products_rate(device, each, time.thread_time) for each in {dtype, torch.float32})
+            alone = max(_products_rate(device, each, _cpu_seconds) for each in {dtype, torch.float32})
         finally:
             torch.set_num_threads(threads)
         rates = max(rates, threads * alone)
@@ -110,27 +110,34 @@ def attainable_flops(device: str, dtype: torch.dtype) -> float:
     return rates
 
 
-def _products_rate(device: str, dtype: torch.dtype, clock: Callable[[], float] | None = None) -> float:
-    """FLOP/s of one large matrix product, by a stopwatch, or by `clock`."""
-    size = 8192 if device == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / _fastest(device, lambda: torch.matmul(a, b), clock)
-
-
-def _fastest(device: str, function: Callable[[], object], clock: Callable[[], float] | None = None) -> float:
-    """Seconds of the best of five runs; of fewer where one takes long, as half precision does on a CPU without it."""
-    repetitions: list[float] = []
-    while len(repetitions) < 5 and (len(repetitions) < 2 or sum(repetitions) < ENOUGH):
-        repetitions.append(_seconds(device, function, clock))
-    return min(repetitions)
-
-
-def _seconds(device: str, function: Callable[[], object], clock: Callable[[], float] | None) -> float:
-    if clock is not None:
-        start = clock()
-        function()
-        return clock() - start
+def _seconds(device: str, function: Callable[[], object]) -> float:
     watch = Stopwatch(device)
     watch.start()
     function()
     return watch.stop().seconds
+
+
+def _cpu_seconds(device: str, function: Callable[[], object]) -> float:
+    """Of this thread."""
+    start = time.thread_time()
+    function()
+    return time.thread_time() - start
+
+
+Timer = Callable[[str, Callable[[], object]], float]
+"""Seconds of the function on the device."""
+
+
+def _products_rate(device: str, dtype: torch.dtype, timer: Timer = _seconds) -> float:
+    """FLOP/s of one large matrix product."""
+    size = 8192 if device == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _fastest(device, lambda: torch.matmul(a, b), timer)
+
+
+def _fastest(device: str, function: Callable[[], object], timer: Timer = _seconds) -> float:
+    """Seconds of the best of five runs; of fewer where one takes long, as half precision does on a CPU without it."""
+    repetitions: list[float] = []
+    while len(repetitions) < 5 and (len(repetitions) < 2 or sum(repetitions) < ENOUGH):
+        repetitions.append(timer(device, function))
+    return min(repetitions)
