@@ -101,13 +101,13 @@ class History:
 
 def hold_calls(
     calls: SearchStrategy[list[Any]],
-    played: Callable[[list[Any]], list[Any]],
+    run: Callable[[list[Any]], list[Any]],
     implementation: Implementation,
     examples: int,
     device: str,
 ) -> None:
-    """Play that many histories of calls, fewer in Triton's interpreter. Skip if the implementation takes none of the
-    calls."""
+    """Play that many histories of calls, fewer in Triton's interpreter; `run(events)` returns the calls that the
+    implementation takes. Skip if it takes none."""
     __tracebackhide__ = True
     taken = 0
     interpreted = device == "cpu" and requires_triton in implementation.requires
@@ -115,7 +115,7 @@ def hold_calls(
     def plays(history: History) -> Problem | None:
         nonlocal taken
         try:
-            taken += len(played(history.events))
+            taken += len(run(history.events))
         except AssertionError as error:
             return Problem(len(history.events), str(error))
         return None

@@ -120,8 +120,8 @@ KINDS: dict[str, type[Layer]] = {
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Recipe of a model: kind, width and bias of each layer."""
+class Recipe:
+    """A model: kind, width and bias of each layer."""
 
     layers: tuple[tuple[str, int, bool], ...]
     units: str
@@ -137,26 +137,26 @@ class Plan:
         return RandomModel(self).to(device, torch.float64)
 
     def wrap(self, module: nn.Module) -> list[nn.Module]:
-        """Wrap policy of this plan. Tied parameters belong to the root module."""
+        """Wrap policy of this recipe. Tied parameters belong to the root module."""
         kinds: Any = {"linears": nn.Linear, "layers": Layer, "root": ()}[self.units]
         layers = [layer for layer in module.modules() if isinstance(layer, Layer)]
         roots = {part for layer in layers if isinstance(layer, Tied) for part in layer.modules()}
         return [part for part in module.modules() if isinstance(part, kinds) and part not in roots]
 
 
-def plans(without: tuple[str, ...] = ()) -> st.SearchStrategy[Plan]:
+def recipes(without: tuple[str, ...] = ()) -> st.SearchStrategy[Recipe]:
     """Draw one to four layers, with widths down to one."""
     kinds = st.sampled_from([kind for kind in KINDS if kind not in without])
     layers = st.lists(st.tuples(kinds, st.sampled_from([1, 2, 5, 9]), st.booleans()), min_size=1, max_size=4)
-    return st.builds(Plan, layers.map(tuple), st.sampled_from(["linears", "layers", "root"]))
+    return st.builds(Recipe, layers.map(tuple), st.sampled_from(["linears", "layers", "root"]))
 
 
 class RandomModel(nn.Module):
     """(rows, DIM) -> "output" of (rows, 2 DIM), and "sides": additional outputs of layers with several."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(KINDS[kind](width, bias) for kind, width, bias in plan.layers)
+        self.layers = nn.ModuleList(KINDS[kind](width, bias) for kind, width, bias in recipe.layers)
         self.scale = nn.Parameter(torch.rand(1))  # PyTorch shards no parameter without dimensions
         self.output = nn.Linear(DIM, 2 * DIM)
 

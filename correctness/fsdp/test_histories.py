@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from correctness.engine.histories import even_and_odd_ranks, events_of, hold_on_ranks, one_in
 from correctness.fsdp.checks import SGDs, as_expected, contains, full, parameters_of, wrap
-from correctness.fsdp.random_models import Plan, Rows, plans
+from correctness.fsdp.random_models import Recipe, Rows, recipes
 from impl.fsdp import norms_and_biases
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
@@ -66,7 +66,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class History:
-    plan: Plan
+    recipe: Recipe
     options: dict[str, Any]
     in_groups: bool
     """Even and odd ranks each have their own model, in separate process groups."""
@@ -75,7 +75,7 @@ class History:
     def __str__(self) -> str:
         options = [f"{name}={getattr(value, '__name__', value)}" for name, value in self.options.items()]
         options += ["even and odd ranks in process groups of their own"] * self.in_groups
-        return "; ".join(["layers: " + str(self.plan), *options])
+        return "; ".join(["layers: " + str(self.recipe), *options])
 
 
 @st.composite
@@ -112,7 +112,7 @@ def histories(draw: st.DrawFn, of: Traits, ranks: int) -> History:
     unused = [] if of.of_torch else ["forward"]  # a forward without backward
     events += [event(kind) for kind in ("forward", "backward", "finish", *unused, "step", "evaluate", "gather")]
     without = of.without + of.without_alone * (ranks < 4 and in_groups)  # with three ranks the odd group has one
-    return History(draw(plans(without)), options, in_groups, events)
+    return History(draw(recipes(without)), options, in_groups, events)
 
 
 class Beside:
@@ -123,9 +123,9 @@ class Beside:
         self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.tolerance = 1e-3 if {"compute_dtype", "reduce_dtype"} & history.options.keys() else 1e-9
         seeds = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-        self.plain = history.plan.make(seeds[0], device)
-        module = history.plan.make(seeds[self.rank], device)
-        options: dict[str, Any] = {"process_group": self.group, "wrap": history.plan.wrap, **history.options}
+        self.plain = history.recipe.make(seeds[0], device)
+        module = history.recipe.make(seeds[self.rank], device)
+        options: dict[str, Any] = {"process_group": self.group, "wrap": history.recipe.wrap, **history.options}
         self.model = wrap(implementation, module, **options)
         self.optimizers = SGDs(self.model, self.plain)
         self.open: list[tuple[Rows, Tensor, Rows, Tensor]] = []  # losses whose backward has not run yet

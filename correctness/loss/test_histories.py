@@ -84,7 +84,7 @@ class Running(RunningCall):
 def test_any_history_of_calls_is_as_accurate_as_eager_and_changes_nothing_else(
     implementation: Implementation, examples: int, device: str
 ) -> None:
-    def played(events: list[Call]) -> list[Running]:
+    def run(events: list[Call]) -> list[Running]:
         return play(events, lambda call: Running(implementation.adapted, call, device), torch.Tensor.zero_)
 
-    hold_calls(HISTORIES, played, implementation, examples, device)
+    hold_calls(HISTORIES, run, implementation, examples, device)
