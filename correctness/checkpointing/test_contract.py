@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -66,16 +65,6 @@ def test_an_input_that_needs_no_gradient_hides_no_parameters(
     assert_same_bits(gradients(implementation.adapted(dropping(device).eval()), x), expected)
 
 
-def test_the_inputs_gradient_is_that_without(implementation: Implementation, x: Tensor, device: str) -> None:
-    grads = []
-    for policy in (implementation.adapted, lambda model: model):
-        given = x.clone().requires_grad_()
-        loss_of(policy(dropping(device).eval()), given).backward()
-        grads.append(given.grad)
-    assert grads[0] is not None, "the input needs a gradient, and gets none"
-    assert_equal(grads[0], grads[1], "the input's gradient")
-
-
 @pytest.mark.parametrize("trained", ["last", "first", "biases"])
 def test_frozen_parameters_stay_without_gradients(
     implementation: Implementation, trained: str, tokens: Tensor, device: str
@@ -128,58 +117,11 @@ def test_dropout_drops_the_same_again(implementation: Implementation, born: str,
     assert_same_bits(dropped(checkpointed), dropped(dropping(device)))
 
 
-def test_random_numbers_after_backward_are_those_without(
-    implementation: Implementation, x: Tensor, device: str
-) -> None:
-    def drawn(model: nn.Module) -> Tensor:
-        torch.manual_seed(1)
-        for _ in range(2):
-            loss_of(model, x).backward()
-        return torch.rand(5, device=device)
-
-    assert_equal(
-        drawn(implementation.adapted(dropping(device))), drawn(dropping(device)), "what is drawn after backward"
-    )
-
-
-@pytest.mark.parametrize("first", [0, 1], ids=["first_first", "last_first"])
-def test_two_forwards_before_either_backward(
-    implementation: Implementation, first: int, tokens: Tensor, x: Tensor, device: str
-) -> None:
-    """Of the same shape, with other inputs and other random numbers."""
-
-    def both(model: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor | None]:
-        torch.manual_seed(1)
-        losses = [loss_of(model, given) for given in inputs]
-        losses[first].backward()
-        losses[1 - first].backward()
-        return gradients_of(model)
-
-    for make, inputs in ((transformer, [tokens, tokens.flip(1)]), (dropping, [x, x.flip(0)])):
-        expected = both(make(device), inputs)
-        assert_same_bits(both(implementation.adapted(make(device)), inputs), expected)
-
-
 def test_the_same_model_twice_in_a_graph(implementation: Implementation, x: Tensor, device: str) -> None:
     plain, model = dropping(device).eval(), implementation.adapted(dropping(device).eval())
     for each in (plain, model):
         (each(each(x)) + each(x)).square().mean().backward()
     assert_same_bits(gradients_of(model), gradients_of(plain))
-
-
-def test_blocks_may_be_the_same_object(implementation: Implementation, x: Tensor, device: str) -> None:
-    """Layers that share all their parameters."""
-    plain, model = dropping(device, 6, 3).eval(), implementation.adapted(dropping(device, 6, 3).eval())
-    assert_same_bits(gradients(model, x), gradients(plain, x))
-
-
-@pytest.mark.parametrize("shape", [(1, 8), (9, 3, 8)], ids=str)
-def test_inputs_may_have_another_shape_each_time(
-    implementation: Implementation, shape: tuple[int, ...], x: Tensor, device: str
-) -> None:
-    plain, model = dropping(device).eval(), implementation.adapted(dropping(device).eval())
-    for given in (x, torch.randn(shape, device=device)):
-        assert_same_bits(gradients(model, given), gradients(plain, given))
 
 
 def test_in_eval_mode_gradients_are_those_without(implementation: Implementation, tokens: Tensor, device: str) -> None:
@@ -196,47 +138,6 @@ def test_without_gradients_outputs_are_those_without(
             found, expected = model(tokens), transformer(device)(tokens)
         assert_equal(found, expected, f"the output under {context.__name__}")
         assert not found.requires_grad, f"the output requires a gradient under {context.__name__}"
-
-
-class Told(Dropping):
-    """Its blocks take more than the output of the one before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Scaled() for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = torch.full_like(x[..., :1], 0.5)
-        for block in self.blocks:
-            x = block(x, scale, shift=1.0)
-        return x
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, scale: Tensor, *, shift: float) -> Tensor:
-        return torch.nn.functional.gelu(self.linear(x)) * scale + shift
-
-
-def test_blocks_may_take_further_arguments(
-    implementation: Implementation, x: Tensor, device: str, record_property: Callable[[str, object], None]
-) -> None:
-    """The same ones for all, as a mask is; a policy that does not take them says so by an error."""
-
-    def told(policy: Callable[[nn.Module], nn.Module]) -> dict[str, Tensor | None]:
-        torch.manual_seed(0)
-        return gradients(policy(Told().to(device)), x)
-
-    expected = told(lambda model: model)
-    try:
-        found = told(implementation.adapted)
-    except Exception as error:
-        record_property("note", f"blocks take no further arguments: {type(error).__name__}: {error}")
-        return
-    assert_same_bits(found, expected)
 
 
 def test_parameters_stay_the_same_objects(implementation: Implementation, device: str) -> None:
@@ -261,15 +162,6 @@ def test_names_and_classes_stay(implementation: Implementation, device: str) -> 
         assert isinstance(mine, type(theirs)), f"{name} was a {type(theirs).__name__}, and is a {type(mine).__name__}"
     for i, theirs in enumerate(plain.blocks):
         assert isinstance(model.blocks[i], type(theirs)), f"block {i} is a {type(model.blocks[i]).__name__}"
-
-
-def test_a_state_dict_is_loaded(implementation: Implementation, tokens: Tensor, device: str) -> None:
-    plain, model = transformer(device), implementation.adapted(transformer(device))
-    with torch.no_grad():
-        for p in plain.parameters():
-            p.mul_(1.5)
-    model.load_state_dict(plain.state_dict())
-    assert_same_bits(gradients(model, tokens), gradients(plain, tokens))
 
 
 def test_forward_hooks_of_blocks_run(implementation: Implementation, tokens: Tensor, device: str) -> None:

@@ -94,7 +94,7 @@ def reentrant(model: nn.Module) -> nn.Module:
     return wrapped(model, lambda forward, block: recomputed(forward, use_reentrant=True))
 
 
-@defect(cause="state", caught_by="test_random_numbers_after_backward")
+@defect(cause="state", caught_by="test_any_history")
 def random_state_left_behind(model: nn.Module) -> nn.Module:
     """Backward sets the random state of forward, and leaves it there."""
 
@@ -139,7 +139,7 @@ def autocast_forgotten(model: nn.Module) -> nn.Module:
     return wrapped(model, wrap)
 
 
-@defect(cause="two calls", caught_by="test_two_forwards_before_either_backward")
+@defect(cause="two calls", caught_by="test_any_history")
 def one_input_a_block(model: nn.Module) -> nn.Module:
     """Keeps the input on the block, where the next forward replaces it."""
 
