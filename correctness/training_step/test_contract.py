@@ -92,31 +92,6 @@ def test_gradients_accumulate_until_the_caller_clears_them(implementation: Imple
     assert_gradients(gradients(of.model), total, what="gradient of two steps")
 
 
-def test_two_forwards_before_either_backward(implementation: Implementation, device: str) -> None:
-    skip_where_graphs_own_gradients(implementation)
-    of = setting(implementation, device)
-    other = batch(device)
-    losses = [of.step.forward(of.tokens, of.targets), of.step.forward(*other)]
-    expected = [exact(of.model, of.tokens, of.targets), exact(of.model, *other)]
-    for i, (found, (loss, _)) in enumerate(zip(losses, expected, strict=True), 1):
-        assert_loss(found, loss, f"the loss of forward {i}")
-    of.step.backward(losses[0])
-    assert_gradients(gradients(of.model), expected[0][1], what="first loss's gradient")
-    of.step.backward(losses[1])
-    total = {name: grad + expected[1][1][name] for name, grad in expected[0][1].items()}
-    assert_gradients(gradients(of.model), total, what="sum of both losses' gradients")
-
-
-def test_batches_of_other_shapes(implementation: Implementation, device: str) -> None:
-    of = setting(implementation, device)
-    for shape in (BATCH, (1, 5), (4, 9), BATCH):
-        of.optimizer.zero_grad()
-        inputs = batch(device, shape)
-        loss, expected = exact(of.model, *inputs)
-        assert_loss(of.step(*inputs), loss, f"the loss of a batch of {shape[0]} sequences of {shape[1]} tokens")
-        assert_gradients(gradients(of.model), expected)
-
-
 @pytest.mark.examples(20, 100, 1000)
 def test_any_targets_and_any_scale_of_the_logits(implementation: Implementation, examples: int, device: str) -> None:
     of = setting(implementation, device)  # one for all examples, as a step may have to be compiled

@@ -9,7 +9,6 @@ from torch import Tensor
 from correctness.training_step.stepping import (
     SIZE,
     assert_gradients,
-    batch,
     exact,
     relative_error,
     setting,
@@ -32,17 +31,6 @@ def test_float16_takes_the_step_of_unscaled_gradients(implementation: Implementa
         warnings.simplefilter("error")  # the first scale may be too large for a model; for this one it is not
         of.step(of.tokens, of.targets)
     assert_gradients(taken(before, values(of.model), 1.0), expected, CLOSE, "float16 step")
-
-
-def test_float16_gradients_accumulate_before_an_update(implementation: Implementation, device: str) -> None:
-    of = setting(implementation, device, "float16", lr=1.0)
-    batches = [(of.tokens, of.targets), batch(device)]
-    before, (first, second) = values(of.model), [exact(of.model, *each)[1] for each in batches]
-    for each in batches:
-        of.step.backward(of.step.forward(*each))
-    of.step.update()
-    total = {name: grad + second[name] for name, grad in first.items()}
-    assert_gradients(taken(before, values(of.model), 1.0), total, CLOSE, "float16 step after two backwards")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from correctness.engine.histories import Problem, hold, told
 from correctness.training_step.events import EVENTS, OPTIONS, Event, History, problem_of
-from correctness.training_step.models import KINDS, assert_stays, moody_model, set_modes, what_stays
+from correctness.training_step.models import KINDS
 from correctness.training_step.stepping import assert_gradients, batch, setting, skip_where_graphs_own_gradients, values
 from shardmark.api import Implementation, requires_compiler
 from shardmark.meter.memory import meter
@@ -58,21 +58,6 @@ def test_an_update_after_ignored_targets_is_one_step(
     assert_gradients(values(of.model), before, 1e-6, "value after an update on targets of -100 alone")
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_each_modules_mode_stays_through_each_part(implementation: Implementation, number: int, device: str) -> None:
-    of = setting(implementation, device, model=moody_model(), lr=0.1)
-    set_modes(of.model, number)
-    before = what_stays(of.model)
-    loss = of.step.forward(of.tokens, of.targets)
-    assert_stays(of.model, before, "after forward")
-    of.step.backward(loss)
-    assert_stays(of.model, before, "after backward")
-    of.step.update()
-    assert_stays(of.model, before, "after update")
-    of.step(of.tokens, of.targets)
-    assert_stays(of.model, before, "after a full step")
-
-
 PREFIXES = {
     "forward": "f",
     "forward_without_autograd": "v",
@@ -81,6 +66,7 @@ PREFIXES = {
     "two_forwards_one_backward": "ffb",
     "two_forwards_the_last_ones_backward": "ffl",
     "forward_after_a_step": "fbuf",
+    "full_step": "c",
 }
 
 
@@ -101,6 +87,8 @@ def test_no_activations_are_left_once_losses_are_freed(
                     losses.append(of.step.forward(tokens, targets))
             elif part == "u":
                 of.step.update()
+            elif part == "c":
+                of.step(tokens, targets)
             else:
                 of.step.backward(losses[0 if part == "b" else -1])
         losses.clear()

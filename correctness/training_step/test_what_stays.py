@@ -12,7 +12,6 @@ from correctness.training_step.stepping import SIZE, assert_loss, batch, exact, 
 from impl.model.mlp import MLPLanguageModel
 from impl.precision import PRECISIONS
 from shardmark.api import Implementation
-from shardmark.meter.memory import meter
 
 pytestmark = pytest.mark.family("training_step")
 
@@ -62,21 +61,6 @@ def test_the_models_mode_stays(implementation: Implementation, training: bool, d
     assert_loss(of.step(of.tokens, of.targets), expected, f"the loss of a model with dropout, in {mode} mode,")
     changed = [name for name, module in of.model.named_modules() if module.training != training]
     assert not changed, f"the model was in {mode} mode, and after a step {changed[0] or 'it'} is not"
-
-
-def test_no_activations_are_left_after_a_step(implementation: Implementation, device: str) -> None:
-    of = setting(implementation, device)
-    tokens, targets = batch(device, (8, 64))  # logits of 128 KiB
-    of.step(tokens, targets)
-    of.optimizer.zero_grad()
-    with meter(device) as memory:
-        memory.mark("before")
-        for _ in range(2):
-            of.step(tokens, targets)
-            of.optimizer.zero_grad()
-            memory.mark("after")
-    left = memory.phases["after"] - memory.phases["before"]
-    assert left <= 1024, f"{left:,} bytes are left after a step, when its loss and the gradients are freed"
 
 
 def test_parts_mark_their_end(implementation: Implementation, device: str) -> None:

@@ -168,7 +168,7 @@ class MarksBeforeItIsDone(EagerStep):
         return loss.detach()
 
 
-@defect(cause="two calls", caught_by="test_two_forwards_before_either_backward")
+@defect(cause="two calls", caught_by="test_orders_that_trainings_have")
 class RemembersOneLoss(EagerStep):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.last = super().forward(tokens, targets)
@@ -178,7 +178,7 @@ class RemembersOneLoss(EagerStep):
         super().backward(self.last)
 
 
-@defect(cause="shapes", caught_by="test_batches_of_other_shapes")
+@defect(cause="shapes", caught_by="test_orders_that_trainings_have")
 class KeepsItsInputs(EagerStep):
     """Copies each batch into the first batch's memory, as for a CUDA graph."""
 
@@ -255,7 +255,7 @@ class ThawsEverything(EagerStep):
         return super().forward(tokens, targets)
 
 
-@defect(cause="state", caught_by="test_each_modules_mode_stays_through_each_part")
+@defect(cause="state", caught_by="test_orders_that_trainings_have")
 class RestoresTheRootsMode(EagerStep):
     """Sets each submodule to the root's mode, whatever its own was."""
 
