@@ -144,12 +144,6 @@ def test_gradients_are_reduced_in_their_own_precision(
     assert_nothing_wrong(world.run(averages, implementation, like, device, of_every_size, 1))
 
 
-def test_parameters_of_several_dtypes(implementation: Implementation, world: World, device: str) -> None:
-    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float64)
-    like = [torch.empty(3, dtype=dtype) for dtype in dtypes]
-    assert_nothing_wrong(world.run(averages, implementation, like, device))
-
-
 def gradients(implementation: Implementation, device: str) -> list[Tensor]:
     like = [torch.empty(1001), torch.empty(33, 7)]
     model = wrap(implementation, Products(*map(torch.zeros_like, like)).to(device))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from correctness.data_parallel.averaging import Products, assert_nothing_wrong, backward, values, wrap, wrong_averages
 from correctness.support.communication import recorded
@@ -98,55 +98,6 @@ def after_an_error_in_no_sync(implementation: Implementation, device: str) -> li
 
 def test_no_sync_ends_with_an_error_too(implementation: Implementation, world: World, device: str) -> None:
     assert_nothing_wrong(world.run(after_an_error_in_no_sync, implementation, device))
-
-
-def two_forward_passes(implementation: Implementation, device: str) -> list[str]:
-    """Run one backward pass through two forward passes, in each of three steps."""
-    model, wrong, rank = _model(implementation, device), [], dist.get_rank()
-    for first in (1, 3, 5):
-        model.module.zero_grad()
-        losses = [model([x.to(device) for x in values(rank, *LIKE, step=step)]) for step in (first, first + 1)]
-        sum(losses).backward()
-        model.finish_gradient_synchronization()
-        wrong += wrong_averages(model, _own(first, first + 1), "after two forward passes and one backward pass")
-    return wrong
-
-
-def test_two_forward_passes_before_one_backward_pass(implementation: Implementation, world: World, device: str) -> None:
-    assert_nothing_wrong(world.run(two_forward_passes, implementation, device))
-
-
-def a_forward_pass_without_a_backward_pass(implementation: Implementation, device: str) -> list[str]:
-    """Run a forward pass without backward, like an evaluation between two steps."""
-    model, wrong = _model(implementation, device), []
-    for step in (1, 2, 3):
-        model.module.zero_grad()
-        with torch.no_grad():
-            model([x.to(device) for x in values(dist.get_rank(), *LIKE)])
-        _backward(model, step, device)
-        model.finish_gradient_synchronization()
-        wrong += wrong_averages(model, _own(step), f"in step {step}, after a forward pass in no_grad()")
-    return wrong
-
-
-def test_a_forward_pass_without_a_backward_pass_changes_nothing(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_nothing_wrong(world.run(a_forward_pass_without_a_backward_pass, implementation, device))
-
-
-def in_eval_mode(implementation: Implementation, device: str) -> list[str]:
-    model = _model(implementation, device)
-    model.module.eval()
-    if isinstance(model, nn.Module):
-        model.eval()
-    _backward(model, 1, device)
-    model.finish_gradient_synchronization()
-    return wrong_averages(model, _own(1), "in eval mode")
-
-
-def test_gradients_are_averaged_in_eval_mode_too(implementation: Implementation, world: World, device: str) -> None:
-    assert_nothing_wrong(world.run(in_eval_mode, implementation, device))
 
 
 def two_models(implementation: Implementation, device: str) -> list[str]:

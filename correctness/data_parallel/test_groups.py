@@ -68,31 +68,6 @@ def test_only_the_ranks_of_the_process_group_take_part(
     assert_nothing_wrong(world.run(side_by_side, implementation, device))
 
 
-def in_two_groups_at_once(implementation: Implementation, device: str) -> list[str]:
-    """One model on the world and one in a subgroup take steps in turn."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    groups = [dist.new_group(members) for members in ([0], [*range(1, ranks)]) if members]
-    part, wrong = groups[min(rank, 1)], []
-    models = [
-        wrap(implementation, Products(*map(torch.zeros_like, LIKE)).to(device), process_group=group)
-        for group in (None, part)
-    ]
-    for step in range(2):
-        for model in models:
-            model.module.zero_grad()
-            backward(model, values(rank, *LIKE, step=step), device)
-        for model in models:
-            model.finish_gradient_synchronization()
-        for model, group in zip(models, (None, part), strict=True):
-            where = f"one model on the world and one on ranks {group_ranks(part)}, that on {group_ranks(group)}"
-            wrong += wrong_averages(model, lambda other, step=step: [*values(other, *LIKE, step=step)], where, group)
-    return wrong
-
-
-def test_each_model_keeps_its_own_process_group(implementation: Implementation, world: World, device: str) -> None:
-    assert_nothing_wrong(world.run(in_two_groups_at_once, implementation, device))
-
-
 def all_but_the_last_rank(implementation: Implementation, device: str) -> list[str]:
     ranks = [*range(dist.get_world_size() - 1)]
     group = dist.new_group(ranks)

@@ -137,7 +137,7 @@ class SharesItsListOfHandles(Overlapped):
         self.handles = self.shared
 
 
-@defect(cause="two calls", caught_by="test_two_forward_passes")
+@defect(cause="two calls", caught_by="test_any_history")
 class AveragesOnceForEachForward(Plain):
     """Counts forward passes, and averages after as many backward passes."""
 
@@ -205,7 +205,7 @@ class StartsWithABarrierOfTheWorld(Plain):
         super().start()
 
 
-@defect(cause="subgroup", caught_by="test_each_model_keeps_its_own_process_group")
+@defect(cause="subgroup", caught_by="test_any_history")
 class KeepsTheLatestGroup(Plain):
     """Stores the group on the class, so the next wrapper overwrites it."""
 

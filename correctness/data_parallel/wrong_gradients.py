@@ -189,7 +189,7 @@ class OverwritesWhatWasAveragedBefore(Plain):
         self.before = {p: (p.grad.data_ptr(), p.grad.clone()) for p in self.module.parameters() if p.grad is not None}
 
 
-@defect(cause="gradients", caught_by="test_gradients_are_averaged_in_eval_mode")
+@defect(cause="gradients", caught_by="test_any_history")
 class AveragesInTrainingAlone(Plain):
     def finish_gradient_synchronization(self) -> None:
         if self.training:
