@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from correctness.collectives.summing import Call, assert_right, small_integers
 from correctness.engine.examples import BESIDE_LAUNCHES
-from correctness.support.communication import delayed
 from impl.collectives import Backend, OnGloo, accounting, count_bytes_sent, segments
 from impl.collectives.cases import COLLECTIVES
 from shardmark.api import Implementation
@@ -101,34 +100,6 @@ def test_results_do_not_depend_on_the_segments(
     implementation: Implementation, any_world: World, name: str, device: str
 ) -> None:
     assert_right(any_world.run(wrong_results, implementation, name, device, [torch.float32], 40))
-
-
-def many_at_once(implementation: Implementation, late: int, device: str) -> list[str]:
-    """Start all three collectives several times, wait in an order of this rank's own, and check each result after
-    its wait."""
-    target, rank, wrong = implementation.adapted, dist.get_rank(), []
-    calls = [
-        Call(name, small_integers(dtype, seed), size, device)
-        for seed, (size, dtype) in enumerate(((125_000, torch.float32), (97, torch.float64)) * 2)
-        for name in COLLECTIVES
-    ]
-    with delayed(before=0.003, on=late % dist.get_world_size()):
-        handles = [call.start(target, async_op=True) for call in calls]
-        order = [*range(len(calls))][:: 1 if rank % 2 else -1]
-        order = order[rank:] + order[:rank]
-        for count, i in enumerate(order, 1):
-            handles[i].wait()
-            waited = ", ".join(str(other + 1) for other in order[:count])
-            when = f"{i + 1} of {len(calls)} collectives under way, as wait() returned, waits in the order {waited}"
-            wrong += [f"{when}: {line}" for line in calls[i].wrong()]
-    return wrong
-
-
-@pytest.mark.family("collectives")
-@pytest.mark.parametrize("late", [0, -1], ids=["first", "last"])
-@pytest.mark.parametrize("size_and_worlds", [1, 2, 3], ids=lambda n: f"{n}ranks", indirect=True, scope="module")
-def test_many_may_be_under_way(implementation: Implementation, any_world: World, late: int, device: str) -> None:
-    assert_right(any_world.run(many_at_once, implementation, late, device))
 
 
 def so_many_at_once(implementation: Implementation, count: int, device: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -160,23 +159,6 @@ def no_dimensions(implementation: Implementation, device: str) -> list[str]:
 
 def test_a_tensor_without_dimensions(implementation: Implementation, world: World, device: str) -> None:
     assert_right(world.run(no_dimensions, implementation, device))
-
-
-def second_calls(implementation: Implementation, device: str) -> list[str]:
-    """Call several times on tensors of one shape; check all results at the end."""
-    target, wrong = implementation.adapted, []
-    calls: list[Any] = []
-    for seed in range(3):
-        for name in COLLECTIVES:
-            calls.append(Call(name, small_integers(torch.float32, seed), 1001, device))
-            calls[-1].start(target)
-    for i, call in enumerate(calls):
-        wrong += [f"call {i + 1} of {len(calls)}, {line}" for line in call.wrong()]
-    return wrong
-
-
-def test_a_second_call_on_tensors_of_the_same_shape(implementation: Implementation, world: World, device: str) -> None:
-    assert_right(world.run(second_calls, implementation, device))
 
 
 def parameter_sum(implementation: Implementation, device: str) -> bool:

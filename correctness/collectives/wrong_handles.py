@@ -14,7 +14,7 @@ from correctness.support.planting import defect
 # Two calls
 
 
-@defect(cause="two calls", caught_by="test_many_may_be_under_way")
+@defect(cause="two calls", caught_by="test_any_history")
 class SharesItsBuffer(Plain):
     """All sums of one shape use one buffer."""
 
@@ -41,7 +41,7 @@ class Has32Buffers(Plain):
         return finished(handle, lambda: tensor.data.copy_(buffer), async_op)
 
 
-@defect(cause="two calls", caught_by="test_a_second_call")
+@defect(cause="two calls", caught_by="test_any_history")
 class RemembersTheInput(Plain):
     """Caches its copy of the first input of a shape, and reuses it for later inputs."""
 
@@ -52,7 +52,7 @@ class RemembersTheInput(Plain):
         return super().reduce_scatter(output, known.clone(), group, async_op=async_op)
 
 
-@defect(cause="two calls", caught_by="test_many_may_be_under_way")
+@defect(cause="two calls", caught_by="test_any_history")
 class WaitsForTheOldest(Plain):
     """`wait` of any handle waits for the oldest call."""
 
@@ -123,7 +123,7 @@ class AddsAtEachWait(Plain):
         return finished(handle, lambda: output.add_(rest), async_op)
 
 
-@defect(cause="handles", caught_by="test_many_may_be_under_way")
+@defect(cause="handles", caught_by="test_any_history")
 class RunsOnThreadsOfTheirOwn(Plain):
     """Starts each call on its own thread, so a later one may overtake it."""
 
