@@ -100,26 +100,6 @@ def test_every_rank_starts_with_rank_0s_buffers(
     assert_none(world.run(buffers_on_rank, implementation, units, device))
 
 
-def current_on_rank(implementation: Implementation, device: str) -> str:
-    """Change shards in place after a gather, as an optimizer does: the next gather must show the new values."""
-    model, plain = wrap(implementation, make(Odd, 0, device), wrap=LINEARS), make(Odd, 0, device)
-    for _ in range(2):
-        full(model)
-        with torch.no_grad():
-            for parameter in (*model.parameters(), *plain.parameters()):
-                parameter.mul_(-2)
-        what = "gather_full_parameters() after the shards were multiplied by -2: the parameter"
-        if problem := as_expected(what, full(model), parameters_of(plain), tolerance=0):
-            return problem
-    return ""
-
-
-def test_gathered_parameters_are_what_the_shards_are_now(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_none(world.run(current_on_rank, implementation, device))
-
-
 def names_on_rank(implementation: Implementation, device: str) -> str:
     plain = make(Deep, 0, device)
     model = wrap(implementation, make(Deep, 0, device), wrap=LINEARS)

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 from correctness.fsdp.checks import (
@@ -209,31 +208,6 @@ def test_evaluation_between_forward_and_backward_changes_nothing(
     implementation: Implementation, world: World, device: str
 ) -> None:
     assert_none(world.run(evaluate_on_rank, implementation, True, device))
-
-
-def thrown_away_on_rank(implementation: Implementation, device: str) -> str:
-    """Run a forward with gradients and no backward, before the optimizer's step and after it."""
-    model, plain = both(implementation, Odd, device)
-    if contains(model, FSDPModule) or contains(model, FSDP1):
-        return f"{UNSUPPORTED}PyTorch's FSDP keeps what such a forward gathers over the optimizer's step"
-    optimizers = SGDs(model, plain)
-    for step in range(3):
-        optimizers.zero_grad()
-        whole_backward(plain, step, device)
-        backward(model, step, device)
-        model.finish_gradient_synchronization()
-        loss(model, *own_batch(step + 3, device))
-        optimizers.step()
-        if problem := as_expected(f"after step {step + 1},", full(model), parameters_of(plain)):
-            return problem
-        loss(model, *own_batch(step + 5, device))
-    return ""
-
-
-def test_a_forward_that_no_backward_follows_changes_nothing(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_none(world.run(thrown_away_on_rank, implementation, device))
 
 
 def copies_on_rank(implementation: Implementation, device: str) -> str:

@@ -128,25 +128,6 @@ def test_the_same_tensors_changed_in_place_give_other_results(
     assert_near(found, {name: wanted[name] for name in found}, f"{mode}, after a change in place", share=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "nothing_requires_grad"])
-def test_gives_the_same_loss_without_gradients(implementation: Implementation, mode: str, device: str) -> None:
-    inputs = random_inputs(40, 16, 32, device)
-    contexts = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
-    ran = 0
-    for options in ({}, {"label_smoothing": 0.2}, {"z_loss": 0.1}):
-        with contexts.get(mode, torch.enable_grad)():
-            hidden, weight = (x.detach().requires_grad_(mode == "no_grad") for x in (inputs.hidden, inputs.weight))
-            try:
-                loss = implementation.adapted(hidden, weight, inputs.targets, **options)
-            except Unsupported:
-                continue
-        assert not loss.requires_grad, "the loss requires a gradient where none is asked for"
-        assert_near({"loss": loss}, {"loss": _exact(inputs, **options)["loss"]}, f"{mode}, {options}", share=1e-5)
-        ran += 1
-    if not ran:
-        pytest.skip("takes no inputs like these, with or without options")
-
-
 def test_trains_on_what_it_was_first_evaluated_on(implementation: Implementation, device: str) -> None:
     """Sizes that no other test has: tensors cached under inference_mode cannot be saved for backward."""
     inputs = random_inputs(43, 12, 37, device)

@@ -67,7 +67,7 @@ def second_derivative_of_constants(*terms: Any) -> Tensor:
     return _Differentiable.apply(*terms)
 
 
-@defect(cause="gradients", caught_by="test_gives_the_same_loss_without_gradients")
+@defect(cause="gradients", caught_by="test_any_history")
 @of_terms
 def gradients_where_there_is_no_autograd(*terms: Any) -> Tensor:
     """Raises in `torch.inference_mode`, where evaluations run."""

@@ -74,11 +74,6 @@ def test_no_parameter_is_left_of_any_number(
         check(implementation, world, History([Group([(1,)] * count)], [Step()]), device)
 
 
-def test_parameters_of_several_dtypes(implementation: Implementation, world: World, device: str) -> None:
-    dtypes = [torch.float64, torch.float32]
-    check(implementation, world, History([Group(SHAPES)], [Step()] * 2, dtypes=dtypes), device)
-
-
 def test_each_group_has_its_own_options(implementation: Implementation, world: World, device: str) -> None:
     groups = [
         Group([(5, 3), (3,)]),

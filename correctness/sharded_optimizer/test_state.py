@@ -49,19 +49,11 @@ def test_the_state_is_the_optimizers_own_on_every_rank(
     check(implementation, world, history(optimizer, Step(), Change(0, {"lr": 0.02}), Step((1,)), Save()), device)
 
 
-def test_saving_changes_nothing(implementation: Implementation, world: World, device: str) -> None:
-    check(implementation, world, history("adamw", Save(), Step(), Save(), Save(), Step(), Step()), device)
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_loaded_state_trains_on_as_if_never_saved(
     implementation: Implementation, world: World, optimizer: str, device: str
 ) -> None:
     check(implementation, world, history(optimizer, Step(), Step((3,)), Reload(), Step(), Step(), Save()), device)
-
-
-def test_a_state_without_steps_loads(implementation: Implementation, world: World, device: str) -> None:
-    check(implementation, world, history("adamw", Reload(), Step(), Step()), device)
 
 
 def options_after_loading(implementation: Implementation, device: str) -> list[tuple[Any, ...]]:
