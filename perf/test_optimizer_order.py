@@ -60,7 +60,7 @@ def backward(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def update(optimizer: AdamW) -> None:
-    """A step, after which its gradients are gone."""
+    """Step the optimizer and free the gradients."""
     optimizer.step()
     optimizer.zero_grad()
 

@@ -208,7 +208,7 @@ def test_buffers_that_forward_changes_are_not_synchronized(
     assert_nothing_wrong(world.run(buffers, implementation, device))
 
 
-def wrap_and_let_go(implementation: Implementation, device: str) -> bool:
+def wrap_and_delete(implementation: Implementation, device: str) -> bool:
     model = wrap(implementation, nn.Linear(2, 2).to(device))
     model(torch.ones(1, 2, device=device)).sum().backward()
     model.finish_gradient_synchronization()
@@ -217,10 +217,10 @@ def wrap_and_let_go(implementation: Implementation, device: str) -> bool:
     return are_freed(weight, seconds=2.0)
 
 
-def test_a_wrapper_that_is_let_go_frees_its_parameters(
+def test_a_wrapper_that_is_deleted_frees_its_parameters(
     implementation: Implementation, world: World, device: str, record_property: Callable[[str, object], None]
 ) -> None:
-    freed = all(world.run(wrap_and_let_go, implementation, device))
+    freed = all(world.run(wrap_and_delete, implementation, device))
     assert freed or not is_ours(implementation)
     if not freed:
         record_property("note", "parameters stay in memory when the wrapper is gone: a hook on them refers to it")

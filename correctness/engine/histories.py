@@ -89,7 +89,7 @@ def play(player: Player, history: History) -> Problem | None:
         except Exception as error:
             if first is not None:
                 break  # later problems may be consequences
-            error.add_note(told(history, Problem(after, "")))
+            error.add_note(report(history, Problem(after, "")))
             raise
         if what and first is None:
             first = Problem(after, what)
@@ -141,7 +141,7 @@ def even_and_odd_ranks() -> tuple[int, dist.ProcessGroup]:
     return rank % 2, groups[rank % 2]
 
 
-def told(history: History, problem: Problem) -> str:
+def report(history: History, problem: Problem) -> str:
     """The claim that does not hold, the numbered events up to there, and what was found beside what was expected."""
     claim, _, found = problem.what.partition("\n")
     start = str(history)
@@ -238,7 +238,7 @@ class _Search:
                 self._failed(key, error)
             else:
                 if problem is not None:
-                    self._failed(key, AssertionError(told(history, problem)))
+                    self._failed(key, AssertionError(report(history, problem)))
         if key in self.failures:
             self.failure = self.failures[key]
             raise _Fails  # one type raised at one place, so that Hypothesis takes all failures for one

@@ -90,7 +90,7 @@ def other_optimizers_on_rank(directory: Path, device: str) -> list[str]:
     for p in parameters:
         assert torch.equal(turned.state[p]["exp_avg"], optimizer.state[p]["exp_avg"])
 
-    said = []
+    errors = []
     others = (
         torch.optim.Adam(parameters[1:]),
         torch.optim.SGD(parameters),
@@ -100,21 +100,21 @@ def other_optimizers_on_rank(directory: Path, device: str) -> list[str]:
         try:
             load(directory, model, other)
         except ValueError as error:
-            said.append(str(error))
-    return said
+            errors.append(str(error))
+    return errors
 
 
 def test_moments_go_to_their_own_parameters_and_those_of_another_optimizer_nowhere(
     worlds: WorldsBySize, tmp_path: Path, device: str
 ) -> None:
-    for said in worlds(2).run(other_optimizers_on_rank, tmp_path / "checkpoint", device):
-        fewer, sgd, groups = (line.partition("is of another optimizer: ")[2] for line in said)
+    for errors in worlds(2).run(other_optimizers_on_rank, tmp_path / "checkpoint", device):
+        fewer, sgd, groups = (line.partition("is of another optimizer: ")[2] for line in errors)
         assert fewer.startswith("group 0 has the parameter ") and fewer.endswith(" only there")
         assert sgd.startswith("group 0 has the setting ")
         assert groups.startswith("1 parameter groups there and ")
 
 
-def _said(function: Callable[..., None], *args: object) -> str:
+def _error(function: Callable[..., None], *args: object) -> str:
     """Return the one-line error of a call that fails on all ranks or on none."""
     try:
         function(*args)
@@ -133,13 +133,13 @@ def wrong_checkpoints_on_rank(directory: Path, device: str) -> list[str]:
     x.register_hook(lambda gradient: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(x).sum().backward()  # what is saved below is valid all the same
-    said = [
-        _said(load, directory / "nowhere", model),
-        _said(save, whole, model),
-        _said(save, whole, model),
-        _said(load, whole, model, optimizer),
-        _said(load, whole, FullyShardedDataParallel(nn.Linear(DIM, 2).to(device))),
-        _said(load, whole, FullyShardedDataParallel(module("plain", 0, device).float())),
+    errors = [
+        _error(load, directory / "nowhere", model),
+        _error(save, whole, model),
+        _error(save, whole, model),
+        _error(load, whole, model, optimizer),
+        _error(load, whole, FullyShardedDataParallel(nn.Linear(DIM, 2).to(device))),
+        _error(load, whole, FullyShardedDataParallel(module("plain", 0, device).float())),
     ]
     with torch.no_grad():
         for parameter in model.parameters():
@@ -148,27 +148,27 @@ def wrong_checkpoints_on_rank(directory: Path, device: str) -> list[str]:
     if dist.get_rank() == 0:
         last.write_bytes(bytes(last.stat().st_size))
     dist.barrier()
-    said.append(_said(load, whole, model))
+    errors.append(_error(load, whole, model))
     dist.barrier()
     if dist.get_rank() == 0:
         last.write_bytes(last.read_bytes()[:-100])
     dist.barrier()
     with torch.no_grad():
-        said.append(_said(load, whole, model))
+        errors.append(_error(load, whole, model))
     dist.barrier()
     if dist.get_rank() == 0:
         (whole / ".metadata").write_bytes(b"")
     dist.barrier()
-    said.append(_said(load, whole, model))
+    errors.append(_error(load, whole, model))
     optimizer.state[next(model.parameters())] = {"step": 1}
-    said.append(_said(save, directory / "counted", model, optimizer))
+    errors.append(_error(save, directory / "counted", model, optimizer))
     assert all(torch.equal(before[key], value) for key, value in _state(model).items())
-    return said
+    return errors
 
 
 def test_directories_that_cannot_be_used_are_one_line(worlds: WorldsBySize, tmp_path: Path, device: str) -> None:
-    for said in worlds(2).run(wrong_checkpoints_on_rank, tmp_path, device):
-        nowhere, saved, again, no_optimizer, other, dtype, damaged, cut, empty, counted = said
+    for errors in worlds(2).run(wrong_checkpoints_on_rank, tmp_path, device):
+        nowhere, saved, again, no_optimizer, other, dtype, damaged, cut, empty, counted = errors
         assert nowhere.endswith("nowhere holds no complete checkpoint: it has no .metadata")
         assert saved == "nothing"
         assert again.endswith("whole exists already, and a checkpoint is written once")
@@ -189,16 +189,16 @@ def alone_on_rank(directory: Path, device: str) -> list[str]:
     optimizer, own = adam(model), directory / f"{rank}"
     if rank == 1:
         (own / "there").mkdir(parents=True)
-    said = [_said(save, own / "there", model), _said(save, own / "apart", model)]
+    errors = [_error(save, own / "there", model), _error(save, own / "apart", model)]
     _train(model, optimizer, range(1), device)
     save(directory / "whole", model, optimizer)
-    said.append(_said(load, directory / "whole" if rank == 0 else own, model, optimizer))
+    errors.append(_error(load, directory / "whole" if rank == 0 else own, model, optimizer))
     stranger = torch.optim.Adam([nn.Parameter(torch.ones(1))]) if rank == 1 else optimizer
-    said.append(_said(load, directory / "whole", model, stranger))
-    said.append(_said(save, directory / "stranger", model, stranger))
+    errors.append(_error(load, directory / "whole", model, stranger))
+    errors.append(_error(save, directory / "stranger", model, stranger))
     dist.barrier()
     return [
-        *said,
+        *errors,
         " ".join(str(path.relative_to(directory)) for path in sorted(directory.rglob("*/")) if path.is_dir()),
     ]
 

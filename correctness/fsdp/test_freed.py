@@ -14,7 +14,7 @@ from impl.fsdp import FullyShardedDataParallel
 from shardmark.ranks.world import World
 
 
-def let_go_on_rank(device: str) -> bool:
+def freed_on_rank(device: str) -> bool:
     model = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device))
     model(torch.ones(1, 4, device=device)).sum().backward()
     model.finish_gradient_synchronization()
@@ -23,20 +23,20 @@ def let_go_on_rank(device: str) -> bool:
     return are_freed(*parameters)
 
 
-def test_a_model_that_is_let_go_frees_its_parameters(world: World, device: str) -> None:
-    assert all(world.run(let_go_on_rank, device))
+def test_a_deleted_model_frees_its_parameters(world: World, device: str) -> None:
+    assert all(world.run(freed_on_rank, device))
 
 
-def let_go_during_a_step_on_rank(device: str) -> float:
+def freed_during_step_on_rank(device: str) -> float:
     models: list[nn.Module] = []
 
-    def let_go(*_: Any) -> None:
+    def free(*_: Any) -> None:
         if models:
             models.pop()
             gc.collect()
 
-    among_hooks, among_checks = register_optimizer_step_pre_hook(let_go), nn.Identity()
-    check_before_steps(among_checks, let_go)
+    among_hooks, among_checks = register_optimizer_step_pre_hook(free), nn.Identity()
+    check_before_steps(among_checks, free)
     models += [FullyShardedDataParallel(nn.Linear(4, 4).to(device)) for _ in range(2)]
     other = nn.Parameter(torch.ones(1, device=device))
     other.grad = torch.ones_like(other)
@@ -50,4 +50,4 @@ def let_go_during_a_step_on_rank(device: str) -> float:
 
 def test_a_model_may_be_freed_while_an_optimizer_steps(world: World, device: str) -> None:
     """The garbage collector may run while torch iterates over the hooks before the step."""
-    assert world.run(let_go_during_a_step_on_rank, device) == [0.0] * world.size
+    assert world.run(freed_during_step_on_rank, device) == [0.0] * world.size

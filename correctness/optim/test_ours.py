@@ -114,7 +114,7 @@ def test_state_may_be_replaced_between_steps(ours: Implementation, device: str) 
     assert_all_near(params, train(AdamW, start, grads))
 
 
-def test_state_that_is_taken_away_is_let_go(ours: Implementation, device: str) -> None:
+def test_removed_state_is_freed(ours: Implementation, device: str) -> None:
     start = tensors(device, torch.float32)
     optimizer = ours.target(leaves(start))
     run(optimizer, gradients(start, 2))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from correctness.engine.histories import Player, even_and_odd_ranks, play_on_ranks, told
+from correctness.engine.histories import Player, even_and_odd_ranks, play_on_ranks, report
 from correctness.sharded_optimizer.events import Group, History, Save, Step
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
@@ -129,7 +129,7 @@ def check(
     __tracebackhide__ = True
     problem = play_on_ranks(world, make, implementation, history, device)
     if problem is not None:
-        raise AssertionError(told(history, problem))
+        raise AssertionError(report(history, problem))
 
 
 def checkpoint_after(implementation: Implementation | None, history: History, device: str) -> Checkpoint:

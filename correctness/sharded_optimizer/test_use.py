@@ -213,7 +213,7 @@ def test_forward_and_state_dict_wait_for_parameters_and_peeking_is_an_error(worl
         assert peeked.startswith("RuntimeError: a parameter of shape (3, 3) was used outside of its own module's")
 
 
-def let_go(device: str) -> bool:
+def freed_after_step(device: str) -> bool:
     model = nn.Linear(2, 2).to(device)
     optimizer = ShardedOptimizer(model.parameters(), Adam, average_gradients=True, module=model)
     model(torch.ones(1, 2, device=device)).sum().backward()
@@ -223,8 +223,8 @@ def let_go(device: str) -> bool:
     return are_freed(weight)
 
 
-def test_an_optimizer_that_is_let_go_frees_its_parameters(world: World, device: str) -> None:
-    assert all(world.run(let_go, device))
+def test_an_optimizer_that_is_deleted_frees_its_parameters(world: World, device: str) -> None:
+    assert all(world.run(freed_after_step, device))
 
 
 def state_of_many_groups(device: str) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from correctness.engine.histories import Problem, hold, told
+from correctness.engine.histories import Problem, hold, report
 from correctness.training_step.events import EVENTS, OPTIONS, Event, History, problem_of
 from correctness.training_step.models import KINDS
 from correctness.training_step.stepping import assert_gradients, batch, setting, skip_where_graphs_own_gradients, values
@@ -38,7 +38,7 @@ def test_orders_that_trainings_have(implementation: Implementation, order: str, 
     events = [Event(kind, 4 * i + 1) for i, kind in enumerate(ORDERS[order])]
     history = History(events, frozen=(2,) * (order == "thawed"))
     problem = problem_of(implementation, history, precision, device)
-    assert problem is None, told(history, problem)
+    assert problem is None, report(history, problem)
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])

@@ -96,5 +96,5 @@ def peak_of_part(ledger: Ledger, mode: str) -> Bytes:
 
 
 def peak_of_first_step(ledger: Ledger) -> Bytes:
-    """Its first update makes the state when activations are gone, so the first step's peak is the lower one."""
+    """Peak of the first step. It has no optimizer state until its update, when the activations are freed already."""
     return max(without_state(ledger.peak), ledger.marks["after_step"])

@@ -16,7 +16,7 @@ from impl.accounting.two_linears import HALF
 
 @dataclass(frozen=True)
 class Mesh:
-    """X devices along FSDP's dimension and Y along the tensor's, of which each has so many axes of links."""
+    """A mesh of X devices for FSDP by Y for tensor parallelism, with the number of link axes of each dimension."""
 
     fsdp: int
     """X."""

@@ -57,9 +57,9 @@ class TwoLinears:
         return twice_sharded // twice_left + 1 if twice_left > 0 else None
 
     def tensor_parallel_saved_per_token(self, devices: int, sequence_parallel: bool = False) -> int:
-        """The same as `saved_per_token` on one of `devices`, each of which has its part of the `ffn_dim`.
+        """`saved_per_token` on one of `devices` under tensor parallelism: each holds a part of the `ffn_dim`.
 
-        The first linear's whole input is on each of them, or with sequence parallel its part of the tokens.
+        Each device also saves the first linear's whole input, or its part of the tokens under sequence parallelism.
         """
         dim = self.dim // devices if sequence_parallel else self.dim
         return HALF * self.blocks * (dim + self.ffn_dim // devices)

@@ -94,7 +94,7 @@ class _Checkpointed(nn.Module):
 
 
 class _Segmented(nn.ModuleList):
-    """A ModuleList over which a loop gets segments: functions, each of which runs several blocks under `checkpoint`."""
+    """A ModuleList that iterates over segments instead of blocks: functions that run several blocks in `checkpoint`."""
 
     def __iter__(self) -> Iterator[Any]:
         blocks = list(self._modules.values())

@@ -117,8 +117,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End every rank, print the tables where pytest has not come to that, as where its first folder is gone, and last
-    of all where the report is."""
+    """End every rank and print where the report is. Print the tables first if pytest did not, as after an early exit
+    (its first folder was removed, say)."""
     session = config.stash.get(SESSION, None)
     if session is None:
         return

@@ -94,7 +94,7 @@ class _Marks(Schedule):
         self.began = self.began or kind == BEGIN
 
     def backward(self, modules: Sequence[str], gradient: Tensor) -> None:
-        """The gradient is there of what these modules returned, the innermost first; the outermost is told first."""
+        """Backward reached the output of these modules, given innermost first; record the outermost first."""
         for inward, name in enumerate(reversed(modules)):
             self.leave(BACKWARD, name, inward)
 

@@ -51,7 +51,7 @@ def simulated(value: str) -> Simulated:
 
 
 class SimulatedWorld:
-    """A world of that many ranks of which none exists."""
+    """Stands in for a world where no rank is started: everything on its ranks is simulated."""
 
     device = "cpu"
     alive = True

@@ -76,7 +76,7 @@ class _Incoming:
         self._buffer, self._call, self._here = buffer, call, 0
 
     def move(self, end: socket.socket) -> tuple[int, bytearray] | None:
-        """Receive once; the message, if that completed it. EOFError where the other end is gone."""
+        """Receive once. Return the message if it is complete, else None. Raise EOFError if the other end is closed."""
         if self._here < len(self._buffer):
             received = end.recv_into(memoryview(self._buffer)[self._here :])
             if not received:

@@ -1,7 +1,7 @@
-"""Whether the other hosts of a launch are there: one that is gone says nothing, and TCP waits a quarter of an hour.
+"""Find out whether the other hosts of a launch still run: TCP reports a lost host only after a quarter of an hour.
 
-Each rank counts in torchrun's store, from a thread of its own. Silence is counted in one's own beats, not in seconds,
-so that a process that was stopped for a while, as all of them are with their machine, takes nobody for lost.
+A thread of each rank increments a counter in torchrun's store. Silence is counted in one's own beats, not in seconds:
+a process that was suspended, alone or with its machine, then reports nobody as lost.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A rank's side of a world: join the process group, then do what is asked until the world is gone.
+"""The main loop of a rank: join the process group, then run calls until the world closes.
 
-In the world's private folder a rank leaves where it was (rank0.stacks), for when it hangs or dies, and why it could not
-go on (rank0.end).
+A rank writes two files to the world's private folder, for when it hangs or dies: its stacks (rank0.stacks) and the
+error that ended it (rank0.end).
 """
 
 from __future__ import annotations

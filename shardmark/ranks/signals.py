@@ -21,8 +21,8 @@ class Ending:
         self._came = False
 
     def handle(self) -> None:
-        """Handle the signals until `leave`. An ignored signal stays ignored: a run under nohup goes on when its
-        terminal ends."""
+        """Handle the signals until `leave`. An ignored signal stays ignored: a run under nohup survives its
+        terminal."""
         for number in SIGNALS:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 self._before[number] = signal.signal(number, self._handle)

@@ -228,7 +228,7 @@ class TorchrunWorld:
         return {rank_: how for rank_, how in gone.items() if rank_ not in answers}
 
     def _doubtful(self, answers: dict[int, Answer]) -> bool:
-        """Whether a rank that has not answered is late with its heartbeat too: its host may be gone."""
+        """Whether the heartbeat of a rank that has not answered is late too: its host may be lost."""
         return self._heartbeat is not None and not answers.keys() >= set(self._heartbeat.doubtful())
 
     def _perform_own(self, work: bytes, own: list[bytes]) -> None:

@@ -196,8 +196,8 @@ class World:
         self.close()
 
     def _collect(self, start: float, deadline: float) -> dict[int, Answer]:
-        """Each rank's answer, the first that came first; RankError where one has died, which is told before those that
-        missed it, or has not answered."""
+        """Return each rank's answer, in order of arrival. Raise RankError if a rank died or did not answer; the report
+        names the dead ones before those that waited for them."""
         __tracebackhide__ = True
         answers: dict[int, Answer] = {}
         dead: dict[int, Failure] = {}

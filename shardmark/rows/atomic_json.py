@@ -188,7 +188,7 @@ class _Copy:
     benchmarks: int = 0
 
     def write(self, opening: bytes, unmeasured: bytearray, other: _Copy | None, benchmarks: list[str]) -> None:
-        """All of those unmeasured, the other copy's benchmarks and these, of which it has the first."""
+        """Write the unmeasured rows and the benchmarks; those that the other copy has already are copied from it."""
         whole = not self.opening or len(unmeasured) > self.room
         begin = 0 if whole else self.benchmarks
         rows = other._benchmarks_from(begin) if other is not None else b""

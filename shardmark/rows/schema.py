@@ -82,7 +82,7 @@ def _annotated(found: Schema, notes: Sequence[Any], closed: bool) -> Schema:
 
 
 def _optional(found: list[Schema]) -> Schema:
-    """One of these, of which the last is null."""
+    """Merge two schemas, the second of which is null's."""
     some, null = found
     if "enum" in some:
         return some | {"enum": [*some["enum"], None]}
@@ -120,7 +120,7 @@ def _fields(schema: Schema, before: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _type(schema: Schema) -> tuple[str, Schema, str]:
-    """Type in words; the schema of what is inside it; and how the path goes on there, `[]` in a list, `.*` by name."""
+    """Return the type in words, the schema of its elements, and their suffix to the path: `[]` (list), `.*` (dict)."""
     if "const" in schema:
         return str(schema["const"]), {}, ""
     if "enum" in schema:

@@ -93,7 +93,7 @@ def test_segments_of_the_cuda_allocator_grow_unless_the_user_has_set_it_up(
     }
 
 
-def told(function: Callable[[], None]) -> Answer:
+def answer_of(function: Callable[[], None]) -> Answer:
     return cast(Answer, pickle.loads(perform(pickled_call(function, ()))))
 
 
@@ -122,20 +122,20 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_a_call_lasts_until_its_gpu_is_done_whose_errors_are_the_calls_own(gpu: pytest.MonkeyPatch) -> None:
     waits: list[None] = []
     gpu.setattr(torch.cuda, "synchronize", lambda: waits.append(None))
-    answer = told(do_nothing)
+    answer = answer_of(do_nothing)
     assert waits and answer.failure is None and answer.broken is None
     gpu.setattr(torch.cuda, "synchronize", partial(end, "CUDA error: device-side assert triggered\nCompile with"))
-    answer = told(do_nothing)
+    answer = answer_of(do_nothing)
     assert answer.failure is not None and "raised RuntimeError: CUDA error: device-side assert" in answer.failure[0]
     assert answer.broken == "an error on its GPU (CUDA error: device-side assert triggered)"
 
 
 def test_a_failed_call_is_told_of_though_its_gpu_waits_for_other_ranks(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(rank, "AT_REST", 0.01)
-    assert told(raise_an_error).broken is None
+    assert answer_of(raise_an_error).broken is None
     others = Event()
     gpu.setattr(torch.cuda, "synchronize", others.wait)
-    answer = told(raise_an_error)
+    answer = answer_of(raise_an_error)
     others.set()
     assert answer.failure is not None and "no such shard" in answer.failure[0]
     assert answer.broken == "work on its GPU that does not end"

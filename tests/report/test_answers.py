@@ -18,17 +18,17 @@ ALIKE = entry("alike", 0.52, ("eager", 0.47, 0.52, 0.57), tensors=60 * MIB)
 OPEN = entry("open", 1.0, ("eager", 0.9, 1.0, 1.1), tensors=MIB)
 
 
-def said(*entries: Entry) -> str:
+def answer(*entries: Entry) -> str:
     return answered(entries, fastest_and_smallest)
 
 
 def test_the_fastest_stands_beside_its_peer_and_then_whose_peak_is_smallest() -> None:
-    assert said(PEER, QUICK, SLIM) == "quick 0.50x eager; slim 0.08x memory"
-    assert said(PEER, QUICK) == "quick 0.50x eager; 0.50x memory"
+    assert answer(PEER, QUICK, SLIM) == "quick 0.50x eager; slim 0.08x memory"
+    assert answer(PEER, QUICK) == "quick 0.50x eager; 0.50x memory"
 
 
 def test_whom_the_intervals_do_not_set_apart_share_the_first_place() -> None:
-    assert said(PEER, QUICK, ALIKE) == "quick or alike 0.50x eager; 0.50x memory"
+    assert answer(PEER, QUICK, ALIKE) == "quick or alike 0.50x eager; 0.50x memory"
     third = entry("third", 0.54, ("eager", 0.49, 0.54, 0.6))
     assert answered([PEER, QUICK, ALIKE, third], fastest) == "quick or 2 others 0.50x eager"
 
@@ -86,7 +86,7 @@ def test_what_failed_or_was_not_run_wins_nothing_and_is_counted() -> None:
 
 def test_an_answer_without_data_says_what_is_missing() -> None:
     failed = entry("wrong", verdict="fail")
-    assert said(failed, entry("giant", None, verdict="out of memory")) == "no answer: 1 failed, 1 out of memory"
+    assert answer(failed, entry("giant", None, verdict="out of memory")) == "no answer: 1 failed, 1 out of memory"
     assert answered([PEER], goals) == "no answer: its rows do not say"
     assert answered([PEER], lambda entries: f"{1 / 0}") == "no answer: ZeroDivisionError: division by zero"
 
@@ -96,9 +96,9 @@ def test_of_several_cases_it_is_the_one_with_most_work_that_compares_something()
         return [entry(name, case=case, work={"flops": flops}, tensors=MIB) for name in names]
 
     entries = [*at("b1-s16-step", 1, "a", "b"), *at("b1-s64-step", 4, "a", "b"), *at("b1-s99-step", 9, "a")]
-    assert said(*entries) == "s64: a 1,000 ms (undecided); all 1.00 MiB"
+    assert answer(*entries) == "s64: a 1,000 ms (undecided); all 1.00 MiB"
     more_ranks = entry("a", 0.5, case="b1-s64-step", ranks=4, work={"flops": 4})
-    assert said(entries[2], more_ranks) == "a 500 ms"
+    assert answer(entries[2], more_ranks) == "a 500 ms"
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_who_saves_memory_says_at_what_time(entries: Sequence[Entry], other: str
 
 
 def test_a_single_implementation_says_its_own_figures() -> None:
-    assert said(PEER) == "eager 1,000 ms, 100.00 MiB"
-    assert said(entry("a", 0.0051, ("slow", 0.2, 0.25, 0.3), tensors=100)) == "a 5.1 ms, 0.25x slow, 100 bytes"
+    assert answer(PEER) == "eager 1,000 ms, 100.00 MiB"
+    assert answer(entry("a", 0.0051, ("slow", 0.2, 0.25, 0.3), tensors=100)) == "a 5.1 ms, 0.25x slow, 100 bytes"
 
 
 def test_the_most_of_a_figure_and_goals() -> None:
@@ -147,5 +147,5 @@ def test_a_simulation_says_who_holds_least() -> None:
     large, small = entry("large", None, tensors=100 * MIB), entry("small", None, tensors=8 * MIB)
     for each in (large, small):
         each["extra_info"]["simulated"] = True
-    assert said(large, small) == "small 8.00 MiB, 0.08x large's, predicted"
-    assert said(large) == "large 100.00 MiB, predicted"
+    assert answer(large, small) == "small 8.00 MiB, 0.08x large's, predicted"
+    assert answer(large) == "large 100.00 MiB, predicted"

@@ -10,7 +10,7 @@ from tests.support.entries import entry
 MIB = 2**20
 
 
-def said(how: Any, *entries: Entry) -> str:
+def answer(how: Any, *entries: Entry) -> str:
     return answered(entries, how)
 
 
@@ -28,17 +28,17 @@ def of(name: str, seconds: float = 1.0, case: dict[str, Any] | None = None, **se
 def test_what_the_fastest_hides_is_of_what_naive_exposes() -> None:
     naive, ddp = exposing("naive", 0.4), exposing("ddp", 0.2, ("naive", 0.75, 0.8, 0.85))
     bucketed = exposing("bucketed", 0.1, ("ddp", 0.85, 0.9, 0.95))
-    assert said(answers.hides("naive"), naive, ddp, bucketed) == "bucketed hides 75% of communication, 0.72x naive"
-    assert said(answers.hides("naive"), naive, exposing("ddp", 0.2, ("naive", 0.7, 0.9, 1.1))) == (
+    assert answer(answers.hides("naive"), naive, ddp, bucketed) == "bucketed hides 75% of communication, 0.72x naive"
+    assert answer(answers.hides("naive"), naive, exposing("ddp", 0.2, ("naive", 0.7, 0.9, 1.1))) == (
         "ddp 0.90x naive (undecided)"  # which hides nothing for sure
     )
-    assert said(answers.hides("naive"), ddp) == "ddp 0.80x naive"
+    assert answer(answers.hides("naive"), ddp) == "ddp 0.80x naive"
 
 
 def test_on_a_link_the_hidden_share_is_the_rows_own() -> None:
     naive = exposing("naive", 0.4, hidden=0.0)
     bucketed = exposing("bucketed", 0.1, ("naive", 0.7, 0.73, 0.76), hidden=0.62)
-    shown = said(answers.hides_as_measured("naive"), naive, bucketed)
+    shown = answer(answers.hides_as_measured("naive"), naive, bucketed)
     assert shown == "bucketed hides 62% of communication, 0.73x naive"
 
 
@@ -54,7 +54,7 @@ def test_collectives_are_named_by_who_is_fastest() -> None:
         collective("backend", "all_gather", 1.0),
         collective("ring", "all_gather", 0.9, ("backend", 0.7, 0.9, 1.2)),
     ]
-    assert said(answers.fastest_by_collective, *entries) == "ring: all_reduce; undecided: all_gather"
+    assert answer(answers.fastest_by_collective, *entries) == "ring: all_reduce; undecided: all_gather"
 
 
 def test_the_best_bucket_is_each_wrappers_own_and_the_models() -> None:
@@ -63,8 +63,8 @@ def test_the_best_bucket_is_each_wrappers_own_and_the_models() -> None:
     ddp = [of("ddp", 1.0, {"bucket_mb": size}) for size in sizes]
     model = of("backend", time={"model": {"best_bytes": 4_500_000}})
     expected = "bucketed 10 or 100 MB, ddp undecided, model 4.3 MB"
-    assert said(answers.best_bucket, *ours, *ddp, model) == expected
-    assert said(answers.best_bucket, of("a")) == "no answer: its rows do not say"
+    assert answer(answers.best_bucket, *ours, *ddp, model) == expected
+    assert answer(answers.best_bucket, of("a")) == "no answer: its rows do not say"
 
 
 def test_rungs_are_compared_of_one_pair_of_dtypes() -> None:
@@ -73,7 +73,7 @@ def test_rungs_are_compared_of_one_pair_of_dtypes() -> None:
         return of(step, seconds, case, memory={"tensors": mebibytes * MIB}, work={"flops": 1})
 
     rungs = [rung("eager", 0.2, 40), rung("compile_model", 0.1, 40), rung("compile_step", 0.11, 20)]
-    shown = said(answers.fastest_and_smallest_rung, *rungs, rung("eager", 0.01, 1, "bfloat16"))
+    shown = answer(answers.fastest_and_smallest_rung, *rungs, rung("eager", 0.01, 1, "bfloat16"))
     assert shown == "float32: compile_model 100 ms; compile_step 20.00 MiB"
 
 
@@ -81,9 +81,9 @@ def test_what_is_held_while_a_model_is_made() -> None:
     def made(meta: bool, peak: int) -> Entry:
         return of("eager", case={"meta": meta}, memory={"stages": {"a": {"peak": peak}, "b": {"peak": peak // 2}}})
 
-    shown = said(answers.held_while_made, made(False, 8 * MIB), made(True, 2 * MIB))
+    shown = answer(answers.held_while_made, made(False, 8 * MIB), made(True, 2 * MIB))
     assert shown == "made on meta at most 2.00 MiB, 0.25x made whole"
-    assert said(answers.held_while_made, made(True, MIB)) == "no answer: its rows do not say"
+    assert answer(answers.held_while_made, made(True, MIB)) == "no answer: its rows do not say"
 
 
 def test_who_trains_is_whose_loss_falls() -> None:
@@ -93,10 +93,10 @@ def test_who_trains_is_whose_loss_falls() -> None:
         return made
 
     after, before = variant("after", [2.0, 1.5], 100), variant("before", [2.0, 2.0], 133)
-    assert said(answers.who_trains, after, before, variant("repaired", [2.0, 1.5], 100)) == (
+    assert answer(answers.who_trains, after, before, variant("repaired", [2.0, 1.5], 100)) == (
         "made before nothing trains, 1.33x held; 2 others train"
     )
-    assert said(answers.who_trains, after) == "all of 1 train"
+    assert answer(answers.who_trains, after) == "all of 1 train"
 
 
 def test_each_kind_of_scaling_has_its_best() -> None:
@@ -104,22 +104,22 @@ def test_each_kind_of_scaling_has_its_best() -> None:
         of(name, case={"kind": kind}, work={"efficiency": share})
         for kind, name, share in (("strong", "a", 0.25), ("strong", "b", 0.5), ("weak", "a", 0.75))
     ]
-    assert said(answers.efficiencies, *entries) == "strong 50% with b, weak 75% with a"
+    assert answer(answers.efficiencies, *entries) == "strong 50% with b, weak 75% with a"
 
 
 def test_most_of_a_step_is_in_two_kinds_and_two_parts() -> None:
     kinds = {"peak": {"activations": 50, "parameters": 20, "gradients": 30}}
     assert (
-        said(answers.largest_kinds, of("eager", memory={"kinds": kinds}))
+        answer(answers.largest_kinds, of("eager", memory={"kinds": kinds}))
         == "activations 50%, gradients 30% of the peak"
     )
     phase = {"seconds": 1.0, "categories": {"matrix product": 0.8}}
     step = of("eager", time={"parts": {"forward": 0.3, "backward": 0.6, "optimizer": 0.1}})
     step["extra_info"]["kernels"] = {"phases": {"forward": phase, "backward": phase}}
-    assert said(answers.largest_parts, step) == "backward 60%, forward 30%; matrix products 80%"
+    assert answer(answers.largest_parts, step) == "backward 60%, forward 30%; matrix products 80%"
 
 
 def test_warm_ups_are_beside_as_many_as_there_are() -> None:
     after = {"0": {"mean": 2.0, "stddev": 0.3}, "2": {"mean": 9.0, "stddev": 9.0}, "5": {"mean": 1.0, "stddev": 0.1}}
-    shown = said(answers.warmed_up, of("eager", time={"after_warmups": after}))
+    shown = answer(answers.warmed_up, of("eager", time={"after_warmups": after}))
     assert shown == "rounds without 2.00x as long, 3x the spread"

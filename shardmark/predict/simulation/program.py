@@ -137,7 +137,7 @@ class Recorder(Schedule):
         return float(self._collectives)
 
     def wait(self, until: float, stream: str | None = None) -> None:
-        """A thread beside the host's, as some implementations have, waits while the host goes on."""
+        """Make the host wait; on any other thread (some implementations start one) do nothing."""
         if self._running and until and threading.get_ident() == self._host_thread:
             self._between += time.perf_counter() - self._last
             self._note(wait=int(until))
