@@ -25,7 +25,7 @@ OUTCOMES = "SHARDMARK_OUTCOMES"
 
 OPTIONS = ("-p", __name__, "-n0", "-q", "-p", "no:cacheprovider", "--tb=short", "--device=cpu")
 
-OF_DEFECTS = ("--deadline=10",)
+OF_DEFECTS = ("--deadline=5",)
 """Some of them hang. Right ones have a user's own deadline, as what is slow on a busy machine is not wrong."""
 
 
