@@ -15,6 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from shardmark.api.finding import first_line
+
 Requirement = Callable[[str], str | None]
 """Given the device ("cpu" or "cuda"): None where the implementation runs, else the reason why not."""
 
@@ -50,5 +52,4 @@ def error_line(error: BaseException) -> str:
     if complaint := re.search(r"^\S.*?:\d+:\d+: (.+)", output, re.MULTILINE) or re.search(r"(.+)", output):
         return complaint[1]
     inner = getattr(error, "inner_exception", error)  # Dynamo's errors wrap the backend's
-    first = next(iter(str(inner).strip().splitlines()), "")
-    return f"{type(inner).__name__}: {first}"
+    return f"{type(inner).__name__}: {first_line(inner)}"

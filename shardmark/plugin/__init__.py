@@ -28,7 +28,7 @@ from shardmark.plugin.collection import pytest_collection_modifyitems as pytest_
 from shardmark.plugin.collection import pytest_generate_tests as pytest_generate_tests
 from shardmark.plugin.judge import Judge
 from shardmark.plugin.measure import Measure
-from shardmark.plugin.options import add_options
+from shardmark.plugin.options import pytest_addoption as pytest_addoption
 from shardmark.plugin.progress import Progress
 from shardmark.plugin.session import SESSION, implementation_of, measures, start_session
 from shardmark.plugin.terminal import write_summary
@@ -44,11 +44,6 @@ from shardmark.text import printable
 
 WorldsBySize = Callable[[int], World]
 """What the fixture `worlds` is."""
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options."""
-    add_options(parser)
 
 
 @pytest.hookimpl(tryfirst=True)

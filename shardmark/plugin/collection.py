@@ -18,29 +18,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     family, grid = (metafunc.definition.get_closest_marker(name) for name in ("family", "cases"))
     if "implementation" in metafunc.fixturenames and family is not None:
         option, only = family.kwargs.get("option"), family.kwargs.get("only")
-        if family.args[0] in session.selected and only and registry.family(family.args[0]).reference in only:
+        chosen = family.args[0] in session.selected
+        if chosen and only and registry.family(family.args[0]).reference in only:
             only = None  # a user's own runs wherever the reference does
         try:
             entries = session.implementations(family.args[0])
         except RegistryError as error:
             raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {error}") from None
-        entries = [entry for entry in entries if only is None or entry.name in only]
-        lacking = [] if option is None else [entry for entry in entries if not entry.accepts(option)]
-        if family.args[0] not in session.selected:
-            entries = [entry for entry in entries if entry not in lacking]
-        metafunc.parametrize(
-            "implementation",
-            [
-                pytest.param(
-                    entry,
-                    id=entry.name,
-                    marks=[pytest.mark.skip(reason=f"its signature has no option {option!r}")]
-                    if entry in lacking
-                    else [],
-                )
-                for entry in entries
-            ],
-        )
+        lacks_option = pytest.mark.skip(reason=f"its signature has no option {option!r}")
+        parameters = []
+        for entry in entries:
+            lacks = option is not None and not entry.accepts(option)
+            if (only is None or entry.name in only) and (chosen or not lacks):
+                parameters.append(pytest.param(entry, id=entry.name, marks=[lacks_option] if lacks else []))
+        metafunc.parametrize("implementation", parameters)
     if "case" in metafunc.fixturenames and grid is not None:
         metafunc.parametrize("case", session.cases(grid.args[0]), ids=str)
     own = " ".join(str(marker.args[0]) for marker in metafunc.definition.iter_markers("parametrize"))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from shardmark.plugin.session import SESSION
+from shardmark.plugin.session import SESSION, measures
 
 SECONDS = {"smoke": 0.5, "laptop": 2.0, "paper": 8.0, "full": 8.0}
 """Per test, where no earlier run is remembered: on two cores for smoke and laptop, on an H100 for paper and full."""
@@ -71,7 +71,7 @@ class Progress:
     @pytest.hookimpl(trylast=True)  # below pytest's own line
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Before the first test: how many are measured, and how long that takes."""
-        measured = [item for item in session.items if "measure" in getattr(item, "fixturenames", ())]
+        measured = [item for item in session.items if measures(item)]
         self._took = {item.nodeid: 0.0 for item in measured if item.get_closest_marker("skip") is None}
         self._estimate = Estimate(self._took, self._remembered(), self._usual)
         reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
