@@ -58,6 +58,9 @@ SEVERAL = {
     "--ranks=0": "--ranks 0: a world has at least one rank, not 0",
     "--impl=optimiser=adam": "no family 'optimiser'; the families are *",
     "--impl=attention=nonesuch": "attention has no implementation 'nonesuch'; registered are *",
+    "--impl=attention=own.py:": "attention has no implementation 'own.py:'; *",
+    "--impl=attention=math:nonesuch": "attention=math:nonesuch: math has no 'nonesuch'",
+    "--impl=attention=no_such:f": "attention=no_such:f: cannot import no_such: ModuleNotFoundError: No module named *",
     "--impl=attention=missing.py:f": "attention=missing.py:f: cannot import *missing.py: FileNotFoundError*",
     "--impl=attention=math:cos": "attention=math:cos does not meet the attention contract: TypeError: *",
     "--link=fast": "--link fast: a link's rate is written as 1gbit or 100mbit, not 'fast'",
@@ -115,19 +118,20 @@ def test_a_wrong_value_is_one_line_and_nothing_is_left(
     assert not wrong, "\n".join(f"{[each[:60] for each in case]}: {status} {lines}" for case, status, lines, _ in wrong)
 
 
-RAISED = [
-    "RuntimeError('two\\nlines\\x1b[31m')",
-    "GeneratorExit",
-    "SystemExit(0)",
-    "SystemExit(3)",
-    "type('Own', (BaseException,), {})",
-]
+OWN_FILES = {
+    "RuntimeError": "raise RuntimeError('two\\nlines\\x1b[31m')",
+    "GeneratorExit": "raise GeneratorExit",
+    "SystemExit": "raise SystemExit(0)",
+    "Own": "raise type('Own', (BaseException,), {})",
+    "SyntaxError": "def f(:",
+}
+"""Files by the name of what their import raises."""
 
 
-@pytest.mark.parametrize("raised", RAISED)
+@pytest.mark.parametrize("raised", OWN_FILES)
 def test_whatever_an_own_file_raises_is_one_line(raised: str, project: pytest.Pytester) -> None:
-    project.makepyfile(own=f"raise {raised}")
+    project.makepyfile(own=OWN_FILES[raised])
     result = project.runpytest_inprocess("--impl=attention=own.py:f", "--benchmark-json=out.json")
     assert result.ret == 4 and not (project.path / "out.json").exists()
     (error,) = [line for line in result.errlines if line]
-    assert error.isprintable() and "attention=own.py:f: cannot import" in error
+    assert error.isprintable() and f"own.py: {raised}: " in error
