@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """With `--impl`, keep the tests that run over an implementation of those families; with `--model`, those that run
     over its case. Give benchmarks our clock.
 
-    Raises pytest.UsageError, in one line, for a question's columns that there are not.
+    Raises pytest.UsageError, in one line, for a column of a question that does not exist.
     """
     session = config.stash[SESSION]
     kept: list[pytest.Item] = []
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (kept if chosen and session.asks(grid and grid.args[0]) else dropped).append(item)
         if measures(item):
             _use_device_clock(item, session.clock)
-            if session.simulated:  # of some rows no time is known
+            if session.simulated:  # some predicted rows have no times
                 item.add_marker(pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"))
         if question := item.get_closest_marker("question"):
             session.questions.state(question)
@@ -67,8 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Count what this run is to judge, as its verdicts share one error; note which tests are a question's: those that
-    measure, and of a derived answer all."""
+    """Count this run's verdicts, which share one error, and note each question's tests: those that measure; of a
+    derived answer, all."""
     own = session.config.stash[SESSION]
     own.count_judgements(session.items)
     for item in session.items:

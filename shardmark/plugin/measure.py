@@ -37,7 +37,7 @@ from shardmark.verdict.budget import MEMORY_SLACK, MIB, Limits, MemoryBudget
 T = TypeVar("T")
 
 ROOMY = 16
-"""Where so many times a case's own bytes are available, a peer without a formula is taken to have room beside it."""
+"""A peer without a formula is assumed to fit beside the case if this many times the case's own bytes are available."""
 
 
 class Measure(Admission):
@@ -47,12 +47,11 @@ class Measure(Admission):
 
     `workload` is a module-level class (`shardmark.api.Workload`); `work` is what one step does on all ranks; `rates`
     turns the mean step time into further figures of the row's work. The memory budget is `slack` times the
-    implementation's own formula; of one that has none, times what a simulation predicts. `time` is the race; without
-    it, the one that the implementation is registered with. A case whose `time` has a goal is not started without room
-    for the peer too. `rounds` are by default those of pytest-benchmark's options; more are added while a verdict is
-    undecided. `observe` lists observers (`shardmark.rows.observers`). The row is saved whatever the verdict. Over
-    budget, the test fails; where the rounds leave a time budget undecided, so is the test; where the case would not
-    fit, it is skipped.
+    implementation's own formula or, without a formula, times the simulated peak. `time` is the race, by default the
+    one that the implementation is registered with. A case whose `time` has a goal starts only if its peer fits too.
+    `rounds` are by default those of pytest-benchmark's options; more are added while a verdict is undecided. `observe`
+    lists observers (`shardmark.rows.observers`). The row is saved whatever the verdict. The test fails over budget, is
+    undecided where the rounds leave a time budget undecided, and is skipped where the case would not fit.
 
     A test that measures by its own means saves its row with `record`.
     """
@@ -142,7 +141,7 @@ class Measure(Admission):
         return self._session.deadlines.measured
 
     def _predict(self, plan: Plan, work: Work, slack: float, observe: Sequence[Observer]) -> Row:
-        """Judge and save what the case would take on the first rank; return the row. Predicted times are not judged."""
+        """Predict the case on the first rank; judge its memory and save its row. Predicted times are not judged."""
         __tracebackhide__ = True
         # Imported here because all of PyTorch's FSDP comes with it, which takes a second.
         from shardmark.predict.simulation.chrome_trace import write_trace
@@ -188,7 +187,7 @@ class Measure(Admission):
         return row
 
     def _budget(self, plan: Plan, slack: float, predicted: Sequence[Memory] = ()) -> MemoryBudget | None:
-        """By the implementation's own formula, or where none knows the case by a prediction, if there can be one."""
+        """The budget by the implementation's own formula, else by a prediction; None where there is neither."""
         session = self._session
         if session.model is None and plan.implementation.memory is not None:
             return memory_budget(plan.implementation, plan.case, session.hardware.device, slack)
@@ -197,7 +196,7 @@ class Measure(Admission):
         from shardmark.predict.memory_budget import predicted_budget  # as above
 
         if session.model is not None and session.device == "cpu":
-            # To the byte, but for what a backend's thread may release late.
+            # Predicted to the byte, except for what a backend's thread may release late.
             slack = 1.0 if session.simulated or plan.world_size == 1 else NEAR
         try:
             with within(self.deadline):  # the step runs here, and not on a rank
@@ -255,7 +254,7 @@ class Measure(Admission):
         )
 
     def _with_room_for_peer(self, plan: Plan, available: int, goal: float | None) -> Plan:
-        """The plan, without its peer where there is no room for both; with a goal, it is not started then."""
+        """The plan, without its peer where both do not fit; with a goal, the case is not started then."""
         own = plan.memory
         if plan.peer is None or own is None:
             return plan

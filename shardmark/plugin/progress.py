@@ -25,7 +25,7 @@ TRUST = 10.0
 """Seconds that must have been measured before this run counts as much as the last one."""
 
 _SAVE, _RESTORE, _ERASE = "\x1b7", "\x1b8", "\x1b[K"
-"""What terminals understand: remember the cursor's place, return to it, erase what is right of it."""
+"""Terminal codes: save the cursor's place, return to it, erase from it to the end of the line."""
 
 
 class Estimate:
@@ -70,7 +70,7 @@ class Progress:
 
     @pytest.hookimpl(trylast=True)  # below pytest's own line
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Before the first test: how many are measured, and how long that takes."""
+        """Print how many cases will be measured, and how long that takes."""
         measured = [item for item in session.items if measures(item)]
         self._took = {item.nodeid: 0.0 for item in measured if item.get_closest_marker("skip") is None}
         self._estimate = Estimate(self._took, self._remembered(), self._usual)
@@ -83,12 +83,12 @@ class Progress:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logstart(self) -> None:
-        """Beside the line that the test is on: what is left."""
+        """Show what is left, on the line that the test is on."""
         self._show()
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test reports its setup, itself, and its end."""
+        """Add up the test's setup, call and teardown; after the teardown, correct the estimate."""
         if report.nodeid in self._took:
             self._took[report.nodeid] += report.duration
             if report.when == "teardown":

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Rates = Callable[[float], dict[str, float]]
 
 MARGIN = 1.1
-"""Times the fastest that this machine was seen to compute: what seems to compute more has left work out."""
+"""A step that seems to compute this many times faster than the machine can has left work out."""
 
 
 class Recorder:
@@ -130,7 +130,7 @@ class Recorder:
             lines: list[str] = []
             if memory is not None and memory.verdict(max(row["memory"].get("tensors_by_rank", []), default=0)) == FAIL:
                 found: list[Held] = []
-                with suppress(Exception):  # the verdict, and what the formula has, stand without it
+                with suppress(Exception):  # the verdict and the formula's entries are shown without it
                     found = at_peak()
                 lines = list(excess_lines(memory.formula, found))
             pytest.fail("\n".join([complaints[FAIL], "", *lines]).rstrip(), pytrace=False)

@@ -13,7 +13,7 @@ from tests.support.runs import CONFTEST, ROWS
 pytest_plugins = ["pytester"]
 
 WORDS = ["", "words", "nan", "1e999", "\x1b[31mred", "two\nlines", "\udcff", "ünï", ",", "1,,2", "/", "0x"]
-"""That are no value of any option which takes a word or a number."""
+"""Values that no option with a word or a number takes."""
 CHOICES = {
     "--device": (WORDS, "--device is one of auto, cpu, cuda, not *"),
     "--scale": (WORDS, "--scale is one of auto, smoke, laptop, paper, full, not *"),
@@ -35,7 +35,7 @@ CHOICES = {
     "--benchmark-storage": (["http://x"], "--benchmark-storage is file://PATH or elasticsearch+http://HOST, not *"),
 }
 NO_PATHS = ["", "/", "a\0b", "long" * 100, "y/" * 3000, "/proc/nothing/x", "loop", "fifo", "/dev/full", "\x1b[31m/x/y"]
-"""That are no file which can be read or written."""
+"""Paths of what can be neither read nor written as a file."""
 PATHS = {
     "--benchmark-json": [*NO_PATHS, ".", "folder", "/dev/null", "none/x", "dangling"],
     "--against": [*NO_PATHS, ".", "folder", "/dev/null", "none/x", "dangling", "binary", "file"],
