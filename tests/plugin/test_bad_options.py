@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.project import make_project
 from tests.support.project import project as project
@@ -74,6 +75,8 @@ SEVERAL = {
     "--benchmark-json=new --against=new --update-baseline": "--against new is the file of --benchmark-json too: *",
     "--budgets=nan.toml --benchmark-json=out.json": '--budgets nan.toml: ["x"] seconds = nan is not a positive number',
 }
+if not torch.cuda.is_available():
+    SEVERAL["--device=cuda --ranks=4"] = "--device cuda needs 4 CUDA devices, and this machine has 0"
 CASES = [([f"{option}={value}"], says) for option, (values, says) in CHOICES.items() for value in values]
 CASES += [
     ([f"{option}={value}"], f"{option} *: *" if value else f"{option} *") for option in PATHS for value in PATHS[option]
