@@ -13,7 +13,7 @@ from correctness.support.paths import ROOT
 from tests.support.runs import environment_of_a_run
 
 ADDED = {"technique": "log_softmax", "family": "naive", "question": "chunked"}
-"""What each recipe of examples/adding/ adds, and so a test that it runs is named after."""
+"""By recipe of examples/adding/, what it adds: part of the id of a test that the recipe runs."""
 
 NEEDED = ("impl", "shardmark", "correctness/support", "correctness/engine", "correctness/loss", "perf")
 FILES = ("conftest.py", "correctness/conftest.py", "pytest.ini")

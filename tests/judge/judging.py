@@ -28,7 +28,7 @@ OUTCOMES = "SHARDMARK_OUTCOMES"
 OPTIONS = ("-p", __name__, "-n0", "-q", "-p", "no:cacheprovider", "--tb=short", "--device=cpu")
 
 OF_DEFECTS = ("--deadline=5",)
-"""Some of them hang. Right ones have a user's own deadline, as what is slow on a busy machine is not wrong."""
+"""Some defects hang. Right ones get the deadline that users have: slow on a busy machine is not wrong."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Outcome:
 
 
 def judge(family: str, planted: Sequence[Planted], module: str, folder: Path) -> dict[str, list[Outcome]]:
-    """The outcomes of the family's tests, by implementation; what the contract's check says stands for a test."""
+    """Outcomes of the family's tests, by implementation; a refusal by the contract's check counts as a failed test."""
     found: dict[str, list[Outcome]] = {each.name: [] for each in planted}
     accepted = []
     for each in planted:

@@ -1,4 +1,4 @@
-"""--trace-dir as a user meets it: the files, what the rows say of them, and bad folders."""
+"""--trace-dir as a user meets it: the files, and what the rows say of them."""
 
 import json
 from pathlib import Path

@@ -59,7 +59,7 @@ def test_a_goal_of_mfu_has_the_rounds_that_it_needs(project: pytest.Pytester) ->
 
 
 def test_the_verdicts_of_a_run_share_one_error(project: pytest.Pytester) -> None:
-    """Each budget in time counts, each absolute one in seconds, and all other tests together once; but none skipped."""
+    """Each time budget counts, each absolute budget in seconds, and all other tests as one; no skipped test."""
     Path("budgets.toml").write_text('["*[plain*"]\nseconds = 9\n["*nap*"]\nbytes = 9_000\n["*count*"]\nseconds = 9')
     project.makepyfile(
         test_zlast="""
