@@ -11,7 +11,7 @@ others; this run's pace so far corrects both.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from statistics import fmean
 from typing import Any
 
@@ -31,8 +31,7 @@ _SAVE, _RESTORE, _ERASE = "\x1b7", "\x1b8", "\x1b[K"
 class Estimate:
     """Seconds left. `remembered`: seconds of each test in an earlier run; `usual`: seconds of a test without one."""
 
-    def __init__(self, tests: Iterable[str], remembered: Mapping[str, float], usual: float) -> None:
-        tests = list(tests)
+    def __init__(self, tests: Collection[str], remembered: Mapping[str, float], usual: float) -> None:
         known = [remembered[test] for test in tests if test in remembered]
         usual = fmean(known) if known else usual
         self._expected = {test: remembered.get(test, usual) for test in tests}
