@@ -1,4 +1,4 @@
-"""Several GPUs; and what a run of this suite says of the machine beside what every run says."""
+"""Shares several GPUs among workers, holds rows to their schema, and names the attention backends that ran."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Measure what takes one GPU on as many at once as `--ranks` allows."""
+    """Measure cases of one GPU on several GPUs at once: on as many as `--ranks` allows."""
     option = config.option
     paths = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
     if option.device != "cpu" and all(path.is_relative_to(FOLDER) for path in paths):
@@ -30,7 +30,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def rows_meet_their_schema(pytestconfig: pytest.Config) -> Iterator[None]:
-    """At smoke scale, which CI runs: what a test's rows have is what the schema says."""
+    """At smoke scale, which CI runs, hold each test's rows to the schema."""
     session = pytestconfig.stash[SESSION]
     before = len(session.rows.rows)
     yield

@@ -47,7 +47,7 @@ class Part:
     rows: tuple[tuple[str, ...], ...]
 
     def lines(self) -> tuple[str, ...]:
-        """The steps and the table as the report shows them."""
+        """Lines of the steps and the table, as the report shows them."""
         steps = (line for step in self.steps for line in textwrap.wrap(step, WIDTH, subsequent_indent="  "))
         return *steps, "", *layout([dict(zip(self.head, row, strict=True)) for row in self.rows], [self.head[0]])
 

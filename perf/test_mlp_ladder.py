@@ -50,7 +50,7 @@ MLP_RUNGS = Grid(
     paper=[Rung(name, MLP_LADDER.paper[-1]) for name in NAMES],
     full=[rung for case in MLP_LADDER.at("full") for rung in _rungs(case)],
 )
-"""The rungs above those."""
+"""The rungs above that of `MLP_LADDER`, which is eager."""
 
 
 pytestmark = pytest.mark.question(

@@ -53,7 +53,7 @@ def adamw(model: nn.Module) -> AdamW:
 
 
 def backward(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The mean cross entropy of each token as its own successor, once backward is done."""
+    """Run forward and backward; return the mean cross entropy of predicting each token from itself."""
     loss = cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
     loss.backward()
     return loss.detach()
@@ -66,7 +66,7 @@ def update(optimizer: AdamW) -> None:
 
 
 def unsharded_losses(case: TrainingStepCase, device: str, dtype: torch.dtype) -> list[float]:
-    """A single process on the whole batch, one step more than the others take once they are sharded."""
+    """The losses of a single process on the whole batch, over one step more than the sharded runs take."""
     model, tokens = model_and_batch(case, device)
     optimizer, losses = adamw(model.to(dtype)), []
     for _ in range(1 + STEPS):
@@ -76,7 +76,7 @@ def unsharded_losses(case: TrainingStepCase, device: str, dtype: torch.dtype) ->
 
 
 def shard(variant: str, model: MLPLanguageModel, tokens: Tensor) -> AdamW:
-    """Shard the model and make the optimizer, one before or after the other; with state, it has made a step by then."""
+    """Shard the model and make the optimizer, in the variant's order; `WITH_STATE` steps once before it shards."""
     optimizer = None
     if variant != "after":
         optimizer = adamw(model)
@@ -145,8 +145,8 @@ def test_optimizer_order(variant: str, case: TrainingStepCase, world: World, mea
         world.run(unsharded_losses, case, world.device, dtype)[0] for dtype in (torch.float64, torch.float32)
     )
     wanted = {"before": [exact[0]] * STEPS, WITH_STATE: exact[1:]}.get(variant, exact[:STEPS])
-    # Twice a single process's error, which may be small by luck: each rank's mean is rounded, and each of their sums.
+    # Twice a single process's error. That may be small by luck: at least twice a rounding for each rank's mean.
     error = max(abs(loss - other) for loss, other in zip(alone, exact, strict=True))
     allowed = 2 * max(error, world.size * torch.finfo(torch.float32).eps * exact[0])
     assert losses[0] == pytest.approx(wanted, rel=0, abs=allowed)
-    assert exact[0] - exact[1] > 100 * allowed  # so that who trains is told from who does not
+    assert exact[0] - exact[1] > 100 * allowed  # so a variant that trains differs clearly from one that does not

@@ -30,7 +30,7 @@ GB = 10**9
 
 
 def asks(part: Part) -> pytest.MarkDecorator:
-    """The mark of the tests that hold this part."""
+    """The mark of the tests that check this part."""
     return pytest.mark.question(part.question, short=part.short, answer=part.answer, derivation=part.lines())
 
 
@@ -176,7 +176,7 @@ def test_stages_of_a_pipeline_divide_the_batch() -> None:
 @LEVERS
 @pytest.mark.parametrize("microbatches", [1, 4, 27])
 def test_a_stage_waits_while_the_pipeline_fills_and_drains(microbatches: int) -> None:
-    """A stage has a microbatch as soon as the one before it is through with that: counted slot by slot."""
+    """Counted slot by slot: a stage takes a microbatch as soon as the stage before it has finished it."""
     slots = {(stage, stage + microbatch) for stage in range(4) for microbatch in range(microbatches)}
     last = max(slot for _, slot in slots)
     assert pipeline_utilization(4, microbatches) == pytest.approx(len(slots) / (4 * (last + 1)))

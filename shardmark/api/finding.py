@@ -1,4 +1,4 @@
-"""Find what a user has named: a module's attribute, or a file's, also in a process that has another checkout."""
+"""Find what a user has named, an attribute of a module or of a file, also in a process that has another checkout."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ MB = 2**20
 class Grid:
     """The cases of one question, scale by scale; at full scale, at least `full_rounds` of each.
 
-    `paper` has the telling ones of what people publish, and `full` all of them, where these are more. `own` makes a
-    case of a user's own model, where the question takes one.
+    `paper` has the telling sizes of what people publish; `full` has all of them, and is None where `paper` does too.
+    `own` makes a case of a user's own model; None where the question takes none.
     """
 
     smoke: Sequence[Any]

@@ -1,13 +1,13 @@
-"""A user's own model, of `--model FILE:ATTR`: a function that makes a module, a batch, and what their loss is.
+"""A user's own model, of `--model FILE:ATTR`: a function that makes a module, a batch and a loss function.
 
     def make():
         model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
         batch = torch.randn(32, 64), torch.randint(10, (32,))
         return model, batch, lambda model, x, y: cross_entropy(model(x), y)
 
-Each rank calls it after PyTorch's generator was seeded for that rank: so each has a batch of its own, and the weights
-are the first rank's. `loss(model, *batch)` is given the model as a strategy has wrapped it. A fourth value names the
-blocks, where `find_blocks` would find others.
+Each rank calls the function with PyTorch's generator seeded for that rank, so each has a batch of its own; the weights
+are the first rank's. `loss(model, *batch)` gets the model as a strategy has wrapped it. The function may return the
+model's blocks as a fourth value, where `find_blocks` would find others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class OwnModel:
     """What makes it again in another process: FILE:ATTR, with an absolute path."""
     name: str
     dtype: str
-    """Of its parameters."""
+    """The dtype of its parameters."""
     parameters: int = 0
     flops: int = 0
     """Of a forward and a backward pass over one rank's batch; 0 where they cannot be counted."""
@@ -56,9 +56,9 @@ class OwnModelCase:
     mode: str = "step"
     bucket_mb: int | None = None
     batch: int | None = None
-    """Rows of each tensor of the batch, where they are to be others than the user's."""
+    """Rows of each tensor of the batch; None: as many as the user's batch has."""
     context: int | None = None
-    """The same of their second dimension."""
+    """Entries of their second dimension, likewise."""
     checkpointed: bool = False
     """Whether each block's activations are recomputed, under whatever else the strategy does."""
     autocast: bool = False
@@ -85,7 +85,7 @@ class Made:
     batch: tuple[Any, ...]
     loss: Loss
     blocks: nn.ModuleList
-    """Alike, one after the other; perhaps none."""
+    """The repeated modules, such as a transformer's blocks, in their order; may be empty."""
 
 
 def make(spec: str, device: str) -> Made:

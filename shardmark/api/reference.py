@@ -1,7 +1,7 @@
 """A plain PyTorch step that formulas stand beside, and the bytes of it from moment to moment.
 
-`impl` says what the plain step is, and what a technique takes or frees at each moment of it. The bytes of the step
-itself come from `shardmark.predict`, which runs PyTorch's own code without its kernels, and installs itself here.
+`impl` defines the plain step, and what a technique takes or frees at each of its moments. The bytes of the step itself
+come from `shardmark.predict`, which runs PyTorch's own code without kernels and installs itself here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 PARAMETERS, GRADIENTS, INPUTS = "parameters", "gradients", "inputs and constants"
-"""Names of bytes; others say which module's forward or backward took them."""
+"""Names of bytes; the other names say which module's forward or backward took them."""
 
 BEGIN, AFTER_FORWARD, AFTER_BACKWARD = "begin", "after forward", "after backward"
 ENTER, LEAVE, BACKWARD = "enter", "leave", "backward"

@@ -21,9 +21,9 @@ from shardmark.api.requirements import Requirement
 
 
 class Unsupported(ValueError):
-    """What an implementation raises, in one line, for inputs that its contract allows and it does not take.
+    """Raised by an implementation, in one line, for inputs that its contract allows and it does not take.
 
-    A test that meets it is skipped with that line.
+    The test is skipped with that line.
     """
 
 
@@ -35,8 +35,8 @@ class Race:
         Race("eager", goal=1.0)              # and reported: at most 1.0 is reached, or missed
         Race("ddp", budget=2.0, goal=1.0)    # and more than 2.0 fails the test
 
-    A budget holds on every machine by a wide margin, so that over it something is wrong. A goal is what the technique
-    is for and may depend on the machine. Neither is judged for cases and devices that they do not apply to.
+    A budget is wide enough for every machine: over it, something is wrong. A goal is what the technique is for, and may
+    depend on the machine. Neither is judged where `applies(case, device)` is False.
     """
 
     peer: str
@@ -76,7 +76,7 @@ class Implementation:
     """Whether only the sweep tests it at large sizes and on more than two ranks: set for PyTorch's own implementations,
     which PyTorch tests, and for steps on the way to a faster technique."""
     spec: str = ""
-    """What finds it again in another process: its name, or an `--impl` target with an absolute path."""
+    """Finds it again in another process: its name, or an `--impl` target with an absolute path."""
 
     @property
     def adapted(self) -> Any:
@@ -102,7 +102,7 @@ class Implementation:
         return self.name
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Ranks get it by name: they import the family's package, which registers everything in it again.
+        # Pickled by name: ranks import the family's contract, whose package registers every implementation again.
         return _restore, (FAMILIES[self.family].contract.__module__, self.family, self.spec)
 
 
@@ -120,7 +120,7 @@ def _parameters(target: Any) -> set[str]:
 
 
 def _given_to_its_base(target: type) -> set[str]:
-    """The names of arguments with which the class calls another `__init__`, as far as its source is there."""
+    """Names of the arguments that the class passes to another `__init__`; empty where its source is not found."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(vars(target).get("__init__", target))))
     except (OSError, TypeError, SyntaxError):
@@ -238,8 +238,7 @@ def register(
 def resolve(family_name: str, spec: str) -> Implementation:
     """Find an implementation by registered name, `module:attribute` or `file.py:attribute`.
 
-    Raises RegistryError, in one line, when the target cannot be found or imported. Whether it meets its family's
-    contract is `check_contract`'s to say.
+    Raises RegistryError, in one line, when the target cannot be found or imported. `check_contract` checks it.
     """
     owner = family(family_name)
     if spec in owner.implementations:
@@ -262,7 +261,7 @@ def check_contract(implementation: Implementation, device: str) -> None:
         FAMILIES[implementation.family].check(implementation.target, device)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever a user's own code raises is the answer to "does it meet the contract?"
+    except BaseException as error:  # whatever a user's code raises, the contract is not met
         line = first_line(error) if isinstance(error, RegistryError) else f"{type(error).__name__}: {first_line(error)}"
         raise RegistryError(
             f"{implementation.family}={implementation.spec} does not meet the {implementation.family} contract: {line}"

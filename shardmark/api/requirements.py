@@ -1,8 +1,8 @@
-"""What an implementation needs of the machine, found out by trying, once in a process.
+"""What an implementation needs of the machine; each process finds it out once, by trying.
 
-Only compiling and running code shows whether there is a C++ compiler that works, with headers that it finds and a
-folder that it may write. That takes seconds, so it is tried when a test that needs it is about to run. Compiled code
-stays on disk, where the next process finds it.
+Only compiling and running code shows whether a C++ compiler works, finds its headers and may write its folder. That
+takes seconds, so it is tried when the first test that needs it is about to run. Compiled code stays on disk, where the
+next process finds it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from functools import cache
 
 import torch
 from torch import Tensor
+
+from shardmark.api.finding import first_line
 
 Requirement = Callable[[str], str | None]
 """Given the device ("cpu" or "cuda"): None where the implementation runs, else the reason why not."""
@@ -40,15 +42,14 @@ def requires_compiler(device: str) -> str | None:
 
 
 def _loss(x: Tensor, y: Tensor) -> Tensor:
-    """A sample of what most compiled code does: vectors, a reduction, two dtypes."""
+    """A sample of what most compiled code has: vectors, a reduction, two dtypes."""
     return (torch.softmax(x, -1) * torch.nn.functional.silu(y)).sum()
 
 
 def error_line(error: BaseException) -> str:
-    """An error's type and first line; of code that did not compile the first complaint, whatever its language."""
+    """An error's type and first line; for code that did not compile, the compiler's first complaint."""
     _, _, output = str(error).partition("\nOutput:\n")
     if complaint := re.search(r"^\S.*?:\d+:\d+: (.+)", output, re.MULTILINE) or re.search(r"(.+)", output):
         return complaint[1]
     inner = getattr(error, "inner_exception", error)  # Dynamo's errors wrap the backend's
-    first = next(iter(str(inner).strip().splitlines()), "")
-    return f"{type(inner).__name__}: {first}"
+    return f"{type(inner).__name__}: {first_line(inner)}"

@@ -11,7 +11,7 @@ Mark = Callable[[str], None]
 """`mark(part)` ends a part of the step, such as "forward"."""
 
 stage_listeners: list[Mark] = []
-"""Called with the name of each stage of making a workload that ends: the memory meters that run."""
+"""Memory meters that run: each is called with the name of a stage of making a workload when it ends."""
 
 
 def stage(name: str) -> None:

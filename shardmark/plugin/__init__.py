@@ -5,8 +5,8 @@
     @pytest.mark.question("What does a nap cost?", columns=["case", "time ms", "verdict"])  # of one table
     def test_nap(implementation, case, measure): ...
 
-`world` is a warm world of each size in --ranks, `worlds(n)` one of a given size, and `link` what --link put between the
-ranks.
+`world` runs a test on a warm world of each size in --ranks, `worlds(n)` returns a warm world of n ranks, and `link` is
+the link that --link made between the ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardmark.plugin.collection import pytest_collection_modifyitems as pytest_
 from shardmark.plugin.collection import pytest_generate_tests as pytest_generate_tests
 from shardmark.plugin.judge import Judge
 from shardmark.plugin.measure import Measure
-from shardmark.plugin.options import add_options
+from shardmark.plugin.options import pytest_addoption as pytest_addoption
 from shardmark.plugin.progress import Progress
 from shardmark.plugin.session import SESSION, implementation_of, measures, start_session
 from shardmark.plugin.terminal import write_summary
@@ -43,12 +43,7 @@ from shardmark.rows.machine import describe_machine
 from shardmark.text import printable
 
 WorldsBySize = Callable[[int], World]
-"""What the fixture `worlds` is."""
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options."""
-    add_options(parser)
+"""Type of the fixture `worlds`: from a number of ranks to a warm world."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -71,14 +66,14 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 def pytest_configure(config: pytest.Config) -> None:
     """Check the options, and have SIGTERM and SIGHUP end the run as Ctrl-C does: rows saved, tables printed."""
     for marker in (
-        "family(name, option=None, only=None): run over the family's implementations (those whose target takes "
-        "`option`, while one that --impl names is skipped with that reason; those named in `only`, and with the "
-        "reference among them whatever --impl names)",
+        "family(name, option=None, only=None): run over the family's implementations; with `option`, those whose "
+        "target has a parameter of that name (an --impl target without it is skipped); with `only`, those of these "
+        "names, and every --impl target if the reference is among them",
         "cases(grid): run over the grid's cases at --scale",
         "question(text, columns=None, short=None, answer=None, derivation=None, plots=()): the question that the rows "
-        "of these tests answer; they share a table, of those columns, a line of the end of the run, which has the "
-        "question in short and what `answer` reads from its entries, and in the page those plots; an answer may be a "
-        "text instead, which holds if its tests pass, and whose derivation is lines",
+        "of these tests answer; they share a table of these columns, a line at the end of the run (`short`, and what "
+        "`answer` reads from the rows) and these plots in the page; `answer` may be a text, which holds if its tests "
+        "pass, and `derivation` the lines that lead to it",
     ):
         config.addinivalue_line("markers", marker)
     keep_compiled_code_apart()
@@ -138,8 +133,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Seed its inputs, and skip it where its implementation does not run here: not before, as to find that out may
-    take seconds."""
+    """Seed the test's inputs; skip it where its implementation does not run here.
+
+    To find that out may take seconds, so it is not asked before.
+    """
     torch.manual_seed(item.config.stash[SESSION].seed + zlib.crc32(item.nodeid.encode()))
     implementation = implementation_of(item)
     if implementation is not None:
@@ -150,7 +147,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Generator[None, Any, Any]:
-    """Skip a test whose implementation does not take its inputs, or whose world is lost, with what it says."""
+    """Skip a test whose implementation raises Unsupported, or whose world is lost; the error's text is the reason."""
     try:
         return (yield)
     except WorldLostError as error:  # no fault of this test
@@ -170,7 +167,7 @@ def device(pytestconfig: pytest.Config) -> str:
 
 @pytest.fixture
 def compiler(device: str) -> None:
-    """Skips a test that calls `torch.compile` itself where that does not work."""
+    """Skips the test where `torch.compile` does not work; for tests that call it themselves."""
     if reason := requires_compiler(device):
         pytest.skip(reason)
 
@@ -217,8 +214,7 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
-    """Add the rows without times and what a report has to know of the questions, and write our tests' parameters as
-    their ids."""
+    """Add the rows without times and what reports need of the questions; write our tests' parameters as their ids."""
     session = config.stash[SESSION]
     output_json["unmeasured"] = session.rows.unmeasured
     output_json["questions"] = session.questions.saved()
@@ -233,7 +229,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
     """Save the rows before pytest-benchmark would, and before any test's fixture is torn down."""
     try:
         session.config.stash[SESSION].rows.finish()
-    except KeyboardInterrupt:  # it came while they were written, and the run is at its end
+    except KeyboardInterrupt:  # while they were written; the run ends in any case
         session.exitstatus = pytest.ExitCode.INTERRUPTED
     return (yield)
 
@@ -262,7 +258,7 @@ def _write_report(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """What a run has to say when it ends; with -v, also its tables."""
+    """Print the screen of the run's end; with -v, its tables too."""
     session = config.stash[SESSION]
     session.shown = True
     write_summary(terminalreporter, session, verbose=config.option.verbose > 0)

@@ -18,29 +18,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     family, grid = (metafunc.definition.get_closest_marker(name) for name in ("family", "cases"))
     if "implementation" in metafunc.fixturenames and family is not None:
         option, only = family.kwargs.get("option"), family.kwargs.get("only")
-        if family.args[0] in session.selected and only and registry.family(family.args[0]).reference in only:
+        chosen = family.args[0] in session.selected
+        if chosen and only and registry.family(family.args[0]).reference in only:
             only = None  # a user's own runs wherever the reference does
         try:
             entries = session.implementations(family.args[0])
         except RegistryError as error:
             raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {error}") from None
-        entries = [entry for entry in entries if only is None or entry.name in only]
-        lacking = [] if option is None else [entry for entry in entries if not entry.accepts(option)]
-        if family.args[0] not in session.selected:
-            entries = [entry for entry in entries if entry not in lacking]
-        metafunc.parametrize(
-            "implementation",
-            [
-                pytest.param(
-                    entry,
-                    id=entry.name,
-                    marks=[pytest.mark.skip(reason=f"its signature has no option {option!r}")]
-                    if entry in lacking
-                    else [],
-                )
-                for entry in entries
-            ],
-        )
+        lacks_option = pytest.mark.skip(reason=f"its signature has no option {option!r}")
+        parameters = []
+        for entry in entries:
+            lacks = option is not None and not entry.accepts(option)
+            if (only is None or entry.name in only) and (chosen or not lacks):
+                parameters.append(pytest.param(entry, id=entry.name, marks=[lacks_option] if lacks else []))
+        metafunc.parametrize("implementation", parameters)
     if "case" in metafunc.fixturenames and grid is not None:
         metafunc.parametrize("case", session.cases(grid.args[0]), ids=str)
     own = " ".join(str(marker.args[0]) for marker in metafunc.definition.iter_markers("parametrize"))
@@ -54,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """With `--impl`, keep the tests that run over an implementation of those families; with `--model`, those that run
     over its case. Give benchmarks our clock.
 
-    Raises pytest.UsageError, in one line, for a question's columns that there are not.
+    Raises pytest.UsageError, in one line, for a column of a question that does not exist.
     """
     session = config.stash[SESSION]
     kept: list[pytest.Item] = []
@@ -66,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (kept if chosen and session.asks(grid and grid.args[0]) else dropped).append(item)
         if measures(item):
             _use_device_clock(item, session.clock)
-            if session.simulated:  # of some rows no time is known
+            if session.simulated:  # some predicted rows have no times
                 item.add_marker(pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"))
         if question := item.get_closest_marker("question"):
             session.questions.state(question)
@@ -76,8 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Count what this run is to judge, as its verdicts share one error; note which tests are a question's: those that
-    measure, and of a derived answer all."""
+    """Count this run's verdicts, which share one error, and note each question's tests: those that measure; of a
+    derived answer, all."""
     own = session.config.stash[SESSION]
     own.count_judgements(session.items)
     for item in session.items:

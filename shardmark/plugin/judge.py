@@ -25,7 +25,7 @@ from shardmark.report.outcomes import first_line, reason
 from shardmark.text import printable
 
 TARGET, PLACE = "target", "place"
-"""Properties of a test's report: the `--impl` target which it judged, and its place among the tests."""
+"""Properties of a test's report: the `--impl` target that it judges, and its place in the order of the tests."""
 LONGEST_LINE = 110
 
 
@@ -35,7 +35,7 @@ class Verdict:
 
     passed: int = 0
     failures: list[tuple[int, str, str]] = field(default_factory=list)
-    """Of each check that failed its place, its name and the first line of why; the most telling tests come first."""
+    """(place, name, first line of the reason) of each failed check; the most telling tests have the first places."""
     not_run: Counter[str] = field(default_factory=Counter)
     """How many checks were skipped, by reason."""
     notes: dict[str, None] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Judge:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Give the ranks its deadline, and its report the target; a case whose target has hung is not measured."""
+        """Set the ranks' deadline and the report's target; skip a measured case whose target has hung."""
         implementation = implementation_of(item)
         if implementation is None:
             return
@@ -111,7 +111,7 @@ class Judge:
             raise
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count each check once: as it is called, or where it does not come to that."""
+        """Count each check once: when it is called, or when its setup or teardown does not pass."""
         properties: dict[str, Any] = dict(report.user_properties)
         if TARGET not in properties or (report.when != "call" and report.passed):
             return
@@ -127,7 +127,7 @@ class Judge:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """A target that was refused is a usage error, whatever the others came to."""
+        """A refused target makes a run that passes otherwise a usage error."""
         if self.session.refused and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
@@ -135,7 +135,7 @@ class Judge:
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
     ) -> Generator[None, None, None]:
-        """The verdicts, where any check ran, below all else."""
+        """Print the verdicts below all else, if any check ran."""
         yield
         judged = {label: verdict for label, verdict in self.verdicts.items() if verdict.total}
         if judged or self.session.refused:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -15,15 +15,16 @@ from shardmark.api.registry import Implementation, Race
 from shardmark.api.work import Work
 from shardmark.api.workload import Workload
 from shardmark.meter.measure_case import NEAR, blocks_at_peak, measure
-from shardmark.meter.memory import Memory, available_bytes, is_out_of_memory
+from shardmark.meter.memory import Memory
 from shardmark.meter.over_budget import Held
-from shardmark.meter.plan import Identity, Plan, Rounds
-from shardmark.plugin.recorder import Rates, Recorder
+from shardmark.meter.plan import Plan, Rounds
+from shardmark.plugin.admission import Admission, copies
+from shardmark.plugin.recorder import Rates
 from shardmark.predict.entry import predicted_time_entry
 from shardmark.predict.simulation.rates import WITHIN
 from shardmark.predict.worlds import SimulatedWorlds
 from shardmark.ranks.deadline import within
-from shardmark.ranks.world import RankError, World
+from shardmark.ranks.world import World
 from shardmark.rows.fill import memory_entry, new_row
 from shardmark.rows.observers import Observer, Profile
 from shardmark.rows.row import Memory as MemoryPart
@@ -36,22 +37,21 @@ from shardmark.verdict.budget import MEMORY_SLACK, MIB, Limits, MemoryBudget
 T = TypeVar("T")
 
 ROOMY = 16
-"""Where so many times a case's own bytes are available, a peer without a formula is taken to have room beside it."""
+"""A peer without a formula is assumed to fit beside the case if this many times the case's own bytes are available."""
 
 
-class Measure(Recorder):
+class Measure(Admission):
     """Measure one case and hold it to its budgets; a test calls it once.
 
         measure(TrainingStep, implementation, case, work=work(case, world.size), world_size=world.size)
 
     `workload` is a module-level class (`shardmark.api.Workload`); `work` is what one step does on all ranks; `rates`
     turns the mean step time into further figures of the row's work. The memory budget is `slack` times the
-    implementation's own formula; of one that has none, times what a simulation predicts. `time` is the race; without
-    it, the one that the implementation is registered with. A case whose `time` has a goal is not started without room
-    for the peer too. `rounds` are by default those of pytest-benchmark's options; more are added while a verdict is
-    undecided. `observe` lists observers (`shardmark.rows.observers`). The row is saved whatever the verdict. Over
-    budget, the test fails; where the rounds leave a time budget undecided, so is the test; where the case would not
-    fit, it is skipped.
+    implementation's own formula or, without a formula, times the simulated peak. `time` is the race, by default the
+    one that the implementation is registered with. A case whose `time` has a goal starts only if its peer fits too.
+    `rounds` are by default those of pytest-benchmark's options; more are added while a verdict is undecided. `observe`
+    lists observers (`shardmark.rows.observers`). The row is saved whatever the verdict. The test fails over budget, is
+    undecided where the rounds leave a time budget undecided, and is skipped where the case would not fit.
 
     A test that measures by its own means saves its row with `record`.
     """
@@ -140,17 +140,8 @@ class Measure(Recorder):
         """Seconds for one call on the ranks, or one prediction here."""
         return self._session.deadlines.measured
 
-    def attempt(self, identity: Identity, memory: MemoryBudget | None, run: Callable[[], list[T]]) -> list[T]:
-        """Run it if the case fits, and return its result. Where memory runs out, save a row that says so and end the
-        test."""
-        __tracebackhide__ = True
-        if self._session.simulated:
-            raise registry.Unsupported("it measures by its own means, and --simulate predicts steps alone")
-        self._admit(identity, memory)
-        return self._unless_out_of_memory(identity, memory, run)
-
     def _predict(self, plan: Plan, work: Work, slack: float, observe: Sequence[Observer]) -> Row:
-        """Judge and save what the case would take on the first rank; return the row. Predicted times are not judged."""
+        """Predict the case on the first rank; judge its memory and save its row. Predicted times are not judged."""
         __tracebackhide__ = True
         # Imported here because all of PyTorch's FSDP comes with it, which takes a second.
         from shardmark.predict.simulation.chrome_trace import write_trace
@@ -196,7 +187,7 @@ class Measure(Recorder):
         return row
 
     def _budget(self, plan: Plan, slack: float, predicted: Sequence[Memory] = ()) -> MemoryBudget | None:
-        """By the implementation's own formula, or where none knows the case by a prediction, if there can be one."""
+        """The budget by the implementation's own formula, else by a prediction; None where there is neither."""
         session = self._session
         if session.model is None and plan.implementation.memory is not None:
             return memory_budget(plan.implementation, plan.case, session.hardware.device, slack)
@@ -205,7 +196,7 @@ class Measure(Recorder):
         from shardmark.predict.memory_budget import predicted_budget  # as above
 
         if session.model is not None and session.device == "cpu":
-            # To the byte, but for what a backend's thread may release late.
+            # Predicted to the byte, except for what a backend's thread may release late.
             slack = 1.0 if session.simulated or plan.world_size == 1 else NEAR
         try:
             with within(self.deadline):  # the step runs here, and not on a rank
@@ -262,31 +253,18 @@ class Measure(Recorder):
             disable_gc=option("disable_gc"),
         )
 
-    def _admit(self, identity: Identity, memory: MemoryBudget | None) -> int:
-        """Bytes available for the case. A case that would not fit is skipped, with a row that says what it needs."""
-        needed = 0 if memory is None else memory.needed * _copies(identity)
-        available = min(self._session.worlds.get(identity.world_size).run(available_bytes, identity.device))
-        if needed > available:
-            self._not_started(identity, memory, needed, available)
-        return available
-
-    def _not_started(self, identity: Identity, memory: MemoryBudget | None, needed: int, available: int) -> NoReturn:
-        why = f"needs {needed / MIB:,.0f} MiB of {available / MIB:,.0f} MiB available"
-        self._unmeasured(identity, memory, budget.NOT_STARTED, why, needed=needed, available=available)
-        pytest.skip(f"{budget.NOT_STARTED}: {why}")
-
     def _with_room_for_peer(self, plan: Plan, available: int, goal: float | None) -> Plan:
-        """The plan, without its peer where there is no room for both; with a goal, it is not started then."""
+        """The plan, without its peer where both do not fit; with a goal, the case is not started then."""
         own = plan.memory
         if plan.peer is None or own is None:
             return plan
-        if plan.peer.memory is None and ROOMY * own.needed * _copies(plan.identity) <= available:
+        if plan.peer.memory is None and ROOMY * own.needed * copies(plan.identity) <= available:
             return plan  # to simulate a library's step takes seconds
         other = self._budget(replace(plan, implementation=plan.peer), slack=1)
         if other is None:
             return plan
         workspace = max(own.expected_workspace, other.expected_workspace)  # they take turns
-        both = (own.formula + other.formula + workspace) * _copies(plan.identity)
+        both = (own.formula + other.formula + workspace) * copies(plan.identity)
         if both <= available:
             return plan
         if goal is not None:
@@ -298,24 +276,7 @@ class Measure(Recorder):
         )
         return replace(plan, peer=None)
 
-    def _unless_out_of_memory(self, identity: Identity, memory: MemoryBudget | None, run: Callable[[], T]) -> T:
-        __tracebackhide__ = True
-        try:
-            return run()
-        except Exception as error:
-            cause = error.exception if isinstance(error, RankError) else error
-            if not is_out_of_memory(cause):
-                raise
-            why = f"on rank {getattr(error, 'rank', 0)}: {str(cause) or 'MemoryError'}"
-            self._unmeasured(identity, memory, budget.OUT_OF_MEMORY, why)
-            pytest.fail(f"{budget.OUT_OF_MEMORY} {why}", pytrace=False)
-
 
 def memory_budget(implementation: Implementation, case: Any, device: str, slack: float = MEMORY_SLACK) -> MemoryBudget:
     """The implementation's peak by its own formula, and the slack that it is given."""
     return MemoryBudget(implementation.peak(case, device), slack, implementation.workspace(case, device))
-
-
-def _copies(identity: Identity) -> int:
-    """How many ranks share the available memory: on CPU all of them."""
-    return 1 if identity.device == "cuda" else identity.world_size

@@ -31,7 +31,7 @@ LONGEST_DEADLINE = 1e6
 """Seconds, eleven days: the kernel takes no more milliseconds."""
 
 
-def add_options(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
     """Add Shardmark's options to pytest's, in the order in which `--help` shows them."""
     group = parser.getgroup("shardmark")
     group.addoption("--device", default="auto", help="Device of tensors: auto (CUDA where it works), cpu or cuda.")
@@ -41,10 +41,9 @@ def add_options(parser: pytest.Parser) -> None:
         help="Grid of cases: auto (paper on CUDA, laptop on CPU), smoke (seconds), laptop (minutes), paper (the "
         "telling published sizes) or full (all published sizes).",
     )
-    group.addoption("--ranks", default=None, metavar="N,N", help="World sizes, such as 2,4.")
+    group.addoption("--ranks", metavar="N,N", help="World sizes, such as 2,4.")
     group.addoption(
         "--link",
-        default=None,
         metavar="RATE",
         help="Split the ranks over two hosts (network namespaces) joined by a link of this rate, such as 1gbit. Needs "
         "root and iproute2.",
@@ -59,7 +58,6 @@ def add_options(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--model",
-        default=None,
         metavar="FILE:ATTR",
         help="Run on your own model alone: a function that returns (model, batch, loss), as file.py:attribute or "
         "module:attribute.",
@@ -71,19 +69,16 @@ def add_options(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--budgets",
-        default=None,
         metavar="FILE",
         help="Your own limits: a TOML table per test-id pattern, with `seconds` (of a step) and `bytes` (peak).",
     )
     group.addoption(
         "--against",
-        default=None,
         metavar="OLD.json",
         help="Fail on what is slower or larger, beyond noise, than in this file of an earlier run's --benchmark-json.",
     )
     group.addoption(
         "--against-ref",
-        default=None,
         metavar="REF",
         help="Run each case in this commit, branch or tag as well, in turns, and fail on what is slower or larger now.",
     )
@@ -94,19 +89,16 @@ def add_options(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--report",
-        default=None,
         metavar="OUT.html",
         help="Write the page of this run: plots and tables in one file. OUT.md: Markdown for a pull request.",
     )
     group.addoption(
         "--simulate",
-        default=None,
         metavar="HARDWARE[:RANKS]",
         help="Predict each case instead of running it, on this hardware and number of ranks: h100-80gb:8, this:2.",
     )
     group.addoption(
         "--trace-dir",  # --trace is pytest's own: it breaks into the debugger
-        default=None,
         metavar="DIR",
         help="Profile one more step of each measured case. DIR gets a Chrome trace, and on CUDA a memory snapshot.",
     )
@@ -117,7 +109,6 @@ def add_options(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--deadline",
-        default=None,
         metavar="SECONDS",
         help="Seconds after which a test of an --impl target counts as hung: 60, and 3 once the target has hung. A "
         f"measured case has {MEASURED:g} times as long, and is skipped once its target has hung.",

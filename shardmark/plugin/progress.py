@@ -11,13 +11,13 @@ others; this run's pace so far corrects both.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from statistics import fmean
 from typing import Any
 
 import pytest
 
-from shardmark.plugin.session import SESSION
+from shardmark.plugin.session import SESSION, measures
 
 SECONDS = {"smoke": 0.5, "laptop": 2.0, "paper": 8.0, "full": 8.0}
 """Per test, where no earlier run is remembered: on two cores for smoke and laptop, on an H100 for paper and full."""
@@ -25,14 +25,13 @@ TRUST = 10.0
 """Seconds that must have been measured before this run counts as much as the last one."""
 
 _SAVE, _RESTORE, _ERASE = "\x1b7", "\x1b8", "\x1b[K"
-"""What terminals understand: remember the cursor's place, return to it, erase what is right of it."""
+"""Terminal codes: save the cursor's place, return to it, erase from it to the end of the line."""
 
 
 class Estimate:
     """Seconds left. `remembered`: seconds of each test in an earlier run; `usual`: seconds of a test without one."""
 
-    def __init__(self, tests: Iterable[str], remembered: Mapping[str, float], usual: float) -> None:
-        tests = list(tests)
+    def __init__(self, tests: Collection[str], remembered: Mapping[str, float], usual: float) -> None:
         known = [remembered[test] for test in tests if test in remembered]
         usual = fmean(known) if known else usual
         self._expected = {test: remembered.get(test, usual) for test in tests}
@@ -70,8 +69,8 @@ class Progress:
 
     @pytest.hookimpl(trylast=True)  # below pytest's own line
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Before the first test: how many are measured, and how long that takes."""
-        measured = [item for item in session.items if "measure" in getattr(item, "fixturenames", ())]
+        """Print how many cases will be measured, and how long that takes."""
+        measured = [item for item in session.items if measures(item)]
         self._took = {item.nodeid: 0.0 for item in measured if item.get_closest_marker("skip") is None}
         self._estimate = Estimate(self._took, self._remembered(), self._usual)
         reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
@@ -83,12 +82,12 @@ class Progress:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logstart(self) -> None:
-        """Beside the line that the test is on: what is left."""
+        """Show what is left, on the line that the test is on."""
         self._show()
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test reports its setup, itself, and its end."""
+        """Add up the test's setup, call and teardown; after the teardown, correct the estimate."""
         if report.nodeid in self._took:
             self._took[report.nodeid] += report.duration
             if report.when == "teardown":

@@ -18,7 +18,6 @@ from shardmark.meter.over_budget import Held, excess_lines
 from shardmark.meter.plan import Identity, Measured
 from shardmark.report.outcomes import LEFT_OPEN
 from shardmark.rows.fill import (
-    budget_entry,
     counters_entry,
     limit_entry,
     memory_entry,
@@ -28,7 +27,6 @@ from shardmark.rows.fill import (
 )
 from shardmark.rows.observers import Observer
 from shardmark.rows.row import Limit, Row, main_figures
-from shardmark.rows.row import Memory as MemoryPart
 from shardmark.rows.row import Work as WorkPart
 from shardmark.verdict import budget
 from shardmark.verdict.betting import FAIL, UNDECIDED
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 Rates = Callable[[float], dict[str, float]]
 
 MARGIN = 1.1
-"""Times the fastest that this machine was seen to compute: what seems to compute more has left work out."""
+"""A step that seems to compute this many times faster than the machine can has left work out."""
 
 
 class Recorder:
@@ -132,7 +130,7 @@ class Recorder:
             lines: list[str] = []
             if memory is not None and memory.verdict(max(row["memory"].get("tensors_by_rank", []), default=0)) == FAIL:
                 found: list[Held] = []
-                with suppress(Exception):  # the verdict, and what the formula has, stand without it
+                with suppress(Exception):  # the verdict and the formula's entries are shown without it
                     found = at_peak()
                 lines = list(excess_lines(memory.formula, found))
             pytest.fail("\n".join([complaints[FAIL], "", *lines]).rstrip(), pytrace=False)
@@ -157,14 +155,6 @@ class Recorder:
         clock, remaining = self._session.clock, iter(seconds)
         # Past the last round there is only what pytest-benchmark's own profiler asks for, and that takes no time.
         self._benchmark.pedantic(lambda: clock.advance(next(remaining, 0.0)), setup=clock.reset, rounds=len(seconds))
-
-    def _unmeasured(self, of: Identity, memory: MemoryBudget | None, verdict: str, why: str, **found: int) -> None:
-        """Save a row without times."""
-        self._benchmark.skipped = True  # or pytest-benchmark warns of a fixture that was not used
-        row = new_row(of, self._session.scale, self._session.link_rate)
-        row["memory"] = cast(MemoryPart, {**budget_entry(memory), **found})
-        row["verdict"], row["why"] = verdict, why
-        self._save(row, None)
 
     def _save(self, row: Row, stats: dict[str, float] | None) -> None:
         entry = {

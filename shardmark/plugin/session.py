@@ -38,8 +38,11 @@ from shardmark.verdict.budget import AbsoluteBudget, confidence, read_budgets
 
 
 class Session:
-    """The checked options, and what tests share: worlds, the link between ranks, the clock, the rows. ValueError
-    (RegistryError, WorldError, LinkError and BudgetFileError are kinds of it), in one line, for a bad value."""
+    """The checked options, and what tests share: worlds, the link between ranks, the clock, the rows.
+
+    Raises ValueError, in one line, for a bad value; RegistryError, WorldError, LinkError and BudgetFileError are kinds
+    of it.
+    """
 
     def __init__(self, config: pytest.Config, ending: Ending) -> None:
         option = config.getoption
@@ -55,7 +58,7 @@ class Session:
         """World sizes of tests that measure nothing: what is right on two ranks alone is wrong."""
         self.seed = options.seed(str(option("seed")))
         self.refused: dict[str, str] = {}
-        """The `--impl` targets that do not meet their contract, and in one line why, where others do."""
+        """One line on each `--impl` target that does not meet its contract, where another target does."""
         self.selected = options.selected(option("impl"), self.device, self.refused)
         self.model = None if option("model") is None else check(option("model"), bool(self.simulated))
         """The user's own model, of `--model`, which this run is about."""
@@ -84,7 +87,7 @@ class Session:
         self.worlds: Worlds | torchrun.TorchrunWorlds | SimulatedWorlds = Worlds(self.device, self.link)
         if self.simulated:
             self.worlds = SimulatedWorlds(self.simulated.hardware, self.link)
-        # Last, as what it opens has to be closed again.
+        # Opened last: what is open must be closed where a later option is bad.
         self.rows = RowFile(config, self.ending, self._said, writes=not _is_helping())
         try:
             options.check_benchmark(option)
@@ -160,11 +163,11 @@ class Session:
         self.judgements = sum(counts.values()) + (self._others > 0)
 
     def _count_judgements(self, item: pytest.Item) -> int:
-        """The intervals known to decide a verdict of the test before it measures."""
+        """How many intervals are known, before the test measures, to decide a verdict of it."""
         implementation = implementation_of(item)
         race = implementation.time if implementation is not None else None
         budget = self.model is None and (implementation is None or (race is not None and race.budget is not None))
-        older = self.against is not None and self.against.compares_time(item.nodeid)  # by the same interval
+        older = self.against is not None and self.against.compares_time(item.nodeid)  # by the interval of the budget
         beside = (self.against_ref is not None) + sum(
             each.seconds is not None and each.matches(item.nodeid) for each in self.budgets
         )

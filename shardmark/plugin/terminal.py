@@ -11,11 +11,11 @@ from shardmark.report.summary import Summary
 from shardmark.text import printable
 
 REPORTED = "fE"
-"""pytest's own list of what failed, where nobody has asked for another."""
+"""pytest's default for -r, which lists failures and errors: the user has not asked for another list."""
 
 
 def write_summary(terminal: pytest.TerminalReporter, session: Session, verbose: bool) -> None:
-    """Print the screen; then the file of the rows, and the budgets that matched no test."""
+    """Print the screen, then the rows' file and the budgets that matched no test."""
     rows = session.rows.rows
     if verbose:
         for title, lines in tables.render(rows, session.questions, every_column=True):
@@ -28,7 +28,7 @@ def write_summary(terminal: pytest.TerminalReporter, session: Session, verbose: 
         for text, style in screen_lines(summary, min(max(terminal._tw.fullwidth, LEAST), MOST), verbose):
             terminal.write_line(text, **style)
         if terminal.config.option.reportchars == REPORTED:
-            terminal.reportchars = ""  # what failed has been said
+            terminal.reportchars = ""  # the screen has listed what failed
     if rows and not verbose:
         terminal.write_line("-v shows the tables")
     if rows and session.rows.path is not None:

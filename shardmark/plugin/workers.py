@@ -2,9 +2,9 @@
 
     share_the_devices(config, 4)  # in a conftest's `pytest_cmdline_main`, before pytest-xdist reads its options
 
-The process that the user started collects as ever, and has the row file and the tables: each worker's rows come to it
-with the reports of their tests. Once the workers have ended it runs the tests on worlds itself, which so have every
-device, and nothing beside them.
+The process that the user started, the controller, collects all tests and writes the row file and the tables: each
+worker sends its rows with the reports of their tests. When the workers have ended, the controller runs the tests on
+worlds, which then have every device to themselves.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from shardmark.rows.atomic_json import Entry
 from shardmark.rows.observers import Observer
 
 SHARED = "shardmark_shared"
-"""In a worker's input: it measures what takes one device."""
+"""Key of a worker's input: it measures the cases that take one device."""
 ROWS = "shardmark rows"
-"""The property of a report that has the rows of its test."""
+"""Name of the report's property that holds its test's rows, pickled."""
 
 
 def may_have_workers(config: pytest.Config) -> bool:
-    """False where the user gives a number of processes or looks on (--pdb, -s), under torchrun, which starts its own
-    ranks, and in a worker."""
+    """False where the user gives a number of processes or debugs (--pdb, -s), in a worker, and under torchrun, which
+    starts ranks of its own."""
     option = config.option
     if getattr(option, "numprocesses", 0) is not None or option.tx:  # given, or there is no pytest-xdist
         return False
@@ -65,9 +65,9 @@ class Rows:
 
     entries: list[Entry]
     benchmarks: list[Any]
-    """What pytest-benchmark has of it."""
+    """pytest-benchmark's objects of the same test."""
     observers: list[tuple[str | None, list[Observer]]]
-    """Each row's question, and those of its observers that go by pickle: the others' lines are not shown."""
+    """Each row's question, and its observers that can be pickled; lines of the others are not shown."""
 
 
 class Controller:
@@ -78,21 +78,21 @@ class Controller:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Have the worker know what it is for."""
+        """Tell the worker that it measures."""
         node.workerinput[SHARED] = True
 
     def pytest_sessionstart(self) -> None:
-        """Measure."""
+        """Turn pytest-benchmark on."""
         _enable_benchmarks(self._config)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> None:
-        """Collect, which pytest-xdist leaves to the workers, for what tests say of their questions and for worlds."""
+        """Collect, which pytest-xdist leaves to the workers: for the questions, and for the tests on worlds."""
         session.perform_collect()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
-        """What the workers run, and once they have ended what runs on worlds."""
+        """Wait for the workers' tests; then run the tests on worlds here."""
         result = yield
         _plugin(self._config, "dsession").nodemanager.teardown_nodes()  # and wait
         session.testscollected = len(session.items)
@@ -105,9 +105,9 @@ class Controller:
                 raise session.Interrupted(session.shouldstop)
         return result
 
-    @pytest.hookimpl(tryfirst=True)  # before anybody prints its properties
+    @pytest.hookimpl(tryfirst=True)  # before other plugins print the properties
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Save the rows that came with it."""
+        """Save the rows that came with the report."""
         session, benchmarks = self._config.stash[SESSION], _benchmarks(self._config)
         for name, value in report.user_properties:
             if name == ROWS:
@@ -116,7 +116,7 @@ class Controller:
                 for question, observers in rows.observers:
                     session.questions.observe(question, observers)
                 for entry in rows.entries:
-                    session.budgets_for(entry["fullname"])  # which have matched, in that worker
+                    session.budgets_for(entry["fullname"])  # note here what matched in the worker
                     session.rows.add(entry)
         report.user_properties = [(name, value) for name, value in report.user_properties if name != ROWS]
 
@@ -129,14 +129,14 @@ class Worker:
         self._sent = 0, 0
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Measure, and leave the files to the controller."""
+        """Turn pytest-benchmark on, and leave its files to the controller."""
         _enable_benchmarks(session.config)
         benchmarks = _benchmarks(session.config)
         benchmarks.json = benchmarks.save = benchmarks.autosave = None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection_finish(self, session: pytest.Session) -> Generator[None, None, None]:
-        """Leave tests on worlds to the controller; the error that verdicts share is that of all tests."""
+        """Leave tests on worlds to the controller; the error that verdicts share is still one of all tests."""
         everything = list(session.items)
         session.items[:] = [item for item in everything if not takes_world(item)]
         yield
@@ -144,7 +144,7 @@ class Worker:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Send what is new."""
+        """Send the rows that are new since the last report."""
         report = yield
         entries, benchmarks = self._session.rows.rows, _benchmarks(item.config).benchmarks
         new = entries[self._sent[0] :]
@@ -178,9 +178,9 @@ def _enable_benchmarks(config: pytest.Config) -> None:
 
 
 def _portable(benchmark: Any) -> Any:
-    """The benchmark without its test's fixture, with parameters as the JSON has them."""
+    """A copy that can be pickled: without its test's fixture, with parameters as the JSON has them."""
     result = copy(benchmark)
     result.fixture = SimpleNamespace(has_error=benchmark.has_error)
     result.params = benchmark.params and {name: str(value) for name, value in benchmark.params.items()}
-    result.cprofile_stats = None  # of a clock that is moved
+    result.cprofile_stats = None  # a profile of advancing a clock
     return result

@@ -1,6 +1,5 @@
 """CONTRIBUTING.md's recipes, followed line by line in a copy of the checkout."""
 
-import os
 import re
 import shlex
 import shutil
@@ -11,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from correctness.support.paths import ROOT
+from tests.support.runs import environment_of_a_run
 
 ADDED = {"technique": "log_softmax", "family": "naive", "question": "chunked"}
-"""What each recipe of examples/adding/ adds, and so a test that it runs is named after."""
+"""By recipe of examples/adding/, what it adds: part of the id of a test that the recipe runs."""
 
 NEEDED = ("impl", "shardmark", "correctness/support", "correctness/engine", "correctness/loss", "perf")
 FILES = ("conftest.py", "correctness/conftest.py", "pytest.ini")
@@ -39,12 +39,9 @@ def run(copy: Path, command: str) -> str:
     """Run a command of the recipe in the copy; it must pass. Returns its output."""
     pytest_, *arguments = shlex.split(command)
     assert pytest_ == "pytest"
-    environment = os.environ | {"PYTHONPATH": ""}
-    environment.pop("PYTEST_XDIST_WORKER", None)  # or pytest-benchmark disables itself in there
-    options = ["-p", "no:cacheprovider", "--device=cpu", "-n0", "-v", *arguments]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options], cwd=copy, env=environment, capture_output=True, text=True
-    )
+    pytest_here = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--device=cpu", "-n0", "-v"]
+    environment = environment_of_a_run(PYTHONPATH=None)
+    done = subprocess.run([*pytest_here, *arguments], cwd=copy, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,4 +1,4 @@
-"""Which room may import which: types and modules imported by name included."""
+"""Which top folder, or room, may import which; imports for types and by `import_module` count too."""
 
 import ast
 from collections.abc import Iterator

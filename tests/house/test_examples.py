@@ -33,13 +33,13 @@ _OF_A_FAMILY = (
     "one_step_applies_the_mean",
 )
 TELLING = ["-k", " or ".join(f"({each})" for each in _OF_A_FAMILY)]
-"""Of each family a test or two, for a run of seconds."""
+"""Selects a test or two of each family, for a run of seconds."""
 
 extent = pytest.mark.parametrize("selection", [[], TELLING], ids=["in_full", "in_brief"])
 
 
 def pytest_says(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Its exit status and output, in a process of its own: in this one it would find our conftest loaded."""
+    """Exit status and output of a run in a process of its own; in this one our conftest is loaded already."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n0", "-q", "--device=cpu", *arguments]
     done = subprocess.run(command, cwd=folder, env=environment_of_a_run(), capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr

@@ -106,10 +106,3 @@ def test_no_question_asks_an_implementation_for_its_name(path: Path) -> None:
 )
 def test_it_is_seen_when_one_does(line: str) -> None:
     assert list(asked(f"def test(ours: Implementation):\n    {line}"))
-
-
-@pytest.mark.parametrize(
-    "line", ['call.name == "barrier"', 'print(f"{implementation}: {reason}")', "Identity(implementation.name, case)"]
-)
-def test_other_names_and_other_uses_are_left_alone(line: str) -> None:
-    assert not list(asked(f"def test(call):\n    {line}"))

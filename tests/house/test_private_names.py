@@ -1,4 +1,4 @@
-"""What the implementations use of torch that torch keeps private: each name must be there in the torch at hand."""
+"""Private names of torch that implementations use: the installed torch must have each."""
 
 import ast
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ OF_OBJECTS = {
     "torch.distributed._checkpointable._Checkpointable.__create_write_items__": "impl/fsdp/checkpoint_boxes.py",
     "torch.distributed._checkpointable._Checkpointable.__create_chunk_list__": "impl/fsdp/checkpoint_boxes.py",
 }
-"""What is read of an object, or defined for torch to find."""
+"""Names that are read from an object, or defined for torch to find; with the file that does so."""
 
 
 def private_names() -> dict[str, str]:

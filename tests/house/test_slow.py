@@ -1,4 +1,4 @@
-"""Which implementations a large case is too slow for: not those that compile at first, and on a GPU none of ours."""
+"""Which implementations are too slow for a large case: none whose first run compiles, and on a GPU none of ours."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -17,7 +17,7 @@ def theirs() -> Implementation:
 
 
 def take(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> Mock:
-    """Have runs take that long, one after the other; what makes each one's stopwatch."""
+    """Let runs take these times, one after the other; return the mock that makes their stopwatches."""
     stops = iter([Namespace(seconds=each) for each in seconds])
     watch = Mock(side_effect=lambda device: Namespace(start=lambda: None, stop=lambda: next(stops)))
     monkeypatch.setattr(contracts, "Stopwatch", watch)

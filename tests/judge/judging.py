@@ -19,6 +19,8 @@ from correctness.support.paths import ROOT
 from correctness.support.planting import CHECK, Planted, folder_of
 from shardmark.api.finding import RegistryError
 from shardmark.api.registry import check_contract, resolve
+from shardmark.plugin.session import implementation_of
+from shardmark.report.outcomes import first_line, reason
 
 OUTCOMES = "SHARDMARK_OUTCOMES"
 """Names the file to which the tests' outcomes go, a line of JSON each."""
@@ -26,7 +28,7 @@ OUTCOMES = "SHARDMARK_OUTCOMES"
 OPTIONS = ("-p", __name__, "-n0", "-q", "-p", "no:cacheprovider", "--tb=short", "--device=cpu")
 
 OF_DEFECTS = ("--deadline=5",)
-"""Some of them hang. Right ones have a user's own deadline, as what is slow on a busy machine is not wrong."""
+"""Some defects hang. Right ones get the deadline that users have: slow on a busy machine is not wrong."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Outcome:
 
 
 def judge(family: str, planted: Sequence[Planted], module: str, folder: Path) -> dict[str, list[Outcome]]:
-    """The outcomes of the family's tests, by implementation; what the contract's check says stands for a test."""
+    """Outcomes of the family's tests, by implementation; a refusal by the contract's check counts as a failed test."""
     found: dict[str, list[Outcome]] = {each.name: [] for each in planted}
     accepted = []
     for each in planted:
@@ -62,8 +64,6 @@ def judge(family: str, planted: Sequence[Planted], module: str, folder: Path) ->
             "-m",
             "pytest",
             f"correctness/{folder_of(family)}",
-            "-p",
-            __name__,
             *OPTIONS,
             *(() if any(each.is_right for each in planted) else OF_DEFECTS),
             *accepted,
@@ -123,21 +123,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  
     if each is not None and OUTCOMES in os.environ and (report.when == "call" or not report.passed):
         if report.failed:
             item.config.stash[CAUGHT].add(each.name)
-        line = _first_line(report)
-        outcome = Outcome(each.name, item.name, report.outcome, line, report.duration)
+        outcome = Outcome(each.name, item.name, report.outcome, first_line(reason(report)), report.duration)
         with Path(os.environ[OUTCOMES]).open("a") as file:
             file.write(json.dumps(outcome.__dict__) + "\n")
     return report
 
 
 def _planted(item: pytest.Item) -> Planted | None:
-    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    return planting.of(getattr(parameters.get("implementation"), "target", None))
-
-
-def _first_line(report: pytest.TestReport) -> str:
-    if isinstance(report.longrepr, tuple):  # a skip: file, line, reason
-        return report.longrepr[2]
-    crash = getattr(report.longrepr, "reprcrash", None)
-    text = crash.message if crash is not None else str(report.longrepr or "")
-    return next((line for line in text.splitlines() if line.strip()), "")
+    return planting.of(getattr(implementation_of(item), "target", None))

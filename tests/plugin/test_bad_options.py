@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.project import make_project
 from tests.support.project import project as project
@@ -13,7 +14,7 @@ from tests.support.runs import CONFTEST, ROWS
 pytest_plugins = ["pytester"]
 
 WORDS = ["", "words", "nan", "1e999", "\x1b[31mred", "two\nlines", "\udcff", "ünï", ",", "1,,2", "/", "0x"]
-"""That are no value of any option which takes a word or a number."""
+"""Values that no option with a word or a number takes."""
 CHOICES = {
     "--device": (WORDS, "--device is one of auto, cpu, cuda, not *"),
     "--scale": (WORDS, "--scale is one of auto, smoke, laptop, paper, full, not *"),
@@ -35,7 +36,7 @@ CHOICES = {
     "--benchmark-storage": (["http://x"], "--benchmark-storage is file://PATH or elasticsearch+http://HOST, not *"),
 }
 NO_PATHS = ["", "/", "a\0b", "long" * 100, "y/" * 3000, "/proc/nothing/x", "loop", "fifo", "/dev/full", "\x1b[31m/x/y"]
-"""That are no file which can be read or written."""
+"""Paths of what can be neither read nor written as a file."""
 PATHS = {
     "--benchmark-json": [*NO_PATHS, ".", "folder", "/dev/null", "none/x", "dangling"],
     "--against": [*NO_PATHS, ".", "folder", "/dev/null", "none/x", "dangling", "binary", "file"],
@@ -58,6 +59,9 @@ SEVERAL = {
     "--ranks=0": "--ranks 0: a world has at least one rank, not 0",
     "--impl=optimiser=adam": "no family 'optimiser'; the families are *",
     "--impl=attention=nonesuch": "attention has no implementation 'nonesuch'; registered are *",
+    "--impl=attention=own.py:": "attention has no implementation 'own.py:'; *",
+    "--impl=attention=math:nonesuch": "attention=math:nonesuch: math has no 'nonesuch'",
+    "--impl=attention=no_such:f": "attention=no_such:f: cannot import no_such: ModuleNotFoundError: No module named *",
     "--impl=attention=missing.py:f": "attention=missing.py:f: cannot import *missing.py: FileNotFoundError*",
     "--impl=attention=math:cos": "attention=math:cos does not meet the attention contract: TypeError: *",
     "--link=fast": "--link fast: a link's rate is written as 1gbit or 100mbit, not 'fast'",
@@ -71,6 +75,8 @@ SEVERAL = {
     "--benchmark-json=new --against=new --update-baseline": "--against new is the file of --benchmark-json too: *",
     "--budgets=nan.toml --benchmark-json=out.json": '--budgets nan.toml: ["x"] seconds = nan is not a positive number',
 }
+if not torch.cuda.is_available():
+    SEVERAL["--device=cuda --ranks=4"] = "--device cuda needs 4 CUDA devices, and this machine has 0"
 CASES = [([f"{option}={value}"], says) for option, (values, says) in CHOICES.items() for value in values]
 CASES += [
     ([f"{option}={value}"], f"{option} *: *" if value else f"{option} *") for option in PATHS for value in PATHS[option]
@@ -115,19 +121,20 @@ def test_a_wrong_value_is_one_line_and_nothing_is_left(
     assert not wrong, "\n".join(f"{[each[:60] for each in case]}: {status} {lines}" for case, status, lines, _ in wrong)
 
 
-RAISED = [
-    "RuntimeError('two\\nlines\\x1b[31m')",
-    "GeneratorExit",
-    "SystemExit(0)",
-    "SystemExit(3)",
-    "type('Own', (BaseException,), {})",
-]
+OWN_FILES = {
+    "RuntimeError": "raise RuntimeError('two\\nlines\\x1b[31m')",
+    "GeneratorExit": "raise GeneratorExit",
+    "SystemExit": "raise SystemExit(0)",
+    "Own": "raise type('Own', (BaseException,), {})",
+    "SyntaxError": "def f(:",
+}
+"""Files by the name of what their import raises."""
 
 
-@pytest.mark.parametrize("raised", RAISED)
+@pytest.mark.parametrize("raised", OWN_FILES)
 def test_whatever_an_own_file_raises_is_one_line(raised: str, project: pytest.Pytester) -> None:
-    project.makepyfile(own=f"raise {raised}")
+    project.makepyfile(own=OWN_FILES[raised])
     result = project.runpytest_inprocess("--impl=attention=own.py:f", "--benchmark-json=out.json")
     assert result.ret == 4 and not (project.path / "out.json").exists()
     (error,) = [line for line in result.errlines if line]
-    assert error.isprintable() and "attention=own.py:f: cannot import" in error
+    assert error.isprintable() and f"own.py: {raised}: " in error

@@ -191,7 +191,7 @@ def test_a_hang_costs_one_deadline_and_from_then_on_little(project: pytest.Pytes
     ],
 )
 def test_of_what_hung_nothing_more_is_measured(project: pytest.Pytester, name: str, line: str) -> None:
-    """Neither where it is predicted what memory it takes, nor where its steps run."""
+    """Whether it hangs while its memory is predicted, or on the ranks."""
     project.makepyfile(test_cost=MEASURED)
     options = ("--deadline=0.3", "--scale=smoke", "-rs", "--benchmark-min-rounds=2", "test_cost.py")
     result = judged(project, name, "plain", options=options)

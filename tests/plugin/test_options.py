@@ -1,7 +1,6 @@
 """The plugin's options as a user meets them: what they choose, what they print, and what is wrong with them."""
 
 import pytest
-import torch
 
 from shardmark.api.registry import family
 from shardmark.api.requirements import requires_compiler
@@ -158,12 +157,3 @@ def test_a_link_does_not_go_with_torchruns_ranks(project: pytest.Pytester, monke
     result.stderr.fnmatch_lines(
         ["ERROR: --link 1gbit does not go with torchrun, whose ranks are where it started them"]
     )
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA devices")
-def test_asking_for_gpus_that_are_not_there_says_how_many(project: pytest.Pytester) -> None:
-    result = project.runpytest_inprocess("--device=cuda", "--ranks=4")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert [line for line in result.errlines if line] == [
-        "ERROR: --device cuda needs 4 CUDA devices, and this machine has 0"
-    ]

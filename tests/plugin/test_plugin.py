@@ -1,25 +1,48 @@
 """The plugin as a user meets it: rows, verdicts, tables and files."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardmark.verdict.betting import fewest_rounds
 from shardmark.verdict.budget import confidence
 from tests.support.project import SLEEPS, row_of, run_project
 
 pytest_plugins = ["pytester", "tests.support.project"]
 
+OWN_TEST = """
+from dataclasses import replace
+
+import pytest
+from shardmark.api import Race, Work
+from test_sleeps import GRID, Sleep
+
+@pytest.mark.family("sleep", only=("plain",))
+@pytest.mark.cases(GRID)
+def test_own(implementation, case, measure):
+    measure(Sleep, {arguments})
+"""
+
+
+def measured_with(project: pytest.Pytester, arguments: str) -> tuple[pytest.RunResult, dict[str, Any]]:
+    """A run of one test of "plain", which calls `measure` with those arguments."""
+    project.makepyfile(test_own=OWN_TEST.format(arguments=arguments))
+    return run_project(project, "--scale=smoke", "test_own.py")
+
 
 def test_verdicts_are_outcomes_and_every_row_lands(project: pytest.Pytester) -> None:
     result, output = run_project(
         project,
-        *("--scale=smoke", "-v", "-rs", "-k", "nap and (plain or slow or greedy or elsewhere or dreamt)"),
+        *(
+            "--scale=smoke",
+            "-v",
+            "-rs",
+            "-k",
+            "(nap or test_dream) and (plain or slow or greedy or elsewhere or dreamt)",
+        ),
         "--benchmark-max-time=0.1",
     )
-    result.assert_outcomes(passed=1, failed=2, skipped=2)
+    result.assert_outcomes(passed=1 + 4, failed=2, skipped=2 + 1)  # what is not to be measured runs in `test_dream`
     assert row_of(output, "plain")["verdict"] == "pass"
     assert row_of(output, "slow")["verdict"] == row_of(output, "greedy")["verdict"] == "fail"
     result.stdout.fnmatch_lines(
@@ -111,41 +134,16 @@ def test_a_case_that_would_not_fit_is_not_started(project: pytest.Pytester) -> N
 
 
 def test_a_case_that_its_workspace_leaves_no_room_for_is_not_started(project: pytest.Pytester) -> None:
-    project.makepyfile(
-        test_roomy="""
-        from dataclasses import replace
-        import pytest
-        from shardmark.api import Work
-        from test_sleeps import GRID, Sleep
-
-        @pytest.mark.family("sleep", only=("plain",))
-        @pytest.mark.cases(GRID)
-        def test_roomy(implementation, case, measure):
-            roomy = replace(implementation, workspace=lambda case, device: 10**17)
-            measure(Sleep, roomy, case, work=Work(flops=10))
-        """
-    )
-    _, output = run_project(project, "--scale=smoke", "test_roomy.py")
+    roomy = "replace(implementation, workspace=lambda case, device: 10**17), case, work=Work(flops=10)"
+    _, output = measured_with(project, roomy)
     (entry,) = output["unmeasured"]
     memory = entry["extra_info"]["memory"]
     assert memory["needed"] == memory["formula"] + 10**17 and memory["expected_workspace"] == 10**17
 
 
 def test_a_goal_whose_peer_would_not_fit_is_not_started(project: pytest.Pytester) -> None:
-    project.makepyfile(
-        test_race="""
-        import pytest
-        from shardmark.api import Work
-        from shardmark.api.registry import Race
-        from test_sleeps import GRID, Sleep
-
-        @pytest.mark.family("sleep", only=("plain",))
-        @pytest.mark.cases(GRID)
-        def test_race(implementation, case, measure):
-            measure(Sleep, implementation, case, work=Work(flops=10), time=Race("giant", goal=1.0))
-        """
-    )
-    result, output = run_project(project, "--scale=smoke", "test_race.py")
+    race = 'implementation, case, work=Work(flops=10), time=Race("giant", goal=1.0)'
+    result, output = measured_with(project, race)
     result.assert_outcomes(skipped=1)
     (entry,) = output["unmeasured"]
     row = entry["extra_info"]
@@ -169,111 +167,6 @@ def test_running_out_of_memory_is_a_row_and_a_failure(
     (row,) = [entry["extra_info"] for entry in output["unmeasured"]]
     assert row["verdict"] == "out of memory" and row["why"].startswith("on rank 0: ")
     result.stdout.fnmatch_lines(["out of memory on rank 0: *DefaultCPUAllocator: can't allocate memory*"])
-
-
-FEW = ("--benchmark-min-rounds=2", "--benchmark-max-time=0.000001")
-
-
-def test_a_verdict_has_the_rounds_that_it_needs(project: pytest.Pytester) -> None:
-    result, output = run_project(project, "--scale=smoke", "-k", "strict and alone", *FEW)
-    result.assert_outcomes(failed=1)
-    assert output["benchmarks"][0]["stats"]["rounds"] == fewest_rounds(confidence(1)) == 11
-
-
-def test_rounds_are_added_while_a_time_budget_is_undecided_and_then_so_is_the_test(project: pytest.Pytester) -> None:
-    few = ("--benchmark-min-rounds=2", "--benchmark-max-time=0.05")
-    result, output = run_project(project, "--scale=smoke", "-v", "-k", "nap and torn", *few)
-    result.assert_outcomes()
-    assert result.ret == 0
-    assert row_of(output, "torn")["verdict"] == "undecided"
-    assert output["benchmarks"][0]["stats"]["rounds"] > 2 * fewest_rounds(confidence(1))
-    line = "  torn 0.005s *x plain's time, * interval *, against the budget of 2.0x *"
-    result.stdout.fnmatch_lines(["undecided: 1", line, "*1 undecided*"])
-
-
-def test_goals_are_reported_and_fail_nothing(project: pytest.Pytester) -> None:
-    result, output = run_project(project, "--scale=smoke", "-k", "goal", "-v", "--benchmark-min-rounds=20")
-    result.assert_outcomes(passed=3)
-    outcomes = {name: row_of(output, name)["time"]["outcome"] for name in ("plain", "torn", "with_giant")}
-    assert outcomes == {"plain": "reached", "torn": "undecided", "with_giant": "missed"}
-    row = row_of(output, "plain")
-    assert row["time"]["goal"] == 0.5 and row["time"]["budget"] is None and row["verdict"] == "pass"
-    goals = {"mfu": {"goal": 0.5, "outcome": "missed"}, "fraction": {"goal": 1e-12, "outcome": "reached"}}
-    assert row["limit"]["goals"] == goals
-    result.stdout.fnmatch_lines(
-        [
-            "case * ratio to peer * goal * verdict",
-            "0.005s * plain * slow *0.5 reached, mfu 50% missed, fraction 0% reached *pass",
-            "0.005s * with_giant * slow *0.1 missed, mfu *",
-            "0.005s * torn * slow *0.5 undecided, mfu *",
-            "goals: 4 reached, 4 missed, 1 undecided",
-        ]
-    )
-
-
-def test_a_goal_of_mfu_has_the_rounds_that_it_needs(project: pytest.Pytester) -> None:
-    _, output = run_project(project, "--scale=smoke", "-k", "half_of_the_peak")
-    (entry,) = output["benchmarks"]
-    assert entry["extra_info"]["limit"]["goals"] == {"mfu": {"goal": 0.5, "outcome": "missed"}}
-    assert entry["stats"]["rounds"] == fewest_rounds(0.95)  # more than the three that the test asks for
-
-
-def test_the_verdicts_of_a_run_share_one_error(project: pytest.Pytester) -> None:
-    """Each budget in time counts, each absolute one in seconds, and all other tests together once; but none skipped."""
-    Path("budgets.toml").write_text('["*[plain*"]\nseconds = 9\n["*nap*"]\nbytes = 9_000\n["*count*"]\nseconds = 9')
-    project.makepyfile(
-        test_zlast="""
-        import pytest
-        from shardmark.plugin.session import SESSION
-
-        def test_count(pytestconfig):
-            assert pytestconfig.stash[SESSION].judgements == 2 + 1 + 1  # not itself
-
-        @pytest.mark.skip(reason="its goals are of another device")
-        def test_count_of_none(measure):
-            raise AssertionError
-        """
-    )
-    chosen = "nap and (plain or slow or elsewhere) or count"
-    result, output = run_project(project, "--scale=smoke", "--budgets=budgets.toml", "-k", chosen)
-    result.assert_outcomes(passed=2, failed=1, skipped=2)
-    for name in ("plain", "slow"):
-        assert row_of(output, name)["time"]["judged_confidence"] >= confidence(4) > confidence(1)
-
-
-def judged_confidences(output: dict[str, Any]) -> dict[str, float]:
-    """Confidences of rows with a peer, by the beginning of the test's name."""
-    rows = {entry["name"].partition("-")[0]: entry["extra_info"]["time"] for entry in output["benchmarks"]}
-    return {name: time["judged_confidence"] for name, time in rows.items() if "judged_confidence" in time}
-
-
-def test_budgets_that_tests_bring_along_have_one_share_together(project: pytest.Pytester) -> None:
-    """`test_strict` gives "greedy" a budget that its registration lacks."""
-    _, output = run_project(project, "--scale=smoke", "-k", "(nap or strict) and (plain or greedy)")
-    found = judged_confidences(output)
-    assert found.pop("test_strict[greedy") == confidence((2 + 1) * 2)
-    assert found == dict.fromkeys(["test_nap[plain", "test_strict[plain"], confidence(2 + 1))
-
-
-def test_beside_an_absolute_budget_they_have_one_each(project: pytest.Pytester) -> None:
-    Path("budgets.toml").write_text('["*strict*"]\nseconds = 9')
-    _, output = run_project(project, "--scale=smoke", "--budgets=budgets.toml", "-k", "strict and greedy")
-    assert judged_confidences(output) == {"test_strict[greedy": confidence(2)}
-
-
-def test_a_teams_own_budgets_are_held_to(project: pytest.Pytester) -> None:
-    Path("budgets.toml").write_text(
-        '["*[plain*"]\nseconds = 0.0005\n["*[greedy*"]\nbytes = 3_999\n["*nonesuch*"]\nseconds = 1\n'
-    )
-    result, _ = run_project(project, "--scale=smoke", "-k", "nap and (plain or greedy)", "--budgets=budgets.toml")
-    result.assert_outcomes(failed=2)
-    result.stdout.fnmatch_lines(
-        [
-            '0.00* s, * interval *, against the 0.0005 s of "[*][[]plain[*]"',
-            '*peak of 4,000 bytes, over the 3,999 of "[*][[]greedy[*]"',
-            '--budgets: no measured test matches "[*]nonesuch[*]"',
-        ]
-    )
 
 
 def test_disabled_benchmarks_still_hold_memory_to_its_budget(project: pytest.Pytester) -> None:
@@ -309,24 +202,6 @@ def test_a_peer_that_does_not_take_the_case_does_not_stop_the_implementation(pro
     assert row_of(output, "alone")["time"]["ratio"] is None
 
 
-def test_a_time_budget_is_judged_where_it_applies_and_shown_elsewhere(project: pytest.Pytester) -> None:
-    result, output = run_project(project, "--scale=smoke", "-k", "nap and excused")
-    result.assert_outcomes(passed=1)
-    time = row_of(output, "excused")["time"]
-    assert time["peer"] == "plain" and time["ratio"] > 2 and time["budget"] is time["goal"] is time["outcome"] is None
-
-
-def test_a_test_may_set_its_own_time_budget(project: pytest.Pytester) -> None:
-    result, output = run_project(project, "--scale=smoke", "-k", "strict and plain")
-    result.assert_outcomes(failed=1)
-    assert row_of(output, "plain")["time"]["peer"] == "slow"
-
-
-def test_what_is_not_to_be_measured_runs_elsewhere(project: pytest.Pytester) -> None:
-    result, _ = run_project(project, "--scale=smoke", "-k", "dreamt and not strict")
-    result.assert_outcomes(passed=1, skipped=1)
-
-
 def test_full_scale_has_as_many_rounds_as_were_published(project: pytest.Pytester) -> None:
     grid = "GRID = Grid(smoke=[Naps(0.005)], laptop=[], paper=[], full=[Naps(0.005)], full_rounds=20)"
     project.makepyfile(test_sleeps=SLEEPS.replace("GRID = Grid(", f"{grid}\nOTHER = Grid("))
@@ -337,20 +212,8 @@ def test_full_scale_has_as_many_rounds_as_were_published(project: pytest.Pyteste
 
 def test_more_flops_than_the_machine_can_compute_are_no_pass(project: pytest.Pytester) -> None:
     """A step that leaves work out is fast."""
-    project.makepyfile(
-        test_lazy="""
-        import pytest
-        from shardmark.api import Work
-        from test_sleeps import GRID, Sleep
-
-        @pytest.mark.family("sleep", only=("plain",))
-        @pytest.mark.cases(GRID)
-        def test_lazy(implementation, case, measure):
-            measure(Sleep, implementation, case, work=Work(flops=10**18), time=None)
-        """
-    )
-    result, output = run_project(project, "--scale=smoke", "test_sleeps.py", "test_lazy.py", "-k", "lazy")
+    result, output = measured_with(project, "implementation, case, work=Work(flops=10**18)")
     result.assert_outcomes(failed=1)
-    row = row_of(output, "lazy")
+    row = row_of(output, "own")
     assert row["verdict"] == "fail"
     result.stdout.fnmatch_lines(["*% of what this machine can compute: the work was not done*"])

@@ -1,4 +1,4 @@
-"""On several GPUs a worker for each measures what takes one; then, alone, their controller runs what takes a world."""
+"""On several GPUs a worker for each measures what takes one; then the controller alone runs what takes a world."""
 
 import json
 from argparse import Namespace
@@ -98,7 +98,7 @@ def test_too_large(measure):
 
 
 def run(folder: Path, *arguments: str) -> Ended:
-    """On two devices, as their variable has it, whatever there is."""
+    """Run the project on two devices: those that CUDA_VISIBLE_DEVICES names, whatever the machine has."""
     project(folder, conftest=CONFTEST + SHARING, test_costs=CASES)
     return forked(folder, "--benchmark-json=out.json", *arguments, environment={"CUDA_VISIBLE_DEVICES": "5,7"})
 

@@ -17,8 +17,6 @@ from shardmark.rows.atomic_json import GrowingFile
 from tests.support.processes import running
 from tests.support.runs import Fresh, forked, numbers, project
 
-AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-
 
 def variables(**values: str | None) -> Callable[[Fresh], None]:
     return lambda run: run.environment.update(values)
@@ -35,7 +33,7 @@ def temporary_folder(name: str, there: bool = True) -> Callable[[Fresh], None]:
 
 
 def without(*command: str) -> Callable[[Fresh], None]:
-    """Below a command that takes something away."""
+    """Start the run by a command that takes something away."""
 
     def change(run: Fresh) -> None:
         if shutil.which(command[0]) is None or subprocess.run([*command, "true"], capture_output=True).returncode:
@@ -46,7 +44,7 @@ def without(*command: str) -> Callable[[Fresh], None]:
 
 
 def small(folder: str, size: str) -> Callable[[Fresh], None]:
-    """The command with a tiny disk mounted there, in a name space of its own; `{}` is the project's folder."""
+    """Mount a tiny disk there, in a namespace of the run's own; `{}` is the project's folder."""
 
     def change(run: Fresh) -> None:
         where = folder.format(run.folder)
@@ -60,11 +58,11 @@ def small(folder: str, size: str) -> Callable[[Fresh], None]:
 
 
 NOT_ROOT = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
-"""Whatever is root's is this user's, so Python is; but no right beyond that."""
+"""This user owns all that root owns, Python too, and has no other right."""
 
 
 def where_only_tmp_may_be_written(*command: str) -> Callable[[Fresh], None]:
-    """Below a command after which the project's folder may not be."""
+    """Start the run by a command after which it may write its TMPDIR, and not the project's folder."""
 
     def change(run: Fresh) -> None:
         without(*command)(run)
@@ -76,7 +74,7 @@ def where_only_tmp_may_be_written(*command: str) -> Callable[[Fresh], None]:
 
 
 def read_only_checkout(run: Fresh) -> None:
-    """Shardmark and the project, on disks that nobody may write."""
+    """Mount Shardmark and the project read-only."""
     where_only_tmp_may_be_written("unshare", "-m")(run)
     mounted = f'mount --bind "{run.folder}/tmp" "{run.folder}/tmp"'
     for folder in (ROOT, run.folder):

@@ -1,4 +1,4 @@
-"""--trace-dir as a user meets it: the files, what the rows say of them, and bad folders."""
+"""--trace-dir as a user meets it: the files, and what the rows say of them."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardmark.meter.roofline import Roofline
-from tests.support.project import make_project
+from tests.support.project import make_project, run_project
 
 pytest_plugins = ["pytester"]
 
@@ -86,10 +86,8 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
 
 def _run(project: pytest.Pytester, *args: str) -> tuple[pytest.RunResult, dict[str, dict[str, Any]]]:
     """Run the project in this process; rows by test name."""
-    rounds = ("--benchmark-min-rounds=2", "--benchmark-max-time=0.001", "--benchmark-quiet")
-    result = project.runpytest_inprocess("--device=cpu", "--scale=smoke", *rounds, "--benchmark-json=out.json", *args)
-    entries = json.loads((project.path / "out.json").read_text())["benchmarks"]
-    return result, {entry["name"]: entry["extra_info"] for entry in entries}
+    result, output = run_project(project, "--scale=smoke", "--benchmark-min-rounds=2", *args)
+    return result, {entry["name"]: entry["extra_info"] for entry in output["benchmarks"]}
 
 
 def _ranges(path: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""Which runs of the tests are shared among processes."""
+"""Which runs of the tests are shared among processes; how a rank shares the cores and ends a call on its GPU."""
 
 import os
 import pickle
