@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -69,15 +69,14 @@ class StepProfile:
     elapsed: dict[str, float]
     calls: list[Call]
 
-    def select(self, phases: Iterable[str] | None = None) -> list[Call]:
-        """The calls of those phases, or of all, in the order in which they started."""
-        wanted = set(self.elapsed if phases is None else phases)
-        return [call for call in self.calls if call.phase in wanted]
+    def select(self, phase: str) -> list[Call]:
+        """The phase's calls in the order in which they started."""
+        return [call for call in self.calls if call.phase == phase]
 
     def kernels(self, phase: str) -> list[Kernel]:
         """The kernels of that phase, the longest first."""
         groups: dict[tuple[str, str], list[float]] = defaultdict(list)
-        for call in self.select([phase]):
+        for call in self.select(phase):
             groups[call.name, call.category].append(call.seconds)
         total = sum(map(sum, groups.values()))
         kernels = [Kernel(*key, len(each), sum(each), _share(sum(each), total)) for key, each in groups.items()]
@@ -86,15 +85,15 @@ class StepProfile:
     def inside(self, ending: str, phase: str) -> dict[str, list[Call]]:
         """The phase's calls by module, of modules whose path has that ending, without those of their submodules."""
         found: dict[str, list[Call]] = defaultdict(list)
-        for call in self.select([phase]):
+        for call in self.select(phase):
             if call.module is not None and call.module.endswith(ending):
                 found[call.module].append(call)
         return dict(found)
 
-    def seconds(self, phases: Iterable[str] | None = None) -> dict[str, float]:
-        """Seconds of each category in those phases, or in all."""
+    def seconds(self, phase: str) -> dict[str, float]:
+        """The phase's seconds of each category."""
         sums = dict.fromkeys(CATEGORIES, 0.0)
-        for call in self.select(phases):
+        for call in self.select(phase):
             sums[call.category] += call.seconds
         return sums
 
@@ -102,10 +101,10 @@ class StepProfile:
         """By phase: seconds, calls, the categories' seconds, and the `top` kernels."""
         return {
             phase: {
-                "seconds": sum(call.seconds for call in self.select([phase])),
+                "seconds": sum(call.seconds for call in self.select(phase)),
                 "elapsed": elapsed,
-                "calls": len(self.select([phase])),
-                "categories": self.seconds([phase]),
+                "calls": len(self.select(phase)),
+                "categories": self.seconds(phase),
                 "top": [asdict(kernel) for kernel in self.kernels(phase)[:top]],
             }
             for phase, elapsed in self.elapsed.items()

@@ -16,7 +16,6 @@ what it reduces to scatter, is gone once its result has been waited for.
 from __future__ import annotations
 
 import gc
-import os
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,8 +31,6 @@ from shardmark.meter.allocations import END, MARK, WAITED, Event, replayed
 
 _HISTORY = 10_000_000
 """Allocations and releases that the CUDA allocator remembers for a recording: more than any has."""
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints two lines at every use
 
 
 def mark(name: str) -> None:

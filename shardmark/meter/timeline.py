@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from shardmark.meter.allocations import ALLOCATOR, Allocated, Block, Event, Marked, Released
-from shardmark.meter.recording import Recording, mark
+from shardmark.meter.recording import Recording, mark, recording
 
 ACTIVATIONS, TEMPORARIES, INPUTS, WORKSPACE = "activations", "temporaries", "inputs and buffers", "workspace"
 KINDS = ("parameters", "gradients", "optimizer state", INPUTS, ACTIVATIONS, TEMPORARIES, WORKSPACE)
@@ -52,8 +52,8 @@ class Timeline:
 class Recorder:
     """A running recording. Call `read` once it has ended."""
 
-    def __init__(self, device: str) -> None:
-        self._recording = Recording(device)
+    def __init__(self, recorded: Recording) -> None:
+        self._recorded = recorded
         self._labels: list[dict[int, str]] = []
 
     def mark(self, name: str, kinds: Mapping[str, Iterable[Tensor]] | None = None) -> None:
@@ -62,15 +62,9 @@ class Recorder:
         self._labels.append({x.untyped_storage().data_ptr(): kind for kind, tensors in items for x in tensors})
         mark(name)
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the block."""
-        with self._recording.running():
-            yield
-
     def read(self) -> Timeline:
         """The step between the marks "before_step" and the last."""
-        replayed = self._recording.replay()
+        replayed = self._recorded.replay()
         events = [each for each in replayed if not (isinstance(each, Marked) and each.name.startswith(ALLOCATOR))]
         self._give_kinds(events)
         result = Timeline()
@@ -144,9 +138,8 @@ def _thinned(moments: list[Bytes], most: int) -> list[Bytes]:
 @contextmanager
 def timeline(device: str) -> Iterator[Recorder]:
     """Record what the block allocates on `device` ("cpu" or "cuda")."""
-    recorder = Recorder(device)
-    with recorder.recording():
-        yield recorder
+    with recording(device) as recorded:
+        yield Recorder(recorded)
 
 
 def by_layer_and_operator(blocks: Iterable[Block]) -> dict[tuple[str, str], int]:

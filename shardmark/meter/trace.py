@@ -31,8 +31,6 @@ from shardmark.meter.kernels import REST, StepProfile, read_profile
 if TYPE_CHECKING:
     from shardmark.api.workload import Workload
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints two lines at every use
-
 ACTIVITIES = {"cpu": [ProfilerActivity.CPU], "cuda": [ProfilerActivity.CPU, ProfilerActivity.CUDA]}
 
 HISTORY = 100_000

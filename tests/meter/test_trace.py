@@ -92,23 +92,6 @@ def nvtx(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     return told
 
 
-def test_nvtx_has_the_profilers_names(nvtx: list[str]) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    with profile() as profiler, module_ranges(model):
-        model(torch.ones(1, 2))
-    assert nvtx == ["Sequential", "0", "-", "1", "-", "-"]
-    assert [name for name, _ in _ranges(profiler)] == ["Sequential", "0", "1"]
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt], ids=lambda e: e.__name__)
-def test_ranges_end_with_an_exception(error: type[BaseException], nvtx: list[str]) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), Fails(error))
-    with pytest.raises(error), module_ranges(model):
-        model(torch.ones(1, 2))
-    assert nvtx == ["Sequential", "0", "-", "1", "-", "-"]
-    assert _hooks(model) == 0
-
-
 def test_an_exception_that_the_model_catches_leaves_the_ranges_around_it(nvtx: list[str]) -> None:
     model = Tries(Fails(RuntimeError))
     with module_ranges(model):

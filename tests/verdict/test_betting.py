@@ -67,12 +67,6 @@ def test_it_tells_a_true_effect_from_the_machine(machine: Machine, slower: float
     assert found == [verdict] * 3
 
 
-def test_pairs_in_a_fixed_order_would_blame_one_of_them() -> None:
-    """What the coin is for."""
-    slots = in_waves(random.Random(1))
-    assert interval([next(slots) / next(slots) for _ in range(100)], 1 - 1e-4).verdict(0.9) == PASS
-
-
 @pytest.mark.parametrize(("asked", "fewest"), [(0.95, 8), (0.99, 11), (0.999, 14), (1 - 1e-4, 18)])
 def test_the_fewest_rounds_have_ends(asked: float, fewest: int) -> None:
     assert fewest_rounds(asked) == fewest
