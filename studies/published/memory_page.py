@@ -39,11 +39,6 @@ has a number to fit. But both were chosen with these two figures in view, and ot
 """
 
 
-def write(path: Path = PAGE) -> None:
-    """Write the page."""
-    path.write_text(page(), encoding="utf-8")
-
-
 def page() -> str:
     """The text of the page: the rows of each source, and those that no prediction is held to, with the reason."""
     by_file = {file: compared(file) for file in RULES}

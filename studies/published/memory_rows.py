@@ -8,7 +8,7 @@ Nothing is fitted: a program is what its write-up has, or follows from its figur
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,6 +20,7 @@ from shardmark.predict.simulation.communicator import room
 from shardmark.predict.simulation.predict import simulation
 from studies.published import programs as run
 from studies.published.programs import Program
+from studies.published.rules import Row, Rules, Unknown, by_rule, why_unknown
 
 ALLOCATED, PEAK, RESERVED = "allocated", "peak_allocated", "peak_reserved"
 
@@ -58,22 +59,14 @@ class Compared:
         return self.predicted / self.published - 1
 
 
-Row = dict[str, str]
-Rule = Callable[[Row], Reading | None]
-
-
-def _attention_a100(row: Row) -> Reading | None:
-    """Softmax is PyTorch's: one matrix of scores is saved. Gradients add up: at the peak there are three of them."""
-    if not row["experiment"].startswith("attention"):
-        return None
+def _attention_a100(row: Row) -> Reading:
+    """PyTorch's softmax saves one matrix of scores. Gradients add up: three of them are live at the peak."""
     mark, figure = ("done", PEAK) if row["metric"] == "peak memory" else (row["metric"], ALLOCATED)
     return Reading(_attention(row["case"], run.fused_softmax), "a100-80gb", 1, mark, figure)
 
 
-def _attention_h100(row: Row) -> Reading | None:
-    """Softmax is by parts: by the bytes two matrices are saved, the sums, and the places of the maxima."""
-    if not row["experiment"].startswith("attention, batch 8"):
-        return None
+def _attention_h100(row: Row) -> Reading:
+    """Softmax is written in parts: by the bytes, two matrices are saved, the sums, and the indices of the maxima."""
     program = _attention(row["case"], run.softmax_by_parts)
     return Reading(program, "h100-80gb", 1, "memory before backward", ALLOCATED)
 
@@ -84,13 +77,11 @@ def _attention(case: str, softmax: run.Softmax) -> Program:
 
 
 TRANSFORMERS = {"2.7B peak memory": ("h100-80gb", 1), "2.7B peak memory, batch 4": ("a100-80gb", 2)}
-"""By experiment, where it ran, and which training step is meant: in the second forward has the moments beside it."""
+"""By experiment: the GPU, and which training step is meant. From the second on, AdamW's moments are live in forward."""
 
 
-def _transformer(row: Row) -> Reading | None:
+def _transformer(row: Row) -> Reading:
     """The course's model, and its own AdamW."""
-    if row["experiment"] not in TRANSFORMERS:
-        return None
     on, steps = TRANSFORMERS[row["experiment"]]
     until, length = row["case"].split(", seq ")
     steps = steps if until == "training step" else 1
@@ -120,11 +111,11 @@ def _ladder(row: Row) -> Reading | None:
     return Reading(run.mlp_ladder(sharded=True, meta=meta), "a100-80gb", 4, mark, PEAK)
 
 
-RULES: dict[str, tuple[Rule, ...]] = {
-    "cs336_a100": (_attention_a100, _transformer),
-    "cs336_stanford336": (_attention_h100, _transformer),
-    "odsc_fsdp": (_linears,),
-    "simple_pytorch": (_ladder,),
+RULES: dict[str, Rules[Reading]] = {
+    "cs336_a100": (("attention", _attention_a100), ("2.7B", _transformer)),
+    "cs336_stanford336": (("attention", _attention_h100), ("2.7B", _transformer)),
+    "odsc_fsdp": (("MLP", _linears),),
+    "simple_pytorch": (("MLP|meta init", _ladder),),
 }
 
 
@@ -149,17 +140,18 @@ def rows(file: str) -> Iterator[Row]:
 
 def compared(file: str) -> list[Compared]:
     """The file's rows whose programs are known, beside what is predicted."""
-    return [found for row in rows(file) if not _why_unknown(row) and (found := _compared(file, row)) is not None]
+    predictable = (row for row in rows(file) if not why_unknown(row, UNKNOWN))
+    return [found for row in predictable if (found := _compared(file, row)) is not None]
 
 
 def unknown() -> list[tuple[Row, str, Compared | None]]:
     """The rows that are not held to a prediction, why, and what is predicted all the same."""
-    found = [(row, _why_unknown(row), _compared(file, row)) for file in RULES for row in rows(file)]
+    found = [(row, why_unknown(row, UNKNOWN), _compared(file, row)) for file in RULES for row in rows(file)]
     return [(row, why or "that of a compiled rung", at) for row, why, at in found if why or at is None]
 
 
 def _compared(file: str, row: Row) -> Compared | None:
-    reading = next((reading for rule in RULES[file] if (reading := rule(row)) is not None), None)
+    reading = by_rule(row, RULES[file])
     if reading is None:
         return None
     at, slowest = held(reading.program, reading.on, reading.ranks, reading.records_streams)[reading.mark]
@@ -167,15 +159,8 @@ def _compared(file: str, row: Row) -> Compared | None:
     return Compared(row, reading.on, published, predicted, max(at.peak_reserved, slowest.peak_reserved))
 
 
-UNKNOWN = {
-    "2.7B peak memory, batch 4": "read off plots, in whole GB of which it is not said how many bytes they have",
-    "optimizer state sharding, xl, 2 ranks": "in whole GB; batch and context are not known",
-    "memory after init_weights": "its function that draws weights is not known; ours allocates nothing",
-}
-"""Rows that are not held to a prediction, by experiment or metric, and why."""
-
-
-def _why_unknown(row: Row) -> str:
-    """Why the row is not held to a prediction; empty where it is."""
-    about = {row["experiment"], row["metric"]}
-    return next((why for what, why in UNKNOWN.items() if what in about), "")
+UNKNOWN: tuple[Unknown, ...] = (
+    ("2.7B .* batch 4", "", "", "", "read off plots, in whole GB of which it is not said how many bytes they have"),
+    ("optimizer state sharding", "", "", "", "in whole GB; batch and context are not known"),
+    ("", "", "init_weights", "", "its function that draws weights is not known; ours allocates nothing"),
+)

@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from shardmark.meter.recording import recording
 from shardmark.ranks.world import World
 
 N = 100_000
+FUNCTIONAL: Any = torch.ops._c10d_functional
 
 
 def test_bytes_equal_those_counted_by_hand(device: str) -> None:
@@ -183,12 +185,15 @@ def reduced_by_handle(tensor: torch.Tensor) -> None:
     handle.wait()
 
 
+def started(operator: str, *arguments: object) -> torch.Tensor:
+    """The result of a functional collective that nobody has waited for."""
+    assert dist.group.WORLD is not None
+    result: torch.Tensor = getattr(FUNCTIONAL, operator)(*arguments, dist.group.WORLD.group_name)
+    return result
+
+
 def reduced_by_operator(tensor: torch.Tensor) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    functional = torch.ops._c10d_functional
-    reduced = functional.all_reduce_(tensor, "sum", group.group_name)
-    functional.wait_tensor(reduced)
+    FUNCTIONAL.wait_tensor(started("all_reduce_", tensor, "sum"))
 
 
 def scattered_by_handle(tensor: torch.Tensor) -> None:
@@ -199,20 +204,13 @@ def scattered_by_handle(tensor: torch.Tensor) -> None:
 
 
 def scattered_by_operator(tensor: torch.Tensor) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    functional = torch.ops._c10d_functional
-    scattered = functional.reduce_scatter_tensor(tensor, "sum", 2, group.group_name)
+    scattered = started("reduce_scatter_tensor", tensor, "sum", 2)
     del tensor
-    functional.wait_tensor(scattered)
+    FUNCTIONAL.wait_tensor(scattered)
 
 
 def gathered_by_operator(tensor: torch.Tensor) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    functional = torch.ops._c10d_functional
-    gathered = functional.all_gather_into_tensor(tensor[: tensor.numel() // 2].clone(), 2, group.group_name)
-    functional.wait_tensor(gathered)
+    FUNCTIONAL.wait_tensor(started("all_gather_into_tensor", tensor[: tensor.numel() // 2].clone(), 2))
 
 
 def metered_collectives(collective: Callable[[torch.Tensor], None]) -> Memory:
