@@ -34,19 +34,19 @@ Bytes = dict[str, int]
 class Timeline:
     """One step's memory, in bytes by kind.
 
-    Blocks that the caller named are of that kind for as long as they live. Of the others, those live before the step
-    are inputs and buffers; those that forward made and that outlive it, activations; what an operator took and gave
-    back, workspace (see `shardmark.meter.recording`); the rest, temporaries.
+    Each block has one kind for its whole life: the kind that the caller named, if any. Of the others, those live before
+    the step are inputs and buffers. Those that forward allocates and that outlive it are activations. Those that an
+    operator allocates and frees are workspace (`shardmark.meter.recording`). The rest are temporaries.
     """
 
     phases: dict[str, Bytes] = field(default_factory=dict)
-    """Live at each mark from "before_step" on, and at "peak"."""
+    """Bytes live at each mark from "before_step" on, and at "peak"."""
     curve: list[Bytes] = field(default_factory=list)
-    """From "before_step" on, at most 200 moments, each the largest of those it stands for."""
+    """At most 200 moments from "before_step" on, each the largest of the moments that it stands for."""
     activations: list[Block] = field(default_factory=list)
     """What forward keeps for backward."""
     largest: list[Block] = field(default_factory=list)
-    """The ten largest blocks live at the peak, but for those of parameters, their gradients and optimizer state."""
+    """The ten largest blocks live at the peak, without parameters, gradients and optimizer state."""
 
 
 class Recorder:
@@ -57,7 +57,7 @@ class Recorder:
         self._labels: list[dict[int, str]] = []
 
     def mark(self, name: str, kinds: Mapping[str, Iterable[Tensor]] | None = None) -> None:
-        """A phase called `name` ends here; `kinds` are the live tensors of each kind."""
+        """A phase called `name` ends here; `kinds` names live tensors by kind."""
         items = (kinds or {}).items()
         self._labels.append({x.untyped_storage().data_ptr(): kind for kind, tensors in items for x in tensors})
         mark(name)
@@ -69,7 +69,7 @@ class Recorder:
         self._give_kinds(events)
         result = Timeline()
         totals: Bytes = Counter()
-        live: dict[Block, None] = {}  # in the order they came
+        live: dict[Block, None] = {}  # in order of allocation
         began, moments = False, []
         at_peak: Bytes = {}
         for event in events:
@@ -128,7 +128,7 @@ def _give(blocks: Iterable[Block], kind: str) -> None:
 
 
 def _thinned(moments: list[Bytes], most: int) -> list[Bytes]:
-    """At most `most` moments, in order: the largest of each stretch."""
+    """At most `most` moments in order, the largest of each stretch."""
     stretch = -(-len(moments) // most) or 1
     return [
         max(moments[i : i + stretch], key=lambda moment: sum(moment.values())) for i in range(0, len(moments), stretch)
@@ -143,7 +143,7 @@ def timeline(device: str) -> Iterator[Recorder]:
 
 
 def by_layer_and_operator(blocks: Iterable[Block]) -> dict[tuple[str, str], int]:
-    """Bytes by module, layers of a kind together ("blocks.*.attention"), and operator; the largest first."""
+    """Bytes by module and operator, largest first. Layers of a kind are one module: "blocks.*.attention"."""
     sums: dict[tuple[str, str], int] = defaultdict(int)
     for block in blocks:
         sums[re.sub(r"\.\d+(?=\.|$)", ".*", block.module), block.operator] += block.nbytes

@@ -45,15 +45,12 @@ def transformer(size: str, length: int, dtype: torch.dtype, *, optimizer: bool =
         def step(mark: Mark) -> None:
             with _autocast(dtype):
                 loss = loss_by_parts(model(tokens), targets)
-            schedule.synchronize()
-            mark("forward")
+            _end("forward", schedule, mark)
             loss.backward()
-            schedule.synchronize()
-            mark("backward")
+            _end("backward", schedule, mark)
             if optimizer:
                 adamw.step()
-                schedule.synchronize()
-                mark("optimizer step")
+                _end("optimizer step", schedule, mark)
 
         if optimizer:  # whose moments are there from then on
             step(_nothing)
@@ -69,7 +66,13 @@ def _autocast(dtype: torch.dtype) -> AbstractContextManager[object]:
 
 
 def _nothing(part: str, of_host: bool = False) -> None:
-    """Marks of a step that is not timed."""
+    """The mark of a step that is not timed."""
+
+
+def _end(part: str, schedule: Schedule, mark: Mark) -> None:
+    """End a part; the host waits for the device first."""
+    schedule.synchronize()
+    mark(part)
 
 
 @cache
@@ -88,8 +91,7 @@ def attention(width: int, length: int, softmax: Softmax, *, waits: bool = True) 
                 schedule.synchronize()
             mark("forward", of_host=not waits)
             output.backward(gradient)
-            schedule.synchronize()
-            mark("backward")
+            _end("backward", schedule, mark)
 
         return step
 
@@ -141,8 +143,7 @@ def mlp_ladder(dtype: torch.dtype, *, sharded: bool = False) -> Timed:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            schedule.synchronize()
-            mark("step")
+            _end("step", schedule, mark)
 
         step(_nothing)
         return step
@@ -159,8 +160,7 @@ def all_reduce(nbytes: int) -> Timed:
 
         def step(mark: Mark) -> None:
             dist.all_reduce(tensor)
-            schedule.synchronize()
-            mark("mean time")
+            _end("mean time", schedule, mark)
 
         return step
 
@@ -185,18 +185,15 @@ def xl_on_ranks(wrapper: str, batch: int, length: int) -> Timed:
 
         def step(mark: Mark) -> None:
             loss = loss_by_parts(model(tokens), targets)
-            schedule.synchronize()
-            mark("forward")
+            _end("forward", schedule, mark)
             loss.backward()
             if wrapper != "bucketed":
                 schedule.synchronize()
             mark("backward")
             model.finish_gradient_synchronization()  # type: ignore[operator]
-            schedule.synchronize()
-            mark("gradient communication")
+            _end("gradient communication", schedule, mark)
             optimizer.step()
-            schedule.synchronize()
-            mark("optimizer step")
+            _end("optimizer step", schedule, mark)
             optimizer.zero_grad()
 
         step(_nothing)
