@@ -1,8 +1,8 @@
-"""Memory that others have published, beside what is predicted for their programs: row by row, and as a page.
+"""Published memory beside what is predicted for the same programs, row by row.
 
     python -m studies.published     # writes docs/published-memory.md
 
-Nothing is fitted: a program is what its write-up has, or follows from its figures, as the notes say.
+Nothing is fitted: a program is that of its write-up, or follows from its figures, as the docstrings say.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALLOCATED, PEAK, RESERVED = "allocated", "peak_allocated", "peak_reserved"
 
 @dataclass(frozen=True)
 class Reading:
-    """How a published row is predicted: the program, where it runs, and which figure at which mark is meant."""
+    """How a published row is predicted: the program, where it runs, the mark, and the figure at the mark."""
 
     program: Program
     on: str
@@ -35,12 +35,12 @@ class Reading:
     mark: str
     figure: str
     records_streams: bool = False
-    """Whether c10d did so then."""
+    """Whether c10d called `record_stream` at that time."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A published figure and the predicted one, in bytes; and what the allocator has from the device at most."""
+    """A published figure and the predicted one, in bytes; and the most that the allocator takes from the device."""
 
     row: Row
     on: str
@@ -50,12 +50,12 @@ class Compared:
 
     @property
     def of_segments(self) -> bool:
-        """Whether it is what was reserved, which depends on the order of releases and on how far the host is ahead."""
+        """Whether it is reserved memory, which depends on the order of releases and on how far the host is ahead."""
         return self.row["metric"] == "memory reserved"
 
     @property
     def error(self) -> float:
-        """Relative to what was published; below zero it is under-predicted."""
+        """Error relative to the published figure; below zero it is under-predicted."""
         return self.predicted / self.published - 1
 
 
@@ -90,8 +90,8 @@ def _transformer(row: Row) -> Reading:
 
 
 def _linears(row: Row) -> Reading:
-    """On a V100: only its 80 multiprocessors make the 80 MiB in which a bias's gradient is summed up. In October 2024
-    PyTorch's c10d recorded streams.
+    """On a V100: the 80 MiB in which a bias's gradient is summed up need its 80 multiprocessors. In October 2024
+    PyTorch's c10d called `record_stream`.
     """
     strategy, mark = row["case"].split(", ")
     figure = {"memory allocated": ALLOCATED, "peak memory": PEAK, "memory reserved": RESERVED}[row["metric"]]
@@ -99,7 +99,7 @@ def _linears(row: Row) -> Reading:
 
 
 def _ladder(row: Row) -> Reading | None:
-    """What is called memory after a stage is the peak so far. Eager, gathered parameters stay until backward."""
+    """The memory "after" a stage is the peak so far. In eager mode gathered parameters stay until backward."""
     if row["case"] in ("eager fp32", "autocast bf16"):
         mark = "after model" if row["metric"] == "memory after init" else "done"
         return Reading(run.mlp_ladder(), "a100-80gb", 1, mark, PEAK)
@@ -121,7 +121,7 @@ RULES: dict[str, Rules[Reading]] = {
 
 @cache
 def held(program: Program, on: str, ranks: int, records_streams: bool = False) -> dict[str, tuple[AtMark, AtMark]]:
-    """What the allocator would hold at each mark of the program, with streams as expected and as slow as can be."""
+    """What the allocator holds at each mark of the program: with streams as expected, and as slow as possible."""
     device = hardware(on)
     with simulation(ranks, on=device, records_streams=records_streams), recording("cpu") as recorded:
         program()
@@ -131,7 +131,7 @@ def held(program: Program, on: str, ranks: int, records_streams: bool = False) -
 
 
 def rows(file: str) -> Iterator[Row]:
-    """Published rows of that file of memory, of programs that are not compiled."""
+    """The file's rows of memory, of programs that are not compiled."""
     for row in rows_of(file):
         eager = "compile" not in row["experiment"].replace("uncompiled", "") + row["case"]
         if row["unit"] in ("MiB", "GiB", "GB") and float(row["value"]) > 0 and eager:
@@ -139,13 +139,13 @@ def rows(file: str) -> Iterator[Row]:
 
 
 def compared(file: str) -> list[Compared]:
-    """The file's rows whose programs are known, beside what is predicted."""
+    """The file's rows of known programs, beside their predictions."""
     predictable = (row for row in rows(file) if not why_unknown(row, UNKNOWN))
     return [found for row in predictable if (found := _compared(file, row)) is not None]
 
 
 def unknown() -> list[tuple[Row, str, Compared | None]]:
-    """The rows that are not held to a prediction, why, and what is predicted all the same."""
+    """The rows that are not held to a prediction, the reason, and the prediction if there is one."""
     found = [(row, why_unknown(row, UNKNOWN), _compared(file, row)) for file in RULES for row in rows(file)]
     return [(row, why or "that of a compiled rung", at) for row, why, at in found if why or at is None]
 

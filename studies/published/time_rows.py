@@ -1,10 +1,10 @@
-"""Step times that others have published, beside what is predicted for their programs: row by row.
+"""Published step times beside what is predicted for the same programs, row by row.
 
     python -m studies.published        # writes docs/published-times.md
-    python -m studies.published.fit    # finds rates by the fitted half, and writes them
+    python -m studies.published.fit    # fits rates to one half, and writes them
 
-Configurations are numbered within a file, and the Thue-Morse sequence, which falls in step with no grid of sizes,
-divides them: rates are fitted to one half, and judged by the other.
+Rates are fitted to one half of a file's configurations and judged by the other. The Thue-Morse sequence divides them,
+as it never falls in step with a grid of sizes.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ HOSTS = Path(__file__).with_name("hosts.toml")
 
 @dataclass(frozen=True)
 class Reading:
-    """How a published time is predicted: the program, where it runs, launched by which host, and its parts meant."""
+    """How a published time is predicted: the program, where it runs, its host, and the timed parts."""
 
     program: Timed
     on: str
     ranks: int
     host: str
-    """Of `hosts.toml`: each table of a write-up was measured by a program and on a machine of its own."""
+    """A name in `hosts.toml`: each table of a write-up has a program and a machine of its own."""
     parts: tuple[str, ...]
     zeroed: int = 0
-    """Bytes that the device zeroes while the host begins."""
+    """Bytes that the device zeroes while the host begins to launch."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A published time and the predicted one, in seconds; the lower bound; and whether rates are fitted to it."""
+    """A published time, the predicted one and the lower bound, in seconds; and whether rates are fitted to it."""
 
     row: Row
     reading: Reading
@@ -60,7 +60,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Relative to what was published."""
+        """Error relative to the published time."""
         return self.predicted / self.published - 1
 
 
@@ -217,20 +217,20 @@ def reading_of(file: str, row: Row) -> Reading | None:
 
 
 def rows(file: str) -> list[Row]:
-    """The rows of the file, without those of memory."""
+    """The file's rows without those of memory."""
     return [row for row in rows_of(file) if row["unit"] not in ("MiB", "GiB", "GB", "bytes")]
 
 
 @cache
 def fitted_cases(file: str) -> frozenset[str]:
-    """Those of the half that rates are fitted to: where the number of the configuration has evenly many ones."""
+    """The half that rates are fitted to: configurations whose number has an even count of binary ones."""
     cases = dict.fromkeys(row["case"] for row in rows(file) if reading_of(file, row) is not None)
     return frozenset(case for number, case in enumerate(cases) if number.bit_count() % 2 == 0)
 
 
 @cache
 def repeated(file: str) -> frozenset[int]:
-    """Which of the file's rows a table before has shown: six digits alike, of the same configuration."""
+    """Indices of rows that repeat an earlier table: the same configuration and the same six digits or more."""
     seen, found = set(), set()
     for index, row in enumerate(rows(file)):
         figure = row["case"], row["metric"], row["value"], row["unit"]
@@ -242,7 +242,7 @@ def repeated(file: str) -> frozenset[int]:
 
 @cache
 def compared(file: str) -> list[Compared]:
-    """The file's rows that are predicted, each once, though a table shows it again."""
+    """The file's rows that are predicted; a row that a later table repeats counts once."""
     found, again = [], repeated(file)
     for index, row in enumerate(rows(file)):
         reading = reading_of(file, row)
@@ -255,7 +255,7 @@ def compared(file: str) -> list[Compared]:
 
 
 def predict(reading: Reading) -> tuple[float, float]:
-    """Seconds, and the lower bound."""
+    """The predicted seconds and the lower bound."""
     on = machine(reading)
     if reading.ranks > 1:
         step = simulated(replace(reading, parts=()))
@@ -265,31 +265,31 @@ def predict(reading: Reading) -> tuple[float, float]:
     takes = np.array([0.0 if cost is None else rates.seconds(cost) for cost in found.costs])
     host = on.reached.launch, on.reached.backward_launch
     parts, least = found.seconds_of_parts(takes, host, ahead_of(reading, on)), found.least_of_parts(rates)
-    if any(part.of_host for part in found.parts):  # its end says nothing about the device
+    if any(part.of_host for part in found.parts):  # the host's clock says nothing about the device
         least = dict.fromkeys(least, 0.0)
     return sum(parts[part] for part in reading.parts), sum(least[part] for part in reading.parts)
 
 
 def ahead_of(reading: Reading, on: Hardware) -> float:
-    """How much later the device begins than the host: as long as it takes to zero what is zeroed before."""
+    """Seconds by which the device begins after the host: it zeroes memory first."""
     return reading.zeroed / (on.bandwidth * on.reached.bandwidth)
 
 
 @cache
 def hosts() -> dict[str, dict[str, float]]:
-    """Seconds that each host takes to launch an operator, as fitted."""
+    """Fitted seconds of each host to launch an operator."""
     return tomllib.loads(HOSTS.read_text(encoding="utf-8"))
 
 
 def machine(reading: Reading) -> Hardware:
-    """The device, launched to by that host."""
+    """The device with the launch times of the row's host."""
     known = hardware(reading.on)
     return replace(known, reached=replace(known.reached, **hosts().get(reading.host, {})))
 
 
 @cache
 def simulated(reading: Reading) -> schedule.Step:
-    """By `Schedule`, of one rank among others."""
+    """The step of one rank among others, by `Schedule`."""
     on = machine(reading)
     with simulation(reading.ranks, on=on) as timer:
         return timer.step(reading.program(timer), ahead_of(reading, on))

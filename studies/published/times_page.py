@@ -43,7 +43,7 @@ empty if a time is the host's alone, or a part of a step on several ranks.
 
 
 def page() -> str:
-    """The text of the page: the rows of each source, and those that no prediction is held to, with the reason."""
+    """The page's text: each source's rows, and the rows without a prediction, with the reason."""
     by_file = {file: found for file in FILES if (found := compared(file))}
     every = [each for found in by_file.values() for each in found]
     parts = [HEAD.format(summary=_summary(every), table=_by_table(every))]
@@ -63,7 +63,7 @@ def page() -> str:
 
 
 def _unpredicted(file: str) -> Iterable[tuple[Row, str]]:
-    """Rows that are not in the tables, and why; standard deviations are, beside their means."""
+    """Rows that are not in the tables, and why. Standard deviations are in them, beside their means."""
     again = repeated(file)
     for index, row in enumerate(rows(file)):
         why = why_unknown(row, UNKNOWN) or ("the same figure as in a table above" if index in again else "")
