@@ -79,7 +79,7 @@ class StepProfile:
         for call in self.select(phase):
             groups[call.name, call.category].append(call.seconds)
         total = sum(map(sum, groups.values()))
-        kernels = [Kernel(*key, len(each), sum(each), _share(sum(each), total)) for key, each in groups.items()]
+        kernels = [Kernel(*key, len(each), sum(each), sum(each) / (total or 1.0)) for key, each in groups.items()]
         return sorted(kernels, key=lambda kernel: -kernel.seconds)
 
     def inside(self, ending: str, phase: str) -> dict[str, list[Call]]:
@@ -109,10 +109,6 @@ class StepProfile:
             }
             for phase, elapsed in self.elapsed.items()
         }
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
 
 
 def read_profile(

@@ -56,8 +56,8 @@ class Trace:
     least_of_collective = collective
 
     def seconds_of_parts(self, takes: np.ndarray, host: tuple[float, float], ahead: float = 0.0) -> dict[str, float]:
-        """Seconds of each part. `takes` are the operators' seconds on the device, `host` those of a launch in forward and
-        of one in backward. The device begins `ahead` seconds after the host.
+        """Seconds of each part. `takes` are the operators' seconds on the device, `host` those of a launch in forward
+        and of one in backward. The device begins `ahead` seconds after the host.
         """
         launching = np.where(self.in_backward, host[1], host[0])
         found, before, on_host, free = {}, ahead, 0.0, ahead
