@@ -35,8 +35,7 @@ WAITED = "waited "
 
 @dataclass(eq=False)
 class Block:
-    """One allocation. `module` is the innermost range around it (`shardmark.meter.trace`), `operator` the outermost
-    operator in that range."""
+    """One allocation. `module` is the innermost range around it, `operator` the outermost operator in that range."""
 
     nbytes: int
     address: int
@@ -153,8 +152,7 @@ class _Live:
 
 @dataclass(frozen=True)
 class _Within:
-    """What is around an event: an operator with a kernel, a functional collective and its call of the backend, the
-    user's line, and the module that Python called."""
+    """What is around an event: an operator with a kernel, a functional collective, that one's call of the backend."""
 
     operator: Any = None
     collective: Any = None

@@ -59,7 +59,7 @@ def test_the_stopwatch_splits_a_step_into_its_parts(device: str) -> None:
 
 
 class Stream:
-    """A GPU's in-order queue: work begins once it is launched and what was launched before has ended."""
+    """A GPU's in-order queue: work begins once it is launched and the work before it has ended."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.host = 0.0
@@ -83,7 +83,7 @@ class Stream:
         monkeypatch.setattr(time, "perf_counter", lambda: self.host)
 
     def launch(self, seconds: float, host: float = 0.0) -> float:
-        """Queue that much work, which takes the host so long; when it will have ended."""
+        """Queue `seconds` of work, whose launch takes `host` seconds. Returns the time at which it ends."""
         self.host += host
         self.free = max(self.free, self.host) + seconds
         return self.free

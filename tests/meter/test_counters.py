@@ -1,4 +1,4 @@
-"""Counters of a step: each against a workload of which one knows what it does."""
+"""Counters of a step: each against a workload that does a known thing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardmark.rows.fill import counters_entry
 from tests.support.counting import Step, counted, plain
 
 NONE = {"collectives": [], "bytes_sent": 0, "kernels": None, "synchronizations": 0}
-"""Of a step on CPU that neither communicates nor waits."""
+"""Counters of a step on CPU that neither communicates nor waits."""
 
 
 def test_a_step_of_two_linears() -> None:
@@ -44,7 +44,7 @@ def reads_a_value(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def finds_a_shape(model: nn.Module, x: Tensor) -> Tensor:
-    """How many columns a mask keeps: backward has to know, too."""
+    """Finds how many columns a mask keeps, in backward too."""
     return model(x)[:, torch.ones(4, dtype=torch.bool)]  # type: ignore[no-any-return]
 
 
@@ -66,7 +66,7 @@ def test_views_and_empty_tensors_are_no_operators() -> None:
 
 
 class Attention(Step):
-    """Causal attention of q, k and v (2 heads of 4 x 16): of the whole square, as PyTorch's formulas have it."""
+    """Causal attention of q, k and v (2 heads of 4 x 16); PyTorch's formulas count the whole square of scores."""
 
     def __init__(self) -> None:
         super().__init__(plain)
@@ -85,7 +85,7 @@ def test_attention_on_cpu_has_its_flops() -> None:
 
 
 class Adds(Step):
-    """Adds a product to what is there."""
+    """A product, and one that is added to a tensor in place."""
 
     def step(self, mark: Mark) -> None:
         self.x.T @ self.x
@@ -125,7 +125,7 @@ def test_compiled_code_is_not_compiled_anew_and_not_counted() -> None:
 
 
 class Breaks(Step):
-    """Does two steps, and fails the third."""
+    """Does two steps and fails the third."""
 
     steps = 2
 
@@ -242,7 +242,7 @@ class Operator:
 
 
 def test_of_operators_within_each_other_the_outer_one_has_the_flops() -> None:
-    """Attention on CUDA, for one: its inner operator has heads and sequence the other way round."""
+    """Such as attention on CUDA, whose inner operator has heads and sequence swapped."""
     inner = Operator("aten::_flash_attention_forward", (1, 4, 2, 16))
     tally = _Tally()
     tally.follow(Operator("aten::_scaled_dot_product_flash_attention", (1, 2, 4, 16), (inner,)))

@@ -1,4 +1,4 @@
-"""Disturbances: what the machine did is told from the times, each kind apart from the others; noise is none."""
+"""Disturbances: each kind is told from the others by the times alone, and noise is none."""
 
 import math
 import os
@@ -27,7 +27,7 @@ ROUNDS = 100
 
 
 def series(shape: str, seed: int = 0) -> tuple[list[float], list[float]]:
-    """Times of a step and of its peer, which takes twice as long, on a machine that does that."""
+    """Times of a step and of its peer, which takes twice as long, on a machine with that disturbance."""
     generator = random.Random(seed)
 
     def slowness(i: int) -> float:
@@ -81,7 +81,7 @@ def test_it_is_said_in_words() -> None:
 
 
 def waited_as_two_threads(name: str) -> float:
-    """Seconds that two threads of that name waited for a core, which they share for half a second."""
+    """Seconds that two threads of that name waited for the core that they share for half a second."""
     core, before, meeting = min(os.sched_getaffinity(0)), seconds_waited(), threading.Barrier(3, timeout=30)
 
     def multiply() -> None:
@@ -91,7 +91,7 @@ def waited_as_two_threads(name: str) -> float:
         while time.perf_counter() < until:
             torch.mm(matrix, matrix)  # without the interpreter's lock
         meeting.wait()
-        meeting.wait()  # until it is looked at: a thread that has ended is not counted
+        meeting.wait()  # stay until the count is read: a thread that has ended is not counted
 
     threads = [threading.Thread(target=multiply, daemon=True) for _ in range(2)]
     for thread in threads:
@@ -113,7 +113,7 @@ def names_of_threads() -> set[str]:
     not Path("/proc/self/schedstat").exists(), reason="this kernel does not count how long a thread waits for a core"
 )
 def test_waiting_for_a_core_is_seen_of_all_threads_but_gloos() -> None:
-    """Gloo's threads wait for their own rank as well."""
+    """Gloo's threads also wait for their own rank."""
     with World(2) as world:
         assert [GLOO_THREADS - names for names in world.run(names_of_threads)] == [set(), set()]
     assert waited_as_two_threads("python") > 0.25

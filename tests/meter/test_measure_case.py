@@ -31,7 +31,7 @@ LOG: list[str] = []
 
 
 class Logged:
-    """Writes down what is asked of it; keeps 400 bytes, makes 800 more in its first step and 1200 in every step."""
+    """Logs its calls. Keeps 400 bytes, allocates 800 more in its first step, and 1200 for a moment in every step."""
 
     backend = "none"
 
@@ -103,7 +103,7 @@ def test_memory_is_metered_apart_after_a_warm_up() -> None:
 
 
 class Warms(Logged):
-    """Makes 4000 bytes for a moment in its first step and 2000 in its second, which take 0.05 s longer."""
+    """Allocates 4000 bytes for a moment in its first step and 2000 in its second; both take 0.05 s longer."""
 
     def __init__(self, implementation: Implementation, case: object, device: str) -> None:
         super().__init__(implementation, case, device)
@@ -117,7 +117,7 @@ class Warms(Logged):
 
 
 class Overstated(Logged):
-    """4000 bytes more in its first pass, on the ranks of the case, as if another thread released a tensor late."""
+    """Holds 4000 bytes more in its first pass on the ranks in the case, as if a thread released a tensor late."""
 
     def __init__(self, implementation: Implementation, case: tuple[int, ...], device: str) -> None:
         late = dist.get_rank() in case and not LOG
@@ -126,7 +126,7 @@ class Overstated(Logged):
 
 
 def passes_and_peak(plan: Plan) -> tuple[int, int]:
-    """How often the workload was made, and its peak."""
+    """The number of metered passes, and the peak."""
     LOG.clear()
     peak = measure(plan).memory.peak
     return sum(entry.startswith("init") for entry in LOG), peak
@@ -153,7 +153,7 @@ def test_ranks_meter_again_what_is_overstated(
     peaks: list[int],
     worlds: WorldsBySize,
 ) -> None:
-    """Over the formula, unlike the other rank, or a byte over the older row that it is compared with."""
+    """A peak is overstated if it exceeds the formula, the older row or the other rank."""
     memory = None if formula is None else MemoryBudget(formula)
     rounds = Rounds(minimum=1, maximum=1)
     plan = plan_of(Overstated, case=late_ranks, ranks=2, rounds=rounds, memory=memory, tensors_before=before)
@@ -174,7 +174,7 @@ def test_first_steps_are_observed_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _compiled_files() -> int:
-    """Files in the compiler's own cache of this moment."""
+    """The number of files in the compiler's current cache."""
     return sum(path.is_file() for path in Path(cache_dir()).rglob("*"))
 
 
@@ -197,7 +197,7 @@ def test_a_cold_compiler_remembers_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def compilers_files() -> list[str]:
-    """The compiler's folders of this rank, each rank's own being named after it."""
+    """The compiler's folders that this rank uses; each rank's own are named after it."""
     own = dict.fromkeys(cold.CACHES, f"rank {dist.get_rank()}")
     with patch.dict(os.environ, own), cold._shared_files():
         return [os.environ[name] for name in cold.CACHES]
@@ -221,14 +221,14 @@ def test_warm_ups_end_with_their_time() -> None:
 
 
 class Uneven(Logged):
-    """Rank 1 is slower, so the ranks would not agree on how many rounds there is time for."""
+    """Rank 1 is slower, so each rank alone would choose another number of rounds."""
 
     def step(self, mark: Mark) -> None:
         time.sleep(0.002 + 0.01 * dist.get_rank())
 
 
 def count_and_fastest(plan: Plan) -> tuple[int, float]:
-    """How many rounds this rank timed, and the seconds of its fastest."""
+    """The number of rounds that this rank timed, and the seconds of its fastest."""
     laps = measure(plan).laps[IMPLEMENTATION]
     return len(laps), min(lap.seconds for lap in laps)
 
@@ -241,13 +241,13 @@ def test_ranks_agree_on_the_rounds_and_time_themselves(worlds: WorldsBySize) -> 
 
 
 def _measured(**seconds: list[tuple[float, float]]) -> Measured:
-    """Laps of (backward, communication) seconds."""
+    """Measurements with laps of these (backward, communication) seconds."""
     laps = {name: [Laps(b + c, {"backward": b, "communication": c}) for b, c in s] for name, s in seconds.items()}
     return Measured("gloo", Memory(), laps)
 
 
 def test_exposed_communication_is_what_compute_alone_does_not_take() -> None:
-    """Backward took 5 of which 3 are computation, and 1 was left to wait for afterwards."""
+    """Backward took 5, of which 3 are computation; afterwards communication took 1 more."""
     time = row_by(ExposedCommunication(), [_measured(implementation=[(5, 1)], compute=[(3, 0)])])["time"]
     assert time["parts"] == {"backward": 3, "communication": 3}
     time, _ = time_entry([_measured(implementation=[(5, 1)])], None)

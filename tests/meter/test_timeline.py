@@ -1,4 +1,4 @@
-"""What each byte of a step is: kinds, owners, and the closed forms of a training step beside them, to the byte."""
+"""The kind and the owner of each byte of a step; a training step's closed forms equal them to the byte."""
 
 from dataclasses import replace
 
@@ -22,14 +22,14 @@ from shardmark.rows.observers import Observer, Timeline
 from shardmark.rows.observers.where_memory_goes import timeline_entry
 
 AT_THE_END_OF_BACKWARD, AT_THE_LOSS, ODD = (TrainingStepCase("tiny", *size) for size in [(1, 4), (2, 32), (3, 61)])
-"""By where the largest moment is; and one whose sizes are odd."""
+"""Named by the moment of the peak; the sizes of the last are odd."""
 HALVES = ("bfloat16", "float16")
 OFTEN = [
     *(replace(case, mode=mode) for case in (AT_THE_END_OF_BACKWARD, AT_THE_LOSS) for mode in STEP_MODES),
     *(replace(ODD, dtype=dtype, mode="step") for dtype in HALVES),
     replace(ODD, dtype="bfloat16", mode="forward"),
     replace(AT_THE_LOSS, attention="eager"),
-    TrainingStepCase("tiny", 1, 1152, attention="eager"),  # the largest moment is in softmax
+    TrainingStepCase("tiny", 1, 1152, attention="eager"),  # the peak is in softmax
 ]
 ALL = [
     replace(case, dtype=dtype, mode=mode)
@@ -65,7 +65,7 @@ def test_what_forward_keeps_is_the_formulas_operator_by_operator(dtype: str) -> 
 
 
 def test_the_peak_where_the_feed_forward_is_widest_is_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tokens of a small vocabulary: the last layer's gate, and no longer the loss, is the largest moment."""
+    """With few tokens of a small vocabulary the peak is at the last layer's gate, and not at the loss."""
     monkeypatch.setitem(SIZES, "wide", replace(SIZES["tiny"], d_ff=640, vocab=200))
     case = TrainingStepCase("wide", 4, 100)
     peak = eager_peak(case)
