@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -70,21 +70,19 @@ def count(workload: Workload, device: str, largest: Callable[[float], float] = l
 
     The workload can do no step afterwards: its last step ends after forward.
     """
-    counted: dict[str, Any] = {}
-    compiled = True
+    counted, compiled = None, True
     with suppress(Exception):  # whatever fails, the row is kept
         counted, compiled = _profiled(workload, device)
-    if largest(not counted):
+    if largest(counted is None) or counted is None:
         return None
-    saved = None
     if not largest(compiled):  # compiled code would compile again under hooks; and all ranks step, or none
         with suppress(Exception):
-            saved = saved_bytes(workload)
-    return Counters(**counted, saved_bytes=saved)
+            return replace(counted, saved_bytes=saved_bytes(workload))
+    return counted
 
 
-def _profiled(workload: Workload, device: str) -> tuple[dict[str, Any], bool]:
-    """All of the step's counters but the saved bytes, and whether compiled code ran."""
+def _profiled(workload: Workload, device: str) -> tuple[Counters, bool]:
+    """The step's counters without the saved bytes, and whether compiled code ran."""
     started: list[Communication] = []
     workload.prepare()
     with (
@@ -101,14 +99,16 @@ def _profiled(workload: Workload, device: str) -> tuple[dict[str, Any], bool]:
         tally.follow(event)
     kernels, synchronizations = _of_the_device(results.events()) if device == "cuda" else (None, tally.reads)
     described = [(each.name, str(each.dtype).removeprefix("torch."), each.nbytes) for each in started]
-    return {
-        "collectives": [(*each, len(list(run))) for each, run in groupby(described)],
-        "bytes_sent": sum(each.sent for each in started),
-        "operators": None if tally.compiled else tally.operators,
-        "kernels": kernels,
-        "flops": None if tally.compiled or launches else tally.flops,
-        "synchronizations": synchronizations,
-    }, tally.compiled
+    counted = Counters(
+        collectives=[(*each, len(list(run))) for each, run in groupby(described)],
+        bytes_sent=sum(each.sent for each in started),
+        operators=None if tally.compiled else tally.operators,
+        kernels=kernels,
+        flops=None if tally.compiled or launches else tally.flops,
+        saved_bytes=None,
+        synchronizations=synchronizations,
+    )
+    return counted, tally.compiled
 
 
 class _Tally:

@@ -33,7 +33,7 @@ import torch
 from shardmark.api.workload import stage_listeners
 from shardmark.meter.allocations import ALLOCATOR, Allocated, Event, Marked, Released
 from shardmark.meter.gloo_workers import workers_free_first
-from shardmark.meter.recording import Recording, mark
+from shardmark.meter.recording import mark, recording
 
 PHASE, PEAK, STAGE, RESET = "phase ", "peak of ", "stage ", "reset"
 """Prefixes of the meter's marks: the end of a phase, a step's peak, the end of a stage, a reset of the peak."""
@@ -82,12 +82,12 @@ class Meter(Memory):
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self._recording = Recording(device)
+        self._device = device
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Meter what the block does."""
-        with workers_free_first(self._recording.device), self._recording.running():
+        with workers_free_first(self._device), recording(self._device) as self._recorded:
             yield
 
     def mark(self, phase: str) -> None:
@@ -108,7 +108,7 @@ class Meter(Memory):
 
     def read(self) -> None:
         """Fill in the figures from the recording."""
-        self.follow(self._recording.replay())
+        self.follow(self._recorded.replay())
 
     def follow(self, events: list[Event]) -> None:
         """Fill in the figures from the events."""

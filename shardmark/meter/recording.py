@@ -19,6 +19,7 @@ import gc
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from unittest.mock import patch
 
@@ -44,30 +45,21 @@ def mark_waited(result: torch.Tensor) -> None:
     mark(f"{WAITED}{result.data_ptr()}")
 
 
+@dataclass
 class Recording:
     """A recording, to be replayed once it has ended."""
 
-    def __init__(self, device: str, lines: bool = False) -> None:
-        self.device = device
-        self._profile = profile(profile_memory=True, with_stack=lines)
-        self.modules: dict[int, str] = {}
-        """Module names by `id`, used where lines are recorded; otherwise the profiler's ranges name the modules."""
-        self.requested: dict[int, deque[int]] = {}
-        """Bytes requested at each address, in order; blocks at other addresses have the size that the profiler saw."""
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Record the block."""
-        have_libraries_give_back(self.device)  # or a later recording would not see what an earlier one had them take
-        with self._profile, _requests_remembered(self.device) as self.requested:
-            yield
-            mark(END)
-            have_libraries_give_back(self.device)
+    device: str
+    profiler: profile
+    modules: dict[int, str] = field(default_factory=dict)
+    """Module names by `id`, used where lines are recorded; otherwise the profiler's ranges name the modules."""
+    requested: dict[int, deque[int]] = field(default_factory=dict)
+    """Bytes requested at each address, in order; blocks at other addresses have the size that the profiler saw."""
 
     def replay(self) -> list[Event]:
         """Every allocation, release and mark on the device, in order."""
-        assert self._profile.kineto_results is not None, "the recording has not ended"
-        roots = self._profile.kineto_results.experimental_event_tree()
+        assert self.profiler.kineto_results is not None, "the recording has not ended"
+        roots = self.profiler.kineto_results.experimental_event_tree()
         requested = {address: deque(sizes) for address, sizes in self.requested.items()}
         with no_gc():  # a collection would walk all events, again and again
             return replayed(roots, self.device, requested, self.modules)
@@ -97,9 +89,12 @@ def no_gc() -> Iterator[None]:
 @contextmanager
 def recording(device: str, lines: bool = False) -> Iterator[Recording]:
     """Record every allocation on `device` ("cpu" or "cuda"); with `lines` also its Python line, which is slow."""
-    recorded = Recording(device, lines)
-    with recorded.running():
+    recorded = Recording(device, profile(profile_memory=True, with_stack=lines))
+    have_libraries_give_back(device)  # or a later recording would not see what an earlier one had them take
+    with recorded.profiler, _requests_remembered(device) as recorded.requested:
         yield recorded
+        mark(END)
+        have_libraries_give_back(device)
 
 
 def have_libraries_give_back(device: str) -> None:
