@@ -2,8 +2,8 @@
 
     python -m studies.predicted_here [--ranks 1] [--link 1gbit] [-k data_parallel]
 
-Every case is predicted from operators alone, then stepped for real, in turns. The median step counts: of one rank less
-the time that others had its core, of several with it, as their own threads are among those others.
+Predictions from single operators and real steps take turns. The median step counts. The time that other processes had
+its core is taken off one rank's step. It stays in those of several ranks, as their own threads are among the others.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Row:
     predicted: float
     measured: float
     waited: float
-    """The share of the measured steps for which a rank was ready to run and had no core."""
+    """Share of the measured steps for which a rank was ready to run and had no core."""
 
     @property
     def error(self) -> float:
@@ -75,7 +75,7 @@ HEAD = (
 
 
 def plans(ranks: int) -> Iterator[Plan]:
-    """The laptop scale's training steps on so many ranks."""
+    """The laptop scale's training steps on that many ranks."""
 
     def plan(family: str, name: str, workload: type[Any], case: Any) -> Plan:
         return Plan(workload, registry.resolve(family, name), None, case, "cpu", ranks)
@@ -94,7 +94,7 @@ def plans(ranks: int) -> Iterator[Plan]:
 
 
 def row(machine: Machine, plan: Plan, link: str | None) -> Row:
-    """Predicted and measured in turns, with what was measured of operators forgotten in between."""
+    """Predict and measure in turns; the operators' times are measured anew each time."""
     predicted, measured = [], []
     for _ in range(TURNS):
         machine.forget()

@@ -61,7 +61,7 @@ README_ROWS = {
     ),
     "FSDP, `sharded`": "perf/test_fsdp.py::test_training_step[sharded-mini-b2-s32-float32-step-2ranks]",
 }
-"""Rows of README's table of figures: what README calls each, and the full name of its test."""
+"""README's table of figures: the name of each row in README, and the full name of its test."""
 
 
 def main(arguments: list[str]) -> int:
@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _keep(arguments: list[str]) -> int:
-    """Record an existing run under that name; it replaces the older record."""
+    """Record an existing run under a name; it replaces the older record."""
     if len(arguments) != 2:
         print("python -m studies.record --keep takes the file of a run and the machine's name", file=sys.stderr)
         return 4
@@ -133,9 +133,9 @@ def _record(name: str) -> Path:
 
 
 def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
-    """The newer run, with those rows and questions of the older run that the newer one does not have.
+    """The newer run, with the rows and questions that only the older run has.
 
-    Answers and outcomes are left out where rows of both runs are merged: they were about one run's rows.
+    Where rows of both runs are merged, answers and outcomes are left out: they were about one run's rows.
     """
     result = dict(newer)
     fresh = {row["fullname"] for kind in LISTS for row in newer.get(kind, [])}
@@ -163,10 +163,7 @@ def _slug(name: str) -> str:
 
 
 def with_figures(text: str, run: dict[str, Any]) -> str:
-    """The text with the run's figures in place of those that it has.
-
-    KeyError for a run without one of `README_ROWS`.
-    """
+    """README's text with the run's figures in its table. KeyError for a run without one of `README_ROWS`."""
     entries = {entry["fullname"]: entry for entry in run["benchmarks"]}
     lines = [f"| technique | {' | '.join(README_COLUMNS)} |", f"|---|{'---|' * len(README_COLUMNS)}"]
     for called, name in README_ROWS.items():

@@ -18,24 +18,24 @@ from torch._C._profiler import RecordScope, _EventType
 MARK = "shardmark_mark:"
 
 END = "end"
-"""The mark after which libraries give back what they keep."""
+"""The mark that ends a recording: after it libraries free what they keep."""
 
 ALLOCATOR = "allocator: "
-"""Begins the marks that CUDA's caching allocator is followed by, of streams and its cache: they are no phases."""
+"""Prefix of marks that are no phases: what the program does with the streams and the cache of CUDA's allocator."""
 
 STREAM = ALLOCATOR + "stream "
-"""Begins the mark that what follows is allocated on another stream, whose name follows; the first one's is empty."""
+"""Prefix of the mark of a change of stream; the name of the stream follows, empty for the first one."""
 
 EMPTY_CACHE = ALLOCATOR + "empty cache"
-"""The mark where the program called `torch.cuda.empty_cache`."""
+"""The mark of a call of `torch.cuda.empty_cache`."""
 
 WAITED = "waited "
-"""Begins the mark that a functional collective's result has been waited for; the result's address follows."""
+"""Prefix of the mark that a functional collective has been waited for; the address of its result follows."""
 
 
 @dataclass(eq=False)
 class Block:
-    """One allocation. `module` is the range it was made in (see `shardmark.meter.trace`), `operator` what ran there."""
+    """One allocation. `module` is the innermost range around it, `operator` the outermost operator in that range."""
 
     nbytes: int
     address: int
@@ -45,7 +45,7 @@ class Block:
     line: str = ""
     """The user's line that allocated it, as "file.py:7"; empty unless lines are recorded."""
     workspace: str = ""
-    """The operator that took the block and gave it back before it returned; empty for a tensor."""
+    """The operator that allocated the block and freed it before it returned; empty for a tensor."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,11 @@ Event = Allocated | Released | Marked
 def replayed(
     roots: list[Any], device: str, requested: dict[int, deque[int]], module_names: Mapping[int, str]
 ) -> list[Event]:
-    """The events below `roots`; sizes are those `requested` at each address in turn, where they are known.
+    """The recording's events below `roots`, in order.
 
-    Modules are known by their ranges. Where Python's calls are recorded, which cut through ranges, they are known by
-    the calls of modules whose `id` is in `module_names`.
+    A block has the next size `requested` at its address, if that is known, else the profiler's size. Ranges name the
+    modules. A recording of Python's calls splits ranges: there the calls of modules whose `id` is in `module_names`
+    name them.
     """
     live, taken_by, collectives = _Live(), dict[Block, Any](), _Collectives()
     replayed: list[Event] = []
@@ -151,7 +152,7 @@ class _Live:
 
 @dataclass(frozen=True)
 class _Within:
-    """The operators around an event: a library operator; a functional collective, and its call of the backend."""
+    """What is around an event: an operator with a kernel, a functional collective, that one's call of the backend."""
 
     operator: Any = None
     collective: Any = None
@@ -161,7 +162,7 @@ class _Within:
 
 
 class _Collectives:
-    """The blocks of functional collectives: each result, and what its backend holds while it is under way."""
+    """The blocks of functional collectives: each result, and what the backend holds until the collective is done."""
 
     def __init__(self) -> None:
         self._by_result: dict[Block, Any] = {}
@@ -182,8 +183,8 @@ class _Collectives:
 def _in_order(
     roots: list[Any], module_names: Mapping[int, str]
 ) -> tuple[list[tuple[Any, _Within]], dict[int, str], dict[int, str]]:
-    """Every allocation and every mark below `roots` in the order they began, with what it is part of; then the modules
-    and the lines of operators, by autograd sequence number."""
+    """Every allocation and every mark below `roots` in order, with what is around it; then the modules and the lines of
+    operators, by autograd sequence number."""
     events: list[tuple[Any, _Within]] = []
     modules: dict[int, str] = {}
     lines: dict[int, tuple[int, str]] = {}
@@ -202,7 +203,7 @@ def _in_order(
             elif fields.scope == RecordScope.FUNCTION and fields.sequence_number >= 0:
                 if module:
                     modules.setdefault(fields.sequence_number, module)
-                if within.line:  # of all operators with that number, the first is forward's
+                if within.line:  # the first operator with that number is forward's
                     began = event.start_time_ns, within.line
                     lines[fields.sequence_number] = min(began, lines.get(fields.sequence_number, began))
             if within.operator is None and name in _with_kernels():
@@ -263,10 +264,10 @@ def _shown(file: str) -> str:
 
 @cache
 def _with_kernels() -> frozenset[str]:
-    """PyTorch's own operators, such as "aten::mm", that have a kernel and are not merely made of other operators.
+    """PyTorch's own operators that have a kernel, such as "aten::mm".
 
-    What a composite one (matmul, linear, SDPA's math backend) allocates between its parts are tensors, as they would be
-    if its caller had called the parts. So are those of an operator from elsewhere: they are what its author decided.
+    A composite operator (matmul, linear, SDPA's math backend) only calls others. What it allocates between them are
+    tensors, as if its caller had called them. So it is for an operator of another library: its author chose them.
     """
     composite = set(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
     own = (name for name in torch._C._dispatch_get_all_op_names() if name not in composite)
@@ -275,13 +276,15 @@ def _with_kernels() -> frozenset[str]:
 
 
 def _is_range(event: Any) -> bool:
-    """Whether Python opened this range, other than the range around an operator's kernel, which has its name."""
+    """Whether Python opened this range. A range with an operator's name stands around that operator's kernel."""
     return event.typed[1].scope == RecordScope.USER_SCOPE and event.name not in _with_kernels()
 
 
 def _owner(event: Any, modules: dict[int, str]) -> tuple[str, str, int | None]:
-    """Of an allocation: the innermost range around it, in backward that of the operator whose gradient is computed; the
-    outermost operator within the range; and in backward the autograd sequence number of that operator."""
+    """An allocation's module, operator, and autograd sequence number (None in forward).
+
+    The module is the innermost range; in backward, that of the forward operator whose gradient is computed. The
+    operator is the outermost one in that range."""
     operator = ""
     parent = event.parent
     while parent is not None:

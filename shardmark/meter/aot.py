@@ -4,8 +4,8 @@
         FlashAttentionTriton.apply(q, k, v, True)  # every kernel it would launch is compiled instead
     reports[0].spilled_bytes, reports[0].matrix_instructions  # 0, {"HGMMA": 32}
 
-Triton's wheel carries ptxas and cuobjdump, so this needs neither a GPU nor the CUDA toolkit. What the kernels would
-have written stays as it was. Not for a process in which TRITON_INTERPRET is set: there kernels are interpreted.
+Triton's wheel carries ptxas and cuobjdump, so this needs neither a GPU nor the CUDA toolkit. Outputs keep the values
+they had. A process in which TRITON_INTERPRET is set cannot do this: it interprets its kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}
 specifications: 163 KiB and 227 KiB)."""
 
 MATRIX_INSTRUCTION = {80: "HMMA", 90: "HGMMA", 100: "UTC.MMA"}
-"""Pattern of the instruction that a matrix product of 16-bit or tf32 operands is to use, by capability."""
+"""Pattern of the instruction that a matrix product of 16-bit or tf32 operands should use, by capability."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class KernelReport:
     spilled_bytes: int
     shared_bytes: int
     instructions: Counter[str] = field(repr=False)
-    """How often each instruction stands in the machine code, by its name before the first dot."""
+    """Count of each instruction in the machine code, by its name before the first dot."""
 
     @property
     def matrix_instructions(self) -> dict[str, int]:
-        """How often each matrix instruction occurs in the machine code."""
+        """Count of each matrix instruction in the machine code."""
         return {
             name: count
             for name, count in self.instructions.items()

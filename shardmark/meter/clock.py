@@ -44,22 +44,23 @@ class Laps:
     seconds: float
     parts: dict[str, float] = field(default_factory=dict)
     host: float | None = None
-    """On CUDA, what the host took to launch it all, waiting for the device within the step included."""
+    """On CUDA, the host's seconds to launch the step, including waits for the device inside it."""
 
 
 MOST_AHEAD = 0.02
-"""Seconds that the device is kept busy at most: longer steps hide their launches themselves, or wait in their midst."""
+"""Most seconds of a spin: a longer step hides its launches itself, or waits for the device on the way."""
 
 
 class Stopwatch:
     """Time one step on a device, part by part.
 
-    On CPU the marks are `perf_counter`. On CUDA they are events on the current stream, so nothing waits until `stop`;
-    and the device begins with a spin of `ahead` seconds, what the host takes to launch the step, so that the step's
-    kernels are queued when the first event is reached. On an idle device they would start one by one as they are
-    launched, and what is timed of a step of many small ones would be Python. What a step has on another stream that
-    does not wait for the current one runs during the spin, and is not timed. Made before ranks meet in a barrier, as
-    the first one on a GPU measures how long a spin is.
+    On CPU the marks are `perf_counter`. On CUDA they are events on the current stream, so nothing waits until `stop`.
+    There the device first spins for `ahead` seconds, the time that the host takes to launch the step: the step's
+    kernels are queued when the device reaches the first event. On an idle device each kernel would start as it is
+    launched, and a step of many small kernels would take as long as Python does.
+
+    Work on another stream that does not wait for the current one runs during the spin and is not timed. Make the
+    stopwatch before ranks meet in a barrier: the first one on a GPU measures how long a spin is.
     """
 
     def __init__(self, device: str, ahead: float = 0.0) -> None:

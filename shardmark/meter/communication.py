@@ -44,7 +44,7 @@ NAMES = {
     "recv_any_source_": "receive",
     "barrier": "barrier",
 }
-"""Names of the process group's operators in our figures."""
+"""Our name for each operator of the process group."""
 
 
 @dataclass(frozen=True)

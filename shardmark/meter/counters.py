@@ -3,15 +3,15 @@
     counted = count(workload, "cpu")    # one step under the profiler, and one forward whose saved tensors are weighed
     counted.operators, counted.saved_bytes
 
-The profiler changes nothing of what runs, as a mode of the dispatcher would: compiled code stays compiled, FSDP's and
-DDP's hooks and checkpointing run as ever. What it cannot see is None, and not a wrong figure.
+Unlike a mode of the dispatcher, the profiler does not change what runs: compiled code stays compiled, and FSDP's and
+DDP's hooks and checkpointing run as ever. A figure that it cannot see is None, and not wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -27,14 +27,14 @@ from shardmark.meter.saved_tensors import saved_bytes
 
 _STEP = "shardmark_step"
 _COMPILED = ("Torch-Compiled Region", "CompiledFunction")
-"""How names of ranges around compiled code begin, forward and backward: no operator stands for its kernels."""
+"""Prefixes of ranges around compiled code, forward and backward: its kernels have no operators."""
 _COMMUNICATION = ("c10d", "_c10d_functional")
 """Namespaces of operators that communicate and compute nothing."""
 _MAKES_NOTHING = ("empty", "new_empty", "_unsafe_view", "lift_fresh", "record_stream")
-"""How names of operators begin whose schema does not say that they compute nothing."""
+"""Prefixes of operators that compute nothing, though their schemas do not say so."""
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _MAY_READ = "aten::index"
-"""It reads a mask, which is by another operator within it, and no indices."""
+"""It reads a mask, by another operator within it that is counted, but no indices."""
 
 
 @dataclass(frozen=True)
@@ -42,48 +42,47 @@ class Counters:
     """Counts of one step on one rank."""
 
     collectives: list[tuple[str, str, int, int]]
-    """Operation, dtype, bytes, and how often in a row, in the order in which they began: of collectives, messages and
-    barriers. The bytes are the larger of what goes in and what comes out."""
+    """(operation, dtype, bytes, repetitions in a row) of collectives, messages and barriers, in the order in which they
+    began. The bytes are the larger of input and output."""
     bytes_sent: int
-    """What a rank must send for these (`Communication.sent`): the same over every backend, which may send more."""
+    """What a rank must send for these (`Communication.sent`), over any backend; a backend may send more."""
     operators: int | None
-    """PyTorch operators that computed something: no views, no empty tensors, no collectives. One that calls others is
-    one; one that is merely made of others (`matmul`, `linear`) is those. None with compiled code."""
+    """PyTorch operators that computed something: no views, no empty tensors, no collectives. An operator with a kernel
+    counts as one, whatever it calls; a composite one (`matmul`, `linear`) as those that it calls. None with compiled
+    code."""
     kernels: int | None
     """Kernels that ran on the GPU, without copies and fills; None on CPU."""
     flops: int | None
-    """By `torch.utils.flop_counter`'s formulas, so of matrix products and fused attention alone. None with compiled
-    code, Triton's kernels, convolutions, and products that have no formula, such as that of a matrix and a vector."""
+    """Those of matrix products and fused attention, by the formulas of `torch.utils.flop_counter`. None with compiled
+    code, Triton's kernels, convolutions, and products without a formula, such as that of a matrix and a vector."""
     saved_bytes: int | None
-    """What autograd keeps for backward when forward has ended: the storages of saved tensors, each once, without those
-    that the workload had before: its parameters, its buffers, and tensors among its attributes. None where it saves
-    nothing, and with compiled code."""
+    """What autograd keeps for backward at the end of forward: each storage of a saved tensor once. The workload's own
+    (parameters, buffers, tensors among its attributes) do not count. None without a saved tensor, and with compiled
+    code."""
     synchronizations: int | None
-    """How often the host waits for the device: on CUDA calls of `cudaStreamSynchronize` and its like, on CPU operators
-    that would make it do so, as they read a value (`item`) or find a shape (`nonzero`)."""
+    """How often the host waits for the device. On CUDA these are calls of `cudaStreamSynchronize` and the like. On CPU
+    they are operators that would make it wait, as they read a value (`item`) or find a shape (`nonzero`)."""
 
 
 def count(workload: Workload, device: str, largest: Callable[[float], float] = lambda own: own) -> Counters | None:
-    """Count one step of a workload that has warmed up; None where it fails. Every rank of a world is in here together;
-    `largest` is of the ranks' own numbers, so that all of them go on alike.
+    """Count one step of a workload that has warmed up; None if the step fails. Every rank of a world calls this;
+    `largest` returns the largest of the ranks' numbers, so that all of them decide alike.
 
-    The workload can do no step afterwards, as the last one ends where its forward does.
+    The workload can do no step afterwards: its last step ends after forward.
     """
-    counted: dict[str, Any] = {}
-    compiled = True
-    with suppress(Exception):  # whatever it is, no row is lost by it
+    counted, compiled = None, True
+    with suppress(Exception):  # whatever fails, the row is kept
         counted, compiled = _profiled(workload, device)
-    if largest(not counted):
+    if largest(counted is None) or counted is None:
         return None
-    saved = None
-    if not largest(compiled):  # which would compile anew under hooks; and all ranks step, or none
+    if not largest(compiled):  # compiled code would compile again under hooks; and all ranks step, or none
         with suppress(Exception):
-            saved = saved_bytes(workload)
-    return Counters(**counted, saved_bytes=saved)
+            return replace(counted, saved_bytes=saved_bytes(workload))
+    return counted
 
 
-def _profiled(workload: Workload, device: str) -> tuple[dict[str, Any], bool]:
-    """All of the step's counters but the saved bytes, and whether compiled code ran."""
+def _profiled(workload: Workload, device: str) -> tuple[Counters, bool]:
+    """The step's counters without the saved bytes, and whether compiled code ran."""
     started: list[Communication] = []
     workload.prepare()
     with (
@@ -100,14 +99,16 @@ def _profiled(workload: Workload, device: str) -> tuple[dict[str, Any], bool]:
         tally.follow(event)
     kernels, synchronizations = _of_the_device(results.events()) if device == "cuda" else (None, tally.reads)
     described = [(each.name, str(each.dtype).removeprefix("torch."), each.nbytes) for each in started]
-    return {
-        "collectives": [(*each, len(list(run))) for each, run in groupby(described)],
-        "bytes_sent": sum(each.sent for each in started),
-        "operators": None if tally.compiled else tally.operators,
-        "kernels": kernels,
-        "flops": None if tally.compiled or launches else tally.flops,
-        "synchronizations": synchronizations,
-    }, tally.compiled
+    counted = Counters(
+        collectives=[(*each, len(list(run))) for each, run in groupby(described)],
+        bytes_sent=sum(each.sent for each in started),
+        operators=None if tally.compiled else tally.operators,
+        kernels=kernels,
+        flops=None if tally.compiled or launches else tally.flops,
+        saved_bytes=None,
+        synchronizations=synchronizations,
+    )
+    return counted, tally.compiled
 
 
 class _Tally:
@@ -146,7 +147,7 @@ class _Tally:
         try:
             arguments = [_as_tensor(each) for each in inputs[: _positional(name)]]
             self.flops = None if self.flops is None else self.flops + _formulas()[name](*arguments)
-        except Exception:  # it needs what the profiler does not record, such as the shape of what comes out
+        except Exception:  # the formula needs what the profiler does not record, such as the shape of the output
             self.flops = None
 
 
@@ -208,7 +209,7 @@ def _positional(name: str) -> int:
 
 @cache
 def _formulas() -> dict[str, Callable[..., int]]:
-    """FLOPs by operator and arguments. PyTorch has no formula for its attention on CPU, nor for products added in
+    """FLOPs by operator and arguments. PyTorch's own formulas lack its attention on CPU and products that are added in
     place."""
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop  # imports Triton
 

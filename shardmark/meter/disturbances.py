@@ -1,7 +1,7 @@
 """Disturbances while a case was timed, as far as the times and the kernel's scheduler show them.
 
-A time budget's verdict needs none of it: a disturbance only makes an interval wider. It says whether to look for a
-quiet machine, and what to look for.
+The verdict of a time budget does not use them, as a disturbance only widens its interval. They tell whether to look
+for a quieter machine, and what disturbs this one.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 NOTED = 0.05
-"""A change of the steps' time, or a share of it, from which it is said."""
+"""Smallest disturbance that is reported, as a share of a step's time."""
 _BURST = 0.25
-"""A round that is longer than the rounds around it by this share stands out."""
+"""A burst is longer than the rounds around it by this share."""
 _AROUND = 8
-"""Rounds before and after one that are around it."""
+"""This many rounds before a round, and as many after it, are around it."""
 _PLACES = 64
-"""Where a level may begin: as many places, spread over the rounds."""
+"""Places, spread over the rounds, at which a level may begin."""
 _FEWEST = 16
-"""Rounds from which anything can be said."""
+"""With fewer rounds only waiting is reported."""
 _CERTAIN = 4.0
-"""Standard errors of a change that is no chance."""
+"""A change of this many standard errors is not chance."""
 
 GLOO_THREADS = {"gloo_tcp_loop", "pt_gloo_runloop"}
-"""What it and PyTorch call them."""
+"""The names of the threads of Gloo, and of PyTorch's Gloo backend."""
 
 WAITED, WARMUP, DRIFT, LEVEL, BURSTS = "waited", "warm-up", "drift", "level", "bursts"
 
 
 def seconds_waited() -> float:
-    """Seconds that the threads of this process were ready to run and had no core, so far; 0 where nobody counts.
+    """Seconds so far that threads of this process were ready to run and had no core; 0 if the kernel does not count.
 
-    Not Gloo's, which wait for their own rank as well, while it computes on the only core that both have. So a neighbour
-    is not seen that keeps only those waiting.
+    Gloo's threads are left out: they also wait while their own rank computes on the core that both share. So a
+    neighbour that delays only them is not seen.
     """
     waited, tasks = 0, Path("/proc/self/task")
     for thread in os.listdir(tasks) if tasks.exists() else ():
@@ -50,13 +50,13 @@ def seconds_waited() -> float:
 def disturbances(seconds: Sequence[float], peer_seconds: Sequence[float], waited: float) -> dict[str, float]:
     """By name, as shares of a step's time; `waited` is the share of the rounds that a thread waited for a core.
 
-    A warm-up is what the first rounds took longer, a drift what the last took longer than the first, in small steps; a
-    level is one that lasts and is reached at once, as when the clock rate changes; bursts are the share of rounds that
-    stand out from those around them. `peer_seconds` may be empty.
+    A warm-up is how much longer the first rounds took. A drift is how much longer the last ones took, reached in small
+    steps; a level is reached at once and lasts, as when the clock rate changes. Bursts are the share of rounds that are
+    longer than those around them. `peer_seconds` may be empty.
     """
     found = {WAITED: waited} if waited >= NOTED else {}
     series = np.log(np.maximum(seconds, 1e-12))
-    if len(peer_seconds) == len(seconds):  # what both have in common is the machine's
+    if len(peer_seconds) == len(seconds):  # what both have in common comes from the machine
         series = (series + np.log(np.maximum(peer_seconds, 1e-12))) / 2
     if len(series) < _FEWEST:
         return found
@@ -82,7 +82,7 @@ def in_words(found: dict[str, float]) -> str:
 
 
 def _change(series: NDArray[np.float64]) -> dict[str, float]:
-    """The warm-up, level or drift that leaves least of the series unexplained, if it is significant."""
+    """The warm-up, level or drift that explains most of the series, if it is significant."""
     n = len(series)
     spread = 1.4826 * float(np.median(np.abs(np.diff(series)))) / 2**0.5 + 1e-9
     places = sorted({2 + i * (n - 5) // _PLACES for i in range(_PLACES + 1)})

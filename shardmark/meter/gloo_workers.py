@@ -18,12 +18,12 @@ import torch.distributed as dist
 from shardmark.meter.recording import mark_waited
 
 _PATIENCE = 0.25
-"""Seconds to wait for a backend's worker thread at most: long, as on a busy machine it may not run for a while."""
+"""Most seconds to wait for a backend's worker thread, which may not run for a while on a busy machine."""
 _MOMENT = 0.01
-"""The same where someone else may hold a reference too: then counts never show that the worker dropped its own."""
+"""Most seconds if someone else may hold a reference too: then the count may never fall."""
 _OF_ANOTHER = 100
-"""c10d's OpType::UNKNOWN, which the handle of Gloo's reduce-scatter has. It is done when an inner all-reduce is, whose
-handle, with the copies that it holds, only the worker thread has."""
+"""c10d's OpType::UNKNOWN, the type of the handle of Gloo's reduce-scatter. An inner all-reduce does its work; only the
+worker thread has that one's handle, with the copies that it holds."""
 _WORKER = "pt_gloo_runloop"
 """The name of Gloo's worker threads."""
 _FUNCTIONAL = "_c10d_functional::"
@@ -34,8 +34,8 @@ _FUNCTIONAL = "_c10d_functional::"
 def workers_free_first(device: str) -> Iterator[None]:
     """On CPU, have every wait for a collective last until the backend's worker thread has dropped its tensors.
 
-    It drops them just after it reports the collective done, and what another thread frees is not metered: unless the
-    worker is first, a tensor that is gone would count as live. Reference counts show that it was.
+    The worker drops them just after it reports the collective done, and the meter does not see what another thread
+    frees last: the tensors would count as live. Reference counts show when the worker has dropped them.
     """
     if device != "cpu" or not _has_workers():
         yield
@@ -66,8 +66,7 @@ def _has_workers() -> bool:
 
 
 def _wait_by_handle(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """The caller still holds the handle, and the handle its tensors: once the worker has dropped the handle, the
-    caller's is the only reference."""
+    """Wait until only the caller refers to the handle, which holds the tensors: then the worker has dropped it."""
 
     def patient(handle: dist.Work, *args: Any, **kwargs: Any) -> Any:
         done = wait(handle, *args, **kwargs)
@@ -82,7 +81,7 @@ def _wait_by_handle(wait: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _workers_sleep() -> bool:
-    """Whether every worker is idle or waits for another rank: none is dropping tensors then."""
+    """Whether every worker is idle or waits for another rank, so that none is dropping tensors."""
     for thread in Path("/proc/self/task").iterdir():
         try:
             name, _, state = (thread / "stat").read_text().partition("(")[2].rpartition(")")
@@ -94,7 +93,7 @@ def _workers_sleep() -> bool:
 
 
 def _hold(inputs: dict[int, Any], collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Hold a functional collective's inputs until its result is waited for: it has no handle that would hold them."""
+    """Hold a functional collective's inputs until its result is waited for, as no handle holds them."""
 
     def holding(*args: Any, **kwargs: Any) -> Any:
         results = collective(*args, **kwargs)
@@ -107,16 +106,16 @@ def _hold(inputs: dict[int, Any], collective: Callable[..., Any]) -> Callable[..
 
 
 def _wait_by_tensor(inputs: dict[int, Any], wait: Callable[..., Any]) -> Callable[..., Any]:
-    """`wait_tensor` drops the handles of a tensor; each holds a reference until the worker drops it, too."""
+    """`wait_tensor` drops the handles of a tensor. Wait until the worker has dropped them too, and their references."""
 
     def patient(tensor: torch.Tensor) -> torch.Tensor:
         references, handles = _references(tensor), c10d._get_work_registry_size()
         done = wait(tensor)
         if dropped := handles - c10d._get_work_registry_size():
-            # Of a result that was padded only a part is waited for, and someone else may hold the whole as well.
+            # Only a part of a padded result is waited for, and someone else may hold all of it.
             seconds = _PATIENCE if tensor.nbytes == tensor.untyped_storage().nbytes() else _MOMENT
             _wait_until(lambda: _references(tensor) <= references - dropped, seconds)
-            _wait_until(_workers_sleep)  # while one reduces, it holds a reference more for a moment
+            _wait_until(_workers_sleep)  # a worker that reduces holds one more reference for a moment
             inputs.pop(tensor.untyped_storage()._cdata, None)
             mark_waited(tensor)
         return done
@@ -125,7 +124,7 @@ def _wait_by_tensor(inputs: dict[int, Any], wait: Callable[..., Any]) -> Callabl
 
 
 def _references(tensor: torch.Tensor) -> int:
-    """References to the tensor and to its storage: a handle holds the tensor, or another one of the same storage."""
+    """References to the tensor and to its storage: a handle holds the tensor, or another tensor with its storage."""
     count = tensor._use_count()  # type: ignore[attr-defined]
     return count + torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 

@@ -32,10 +32,10 @@ RATES = {
 }
 DTYPES = ("float8", "float16", "bfloat16", "tf32", "float32")
 IN_SECONDS = ("kernel", "launch", "backward_launch", "collective")
-"""Those of `Reached` that are no fractions."""
+"""The figures of `Reached` in seconds; the others are fractions."""
 CONTEXT = 2**29
-"""Bytes that a process has on a GPU beside what PyTorch allocates: driver and kernels, which CUDA loads as they are
-used. A little more than the 300 MB and some that a first tensor takes (pytorch/pytorch#107667)."""
+"""Bytes of a process on a GPU beside what PyTorch allocates: the driver, and the kernels, which CUDA loads at their
+first use. It is a little more than the 300 MB and some that a first tensor takes (pytorch/pytorch#107667)."""
 
 
 REACHED_PRODUCTS = {"float8": 0.65, "float16": 0.75, "bfloat16": 0.75, "tf32": 0.75, "float32": 0.9}
@@ -43,34 +43,34 @@ REACHED_PRODUCTS = {"float8": 0.65, "float16": 0.75, "bfloat16": 0.75, "tf32": 0
 
 @dataclass(frozen=True)
 class Reached:
-    """What programs reach of a data sheet's rates, as fractions, and what launching takes, in seconds.
+    """The fractions of a data sheet's rates that programs reach, and the seconds that launching takes.
 
-    Where a device's own are not known these stand for it. Those of A100s and H100s were found by the published times of
-    `docs/published-times.md`. So were the two of launching, the least of its hosts' that run plain PyTorch; the others
-    are round figures of the same size.
+    These are the defaults of devices whose own are not known. Those of A100s and H100s were fitted to the published
+    times of `docs/published-times.md`. So were `launch` and `backward_launch`: the least among its hosts that run plain
+    PyTorch. The other defaults are round figures of the same size.
     """
 
     products: dict[str, float] = field(default_factory=lambda: dict(REACHED_PRODUCTS), hash=False)
-    """By dtype, of large matrix products."""
+    """Of large matrix products, by dtype."""
     narrow: float = 1.0
-    """Of products a side of which is at most 128, as of attention without a kernel of its own, beside `products`."""
+    """Of products with a side of at most 128, such as those of unfused attention; multiplies `products`."""
     attention: float = 0.6
-    """Of attention's kernels, beside `products`: their products have softmax between them."""
+    """Of fused attention, whose products have softmax between them; multiplies `products`."""
     bandwidth: float = 0.85
     reduction: float = 0.9
-    """Of sums, norms and softmax, beside `bandwidth`."""
+    """Of sums, norms and softmax; multiplies `bandwidth`."""
     scattered: float = 0.5
-    """Of single rows wherever they lie, beside `bandwidth`."""
+    """Of rows gathered from scattered places; multiplies `bandwidth`."""
     kernel: float = 2e-6
-    """Seconds that a kernel takes at least."""
+    """Fewest seconds of a kernel."""
     launch: float = 1.1e-5
-    """Seconds of the host for an operator: Python, dispatcher, autograd, launch."""
+    """The host's seconds for an operator: Python, dispatcher, autograd, launch."""
     backward_launch: float = 1.5e-5
     """The same in backward, which runs in C++."""
     link: float = 0.8
     network: float = 0.8
     collective: float = 1e-5
-    """Seconds that a collective takes at least."""
+    """Fewest seconds of a collective."""
 
 
 @dataclass(frozen=True)
@@ -79,30 +79,30 @@ class Hardware:
 
     name: str
     device: str
-    """ "cuda", ROCm's devices too, or "cpu"."""
+    """ "cuda" (ROCm's devices too) or "cpu"."""
     memory_bytes: int
-    """All that CUDA reports, the context's own part included."""
+    """All that CUDA reports, including the part of the context."""
     blas_workspace_bytes: int
-    """What PyTorch takes for each cuBLAS handle and stream where the user sets no size."""
+    """What PyTorch takes for each cuBLAS handle and stream unless the user sets a size."""
     flops: dict[str, float] = field(hash=False)
-    """Published FLOP/s of dense matrix products by dtype; a dtype that the chip has no products in is not there."""
+    """Published FLOP/s of dense matrix products, by the dtypes in which the chip has them."""
     bandwidth: float
     """Bytes/s of the device's memory."""
     sm_count: int
-    """Streaming multiprocessors, AMD's compute units; 0 on a CPU."""
+    """Streaming multiprocessors, or AMD's compute units; 0 on a CPU."""
     link: float
     """Bytes/s that a device sends to the others of its node, over all its links together, in one direction."""
     latency: float
     """Seconds of one step of a ring inside a node."""
     devices_per_node: int
-    """How many devices `link` joins: a configuration, not a property of the device."""
+    """Devices that `link` joins. This depends on the server, not on the device."""
     network: float
-    """Bytes/s that each device sends to other nodes, in one direction: a configuration."""
+    """Bytes/s that each device sends to other nodes, in one direction. This depends on the cluster."""
     network_latency: float
     """Seconds of one step of a ring between nodes."""
     reached: Reached = field(default_factory=Reached)
     capability: tuple[int, int] | None = None
-    """CUDA's compute capability; left out where there is none, as on AMD."""
+    """CUDA's compute capability; None on AMD and on CPU."""
 
     @property
     def rules(self) -> tuple[object, ...]:
@@ -130,9 +130,10 @@ def known_hardware() -> dict[str, Hardware]:
 
 
 def hardware(name: str) -> Hardware:
-    """The hardware of that name, or of that file where the name ends with `.toml`. ValueError, in one line, for an
-    unknown name, a file that cannot be read, missing or unknown keys, and a figure that is not a plain positive
-    number in its unit."""
+    """The hardware of that name, or of the file if the name ends with `.toml`.
+
+    Raises ValueError, in one line, for an unknown name, a file that cannot be read, missing or unknown keys, and a
+    figure that is not a positive number."""
     if name.endswith(".toml"):
         return _of_file(Path(name))
     if name == THIS:
@@ -161,7 +162,7 @@ def _of_file(path: Path) -> Hardware:
 
 
 def _hardware(name: str, table: dict[str, Any]) -> Hardware:
-    """Hardware from a table. ValueError, in one line, for the first thing that is wrong in it."""
+    """Hardware from a table. Raises ValueError, in one line, for the first thing that is wrong in it."""
     missing = [key for key in KEYS if key not in table and key not in OPTIONAL]
     if missing:
         raise ValueError(f"missing {', '.join(missing)}")
@@ -179,7 +180,7 @@ def _hardware(name: str, table: dict[str, Any]) -> Hardware:
 
 
 def _positive(value: object, whole: bool, cpu: bool) -> bool:
-    """Whether the value is a plain positive number; a CPU's may also be unknown, or 0 for something that it lacks."""
+    """Whether the value is a positive number. A CPU's may also be nan (unknown), or 0 (it has none)."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     if cpu and (math.isnan(value) or value == 0):
@@ -198,7 +199,7 @@ def _flops(flops: object, cpu: bool) -> dict[str, float]:
 
 
 def _reached(table: dict[str, Any]) -> Reached:
-    """The fractions in the table; a missing one is that of `Reached`."""
+    """The fractions in the table; the default of `Reached` for a missing one."""
     given = table.get("reached", {})
     known = [key.name for key in fields(Reached)]
     if not isinstance(given, dict) or not set(given) <= set(known):
@@ -230,7 +231,7 @@ CPU = hardware("cpu")
 
 
 def of_this_machine(device: str) -> Hardware:
-    """Hardware with the rules of this machine's device: on CUDA a known one of its capability, or the newest known."""
+    """Hardware with the memory rules of this machine's device. On CUDA: of the same capability, or else the newest."""
     if device == "cpu":
         return CPU
     capability = torch.cuda.get_device_capability()

@@ -1,14 +1,14 @@
 """The kernels of a profiled step: each one's time, phase, module and kind.
 
-On CUDA a kernel is a kernel of the device. On CPU it is an operator, with its own time: without that of the operators
-it calls.
+On CUDA these are the device's kernels. On CPU they are operators, each with its own time, without that of operators it
+calls.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.autograd.profiler_util import FunctionEvent
 
 ATTENTION, MATRIX_PRODUCT, SOFTMAX, ELSE = "attention", "matrix product", "softmax", "everything else"
 REST = "rest"
-"""The phase of what follows a step's last mark; it is not there where nothing does."""
+"""The phase after a step's last mark; left out if nothing runs there."""
 
 CATEGORIES = (MATRIX_PRODUCT, ATTENTION, SOFTMAX, ELSE)
 
@@ -31,7 +31,7 @@ _KINDS = (
 
 
 def category(name: str) -> str | None:
-    """The kind of an operator or a kernel by its name; None where the name does not tell."""
+    """The category of an operator or a kernel by its name; None if the name does not tell."""
     return next((kind for kind, pattern in _KINDS if re.search(pattern, name, re.IGNORECASE)), None)
 
 
@@ -45,9 +45,9 @@ class Call:
     category: str
     phase: str
     module: str | None
-    """The range of the module in whose forward it ran, or whose backward it is."""
+    """The range of the module in whose forward or backward it ran."""
     start: float
-    """Seconds from the start of the step to that of its operator."""
+    """Seconds from the start of the step to the start of its operator."""
     seconds: float
 
 
@@ -69,32 +69,31 @@ class StepProfile:
     elapsed: dict[str, float]
     calls: list[Call]
 
-    def select(self, phases: Iterable[str] | None = None) -> list[Call]:
-        """The calls of those phases, or of all, in the order in which they started."""
-        wanted = set(self.elapsed if phases is None else phases)
-        return [call for call in self.calls if call.phase in wanted]
+    def select(self, phase: str) -> list[Call]:
+        """The phase's calls in the order in which they started."""
+        return [call for call in self.calls if call.phase == phase]
 
     def kernels(self, phase: str) -> list[Kernel]:
         """The kernels of that phase, the longest first."""
         groups: dict[tuple[str, str], list[float]] = defaultdict(list)
-        for call in self.select([phase]):
+        for call in self.select(phase):
             groups[call.name, call.category].append(call.seconds)
         total = sum(map(sum, groups.values()))
-        kernels = [Kernel(*key, len(each), sum(each), _share(sum(each), total)) for key, each in groups.items()]
+        kernels = [Kernel(*key, len(each), sum(each), sum(each) / (total or 1.0)) for key, each in groups.items()]
         return sorted(kernels, key=lambda kernel: -kernel.seconds)
 
     def inside(self, ending: str, phase: str) -> dict[str, list[Call]]:
-        """The phase's calls by module, of modules whose path has that ending, without those of their submodules."""
+        """The phase's calls by module, of modules whose path ends with `ending`, without those of their submodules."""
         found: dict[str, list[Call]] = defaultdict(list)
-        for call in self.select([phase]):
+        for call in self.select(phase):
             if call.module is not None and call.module.endswith(ending):
                 found[call.module].append(call)
         return dict(found)
 
-    def seconds(self, phases: Iterable[str] | None = None) -> dict[str, float]:
-        """Seconds of each category in those phases, or in all."""
+    def seconds(self, phase: str) -> dict[str, float]:
+        """The phase's seconds of each category."""
         sums = dict.fromkeys(CATEGORIES, 0.0)
-        for call in self.select(phases):
+        for call in self.select(phase):
             sums[call.category] += call.seconds
         return sums
 
@@ -102,18 +101,14 @@ class StepProfile:
         """By phase: seconds, calls, the categories' seconds, and the `top` kernels."""
         return {
             phase: {
-                "seconds": sum(call.seconds for call in self.select([phase])),
+                "seconds": sum(call.seconds for call in self.select(phase)),
                 "elapsed": elapsed,
-                "calls": len(self.select([phase])),
-                "categories": self.seconds([phase]),
+                "calls": len(self.select(phase)),
+                "categories": self.seconds(phase),
                 "top": [asdict(kernel) for kernel in self.kernels(phase)[:top]],
             }
             for phase, elapsed in self.elapsed.items()
         }
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
 
 
 def read_profile(
@@ -154,7 +149,7 @@ def read_profile(
 
 
 def _is_operator(event: FunctionEvent) -> bool:
-    """Whether it is an operator of the dispatcher (aten::mm) or a compiled graph; not a range, a node or a Python
+    """Whether it is an operator of the dispatcher (aten::mm) or a compiled graph: no range, node of autograd or Python
     function."""
     if event.is_user_annotation or event.name.startswith("autograd::"):
         return False
@@ -164,10 +159,10 @@ def _is_operator(event: FunctionEvent) -> bool:
 def _placed(
     events: list[FunctionEvent], modules: frozenset[str]
 ) -> Iterator[tuple[FunctionEvent, str | None, str | None]]:
-    """Each event with the module it ran for, and its category: its own, or fused attention's where that called it.
+    """Each event with its module and its category, which is attention inside fused attention.
 
-    A node of backward belongs to the module whose forward made it: the two have a sequence number and the forward's
-    thread in common. Several operators of forward may have seen a number; the last of them made the node.
+    A node of backward belongs to the module whose forward made it: both have the same sequence number, and the node
+    has the forward's thread. Several operators of forward may have that number; the last of them made the node.
     """
     module_of: dict[FunctionEvent | None, str | None] = {None: None}
     kind_of: dict[FunctionEvent | None, str | None] = {None: None}
@@ -178,7 +173,7 @@ def _placed(
             module = event.name if event.name in modules else module
         else:
             kind = category(event.name) or (ATTENTION if kind == ATTENTION else None)
-            if event.sequence_nr >= 0 and event.fwd_thread:  # a node of backward; others have no such thread
+            if event.sequence_nr >= 0 and event.fwd_thread:  # only a node of backward has a forward's thread
                 module = made.get((event.fwd_thread, event.sequence_nr), module)
             elif event.sequence_nr >= 0:
                 made[event.thread, event.sequence_nr] = module
@@ -187,7 +182,7 @@ def _placed(
 
 
 def _launched_by_no_operator(profiler: torch.profiler.profile) -> Iterator[tuple[str, float, float]]:
-    """(name, start, duration) in microseconds of the kernels that Python launched by itself, as compiled code does."""
+    """(name, start, duration) in microseconds of kernels launched without an operator, as compiled code does."""
     result: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
     for event in result.events():
         on_device = event.device_type() == DeviceType.CUDA and not event.is_user_annotation()

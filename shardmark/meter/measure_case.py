@@ -1,8 +1,8 @@
-"""The passes over a case: one under the memory meter, timed rounds of it and its peer, and those of the
-observers that the test asks for.
+"""The passes over a case: one under the memory meter, timed rounds of it and its peer, and those of the test's
+observers.
 
 Everything here runs on the ranks of a world, in the process that holds the device; a single-device case is a world of
-one. What comes back are plain numbers.
+one. The results are plain numbers.
 """
 
 from __future__ import annotations
@@ -36,32 +36,31 @@ from shardmark.verdict.budget import RANKS_ALIKE
 T = TypeVar("T")
 
 WARMUPS = 2
-"""Optimizer state comes with the first step, torch DDP's final buckets with the second."""
+"""The first step makes the optimizer's state, the second torch DDP's final buckets."""
 
 FIRST, SECOND, MEDIAN = "first", "second", "median"
-"""Steps whose peaks are metered one by one. Budgets judge the third, the steady-state step that all later ones
-repeat."""
+"""Steps whose peaks are metered one by one. Budgets judge the third, which all later steps repeat."""
 
 MOST_PASSES = 10
 """Multi-rank metering repeats at most this often; the smallest peak counts. On a busy machine every second pass of
 PyTorch's DDP is some bytes over."""
 
 PATIENCE = 50
-"""Rounds are added while a verdict is undecided, until all have taken this many times what they usually may: with its
-warm-ups a case takes a minute at most then."""
+"""Rounds are added while a verdict is undecided, for at most this many times their usual seconds: with its warm-ups a
+case then takes a minute at most."""
 
 LOOK = 1.25
-"""A verdict is looked for again whenever there are this many times as many."""
+"""The verdict is looked at again when the rounds have grown by this factor."""
 
 NEAR = 1.001
-"""A peak may be this many times its formula, as formulas leave out single values such as an optimizer's counters."""
+"""A peak may exceed its formula by this factor: formulas leave out single values, such as an optimizer's counters."""
 
 
 def measure(plan: Plan) -> Measured:
-    """Meter, time and observe on this rank. Every rank of the world must be in here together.
+    """Meter, time and observe on this rank. Every rank of the world must call it together.
 
-    A pass of the meter can overstate: on CUDA libraries take workspaces in the first, among ranks a backend's thread
-    may release a tensor unseen. So there are two on CUDA, and among ranks up to ten; the smallest counts.
+    A pass of the meter can overstate: on CUDA libraries take workspaces in the first pass, and among ranks a backend's
+    thread may release a tensor unseen. So there are two passes on CUDA, and up to ten among ranks; the smallest counts.
     """
     with nvtx_range(f"{plan.case} {plan.implementation}", plan.device), ExitStack() as observing:
         for observer in plan.observers:
@@ -92,9 +91,7 @@ def _meter_and_time(plan: Plan) -> Measured:
 
 
 def _overstated(plan: Plan, peak: int) -> bool:
-    """Whether, among ranks, one's peak is over the formula or the older one that it is compared with, or over another's
-    by more than they may differ.
-    """
+    """Whether a rank's peak exceeds the formula or the older row, or another rank's by more than they may differ."""
     if plan.world_size == 1 or plan.memory is None:
         return False
     least, most = -_largest(plan, -peak), _largest(plan, peak)
@@ -103,11 +100,11 @@ def _overstated(plan: Plan, peak: int) -> bool:
 
 
 Steady = Callable[[Callable[[Mark], None], Mark], None]
-"""Runs the steady-state step with those marks."""
+"""Runs a step with that mark: the steady-state step."""
 
 
 def meter_pass(plan: Plan, steady: Steady = lambda step, mark: step(mark)) -> tuple[Workload, Memory, float]:
-    """One pass under the meter, from nothing, so that every byte of the case is seen; and its first step's seconds."""
+    """One metered pass that starts from nothing, so that the meter sees every byte; and its first step's seconds."""
     release(plan.device)
     with meter(plan.device) as memory:
         workload = plan.workload(plan.implementation, plan.case, plan.device)
@@ -133,15 +130,16 @@ def meter_pass(plan: Plan, steady: Steady = lambda step, mark: step(mark)) -> tu
         steady(workload.step, lambda part: memory.mark(f"after_{part}"))
         memory.mark("after_step")
         memory.keep_peak(MEDIAN)
-    stages = memory.stages if len(memory.stages) > 1 else {}  # "warm-up" alone where the workload reports none
+    stages = memory.stages if len(memory.stages) > 1 else {}  # "warm-up" alone: the workload reports none
     figures = {each.name: getattr(memory, each.name) for each in fields(Memory)}
     return workload, Memory(**{**figures, "stages": stages}), first_step
 
 
 def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
-    """Rounds in which the implementation, its peer and its parts alone take turns, in random order.
+    """Rounds in which the implementation, its peer and its parts take turns in random order.
 
-    They are enough for a verdict, where one is asked for; while it is undecided, more are added of those two alone.
+    There are enough of them for a verdict, if one is asked for. While it is undecided, rounds of the implementation and
+    its peer are added.
     """
     steps: dict[str, tuple[Workload, Callable[[Mark], None]]] = {IMPLEMENTATION: (mine, mine.step)}
     for observer in plan.observers:
@@ -155,13 +153,13 @@ def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
         warm: dict[str, Laps] = {}
         for name, step in list(steps.items()):
             if name == IMPLEMENTATION and warmup == 0 and plan.rounds.warmups > 1:
-                continue  # it has made its first steps under the meter
+                continue  # it did its first steps under the meter
             try:
                 warm[name] = timed_step(plan, *step)
             except Unsupported:
                 if name != PEER:
                     raise
-                del steps[PEER]  # what the implementation takes, its peer may not
+                del steps[PEER]  # the peer need not support what the implementation does
         elapsed = _largest(plan, time.perf_counter() - warmup_began)
         if warmup > 0 and elapsed > plan.rounds.max_warmup_seconds:
             break
@@ -169,7 +167,7 @@ def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
     if plan.limits is not None and (plan.limits.seconds or PEER in steps):
         rounds = max(rounds, fewest_rounds(plan.limits.confidence))
 
-    # The same on each rank: one that begins earlier would wait for the others in its first collective.
+    # Equal on all ranks: one that began earlier would wait for the others in its first collective.
     ahead = {name: _largest(plan, host) if (host := warm[name].host) else 0.0 for name in steps}
     measured = Measured(mine.backend, memory, {name: [] for name in steps}, host=warm[IMPLEMENTATION].host)
     names = {IMPLEMENTATION: f"{plan.implementation} step", PEER: f"{plan.peer} step"}
@@ -190,8 +188,8 @@ def timed_rounds(plan: Plan, memory: Memory, mine: Workload) -> Measured:
 def rounds_while(
     undecided: Callable[[], bool], first: int, rounds: Rounds, largest: Callable[[float], float] = lambda own: own
 ) -> Iterator[int]:
-    """Numbers of rounds: the first ones, and then more while they leave something undecided, and have not taken too
-    long. `largest` is of the ranks' own seconds, so that all of them decide alike."""
+    """Numbers of rounds: `first` of them, then more while something is undecided and they have not taken too long.
+    `largest` returns the largest of the ranks' seconds, so that all ranks decide alike."""
     done, began = 0, time.perf_counter()
     while done < first:
         yield from range(done, first)
@@ -201,13 +199,13 @@ def rounds_while(
 
 
 def next_look(done: int, elapsed: float, rounds: Rounds) -> int:
-    """After how many rounds to look again; `done` where more would take too long."""
+    """The number of rounds at the next look; `done` if more would take too long."""
     affordable = math.floor(done * PATIENCE * rounds.max_seconds / elapsed) if elapsed > 0 else math.inf
     return max(done, int(min(math.ceil(done * LOOK), affordable)))
 
 
 def _undecided(plan: Plan, measured: Measured) -> bool:
-    """Whether the rounds so far leave a verdict open, by each round's slowest rank, so that all ranks say the same."""
+    """Whether the rounds so far leave a verdict open. Each round's slowest rank counts, so that all ranks agree."""
     if plan.limits is None:
         return False
     laps = [measured.laps[name] for name in (IMPLEMENTATION, PEER) if name in measured.laps]
@@ -216,13 +214,13 @@ def _undecided(plan: Plan, measured: Measured) -> bool:
 
 
 def timed_steps(plan: Plan, count: int) -> list[Laps]:
-    """The first `count` steps of a new workload, each timed: what warm-ups would hide is in them."""
+    """Time the first `count` steps of a new workload, including what warm-ups would hide."""
     workload = plan.workload(plan.implementation, plan.case, plan.device)
     return [timed_step(plan, workload, workload.step) for _ in range(count)]
 
 
 def warmed_up(plan: Plan, count: int = WARMUPS) -> Any:
-    """A new workload that has done so many steps."""
+    """A new workload that has done `count` steps."""
     workload = plan.workload(plan.implementation, plan.case, plan.device)
     for _ in range(count):
         workload.prepare()
@@ -231,9 +229,9 @@ def warmed_up(plan: Plan, count: int = WARMUPS) -> Any:
 
 
 def blocks_at_peak(plan: Plan, warmups: int = WARMUPS) -> list[Held]:
-    """The tensors live at the peak of the step after so many, on this rank, largest first. Every rank runs it together.
+    """This rank's tensors at the peak of the step after the warm-ups, largest first. Every rank must call it together.
 
-    A pass of its own for when a budget has failed, as following Python's frames takes long.
+    It is a pass of its own, for a failed budget: recording Python's frames takes long.
     """
     release(plan.device)
     with workers_free_first(plan.device), recording(plan.device, lines=True) as recorded:
@@ -247,23 +245,23 @@ def blocks_at_peak(plan: Plan, warmups: int = WARMUPS) -> list[Held]:
 
 
 def shuffled(names: Sequence[T], coin: random.Random | None = None) -> list[T]:
-    """The steps of a round in random order, so that nothing that the machine does favours one of them."""
+    """The names in random order, so that nothing that the machine does favours one of them."""
     return (coin or random.SystemRandom()).sample(names, len(names))
 
 
 def timed_step(plan: Plan, workload: Workload, step: Callable[[Mark], None], ahead: float = 0.0) -> Laps:
-    """What one step takes on this rank, which begins it together with the others; see `Stopwatch` for `ahead`."""
+    """Time one step on this rank; all ranks begin it together. See `Stopwatch` for `ahead`."""
     workload.prepare()
     watch = Stopwatch(plan.device, ahead)
     if plan.world_size > 1:
-        dist.barrier()  # the ranks begin together
+        dist.barrier()
     watch.start()
     step(watch.mark)
     return watch.stop()
 
 
 def _largest(plan: Plan, values: T) -> T:
-    """The largest of the ranks' values, so that all of them decide alike: of a number, or of each in lists of them."""
+    """The largest of the ranks' values, so that all of them decide alike: of a number, or of each number in lists."""
     if plan.world_size == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.float64, device=plan.device)
@@ -272,7 +270,7 @@ def _largest(plan: Plan, values: T) -> T:
 
 
 def metered_peak(workload: type[Workload], implementation: Implementation, case: Any, device: str) -> int:
-    """Bytes of tensors at the peak of one step; on CUDA the smaller of two: libraries take workspaces in the first."""
+    """Bytes of tensors at the peak of a step; on CUDA the smaller of two, as libraries take workspaces in the first."""
     peaks = []
     for _ in range(2 if device == "cuda" else 1):
         release(device)

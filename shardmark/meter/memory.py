@@ -10,11 +10,11 @@
     memory.tensors    # 8000
     memory.workspace  # Workspace(nbytes=0, operator="")
 
-A peak has two parts: tensors, what the technique allocates, the same on every machine; and workspace, what a library
-takes inside one operator and gives back before it returns (`shardmark.meter.recording`); it depends on the processor.
+A peak has two parts. Tensors are what the technique allocates, equal on every machine. Workspace is what a library
+allocates inside one operator and frees before it returns (`shardmark.meter.recording`); it depends on the processor.
 
 On CPU the profiler reports every allocation and release of PyTorch's allocator, so the figures are exact to the byte;
-what a library allocates for itself (Gloo's scratch space, say) is not seen.
+what a library allocates for itself, such as Gloo's scratch space, is not seen.
 On CUDA they are the bytes requested from the caching allocator, before it rounds them up.
 """
 
@@ -33,15 +33,15 @@ import torch
 from shardmark.api.workload import stage_listeners
 from shardmark.meter.allocations import ALLOCATOR, Allocated, Event, Marked, Released
 from shardmark.meter.gloo_workers import workers_free_first
-from shardmark.meter.recording import Recording, mark
+from shardmark.meter.recording import mark, recording
 
 PHASE, PEAK, STAGE, RESET = "phase ", "peak of ", "stage ", "reset"
-"""What the meter's marks of a phase, of a step's peak, of a stage, and of a new beginning of the peak begin with."""
+"""Prefixes of the meter's marks: the end of a phase, a step's peak, the end of a stage, a reset of the peak."""
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """The most bytes that one operator took and freed before it returned, and that operator."""
+    """The most bytes that one operator allocated and freed before it returned, and that operator."""
 
     nbytes: int = 0
     operator: str = ""
@@ -63,35 +63,35 @@ class Memory:
 
     phases: dict[str, int] = field(default_factory=dict)
     peak: int = 0
-    """The most there was at once, tensors and workspace together."""
+    """The most live at once, tensors and workspace together."""
     tensors: int = 0
-    """The most there was at once of tensors alone: what formulas speak of."""
+    """The most live at once of tensors alone, which formulas give."""
     workspace: Workspace = Workspace()
     peaks: dict[str, int] = field(default_factory=dict)
     """The peak of tensors in each of the first steps, by name."""
     stages: dict[str, Stage] = field(default_factory=dict)
-    """Of making the workload and warming it up, as it reports them."""
+    """Stages that the workload reports while it is made and warmed up."""
     allocated: int = 0
-    """The most that the caching allocator's blocks had at once in the steady-state step, rounded up."""
+    """CUDA alone: the most bytes of the caching allocator's blocks, rounded up, in the steady-state step."""
     reserved: int = 0
-    """The most that the caching allocator had from the device. Both are CUDA's alone."""
+    """CUDA alone: the most bytes that the caching allocator took from the device."""
 
 
 class Meter(Memory):
-    """A running meter; its figures are filled in when its `with` block ends."""
+    """A running meter. Its figures are there when its `with` block has ended."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self._recording = Recording(device)
+        self._device = device
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Meter what the block does."""
-        with workers_free_first(self._recording.device), self._recording.running():
+        with workers_free_first(self._device), recording(self._device) as self._recorded:
             yield
 
     def mark(self, phase: str) -> None:
-        """The bytes live now belong to `phase`."""
+        """`phase` ends here."""
         mark(PHASE + phase)
 
     def reset_peak(self) -> None:
@@ -108,7 +108,7 @@ class Meter(Memory):
 
     def read(self) -> None:
         """Fill in the figures from the recording."""
-        self.follow(self._recording.replay())
+        self.follow(self._recorded.replay())
 
     def follow(self, events: list[Event]) -> None:
         """Fill in the figures from the events."""
@@ -129,7 +129,7 @@ class Meter(Memory):
 
 
 class _Live:
-    """Bytes live as a recording is replayed, and the most there was since it began and since the peak was reset."""
+    """Bytes live while a recording is replayed, and the most since its start and since the last reset."""
 
     def __init__(self) -> None:
         self.total = self.tensors = self.most = 0
@@ -171,15 +171,15 @@ def meter(device: str) -> Iterator[Meter]:
 
 
 class _CudaMeter(Meter):
-    """The caching allocator's own statistics give phases, stages and the peak on CUDA: a block that a side stream
-    still reads is live there, and freed already in a recording."""
+    """Takes phases, stages and the peak from the statistics of CUDA's caching allocator. There a block that a side
+    stream still reads is live; in a recording it is freed."""
 
     def _live(self, which: str = "current") -> int:
         return torch.cuda.memory_stats().get(f"requested_bytes.all.{which}", 0)  # empty until the first allocation
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        with super().running():  # which first has libraries give back what they kept from before
+        with super().running():  # first of all, libraries free what they kept
             torch.cuda.synchronize()
             self._base = self._live()
             torch.cuda.reset_peak_memory_stats()
@@ -209,15 +209,15 @@ METERS = {"cpu": Meter, "cuda": _CudaMeter}
 
 
 def release(device: str) -> None:
-    """Free garbage, and on CUDA the caching allocator's free blocks: other ranks and cases need the room."""
+    """Free garbage, and on CUDA the caching allocator's free blocks, for other ranks and cases."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
 
 
 FRAGMENTED = 0.06
-"""The share of what is free on a GPU that tensors do not fill: the caching allocator rounds blocks up, to 512 bytes and
-large ones to 2 MiB, and leaves gaps between them."""
+"""The share of a GPU's free memory that tensors cannot fill: the caching allocator rounds blocks up to 512 bytes, or
+2 MiB if large, and leaves gaps between them."""
 
 
 def available_bytes(device: str) -> int:
@@ -231,7 +231,7 @@ def available_bytes(device: str) -> int:
 
 
 def _cgroup_room() -> Iterator[int]:
-    """Bytes left under the control group's limit, where a container has one (cgroup v2)."""
+    """Bytes left under the container's limit, if it has one (cgroup v2)."""
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text().strip()
@@ -244,7 +244,7 @@ def _cgroup_room() -> Iterator[int]:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether `error` says that memory ran out, on CUDA or on CPU (where it is a plain RuntimeError)."""
+    """Whether `error` says that memory ran out, on CUDA or on CPU (a RuntimeError there)."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

@@ -21,7 +21,7 @@ from shardmark.meter.allocations import Allocated, Block, Event, Marked, Release
 from shardmark.text import layout, mib
 
 SHOWN = 12
-"""Lines of each list; the smaller rest is one line more."""
+"""Most lines of each list; the rest is one more line."""
 
 STEP = "the metered step"
 """The mark at which the metered step begins: the peak counts from there."""
@@ -36,8 +36,8 @@ class Held:
     operator: str
     module: str
     line: str
-    """In the innermost file that is neither PyTorch's nor this plugin's: where it calls the operator, or where the
-    function that calls it begins."""
+    """The line in the innermost file that is neither PyTorch's nor this plugin's: the operator's call, or the beginning
+    of the function that calls it."""
 
 
 def held_at_peak(events: Sequence[Event]) -> list[Held]:
@@ -68,9 +68,9 @@ def held_at_peak(events: Sequence[Event]) -> list[Held]:
 
 
 def excess_lines(formula: int, found: Sequence[Held]) -> Iterator[str]:
-    """Both lists, in MiB; the formula's alone where nothing was found. A formula without named terms is one line.
+    """Both lists, in MiB; the formula's alone if nothing was found. A formula without named terms is one line.
 
-    Of a prediction, which has the same operators, modules and lines, what holds more than predicted.
+    A prediction has operators, modules and lines itself: there the lines are what holds more than predicted.
     """
     if found and (predicted := getattr(formula, "held", None)):
         yield from _lines_beyond(predicted(), found)
@@ -123,8 +123,9 @@ def _origin(held: Held) -> tuple[str, str, str]:
 
 
 def _by_origin(held: Sequence[Held], both: Collection[tuple[str, str, str]]) -> dict[tuple[str, str, str], Held]:
-    """An operator that Python's syntax calls may have its own line on one side, and on the other that of its function:
-    origins that one side alone has are one for each operator and module, with the largest one's line.
+    """Blocks by origin. Origins of one side alone are merged by operator and module, with the largest one's line.
+
+    An operator that Python's syntax calls may have its own line on one side, and its function's line on the other.
     """
     merged: dict[tuple[str, str, str], Held] = {}
     for each in held:

@@ -22,13 +22,13 @@ IMPLEMENTATION, PEER, COMPUTE, COMMUNICATION = "implementation", "peer", "comput
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often to measure, in the terms of pytest-benchmark's options."""
+    """How often to measure, in terms of pytest-benchmark's options."""
 
     minimum: int = 5
     maximum: int = 100
     max_seconds: float = 1.0
-    """Rounds go on past the minimum until the implementation's own steps took this long; and while a verdict is
-    undecided, for many times as long (`shardmark.meter.measure_case.PATIENCE`)."""
+    """Rounds go on past the minimum until the implementation's steps took this long; while a verdict is undecided, many
+    times as long (`shardmark.meter.measure_case.PATIENCE`)."""
     warmups: int = 1
     max_warmup_seconds: float = math.inf
     disable_gc: bool = False
@@ -41,7 +41,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Identity:
-    """The part of a row that is known before anything is measured."""
+    """What is known of a row before anything is measured."""
 
     family: str
     implementation: str
@@ -64,16 +64,16 @@ class Plan:
     world_size: int
     rounds: Rounds = Rounds()
     memory: MemoryBudget | None = None
-    """What tensors at the peak are held to."""
+    """The budget of tensors at the peak."""
     tensors_before: int | None = None
-    """Bytes of them in the older row that this one is compared with, if there is one."""
+    """Bytes of tensors at the peak in the older row that this one is compared with."""
     limits: Limits | None = None
-    """What the rounds are to decide."""
+    """The limits that the rounds must decide."""
     observers: tuple[type[RankObserver], ...] = ()
     coin: int = 0
-    """What decides in which order the steps of each round are taken, the same on all ranks."""
+    """Seed of the order of steps in each round, equal on all ranks."""
     trace: Path | None = None
-    """Where the Chrome trace and the memory snapshot go, but for the rank and the ending."""
+    """The path of the Chrome trace and the memory snapshot, without the rank and the suffix."""
 
     @property
     def identity(self) -> Identity:
@@ -82,11 +82,11 @@ class Plan:
 
 
 class RankObserver:
-    """The part of an observer that runs on ranks. Only the class travels there: what an instance was made with is for
-    the row, which is filled where pytest runs (`shardmark.rows.observers`).
+    """The part of an observer that runs on ranks. Only the class is sent to them. An instance's attributes are for the
+    row, which is filled in pytest's process (`shardmark.rows.observers`).
 
-    `needs` names methods that the workload must have; `timed` names those of them that are timed in the same rounds as
-    the step.
+    `needs` names methods that the workload must have. `timed` has those that are timed in the same rounds as the step,
+    by the names of their laps.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
@@ -103,7 +103,7 @@ class RankObserver:
 
     @classmethod
     def on_rank(cls, plan: Plan, measured: Measured) -> Any:
-        """The observer's own pass, after the timed rounds; what it returns becomes `measured.observed[cls]`."""
+        """The observer's own pass, after the timed rounds. The result becomes `measured.observed[cls]`."""
 
 
 @dataclass
@@ -114,18 +114,18 @@ class Measured:
     memory: Memory
     laps: dict[str, list[Laps]] = field(default_factory=dict)
     first_step: float | None = None
-    """Seconds of the first step, under the memory meter, which adds little where that step compiles."""
+    """Seconds of the first step, under the memory meter, which adds little if the step compiles."""
     host: float | None = None
-    """Seconds that its host took to launch the last warm-up, on CUDA: in rounds it may wait for the device."""
+    """On CUDA, the host's seconds to launch the last warm-up; in rounds it may wait for the device."""
     waited: float = 0.0
-    """The share of the timed rounds for which its threads were ready to run and had no core."""
+    """Share of the timed rounds for which this rank's threads were ready to run and had no core."""
     counters: Counters | None = None
-    """Of one more step, after all rounds."""
+    """Counts of one more step, after all rounds."""
     observed: dict[type[RankObserver], Any] = field(default_factory=dict)
-    """What each observer's own pass found on this rank."""
+    """Results of the observers' own passes on this rank."""
 
     @classmethod
     def once(cls, backend: str, memory: Memory, laps: list[Laps]) -> Measured:
-        """Measurements of something that is done once: bytes after each stage and at the peak, and times."""
+        """Measurements of something done once: bytes after each stage and at the peak, and times."""
         reported = Memory(peak=memory.peak, tensors=memory.tensors, workspace=memory.workspace, stages=memory.stages)
         return cls(backend, reported, {IMPLEMENTATION: laps})

@@ -20,15 +20,15 @@ import torch.distributed as dist
 from shardmark.api.requirements import requires_compiler
 
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-"""Variables that say where the compiler keeps its files."""
+"""Environment variables of the folders of compiler files."""
 
 
 @contextmanager
 def cold_compiler(device: str) -> Iterator[None]:
     """Code in the block compiles from nothing: Dynamo forgets what it compiled, and the compiler's folder is empty.
 
-    Loading the compiler itself comes first and takes seconds, once in a process. The ranks of a host share the folder,
-    as they share the usual one in other runs. Every rank calls this.
+    The compiler itself is loaded first, which takes seconds once in a process. The ranks of a host share the folder, as
+    they share the usual one. Every rank calls this.
     """
     from torch._inductor.utils import fresh_cache
 
@@ -54,7 +54,7 @@ def _shared_files() -> Iterator[None]:
 
 
 def has_compiled() -> bool:
-    """Whether anything was compiled since the compiler was made cold."""
+    """Whether anything was compiled since `cold_compiler` began."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
@@ -62,4 +62,4 @@ def has_compiled() -> bool:
 def _load_compiler(device: str) -> None:
     requires_compiler(device)  # which compiles
     gc.collect()
-    gc.freeze()  # it stays: to look through all of it takes each collection a quarter of a second
+    gc.freeze()  # the compiler stays, and each collection would take a quarter of a second to look through it

@@ -4,9 +4,9 @@
         ...
     for event in recorded.replay(): ...
 
-A block is workspace if one of PyTorch's operators took it and gave it back before it returned: oneDNN's accumulators, a
-fused kernel's tiles. So is what cuBLAS took within one and keeps. How much that is depends on the processor and on the
-library. All other blocks are tensors.
+A block is workspace if one of PyTorch's operators allocated it and freed it before it returned: oneDNN's accumulators,
+a fused kernel's tiles. So is what cuBLAS allocates within an operator and keeps. Its size depends on the processor and
+the library. All other blocks are tensors.
 
 The profiler does not report a release by another thread than the one that allocated. Two rules find these releases. A
 block is gone once a new one is given out at its address. What a functional collective takes for itself, as Gloo copies
@@ -16,10 +16,10 @@ what it reduces to scatter, is gone once its result has been waited for.
 from __future__ import annotations
 
 import gc
-import os
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from unittest.mock import patch
 
@@ -31,9 +31,7 @@ from torch.autograd.profiler import profile, record_function
 from shardmark.meter.allocations import END, MARK, WAITED, Event, replayed
 
 _HISTORY = 10_000_000
-"""Allocations and releases that the CUDA allocator remembers for a recording: more than any has."""
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints two lines at every use
+"""Allocations and releases that the CUDA allocator remembers for a recording; no recording has more."""
 
 
 def mark(name: str) -> None:
@@ -47,32 +45,23 @@ def mark_waited(result: torch.Tensor) -> None:
     mark(f"{WAITED}{result.data_ptr()}")
 
 
+@dataclass
 class Recording:
-    """What `recording` has recorded, once it has ended."""
+    """A recording, to be replayed once it has ended."""
 
-    def __init__(self, device: str, lines: bool = False) -> None:
-        self.device = device
-        self._profile = profile(profile_memory=True, with_stack=lines)
-        self.modules: dict[int, str] = {}
-        """Module names by `id`, used where lines are recorded; otherwise the profiler's ranges name the modules."""
-        self.requested: dict[int, deque[int]] = {}
-        """Bytes requested at each address, in order; blocks at other addresses have the size that the profiler saw."""
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Record the block."""
-        have_libraries_give_back(self.device)  # or a later recording would not see what an earlier one had them take
-        with self._profile, _requests_remembered(self.device) as self.requested:
-            yield
-            mark(END)
-            have_libraries_give_back(self.device)
+    device: str
+    profiler: profile
+    modules: dict[int, str] = field(default_factory=dict)
+    """Module names by `id`, used where lines are recorded; otherwise the profiler's ranges name the modules."""
+    requested: dict[int, deque[int]] = field(default_factory=dict)
+    """Bytes requested at each address, in order; blocks at other addresses have the size that the profiler saw."""
 
     def replay(self) -> list[Event]:
         """Every allocation, release and mark on the device, in order."""
-        assert self._profile.kineto_results is not None, "the recording has not ended"
-        roots = self._profile.kineto_results.experimental_event_tree()
+        assert self.profiler.kineto_results is not None, "the recording has not ended"
+        roots = self.profiler.kineto_results.experimental_event_tree()
         requested = {address: deque(sizes) for address, sizes in self.requested.items()}
-        with no_gc():  # or it walks all of what is made here, again and again
+        with no_gc():  # a collection would walk all events, again and again
             return replayed(roots, self.device, requested, self.modules)
 
 
@@ -99,10 +88,13 @@ def no_gc() -> Iterator[None]:
 
 @contextmanager
 def recording(device: str, lines: bool = False) -> Iterator[Recording]:
-    """Record every allocation on `device` ("cpu" or "cuda"); with `lines` also the Python line, which is slow."""
-    recorded = Recording(device, lines)
-    with recorded.running():
+    """Record every allocation on `device` ("cpu" or "cuda"); with `lines` also its Python line, which is slow."""
+    recorded = Recording(device, profile(profile_memory=True, with_stack=lines))
+    have_libraries_give_back(device)  # or a later recording would not see what an earlier one had them take
+    with recorded.profiler, _requests_remembered(device) as recorded.requested:
         yield recorded
+        mark(END)
+        have_libraries_give_back(device)
 
 
 def have_libraries_give_back(device: str) -> None:
@@ -113,8 +105,8 @@ def have_libraries_give_back(device: str) -> None:
 
 @contextmanager
 def _requests_remembered(device: str) -> Iterator[dict[int, deque[int]]]:
-    """Bytes requested of the CUDA allocator at each address, in order, complete once the block has ended; the profiler
-    sees them rounded up. Empty on CPU, where nothing is rounded."""
+    """Bytes requested of the CUDA allocator at each address, in order, filled in when the block ends. The profiler sees
+    them rounded up. Empty on CPU, where nothing is rounded."""
     requested: dict[int, deque[int]] = defaultdict(deque)
     if device != "cuda":
         yield requested

@@ -1,7 +1,7 @@
-"""The roofline: this machine's measured rates, and so the least time that work can take; and its published peak.
+"""The roofline: this machine's measured rates, the least time that work takes at them, and its published peak.
 
-The two rates are measured here, in the run itself, with the plainest code that reaches them: one large matrix product
-and one large copy (Williams, Waterman, Patterson, "Roofline", CACM 2009).
+Both rates are measured in the run itself, with the simplest code that reaches them: one large matrix product and one
+large copy (Williams, Waterman, Patterson, "Roofline", CACM 2009).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Roofline:
     """FLOP/s and bytes/s of the whole machine on CPU, of one device on CUDA."""
 
     flops_per_second: float
-    """As measured. Where no peak is published, in a narrower dtype than float32 that of float32 if it is larger: a
-    machine without fast arithmetic in the dtype, as a CPU in float16, may convert, and is not to reach over 100%."""
+    """As measured. Without a published peak, the rate of a dtype narrower than float32 is at least that of float32: a
+    machine without fast arithmetic in the dtype, such as a CPU in float16, may convert and must not exceed 100%."""
     bytes_per_second: float
     peak_flops_per_second: float
     """What MFU is a fraction of: the chip's published dense peak where it is known, else `flops_per_second`."""
 
     def seconds(self, work: Work) -> float:
-        """The least seconds that the work takes: the slower of arithmetic and memory traffic."""
+        """The least seconds of the work: the larger of arithmetic's and of memory traffic's."""
         return max(work.flops / self.flops_per_second, work.bytes_moved / self.bytes_per_second)
 
 
@@ -52,14 +52,13 @@ PEAK_FLOPS = {
     "L40": {"float16": 181.05e12, "bfloat16": 181.05e12, "tf32": 90.5e12, "float32": 90.5e12},
     "L4": {"float16": 121e12, "bfloat16": 121e12, "tf32": 60e12, "float32": 30.3e12},
 }
-"""Dense FLOP/s on the makers' data sheets, by words of the device's name; the first that are in it count."""
+"""Dense FLOP/s on the makers' data sheets, by words of the device's name; the first match counts."""
 
 
 def published_peak(name: str, dtype: torch.dtype) -> float | None:
-    """The published dense FLOP/s of the device of that name, None where the table does not have it, or only a part of
-    the device is ours (MIG).
+    """The published dense FLOP/s of the device of that name. None for an unknown device, and for a part of one (MIG).
 
-    Matrix products in float32 count as tf32 where `torch.set_float32_matmul_precision` lets them be.
+    Matrix products in float32 count as tf32 if `torch.set_float32_matmul_precision` allows it.
     """
     for part, flops in PEAK_FLOPS.items():
         if re.search(rf"\b{part}\b", name) and "MIG" not in name:
@@ -69,7 +68,7 @@ def published_peak(name: str, dtype: torch.dtype) -> float | None:
 
 
 ENOUGH = 1.0
-"""Seconds of repetitions after which another one would show nothing new."""
+"""No repetition starts after this many seconds, if there are two."""
 
 
 def measure_roofline(device: str, dtype: torch.dtype) -> Roofline:
@@ -80,7 +79,7 @@ def measure_roofline(device: str, dtype: torch.dtype) -> Roofline:
 
 
 def _rates(device: str, dtype: torch.dtype) -> Roofline:
-    # Large enough on CUDA that launching, a few microseconds, is nothing beside it.
+    # On CUDA it is so large that the few microseconds of a launch do not count.
     source = torch.empty(2**31 if device == "cuda" else 2**25, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
     copy = _fastest(device, lambda: target.copy_(source))
@@ -92,10 +91,10 @@ def _rates(device: str, dtype: torch.dtype) -> Roofline:
 
 
 def attainable_flops(device: str, dtype: torch.dtype) -> float:
-    """FLOP/s that nothing in `dtype` exceeds on `device`: of products in it and in float32, to which it may convert.
+    """FLOP/s that nothing in `dtype` exceeds on `device`: of products in it, or in float32, to which it may convert.
 
-    On CPU by the CPU seconds of one thread, for each of our threads: other processes that take the cores make a product
-    last longer, and its CPU seconds no longer.
+    On CPU they are at least one thread's, by its CPU seconds, times our threads: processes that take the cores lengthen
+    a product, but not its CPU seconds.
     """
     rates = max(_products_rate(device, each) for each in {dtype, torch.float32})
     if device == "cpu":
@@ -118,7 +117,7 @@ def _seconds(device: str, function: Callable[[], object]) -> float:
 
 
 def _cpu_seconds(device: str, function: Callable[[], object]) -> float:
-    """Of this thread."""
+    """CPU seconds of this thread."""
     start = time.thread_time()
     function()
     return time.thread_time() - start
@@ -136,7 +135,7 @@ def _products_rate(device: str, dtype: torch.dtype, timer: Timer = _seconds) -> 
 
 
 def _fastest(device: str, function: Callable[[], object], timer: Timer = _seconds) -> float:
-    """Seconds of the best of five runs; of fewer where one takes long, as half precision does on a CPU without it."""
+    """Seconds of the best of five runs, or of fewer slow ones, such as half precision on a CPU without it."""
     repetitions: list[float] = []
     while len(repetitions) < 5 and (len(repetitions) < 2 or sum(repetitions) < ENOUGH):
         repetitions.append(timer(device, function))

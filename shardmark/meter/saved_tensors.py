@@ -18,7 +18,7 @@ from shardmark.meter.trace import modules_of
 
 
 class _ForwardEndedError(Exception):
-    """The step has marked the end of its forward."""
+    """The step has marked the end of forward."""
 
 
 class _Saved:
@@ -29,17 +29,17 @@ class _Saved:
 
 
 def saved_bytes(workload: Workload) -> int | None:
-    """Bytes that autograd keeps where forward has ended: where the step marks "forward", or backward first asks.
+    """Bytes that autograd keeps at the end of forward: at the mark "forward", or when backward first asks for a tensor.
 
-    Backward is left out where that can be: hooks hand it the tensor that a parameter was when it was saved, in whose
-    place FSDP may have put another one.
+    After the mark backward does not run. Under hooks it would get the tensor that a parameter had when it was saved,
+    though FSDP may have replaced it.
     """
     own = [StorageWeakRef(storage) for tensor in _own_tensors(workload) for storage in _storages(tensor)]
     packed: list[weakref.ref[_Saved]] = []
     found: list[int] = []
 
     def pack(tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor.detach())  # or what a node saves of its own output would keep the node
+        saved = _Saved(tensor.detach())  # a node that saves its own output would keep itself alive
         packed.append(weakref.ref(saved))
         return saved
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from shardmark.meter.allocations import ALLOCATOR, Allocated, Block, Event, Marked, Released
-from shardmark.meter.recording import Recording, mark
+from shardmark.meter.recording import Recording, mark, recording
 
 ACTIVATIONS, TEMPORARIES, INPUTS, WORKSPACE = "activations", "temporaries", "inputs and buffers", "workspace"
 KINDS = ("parameters", "gradients", "optimizer state", INPUTS, ACTIVATIONS, TEMPORARIES, WORKSPACE)
@@ -34,48 +34,42 @@ Bytes = dict[str, int]
 class Timeline:
     """One step's memory, in bytes by kind.
 
-    Blocks that the caller named are of that kind for as long as they live. Of the others, those live before the step
-    are inputs and buffers; those that forward made and that outlive it, activations; what an operator took and gave
-    back, workspace (see `shardmark.meter.recording`); the rest, temporaries.
+    Each block has one kind for its whole life: the kind that the caller named, if any. Of the others, those live before
+    the step are inputs and buffers. Those that forward allocates and that outlive it are activations. Those that an
+    operator allocates and frees are workspace (`shardmark.meter.recording`). The rest are temporaries.
     """
 
     phases: dict[str, Bytes] = field(default_factory=dict)
-    """Live at each mark from "before_step" on, and at "peak"."""
+    """Bytes live at each mark from "before_step" on, and at "peak"."""
     curve: list[Bytes] = field(default_factory=list)
-    """From "before_step" on, at most 200 moments, each the largest of those it stands for."""
+    """At most 200 moments from "before_step" on, each the largest of the moments that it stands for."""
     activations: list[Block] = field(default_factory=list)
     """What forward keeps for backward."""
     largest: list[Block] = field(default_factory=list)
-    """The ten largest blocks live at the peak, but for those of parameters, their gradients and optimizer state."""
+    """The ten largest blocks live at the peak, without parameters, gradients and optimizer state."""
 
 
 class Recorder:
     """A running recording. Call `read` once it has ended."""
 
-    def __init__(self, device: str) -> None:
-        self._recording = Recording(device)
+    def __init__(self, recorded: Recording) -> None:
+        self._recorded = recorded
         self._labels: list[dict[int, str]] = []
 
     def mark(self, name: str, kinds: Mapping[str, Iterable[Tensor]] | None = None) -> None:
-        """A phase called `name` ends here; `kinds` are the live tensors of each kind."""
+        """A phase called `name` ends here; `kinds` names live tensors by kind."""
         items = (kinds or {}).items()
         self._labels.append({x.untyped_storage().data_ptr(): kind for kind, tensors in items for x in tensors})
         mark(name)
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the block."""
-        with self._recording.running():
-            yield
-
     def read(self) -> Timeline:
         """The step between the marks "before_step" and the last."""
-        replayed = self._recording.replay()
+        replayed = self._recorded.replay()
         events = [each for each in replayed if not (isinstance(each, Marked) and each.name.startswith(ALLOCATOR))]
         self._give_kinds(events)
         result = Timeline()
         totals: Bytes = Counter()
-        live: dict[Block, None] = {}  # in the order they came
+        live: dict[Block, None] = {}  # in order of allocation
         began, moments = False, []
         at_peak: Bytes = {}
         for event in events:
@@ -134,7 +128,7 @@ def _give(blocks: Iterable[Block], kind: str) -> None:
 
 
 def _thinned(moments: list[Bytes], most: int) -> list[Bytes]:
-    """At most `most` moments, in order: the largest of each stretch."""
+    """At most `most` moments in order, the largest of each stretch."""
     stretch = -(-len(moments) // most) or 1
     return [
         max(moments[i : i + stretch], key=lambda moment: sum(moment.values())) for i in range(0, len(moments), stretch)
@@ -144,13 +138,12 @@ def _thinned(moments: list[Bytes], most: int) -> list[Bytes]:
 @contextmanager
 def timeline(device: str) -> Iterator[Recorder]:
     """Record what the block allocates on `device` ("cpu" or "cuda")."""
-    recorder = Recorder(device)
-    with recorder.recording():
-        yield recorder
+    with recording(device) as recorded:
+        yield Recorder(recorded)
 
 
 def by_layer_and_operator(blocks: Iterable[Block]) -> dict[tuple[str, str], int]:
-    """Bytes by module, layers of a kind together ("blocks.*.attention"), and operator; the largest first."""
+    """Bytes by module and operator, largest first. Layers of a kind are one module: "blocks.*.attention"."""
     sums: dict[tuple[str, str], int] = defaultdict(int)
     for block in blocks:
         sums[re.sub(r"\.\d+(?=\.|$)", ".*", block.module), block.operator] += block.nbytes

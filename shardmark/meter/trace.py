@@ -6,8 +6,8 @@
     profile = profile_step(workload, "cpu", trace=Path("step.json"))
     profile.kernels("backward")                     # what ran in that phase, the longest first
 
-The profiler slows the host, so what it shows is where time goes, in shares; how long a step takes is the stopwatch's to
-say. A memory snapshot is CUDA's alone: there is none on CPU.
+The profiler slows the host: it shows the shares of a step's time, while the stopwatch measures how long a step takes.
+Memory snapshots exist only on CUDA.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ from shardmark.meter.kernels import REST, StepProfile, read_profile
 if TYPE_CHECKING:
     from shardmark.api.workload import Workload
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints two lines at every use
-
 ACTIVITIES = {"cpu": [ProfilerActivity.CPU], "cuda": [ProfilerActivity.CPU, ProfilerActivity.CUDA]}
 
 HISTORY = 100_000
-"""Allocations and releases that a memory snapshot keeps at most, the last ones: each is a few KB of the file."""
+"""Most allocations and releases in a memory snapshot, which keeps the last ones: each is a few KB of the file."""
 
 
 @contextmanager
@@ -62,8 +60,8 @@ def named_range(name: str) -> Iterator[None]:
 def module_ranges(module: nn.Module) -> Iterator[frozenset[str]]:
     """Give every submodule's forward a range named by its dotted path, and `module`'s own by its class.
 
-    A module that several share is named by the path below the one that called it. What is inside a compiled module is
-    left alone, as it does not run module by module. Yields the names there can be; afterwards no hook is left.
+    A shared module is named by the path below the module that called it. Modules inside a compiled module have no
+    ranges, as they do not run one by one. Yields all names that ranges may have; afterwards no hook is left.
     """
     paths: dict[nn.Module, list[str]] = defaultdict(list)
     _collect(module, "", paths)
@@ -78,18 +76,18 @@ def module_ranges(module: nn.Module) -> Iterator[frozenset[str]]:
         running.append((called, path, open_range))
 
     def leave(called: nn.Module, args: Any, output: Any) -> None:
-        if running and running[-1][0] is called:  # or another's hook raised before ours could enter
+        if running and running[-1][0] is called:  # another hook may have raised before ours could enter
             running.pop()[2].close()
 
     with ExitStack() as hooks:
         for submodule in paths:
-            # Outermost of all hooks, so that what others do (gathering parameters, say) is in the range.
+            # The outermost hooks, so that the range holds what others do, such as gathering parameters.
             hooks.callback(submodule.register_forward_pre_hook(enter, prepend=True).remove)
             hooks.callback(submodule.register_forward_hook(leave, always_call=True).remove)
         try:
             yield frozenset(_name(path, submodule) for submodule, own in paths.items() for path in own)
         finally:
-            while running:  # left open by what is no Exception: Ctrl-C
+            while running:  # Ctrl-C is no Exception, and leaves ranges open
                 running.pop()[2].close()
 
 
@@ -106,11 +104,11 @@ def _name(path: str, module: nn.Module) -> str:
 
 
 def profile_step(workload: Workload, device: str, *, trace: Path | None = None) -> StepProfile:
-    """Profile one step, after one that is not: that one names the parts, which become ranges from mark to mark.
+    """Profile a step. A step before it names the parts, which become ranges from mark to mark.
 
-    On CUDA each mark waits for the device, so that a phase's kernels lie within its range. What follows the last mark
-    is the phase "rest". `trace` is where to write the Chrome trace. Raises ValueError where the two steps differ in
-    their marks, RuntimeError under another profiler.
+    On CUDA each mark waits for the device, so that a phase's kernels lie within its range. The phase after the last
+    mark is "rest". `trace` is the path of the Chrome trace. Raises ValueError if the two steps differ in their marks,
+    RuntimeError under another profiler.
     """
     if torch.autograd._profiler_enabled():
         raise RuntimeError("profile_step runs a profiler of its own, and another one is running")
@@ -169,7 +167,7 @@ class _Phases:
 
 
 def modules_of(workload: Workload) -> nn.Module:
-    """The workload's module; of several modules, one that holds them by their attributes' names."""
+    """The workload's module, or a module that holds its several modules by the names of their attributes."""
     found = {name: value for name, value in vars(workload).items() if isinstance(value, nn.Module)}
     if len(found) == 1:
         return next(iter(found.values()))
@@ -188,7 +186,7 @@ def _synchronize(device: str) -> None:
 def memory_snapshot(path: Path, device: str) -> Iterator[list[Path]]:
     """Record what the block allocates and releases, with stacks, into `path` for pytorch.org/memory_viz.
 
-    Yields the files that there are once the block has ended: none on CPU, whose allocator keeps no such history.
+    Yields a list of the files written when the block ends: none on CPU, whose allocator keeps no such history.
     """
     files: list[Path] = []
     if device != "cuda":
@@ -205,9 +203,9 @@ def memory_snapshot(path: Path, device: str) -> Iterator[list[Path]]:
 
 
 class TraceFolder:
-    """The folder of `--trace-dir`, made where it is missing: what the files of each test are called in it.
+    """The folder of `--trace-dir`, created if it is missing, and the names of each test's files in it.
 
-    With `others`, processes of the same run write to it as well. Raises ValueError, in one line, for a path that is no
+    With `others`, other processes of the run write to it too. Raises ValueError, in one line, for a path that is no
     folder and cannot become one.
     """
 
@@ -225,7 +223,7 @@ class TraceFolder:
         self._tests: dict[str, str] = {}
 
     def close(self) -> None:
-        """Where nothing was traced, the folders that it has made go."""
+        """Remove the folders that were created and stayed empty."""
         for each in self._made:
             with suppress(OSError):
                 each.rmdir()

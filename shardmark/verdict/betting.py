@@ -38,9 +38,9 @@ SHOWN_CONFIDENCE = 0.95
 
 _SHARES = np.array([0.03, 0.06, 0.12, 0.25, 0.5, 0.98])
 _SCALES = np.array([0.01, 0.5])
-"""Logarithms of ratios from which on a pair counts in full: the smallest effect that matters, and a burst."""
+"""A pair counts in full from this logarithm of its ratio on: the smallest effect that matters, and a burst."""
 _HALVINGS = 40
-"""Of a bracket around an end of the interval, until floats tell no more apart."""
+"""Halvings of a bracket around an end of the interval, after which floats do not differ."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def interval(samples: Sequence[float], confidence: float = SHOWN_CONFIDENCE) -> 
 
 
 def decided(samples: Sequence[float], limit: float, confidence: float) -> bool:
-    """Whether that interval lies on one side of a limit. Faster than finding its ends."""
+    """Whether the interval lies on one side of a limit. Faster than finding its ends."""
     return _Pairs(samples, confidence).side(math.log(limit)) != 0
 
 
@@ -96,7 +96,7 @@ def fewest_rounds(confidence: float) -> int:
 
 
 def paired_ratios(seconds: Sequence[float], peer_seconds: Sequence[float]) -> list[float]:
-    """Ratio of each round's time to the peer's time in the same round: drift of the machine cancels."""
+    """Ratio of each round's time to the peer's time in the same round: the machine's drift cancels."""
     return [mine / theirs for mine, theirs in zip(seconds, peer_seconds, strict=True)]
 
 
@@ -108,10 +108,10 @@ class _Pairs:
         self._needed = _needed(confidence)
 
     def side(self, t: float) -> int:
-        """1 if the center is shown to be above t, -1 if below, 0 while that is open; never larger for a larger t."""
+        """1 if the center is shown to be above t, -1 if below, 0 if neither; never larger for a larger t."""
         payoffs = _payoffs(self.logs - t)
         above, below = _log_wealth(payoffs), _log_wealth(-payoffs)
-        if min(above.max(), below.max()) >= self._needed:  # both were disproved once: the last word counts
+        if min(above.max(), below.max()) >= self._needed:  # both once rejected t: their final wealth decides
             above, below = above[-1:], below[-1:]
         known = int(above.max() >= self._needed) - int(below.max() >= self._needed)
         return known if known * payoffs.sum() > 0 else 0
@@ -127,7 +127,7 @@ def _needed(confidence: float) -> float:
 
 
 def _payoffs(above: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The gain of a share of 1 for each scale and pair: how far the pair lies above the value that is bet against."""
+    """Gain of a bet of share 1, by scale and pair: how far the pair lies above the value that is bet against."""
     return np.clip(above / _SCALES[:, None], -1, 1)
 
 
@@ -139,7 +139,7 @@ def _log_wealth(payoffs: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _last(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """The point between `low`, where `holds` is true, and `high` at which it becomes false."""
+    """The point at which `holds` becomes false, between `low`, where it is true, and `high`."""
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if holds(middle) else (low, middle)

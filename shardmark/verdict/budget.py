@@ -29,20 +29,20 @@ FAMILY_WISE_ERROR = 0.01
 """The chance that noise makes any time verdict of a run wrong."""
 
 SMALLEST_EFFECT = 0.01
-"""A ratio to a peer may be over its budget by this share, as two that do the same differ by where their memory lies."""
+"""A ratio to a peer may exceed its budget by this share: equal code may differ by where its memory lies."""
 
 WORTH = 0.05
-"""A goal is reached up to this share beyond it: nobody chooses a technique for less."""
+"""A goal is also reached up to this share beyond it, as nobody chooses a technique for less."""
 
 RANKS_ALIKE = 1.01
-"""The ranks' peaks may lie this far apart: the largest over the smallest."""
+"""Largest allowed ratio of the ranks' peaks, the largest over the smallest."""
 
 MEMORY_SLACK = 1.05
-"""The default slack on a formula: room for small things that it leaves out, not for another tensor."""
+"""Default slack of a formula: room for small things that it leaves out, not for another tensor."""
 
 
 def confidence(judgements: int) -> float:
-    """Confidence of each of so many intervals, so that all of a run hold with 1 - FAMILY_WISE_ERROR."""
+    """Confidence of each of that many intervals, so that all of them hold with 1 - FAMILY_WISE_ERROR."""
     return 1 - FAMILY_WISE_ERROR / max(judgements, 1)
 
 
@@ -69,9 +69,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """At most `formula` bytes times `slack` of tensors at the peak; operators may take `expected_workspace` beside.
+    """At most `formula` bytes times `slack` of tensors at the peak, and `expected_workspace` of operators beside them.
 
-    `source` is a "formula", or a "prediction" for that rank which needs most.
+    `source` is a "formula", or a "prediction" for the rank that needs most.
     """
 
     formula: int
@@ -95,7 +95,7 @@ class MemoryBudget:
 
 
 def combined(verdicts: Sequence[str]) -> str | None:
-    """One verdict for a row: any failure fails it, then anything undecided leaves it undecided. None: no budget."""
+    """One verdict for a row: FAIL if any is, else UNDECIDED if any is, else PASS; None without a budget."""
     if not verdicts:
         return None
     return FAIL if FAIL in verdicts else UNDECIDED if UNDECIDED in verdicts else PASS
@@ -167,11 +167,11 @@ def verdicts(
     absolute: Sequence[AbsoluteBudget],
     confidence: float,
 ) -> Iterator[tuple[str, str]]:
-    """Each budget's verdict, with what to say when it is not met or not decided.
+    """Each budget's verdict, and the message if it is not PASS.
 
-    `tensors` and `peaks` are each rank's bytes. The formula's budget is held to tensors, which are the same on every
-    machine; a team's own to the whole peak, which is what its machine must have. `confidence` is that of the intervals
-    of seconds. They are held to the limit itself: whoever states one in seconds has said what matters.
+    `tensors` and `peaks` are each rank's bytes. A formula's budget limits tensors, which are equal on every machine. A
+    team's own budget limits the whole peak, which its machine must have. `confidence` is that of the intervals of
+    seconds, whose limits have no tolerance.
     """
     most, peak = max(tensors, default=None), max(peaks, default=None)
     if memory_budget is not None and most is not None:

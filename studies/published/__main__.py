@@ -1,8 +1,7 @@
 """See `studies.published.memory_page` and `studies.published.times_page`."""
 
-from studies.published import memory_page as page
-from studies.published import times_page
+from studies.published import memory_page, times_page
 
 if __name__ == "__main__":
-    page.write()
-    times_page.write()
+    for each in (memory_page, times_page):
+        each.PAGE.write_text(each.page(), encoding="utf-8")

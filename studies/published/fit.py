@@ -1,8 +1,8 @@
-"""Find the rates that devices reach and the seconds that hosts take, by the fitted half of the published times.
+"""Fit the rates that devices reach and the seconds that hosts take to one half of the published times.
 
     python -m studies.published.fit    # writes studies/published/hosts.toml, and `reached` in hardware.toml
 
-One rate after the other is moved, by smaller and smaller steps, as long as the mean error in logarithms falls.
+One rate after another is moved, in smaller and smaller steps, while the mean error in logarithms falls.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from studies.published.traces import Trace, trace
 RATES = ("products.float32", "narrow", "bandwidth", "reduction", "scattered")
 LINKS = ("link", "collective")
 MOST = {"bandwidth": 0.92, "products.float32": 0.95}
-"""No rate is found higher: as much as copies, and products of large square matrices, are known to reach."""
+"""Upper limits of rates: what copies, and products of large square matrices, are known to reach."""
 FRACTIONS = {*RATES, *LINKS} - {"collective"}
 HOST = ("launch", "backward_launch")
 OPPOSITE = ("products.float32", "narrow")
-"""Moved against each other as well: the second is beside the first, which a wide product alone tells from it."""
+"""Also moved against each other: the second multiplies the first, and only wide products tell them apart."""
 STEPS = (1.3, 1.1, 1.03, 1.01)
 Found = dict[str, float]
 
 
 @dataclass
 class Known:
-    """A row of the fitted half, and of each operator of its program which of all costs is its own."""
+    """A row of the fitted half. `cost` is the index in `Device.costs` of each of its program's operators."""
 
     reading: Reading
     published: float
@@ -48,7 +48,7 @@ class Known:
 
 @dataclass
 class Device:
-    """The fitted rows of one device, and all that its programs cost."""
+    """The fitted rows of one device, and an index of its programs' costs."""
 
     hardware: Hardware
     costs: dict[Cost | None, int] = field(default_factory=dict)
@@ -56,13 +56,13 @@ class Device:
     all_reduces: list[tuple[Reading, int, float]] = field(default_factory=list)
 
     def add(self, reading: Reading, published: float) -> None:
-        """A row, unless it is there already."""
+        """Add a row."""
         found = trace(reading.program, reading.on)
         cost = np.array([self.costs.setdefault(each, len(self.costs)) for each in found.costs])
         self.rows.append(Known(reading, published, found, cost))
 
     def error(self, rates: Found, hosts: dict[str, Found]) -> float:
-        """The mean one."""
+        """Mean error, in logarithms, of the rows of one rank."""
         on = reaching(self.hardware, rates)
         gpu = GPU(on)
         seconds = np.array([0.0 if cost is None else gpu.seconds(cost) for cost in self.costs])
@@ -75,6 +75,7 @@ class Device:
         return fmean(errors)
 
     def error_of_links(self, rates: Found) -> float:
+        """Mean error, in logarithms, of all-reduces."""
         on = reaching(self.hardware, rates)
         return fmean(
             abs(math.log(collective_seconds(on, "all_reduce", nbytes, range(reading.ranks)) / published))
@@ -83,7 +84,7 @@ class Device:
 
 
 def reaching(device: Hardware, rates: Found) -> Hardware:
-    """With these rates of `Reached`."""
+    """The device with these rates of `Reached`."""
     products = Reached().products | {
         name.removeprefix("products."): rate for name, rate in rates.items() if name.startswith("products.")
     }
@@ -92,7 +93,7 @@ def reaching(device: Hardware, rates: Found) -> Hardware:
 
 
 def searched(values: Found, error: Callable[[], float]) -> float:
-    """Move `values` one after the other while the error falls; which it is then."""
+    """Move `values` one after another while the error falls. Returns the least error."""
     least = error()
     for step in STEPS:
         improved = True
@@ -112,7 +113,7 @@ def searched(values: Found, error: Callable[[], float]) -> float:
 
 
 def devices() -> dict[str, Device]:
-    """The fitted half by device: what runs on one, and all-reduces alone."""
+    """The fitted half by device: programs on one device, and all-reduces."""
     found: dict[str, Device] = {}
     for file in FILES:
         for row in rows(file):
@@ -129,7 +130,7 @@ def devices() -> dict[str, Device]:
 
 
 def main() -> None:
-    """Fit, and write what was found."""
+    """Fit, and write the results."""
     lines = [
         "# Written by `python -m studies.published.fit`: seconds of the host for an operator, in a write-up's tables."
     ]
@@ -142,8 +143,8 @@ def main() -> None:
 
 
 def fit(name: str, device: Device) -> tuple[Found, dict[str, Found]]:
-    """The rates of the device, which are printed, and the seconds of the hosts."""
-    reached = Reached()  # the same beginning whenever it is run
+    """Fit one device. Prints its rates; returns them and the seconds of the hosts."""
+    reached = Reached()  # each fit begins with the defaults
     rates = {key: reached.products[key[9:]] if "." in key else getattr(reached, key) for key in RATES}
     hosts = {row.reading.host: dict.fromkeys(HOST, 1.5e-5) for row in device.rows}
     for _ in range(3):
@@ -164,7 +165,7 @@ SAME_CHIP = {"a100-80gb": ("a100-40gb",), "h100-80gb": ("h100-pcie", "h200")}
 
 
 def write_reached(name: str, rates: Found) -> None:
-    """Into the tables of the device and of those with its chip in `hardware.toml`, which have a line of it already."""
+    """Replace the line `reached` of the device, and of those with the same chip, in `hardware.toml`."""
     products = {key.removeprefix("products."): rate for key, rate in rates.items() if key.startswith("products.")}
     others = {key: rate for key, rate in rates.items() if not key.startswith("products.")}
     line = f"reached = {{ products = {{ {toml(products)} }}, {toml(others)} }}"
@@ -176,7 +177,7 @@ def write_reached(name: str, rates: Found) -> None:
 
 
 def toml(values: Found) -> str:
-    """As keys of `hardware.toml`."""
+    """The values as keys of `hardware.toml`."""
     return ", ".join(f"{name} = {value:.3g}" for name, value in values.items())
 
 

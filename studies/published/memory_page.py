@@ -39,13 +39,8 @@ has a number to fit. But both were chosen with these two figures in view, and ot
 """
 
 
-def write(path: Path = PAGE) -> None:
-    """Write the page."""
-    path.write_text(page(), encoding="utf-8")
-
-
 def page() -> str:
-    """The text of the page: the rows of each source, and those that no prediction is held to, with the reason."""
+    """The page's text: each source's rows, and the rows without a prediction, with the reason."""
     by_file = {file: compared(file) for file in RULES}
     every = [each for rows in by_file.values() for each in rows]
     errors = [100 * each.error for each in every if not each.of_segments]
@@ -84,7 +79,7 @@ def _table(rows: list[Compared]) -> str:
 
 
 def _predicted(found: Compared | None) -> str:
-    """Of a row that is not held to it."""
+    """The cell with the prediction of a row that is not held to it."""
     if found is None:
         return ""
     return f"{found.predicted / UNITS[found.row['unit']]:.5g} {found.row['unit']} ({100 * found.error:+.1f}%)"

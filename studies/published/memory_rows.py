@@ -1,14 +1,14 @@
-"""Memory that others have published, beside what is predicted for their programs: row by row, and as a page.
+"""Published memory beside what is predicted for the same programs, row by row.
 
     python -m studies.published     # writes docs/published-memory.md
 
-Nothing is fitted: a program is what its write-up has, or follows from its figures, as the notes say.
+Nothing is fitted: a program is that of its write-up, or follows from its figures, as the docstrings say.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,13 +20,14 @@ from shardmark.predict.simulation.communicator import room
 from shardmark.predict.simulation.predict import simulation
 from studies.published import programs as run
 from studies.published.programs import Program
+from studies.published.rules import Row, Rules, Unknown, by_rule, why_unknown
 
 ALLOCATED, PEAK, RESERVED = "allocated", "peak_allocated", "peak_reserved"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a published row is predicted: the program, where it runs, and which figure at which mark is meant."""
+    """How a published row is predicted: the program, where it runs, the mark, and the figure at the mark."""
 
     program: Program
     on: str
@@ -34,12 +35,12 @@ class Reading:
     mark: str
     figure: str
     records_streams: bool = False
-    """Whether c10d did so then."""
+    """Whether c10d called `record_stream` at that time."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A published figure and the predicted one, in bytes; and what the allocator has from the device at most."""
+    """A published figure and the predicted one, in bytes; and the most that the allocator takes from the device."""
 
     row: Row
     on: str
@@ -49,31 +50,23 @@ class Compared:
 
     @property
     def of_segments(self) -> bool:
-        """Whether it is what was reserved, which depends on the order of releases and on how far the host is ahead."""
+        """Whether it is reserved memory, which depends on the order of releases and on how far the host is ahead."""
         return self.row["metric"] == "memory reserved"
 
     @property
     def error(self) -> float:
-        """Relative to what was published; below zero it is under-predicted."""
+        """Error relative to the published figure; below zero it is under-predicted."""
         return self.predicted / self.published - 1
 
 
-Row = dict[str, str]
-Rule = Callable[[Row], Reading | None]
-
-
-def _attention_a100(row: Row) -> Reading | None:
-    """Softmax is PyTorch's: one matrix of scores is saved. Gradients add up: at the peak there are three of them."""
-    if not row["experiment"].startswith("attention"):
-        return None
+def _attention_a100(row: Row) -> Reading:
+    """PyTorch's softmax saves one matrix of scores. Gradients add up: three of them are live at the peak."""
     mark, figure = ("done", PEAK) if row["metric"] == "peak memory" else (row["metric"], ALLOCATED)
     return Reading(_attention(row["case"], run.fused_softmax), "a100-80gb", 1, mark, figure)
 
 
-def _attention_h100(row: Row) -> Reading | None:
-    """Softmax is by parts: by the bytes two matrices are saved, the sums, and the places of the maxima."""
-    if not row["experiment"].startswith("attention, batch 8"):
-        return None
+def _attention_h100(row: Row) -> Reading:
+    """Softmax is written in parts: by the bytes, two matrices are saved, the sums, and the indices of the maxima."""
     program = _attention(row["case"], run.softmax_by_parts)
     return Reading(program, "h100-80gb", 1, "memory before backward", ALLOCATED)
 
@@ -84,13 +77,11 @@ def _attention(case: str, softmax: run.Softmax) -> Program:
 
 
 TRANSFORMERS = {"2.7B peak memory": ("h100-80gb", 1), "2.7B peak memory, batch 4": ("a100-80gb", 2)}
-"""By experiment, where it ran, and which training step is meant: in the second forward has the moments beside it."""
+"""By experiment: the GPU, and which training step is meant. From the second on, AdamW's moments are live in forward."""
 
 
-def _transformer(row: Row) -> Reading | None:
+def _transformer(row: Row) -> Reading:
     """The course's model, and its own AdamW."""
-    if row["experiment"] not in TRANSFORMERS:
-        return None
     on, steps = TRANSFORMERS[row["experiment"]]
     until, length = row["case"].split(", seq ")
     steps = steps if until == "training step" else 1
@@ -99,8 +90,8 @@ def _transformer(row: Row) -> Reading | None:
 
 
 def _linears(row: Row) -> Reading:
-    """On a V100: only its 80 multiprocessors make the 80 MiB in which a bias's gradient is summed up. In October 2024
-    PyTorch's c10d recorded streams.
+    """On a V100: the 80 MiB in which a bias's gradient is summed up need its 80 multiprocessors. In October 2024
+    PyTorch's c10d called `record_stream`.
     """
     strategy, mark = row["case"].split(", ")
     figure = {"memory allocated": ALLOCATED, "peak memory": PEAK, "memory reserved": RESERVED}[row["metric"]]
@@ -108,7 +99,7 @@ def _linears(row: Row) -> Reading:
 
 
 def _ladder(row: Row) -> Reading | None:
-    """What is called memory after a stage is the peak so far. Eager, gathered parameters stay until backward."""
+    """The memory "after" a stage is the peak so far. In eager mode gathered parameters stay until backward."""
     if row["case"] in ("eager fp32", "autocast bf16"):
         mark = "after model" if row["metric"] == "memory after init" else "done"
         return Reading(run.mlp_ladder(), "a100-80gb", 1, mark, PEAK)
@@ -120,17 +111,17 @@ def _ladder(row: Row) -> Reading | None:
     return Reading(run.mlp_ladder(sharded=True, meta=meta), "a100-80gb", 4, mark, PEAK)
 
 
-RULES: dict[str, tuple[Rule, ...]] = {
-    "cs336_a100": (_attention_a100, _transformer),
-    "cs336_stanford336": (_attention_h100, _transformer),
-    "odsc_fsdp": (_linears,),
-    "simple_pytorch": (_ladder,),
+RULES: dict[str, Rules[Reading]] = {
+    "cs336_a100": (("attention", _attention_a100), ("2.7B", _transformer)),
+    "cs336_stanford336": (("attention", _attention_h100), ("2.7B", _transformer)),
+    "odsc_fsdp": (("MLP", _linears),),
+    "simple_pytorch": (("MLP|meta init", _ladder),),
 }
 
 
 @cache
 def held(program: Program, on: str, ranks: int, records_streams: bool = False) -> dict[str, tuple[AtMark, AtMark]]:
-    """What the allocator would hold at each mark of the program, with streams as expected and as slow as can be."""
+    """What the allocator holds at each mark of the program: with streams as expected, and as slow as possible."""
     device = hardware(on)
     with simulation(ranks, on=device, records_streams=records_streams), recording("cpu") as recorded:
         program()
@@ -140,7 +131,7 @@ def held(program: Program, on: str, ranks: int, records_streams: bool = False) -
 
 
 def rows(file: str) -> Iterator[Row]:
-    """Published rows of that file of memory, of programs that are not compiled."""
+    """The file's rows of memory, of programs that are not compiled."""
     for row in rows_of(file):
         eager = "compile" not in row["experiment"].replace("uncompiled", "") + row["case"]
         if row["unit"] in ("MiB", "GiB", "GB") and float(row["value"]) > 0 and eager:
@@ -148,18 +139,19 @@ def rows(file: str) -> Iterator[Row]:
 
 
 def compared(file: str) -> list[Compared]:
-    """The file's rows whose programs are known, beside what is predicted."""
-    return [found for row in rows(file) if not _why_unknown(row) and (found := _compared(file, row)) is not None]
+    """The file's rows of known programs, beside their predictions."""
+    predictable = (row for row in rows(file) if not why_unknown(row, UNKNOWN))
+    return [found for row in predictable if (found := _compared(file, row)) is not None]
 
 
 def unknown() -> list[tuple[Row, str, Compared | None]]:
-    """The rows that are not held to a prediction, why, and what is predicted all the same."""
-    found = [(row, _why_unknown(row), _compared(file, row)) for file in RULES for row in rows(file)]
+    """The rows that are not held to a prediction, the reason, and the prediction if there is one."""
+    found = [(row, why_unknown(row, UNKNOWN), _compared(file, row)) for file in RULES for row in rows(file)]
     return [(row, why or "that of a compiled rung", at) for row, why, at in found if why or at is None]
 
 
 def _compared(file: str, row: Row) -> Compared | None:
-    reading = next((reading for rule in RULES[file] if (reading := rule(row)) is not None), None)
+    reading = by_rule(row, RULES[file])
     if reading is None:
         return None
     at, slowest = held(reading.program, reading.on, reading.ranks, reading.records_streams)[reading.mark]
@@ -167,15 +159,8 @@ def _compared(file: str, row: Row) -> Compared | None:
     return Compared(row, reading.on, published, predicted, max(at.peak_reserved, slowest.peak_reserved))
 
 
-UNKNOWN = {
-    "2.7B peak memory, batch 4": "read off plots, in whole GB of which it is not said how many bytes they have",
-    "optimizer state sharding, xl, 2 ranks": "in whole GB; batch and context are not known",
-    "memory after init_weights": "its function that draws weights is not known; ours allocates nothing",
-}
-"""Rows that are not held to a prediction, by experiment or metric, and why."""
-
-
-def _why_unknown(row: Row) -> str:
-    """Why the row is not held to a prediction; empty where it is."""
-    about = {row["experiment"], row["metric"]}
-    return next((why for what, why in UNKNOWN.items() if what in about), "")
+UNKNOWN: tuple[Unknown, ...] = (
+    ("2.7B .* batch 4", "", "", "", "read off plots, in whole GB of which it is not said how many bytes they have"),
+    ("optimizer state sharding", "", "", "", "in whole GB; batch and context are not known"),
+    ("", "", "init_weights", "", "its function that draws weights is not known; ours allocates nothing"),
+)

@@ -1,7 +1,7 @@
-"""Programs whose memory others have published, as their write-ups have it.
+"""Programs of write-ups that publish their memory.
 
-Each runs to its end and marks the moments at which its author asked the allocator. What belongs to the suite (the MLP
-ladder, nine linears) is taken from there. One and the same program is one object.
+Each program runs to its end and marks the moments at which its author asked the allocator. The models that the suite
+has (MLP ladder, nine linears) are the suite's. Equal arguments give the same program object.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ Softmax = Callable[[Tensor], Tensor]
 
 
 def fused_softmax(x: Tensor) -> Tensor:
-    """Over the last dim, by PyTorch's kernel, which saves its result."""
+    """Softmax over the last dim by PyTorch's kernel, which saves its result."""
     return x.softmax(-1)
 
 
 def softmax_by_parts(x: Tensor) -> Tensor:
-    """Over the last dim, as the course has students write it: it saves exponentials, sums and the places of maxima."""
+    """Softmax over the last dim as the course's students write it: saves exponentials, sums and indices of maxima."""
     exponentials = torch.exp(x - x.max(dim=-1, keepdim=True).values)
     return exponentials / exponentials.sum(dim=-1, keepdim=True)
 
 
 @cache
 def attention(width: int, length: int, softmax: Softmax, *, first: bool = False) -> Program:
-    """Attention without heads or mask of 8 sequences: many forward passes, then many with backward, whose gradients add
-    up. Where it is not the `first` configuration of its process, cuBLAS has both workspaces from the beginning.
+    """Attention of 8 sequences without heads or mask: forward passes, then passes with backward; gradients add up.
+
+    Unless it is the `first` configuration of its process, cuBLAS has both workspaces from the beginning.
     """
 
     def passes() -> None:
@@ -118,7 +119,7 @@ def _rotated(x: Tensor, rotations: Tensor) -> Tensor:
 
 
 class Transformer(nn.Module):
-    """The course's language model: every operation written out, so that autograd saves the parts of each."""
+    """The course's language model: operations are written out, so that autograd saves the parts of each."""
 
     def __init__(self, size: TransformerSize, length: int, softmax: Softmax) -> None:
         super().__init__()
@@ -136,7 +137,7 @@ class Transformer(nn.Module):
 
 
 class AdamW(torch.optim.Optimizer):
-    """The course's: one parameter after another, with the old moments and the new ones at once."""
+    """The course's AdamW: one parameter after another; old and new moments are live together."""
 
     def __init__(self, parameters: object) -> None:
         super().__init__(parameters, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01})
@@ -163,8 +164,8 @@ def loss_by_parts(logits: Tensor, targets: Tensor) -> Tensor:
 
 @cache
 def transformer(size: str, length: int, softmax: Softmax, until: str, *, steps: int = 1) -> Program:
-    """First steps of the course's model of that size, on 4 sequences; each ends after "forward", after "backward", or
-    as a whole "training step".
+    """The first steps of the course's model of that size, on 4 sequences. Each step ends `until` after "forward", after
+    "backward", or as a whole "training step".
     """
 
     def run() -> None:
@@ -185,7 +186,7 @@ def transformer(size: str, length: int, softmax: Softmax, until: str, *, steps: 
 
 @cache
 def nine_linears(strategy: Callable[[nn.Module], nn.Module]) -> Program:
-    """The FSDP tutorial's steps of plain SGD: 8 linears of 16384 x 16384, 8192 rows a rank, wrapped by `strategy`."""
+    """The FSDP tutorial's steps of SGD: 8 linears of 16384 x 16384, wrapped by `strategy`, on 8192 rows a rank."""
 
     def run() -> None:
         inputs, targets = torch.randn(8_192, 16_384), torch.randn(8_192, 16_384)
@@ -214,7 +215,7 @@ def ddp(model: nn.Module) -> nn.Module:
 
 
 def fsdp(model: nn.Module) -> nn.Module:
-    """A unit for each linear."""
+    """PyTorch's FSDP with a unit for each linear."""
     for parent in list(model):
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear):
@@ -224,8 +225,8 @@ def fsdp(model: nn.Module) -> nn.Module:
 
 @cache
 def mlp_ladder(*, sharded: bool = False, meta: bool = False) -> Program:
-    """Steps of AdamW (fused) of the MLP ladder's larger model, 8 sequences of 4096 tokens, on one device or sharded
-    over the ranks by SimpleFSDP, whose gathered parameters stay until backward where nothing is compiled.
+    """Steps of the MLP ladder's larger model with fused AdamW on 8 sequences of 4096 tokens, on one device or by
+    SimpleFSDP. Its gathered parameters stay until backward, as nothing is compiled.
     """
 
     def run() -> None:

@@ -1,6 +1,6 @@
-"""Programs whose times others have published: what they make beforehand, and the step that is timed.
+"""Programs of write-ups that publish their times: what is made beforehand, and the timed step.
 
-A step marks where its author read the clock. Unless it says otherwise he waited for the device there.
+A step marks the moments at which its author read the clock, having waited for the device unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from studies.published.programs import AdamW, Softmax, Transformer, loss_by_part
 
 Step = Callable[[Mark], None]
 Timed = Callable[[Schedule], Step]
-"""Makes what the step needs. One and the same program is one object."""
+"""Makes what the step needs, and returns the step. Equal arguments give the same program object."""
 
 DO_BENCH = 256 * 2**20
-"""Bytes that Triton's `do_bench` zeroes before each call, while the host is launching what is timed."""
+"""Bytes that Triton's `do_bench` zeroes before each call, while the host launches the timed code."""
 
 
 @cache
 def transformer(size: str, length: int, dtype: torch.dtype, *, optimizer: bool = False) -> Timed:
-    """The course's model on 4 sequences: forward with loss, backward, and its own AdamW."""
+    """The course's model on 4 sequences: forward with loss, backward, and the course's AdamW."""
 
     def make(schedule: Schedule) -> Step:
         model = Transformer(SIZES[size], length, softmax_by_parts)
@@ -45,17 +45,14 @@ def transformer(size: str, length: int, dtype: torch.dtype, *, optimizer: bool =
         def step(mark: Mark) -> None:
             with _autocast(dtype):
                 loss = loss_by_parts(model(tokens), targets)
-            schedule.synchronize()
-            mark("forward")
+            _end("forward", schedule, mark)
             loss.backward()
-            schedule.synchronize()
-            mark("backward")
+            _end("backward", schedule, mark)
             if optimizer:
                 adamw.step()
-                schedule.synchronize()
-                mark("optimizer step")
+                _end("optimizer step", schedule, mark)
 
-        if optimizer:  # whose moments are there from then on
+        if optimizer:  # from then on AdamW has its moments
             step(_nothing)
             model.zero_grad()
         return step
@@ -64,18 +61,24 @@ def transformer(size: str, length: int, dtype: torch.dtype, *, optimizer: bool =
 
 
 def _autocast(dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Autocast to that dtype; of float32, which needs none, nothing."""
+    """Autocast to that dtype; float32 needs none."""
     return torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext()
 
 
 def _nothing(part: str, of_host: bool = False) -> None:
-    """Marks of a step that is not timed."""
+    """The mark of a step that is not timed."""
+
+
+def _end(part: str, schedule: Schedule, mark: Mark) -> None:
+    """End a part; the host waits for the device first."""
+    schedule.synchronize()
+    mark(part)
 
 
 @cache
 def attention(width: int, length: int, softmax: Softmax, *, waits: bool = True) -> Timed:
-    """Attention without heads or mask of 8 sequences. Where nobody `waits` after forward, its time is the host's, and
-    backward's has the rest.
+    """Attention of 8 sequences without heads or mask. If the program does not wait after forward (`waits`), forward's
+    time is the host's, and backward's has the rest.
     """
 
     def make(schedule: Schedule) -> Step:
@@ -88,8 +91,7 @@ def attention(width: int, length: int, softmax: Softmax, *, waits: bool = True) 
                 schedule.synchronize()
             mark("forward", of_host=not waits)
             output.backward(gradient)
-            schedule.synchronize()
-            mark("backward")
+            _end("backward", schedule, mark)
 
         return step
 
@@ -98,7 +100,7 @@ def attention(width: int, length: int, softmax: Softmax, *, waits: bool = True) 
 
 @cache
 def causal_attention(width: int, length: int, dtype: torch.dtype, what: str) -> Timed:
-    """Of one head of one sequence, as the course has it, with a mask that is there: "forward", "backward" or both."""
+    """The course's attention of one sequence and head, with a ready mask: "forward", "backward" or both."""
 
     def make(schedule: Schedule) -> Step:
         q, k, v = (torch.randn(1, length, width, requires_grad=True) for _ in range(3))
@@ -126,7 +128,7 @@ def causal_attention(width: int, length: int, dtype: torch.dtype, what: str) -> 
 
 @cache
 def mlp_ladder(dtype: torch.dtype, *, sharded: bool = False) -> Timed:
-    """A step of the MLP ladder's larger model with AdamW (fused), on one device or by SimpleFSDP."""
+    """A step of the MLP ladder's larger model with fused AdamW, on one device or sharded by SimpleFSDP."""
 
     def make(schedule: Schedule) -> Step:
         model = MLPLanguageModel(MLP_SIZES["mlp-4096"])
@@ -141,8 +143,7 @@ def mlp_ladder(dtype: torch.dtype, *, sharded: bool = False) -> Timed:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            schedule.synchronize()
-            mark("step")
+            _end("step", schedule, mark)
 
         step(_nothing)
         return step
@@ -152,15 +153,14 @@ def mlp_ladder(dtype: torch.dtype, *, sharded: bool = False) -> Timed:
 
 @cache
 def all_reduce(nbytes: int) -> Timed:
-    """Of that many bytes of float32."""
+    """An all-reduce of that many bytes of float32."""
 
     def make(schedule: Schedule) -> Step:
         tensor = torch.zeros(nbytes // 4)
 
         def step(mark: Mark) -> None:
             dist.all_reduce(tensor)
-            schedule.synchronize()
-            mark("mean time")
+            _end("mean time", schedule, mark)
 
         return step
 
@@ -176,7 +176,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 @cache
 def xl_on_ranks(wrapper: str, batch: int, length: int) -> Timed:
-    """A step of the xl model, so many sequences a rank, wrapped by one of the suite, and PyTorch's AdamW."""
+    """A step of the xl model with `batch` sequences a rank, one of the suite's wrappers and PyTorch's AdamW."""
 
     def make(schedule: Schedule) -> Step:
         model = WRAPPERS[wrapper](Transformer(SIZES["xl"], length, softmax_by_parts))
@@ -185,18 +185,15 @@ def xl_on_ranks(wrapper: str, batch: int, length: int) -> Timed:
 
         def step(mark: Mark) -> None:
             loss = loss_by_parts(model(tokens), targets)
-            schedule.synchronize()
-            mark("forward")
+            _end("forward", schedule, mark)
             loss.backward()
             if wrapper != "bucketed":
                 schedule.synchronize()
             mark("backward")
             model.finish_gradient_synchronization()  # type: ignore[operator]
-            schedule.synchronize()
-            mark("gradient communication")
+            _end("gradient communication", schedule, mark)
             optimizer.step()
-            schedule.synchronize()
-            mark("optimizer step")
+            _end("optimizer step", schedule, mark)
             optimizer.zero_grad()
 
         step(_nothing)

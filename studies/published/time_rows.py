@@ -1,17 +1,16 @@
-"""Step times that others have published, beside what is predicted for their programs: row by row.
+"""Published step times beside what is predicted for the same programs, row by row.
 
     python -m studies.published        # writes docs/published-times.md
-    python -m studies.published.fit    # finds rates by the fitted half, and writes them
+    python -m studies.published.fit    # fits rates to one half, and writes them
 
-Configurations are numbered within a file, and the Thue-Morse sequence, which falls in step with no grid of sizes,
-divides them: rates are fitted to one half, and judged by the other.
+Rates are fitted to one half of a file's configurations and judged by the other. The Thue-Morse sequence divides them,
+as it never falls in step with a grid of sizes.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -26,32 +25,31 @@ from shardmark.predict.simulation.predict import simulation
 from shardmark.predict.simulation.rates import GPU
 from studies.published import steps
 from studies.published.programs import fused_softmax, softmax_by_parts
+from studies.published.rules import Row, Rules, Unknown, by_rule, why_unknown
 from studies.published.steps import Timed
 from studies.published.traces import trace
 
 FILES = ("cs336_a100", "cs336_stanford336", "simple_pytorch", "odsc_fsdp")
 HOSTS = Path(__file__).with_name("hosts.toml")
 
-Row = dict[str, str]
-
 
 @dataclass(frozen=True)
 class Reading:
-    """How a published time is predicted: the program, where it runs, launched by which host, and its parts meant."""
+    """How a published time is predicted: the program, where it runs, its host, and the timed parts."""
 
     program: Timed
     on: str
     ranks: int
     host: str
-    """Of `hosts.toml`: each table of a write-up was measured by a program and on a machine of its own."""
+    """A name in `hosts.toml`: each table of a write-up has a program and a machine of its own."""
     parts: tuple[str, ...]
     zeroed: int = 0
-    """Bytes that the device zeroes while the host begins."""
+    """Bytes that the device zeroes while the host begins to launch."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A published time and the predicted one, in seconds; the lower bound; and whether rates are fitted to it."""
+    """A published time, the predicted one and the lower bound, in seconds; and whether rates are fitted to it."""
 
     row: Row
     reading: Reading
@@ -62,7 +60,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Relative to what was published."""
+        """Error relative to the published time."""
         return self.predicted / self.published - 1
 
 
@@ -83,41 +81,31 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 A100, H100 = "a100-80gb", "h100-80gb"
 
 
-def _transformer_a100(row: Row) -> Reading | None:
-    """Of mixed precision the float32 rows are those of the profiler again."""
-    found = re.fullmatch(r"(\S+) \(\d+ parameters\), seq (\d+), (fp32|bf16)", row["case"])
-    if found is None:
-        return None
+def _transformer_a100(row: Row) -> Reading:
+    """The float32 rows of mixed precision repeat those under the profiler."""
+    [(size, length, dtype)] = re.findall(r"(\S+) \(\d+ parameters\), seq (\d+), (fp32|bf16)", row["case"])
     parts = PARTS[row["metric"]]
-    program = steps.transformer(
-        found[1].lower(), int(found[2]), DTYPES[found[3]], optimizer=row["metric"] == "training step mean"
-    )
+    program = steps.transformer(size.lower(), int(length), DTYPES[dtype], optimizer=parts == STEP)
     profiled = "profiler" in row["experiment"] or "mixed" in row["experiment"]
     return Reading(program, A100, 1, "a100 models profiled" if profiled else "a100 models", parts)
 
 
-def _attention_a100(row: Row) -> Reading | None:
-    if not row["experiment"].startswith("attention"):
-        return None
+def _attention_a100(row: Row) -> Reading:
     width, length = map(int, re.findall(r"\d+", row["case"]))
     host = "a100 attention, uncompiled" if "uncompiled" in row["experiment"] else "a100 attention"
     return Reading(steps.attention(width, length, fused_softmax), A100, 1, host, PARTS[row["metric"]])
 
 
-def _all_reduce_a100(row: Row) -> Reading | None:
+def _all_reduce_a100(row: Row) -> Reading:
     """MB are of 2^20 bytes, as the bandwidth beside them shows."""
-    if not row["experiment"].startswith("all-reduce"):
-        return None
     size, ranks = map(int, re.findall(r"\d+", row["case"]))
     return Reading(steps.all_reduce(size * 2**20), A100, ranks, "a100 models", ("mean time",))
 
 
-def _data_parallel_a100(row: Row) -> Reading | None:
+def _data_parallel_a100(row: Row) -> Reading:
     """A batch of 4 is 2 sequences a rank: forward takes less than half of what one device takes for 4."""
-    if not row["experiment"].startswith("data parallel"):
-        return None
     wrapper = "bucketed" if row["case"].startswith("torch-style") else row["case"]
-    every = ("forward", "backward", "gradient communication", "optimizer step")
+    every = (*FORWARD, *BACKWARD, "gradient communication", *OPTIMIZER)
     parts = every if row["metric"] == "step" else (row["metric"],)
     return Reading(steps.xl_on_ranks(wrapper, 2, 512), A100, 2, "a100 models", parts)
 
@@ -125,12 +113,10 @@ def _data_parallel_a100(row: Row) -> Reading | None:
 SIZES = {"small": "small", "medium": "medium", "med": "medium", "large": "large", "xl": "xl", "xlarge": "xl"}
 
 
-def _transformer_h100(row: Row) -> Reading | None:
-    """Of the handout's batch of 4 and 128 tokens. What is called backward is forward and backward: on the A100 it is
-    what the other write-up has for both together.
+def _transformer_h100(row: Row) -> Reading:
+    """The handout's batch of 4 and 128 tokens. The time called backward is that of forward and backward: on the A100 it
+    equals the other write-up's time of both together.
     """
-    if row["experiment"] not in ("forward and backward", "mixed precision", "torch.compile of the model"):
-        return None
     size = SIZES.get(row["case"].lower(), "2.7b")
     dtype = torch.bfloat16 if "bf16" in row["metric"] else torch.float32
     parts = FORWARD if row["metric"].startswith("forward") else FORWARD + BACKWARD
@@ -142,12 +128,10 @@ def _transformer_h100(row: Row) -> Reading | None:
     return Reading(steps.transformer(size, 128, dtype), on, 1, host, parts)
 
 
-def _attention_h100(row: Row) -> Reading | None:
-    """Forward takes the same for all lengths: its author did not wait for the device. Where he compares with
-    torch.compile, softmax is PyTorch's, by its time.
+def _attention_h100(row: Row) -> Reading:
+    """Forward takes the same time at all lengths, so its author did not wait for the device. Beside torch.compile, the
+    time says that softmax is PyTorch's.
     """
-    if not row["experiment"].startswith("attention"):
-        return None
     width, length = map(int, re.findall(r"\d+", row["case"]))
     softmax = fused_softmax if "compile" in row["experiment"] else softmax_by_parts
     program = steps.attention(width, length, softmax, waits=False)
@@ -155,40 +139,46 @@ def _attention_h100(row: Row) -> Reading | None:
     return Reading(program, H100, 1, host, PARTS[row["metric"]])
 
 
-def _causal_attention_h100(row: Row) -> Reading | None:
-    """In bfloat16 forward takes as long for any width, and no less than in float32: its exponentials are in float32,
+def _causal_attention_h100(row: Row) -> Reading:
+    """In bfloat16 forward takes as long at any width, and no less than in float32: its exponentials are in float32,
     as under autocast.
     """
-    found = re.fullmatch(r"seq (\d+), d (\d+), (fp32|bf16)", row["case"])
-    if found is None:
-        return None
+    [(length, width, dtype)] = re.findall(r"seq (\d+), d (\d+), (fp32|bf16)", row["case"])
     parts = PARTS[row["metric"]]
-    program = steps.causal_attention(int(found[2]), int(found[1]), DTYPES[found[3]], parts[0])
+    program = steps.causal_attention(int(width), int(length), DTYPES[dtype], parts[0])
     return Reading(program, H100, 1, "h100 causal attention", parts, steps.DO_BENCH)
 
 
-def _data_parallel_h100(row: Row) -> Reading | None:
+def _data_parallel_h100(row: Row) -> Reading:
     """Communication alone, which does not depend on batch and context."""
-    if row["metric"] != "gradient communication":
-        return None
     return Reading(steps.xl_on_ranks(row["case"], 2, 128), H100, 2, "h100 models", (row["metric"],))
 
 
-def _ladder(row: Row) -> Reading | None:
+def _ladder(row: Row) -> Reading:
     dtype = torch.bfloat16 if "bf16" in row["case"] else torch.float32
     sharded = row["case"] == "data_parallel"
     return Reading(steps.mlp_ladder(dtype, sharded=sharded), A100, 4 if sharded else 1, "a100 models", ("step",))
 
 
-RULES: dict[str, tuple[Callable[[Row], Reading | None], ...]] = {
-    "cs336_a100": (_transformer_a100, _attention_a100, _all_reduce_a100, _data_parallel_a100),
-    "cs336_stanford336": (_transformer_h100, _attention_h100, _causal_attention_h100, _data_parallel_h100),
-    "simple_pytorch": (_ladder,),
+MODELS = "forward and backward|mixed precision|torch.compile of the model"
+RULES: dict[str, Rules[Reading]] = {
+    "cs336_a100": (
+        (MODELS, _transformer_a100),
+        ("attention", _attention_a100),
+        ("all-reduce", _all_reduce_a100),
+        ("data parallel", _data_parallel_a100),
+    ),
+    "cs336_stanford336": (
+        (MODELS, _transformer_h100),
+        ("attention", _attention_h100),
+        ("flash attention", _causal_attention_h100),
+        ("data parallel", _data_parallel_h100),
+    ),
+    "simple_pytorch": (("MLP", _ladder),),
     "odsc_fsdp": (),
 }
 
-UNKNOWN: tuple[tuple[str, str, str, str, str], ...] = (
-    # experiment, case, metric and unit of rows (regular expressions), and why they are not held to a prediction
+UNKNOWN: tuple[Unknown, ...] = (
     ("", "", "", "1|bool", "no time"),
     ("", "", " std", "", "how far the single times are apart: shown beside their mean"),
     ("all-reduce", "", "bandwidth", "", "the bytes by the time of the row before"),
@@ -221,37 +211,26 @@ UNKNOWN: tuple[tuple[str, str, str, str, str], ...] = (
 )
 
 
-def why_unknown(row: Row) -> str:
-    """Why the row is not held to a prediction; empty where it is."""
-    of = (row["experiment"], row["case"], row["metric"], row["unit"])
-    for *patterns, why in UNKNOWN:
-        if all(re.search(pattern, about) for pattern, about in zip(patterns, of, strict=True) if pattern):
-            return why
-    return ""
-
-
 def reading_of(file: str, row: Row) -> Reading | None:
-    """None where no prediction is held to the row."""
-    if why_unknown(row):
-        return None
-    return next((found for rule in RULES[file] if (found := rule(row)) is not None), None)
+    """How the row is predicted; None if no prediction is held to it."""
+    return None if why_unknown(row, UNKNOWN) else by_rule(row, RULES[file])
 
 
 def rows(file: str) -> list[Row]:
-    """The rows of the file, without those of memory."""
+    """The file's rows without those of memory."""
     return [row for row in rows_of(file) if row["unit"] not in ("MiB", "GiB", "GB", "bytes")]
 
 
 @cache
 def fitted_cases(file: str) -> frozenset[str]:
-    """Those of the half that rates are fitted to: where the number of the configuration has evenly many ones."""
+    """The half that rates are fitted to: configurations whose number has an even count of binary ones."""
     cases = dict.fromkeys(row["case"] for row in rows(file) if reading_of(file, row) is not None)
     return frozenset(case for number, case in enumerate(cases) if number.bit_count() % 2 == 0)
 
 
 @cache
 def repeated(file: str) -> frozenset[int]:
-    """Which of the file's rows a table before has shown: six digits alike, of the same configuration."""
+    """Indices of rows that repeat an earlier table: the same configuration and the same six digits or more."""
     seen, found = set(), set()
     for index, row in enumerate(rows(file)):
         figure = row["case"], row["metric"], row["value"], row["unit"]
@@ -263,7 +242,7 @@ def repeated(file: str) -> frozenset[int]:
 
 @cache
 def compared(file: str) -> list[Compared]:
-    """The file's rows that are predicted, each once, though a table shows it again."""
+    """The file's rows that are predicted; a row that a later table repeats counts once."""
     found, again = [], repeated(file)
     for index, row in enumerate(rows(file)):
         reading = reading_of(file, row)
@@ -276,7 +255,7 @@ def compared(file: str) -> list[Compared]:
 
 
 def predict(reading: Reading) -> tuple[float, float]:
-    """Seconds, and the lower bound."""
+    """The predicted seconds and the lower bound."""
     on = machine(reading)
     if reading.ranks > 1:
         step = simulated(replace(reading, parts=()))
@@ -286,31 +265,31 @@ def predict(reading: Reading) -> tuple[float, float]:
     takes = np.array([0.0 if cost is None else rates.seconds(cost) for cost in found.costs])
     host = on.reached.launch, on.reached.backward_launch
     parts, least = found.seconds_of_parts(takes, host, ahead_of(reading, on)), found.least_of_parts(rates)
-    if any(part.of_host for part in found.parts):  # its end says nothing about the device
+    if any(part.of_host for part in found.parts):  # the host's clock says nothing about the device
         least = dict.fromkeys(least, 0.0)
     return sum(parts[part] for part in reading.parts), sum(least[part] for part in reading.parts)
 
 
 def ahead_of(reading: Reading, on: Hardware) -> float:
-    """How much later the device begins than the host: as long as it takes to zero what is zeroed before."""
+    """Seconds by which the device begins after the host: it zeroes memory first."""
     return reading.zeroed / (on.bandwidth * on.reached.bandwidth)
 
 
 @cache
 def hosts() -> dict[str, dict[str, float]]:
-    """Seconds that each host takes to launch an operator, as fitted."""
+    """Fitted seconds of each host to launch an operator."""
     return tomllib.loads(HOSTS.read_text(encoding="utf-8"))
 
 
 def machine(reading: Reading) -> Hardware:
-    """The device, launched to by that host."""
+    """The device with the launch times of the row's host."""
     known = hardware(reading.on)
     return replace(known, reached=replace(known.reached, **hosts().get(reading.host, {})))
 
 
 @cache
 def simulated(reading: Reading) -> schedule.Step:
-    """By `Schedule`, of one rank among others."""
+    """The step of one rank among others, by `Schedule`."""
     on = machine(reading)
     with simulation(reading.ranks, on=on) as timer:
         return timer.step(reading.program(timer), ahead_of(reading, on))

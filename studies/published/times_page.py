@@ -10,7 +10,8 @@ from statistics import fmean, median
 from perf.published import UNITS
 from shardmark.meter.hardware import hardware
 from shardmark.predict.simulation.rates import WITHIN
-from studies.published.time_rows import FILES, Compared, Row, compared, repeated, rows, why_unknown
+from studies.published.rules import Row, why_unknown
+from studies.published.time_rows import FILES, UNKNOWN, Compared, compared, repeated, rows
 
 PAGE = Path("docs/published-times.md")
 
@@ -41,13 +42,8 @@ empty if a time is the host's alone, or a part of a step on several ranks.
 """
 
 
-def write(path: Path = PAGE) -> None:
-    """Write the page."""
-    path.write_text(page(), encoding="utf-8")
-
-
 def page() -> str:
-    """The text of the page: the rows of each source, and those that no prediction is held to, with the reason."""
+    """The page's text: each source's rows, and the rows without a prediction, with the reason."""
     by_file = {file: found for file in FILES if (found := compared(file))}
     every = [each for found in by_file.values() for each in found]
     parts = [HEAD.format(summary=_summary(every), table=_by_table(every))]
@@ -67,10 +63,10 @@ def page() -> str:
 
 
 def _unpredicted(file: str) -> Iterable[tuple[Row, str]]:
-    """Rows that are not in the tables, and why; standard deviations are, beside their means."""
+    """Rows that are not in the tables, and why. Standard deviations are in them, beside their means."""
     again = repeated(file)
     for index, row in enumerate(rows(file)):
-        why = why_unknown(row) or ("the same figure as in a table above" if index in again else "")
+        why = why_unknown(row, UNKNOWN) or ("the same figure as in a table above" if index in again else "")
         if why and not row["metric"].endswith(" std"):
             yield row, why
 

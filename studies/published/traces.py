@@ -1,6 +1,6 @@
-"""What a program launches, noted down once: then its time at any rates is a matter of sums.
+"""What a program launches, recorded once, so that its time at any rates takes only sums.
 
-Of programs on one device alone, whose one stream `Schedule` would run in just this way.
+This is for programs on one device with one stream; there `Schedule` gives the same times.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from studies.published.steps import Timed
 
 
 class Part(NamedTuple):
-    """A part of a step, which ends by the device's clock or by the host's: its operators, from one to another."""
+    """A part of a step: the range of its operators, and whether it ends by the host's clock or the device's."""
 
     name: str
     of_host: bool
@@ -30,8 +30,8 @@ class Part(NamedTuple):
 
 @dataclass
 class Trace:
-    """`Rates` by which nothing takes time, and which note down what is asked: of each operator whether it is launched
-    in backward, and what the device has to do for it.
+    """`Rates` at which nothing takes time. They record whether each operator is launched in backward, and its cost on
+    the device.
     """
 
     in_backward: list[bool] = field(default_factory=list)
@@ -56,15 +56,15 @@ class Trace:
     least_of_collective = collective
 
     def seconds_of_parts(self, takes: np.ndarray, host: tuple[float, float], ahead: float = 0.0) -> dict[str, float]:
-        """Seconds of each part, where operators take so many on the device, and those of forward and of backward so
-        many on the host. The device begins `ahead` seconds later than the host.
+        """Seconds of each part. `takes` are the operators' seconds on the device, `host` those of a launch in forward
+        and of one in backward. The device begins `ahead` seconds after the host.
         """
         launching = np.where(self.in_backward, host[1], host[0])
         found, before, on_host, free = {}, ahead, 0.0, ahead
         for part in self.parts:
             own = takes[part.begin : part.end]
             launched, done = on_host + np.cumsum(launching[part.begin : part.end]), np.cumsum(own)
-            # The last is over when all from some operator on have run, which began as that one was launched.
+            # The part ends when all operators from some one on have run, and that one began when it was launched.
             free = float(done[-1] + max(free, np.max(launched - done + own)))
             on_host = float(launched[-1]) if part.of_host else max(free, float(launched[-1]))
             found[part.name] = on_host - before
@@ -72,7 +72,7 @@ class Trace:
         return found
 
     def least_of_parts(self, rates: Rates) -> dict[str, float]:
-        """The lower bound of each part."""
+        """Lower bound of each part's seconds."""
         return {
             part.name: sum(rates.least(cost) for cost in self.costs[part.begin : part.end] if cost is not None)
             for part in self.parts
@@ -81,7 +81,7 @@ class Trace:
 
 @cache
 def trace(program: Timed, on: str) -> Trace:
-    """What the program's step launches."""
+    """Record what the program's step launches."""
     found = Trace()
     with simulation(on=hardware(on)) as timer:
         step = program(timer)

@@ -31,7 +31,7 @@ from studies.verdicts.neighbours import NEIGHBOURS, neighbours
 from studies.verdicts.steps import PEER, REPETITIONS, SLOWER, Repeated, Steps, judged_rounds, times_in_a_row
 
 WIDTHS = {1: (96, 224), 2: (128, 256)}
-"""Of the layers, by ranks: steps of some milliseconds, and of some tens of them, as at laptop scale."""
+"""Widths of the layer by ranks. Their steps take some milliseconds, and some tens of them, as at laptop scale."""
 FOLDER = Path("docs/verdicts")
 
 
@@ -63,18 +63,18 @@ def main() -> None:
 
 
 def plan_of(ranks: int, case: Steps) -> Plan:
-    """As `measure` would plan it in a run of that many verdicts, with a budget of as long as the peer."""
+    """A plan as `measure` makes it in a run of `JUDGEMENTS` verdicts; the budget is the peer's time."""
     limits = Limits(confidence(summary.JUDGEMENTS), (1.0,))
     return Plan(Repeated, SLOWER, PEER, case, "cpu", ranks, Rounds(warmups=2), limits=limits, coin=secrets.randbits(64))
 
 
 def settings() -> Iterator[tuple[str, int, int]]:
-    """Neighbour, ranks and width, all of them in turn."""
+    """All combinations of neighbour, ranks and width."""
     return ((name, ranks, width) for name, ranks in product(NEIGHBOURS, WIDTHS) for width in WIDTHS[ranks])
 
 
 def judge_live(worlds: Worlds, until: float) -> None:
-    """Judge steps of each setting, equal ones as often as slower ones; each judgement is a line of the file."""
+    """Judge steps of random settings, equal ones as often as slower ones; each judgement is a line of the file."""
     generator = random.Random(secrets.randbits(64))
     while time.monotonic() < until:
         name, ranks, width = generator.choice(list(settings()))
@@ -106,7 +106,7 @@ def judge_live(worlds: Worlds, until: float) -> None:
 
 
 def record(worlds: Worlds, seconds: float) -> None:
-    """Times of equal steps in a row, in each setting for the same share of the time."""
+    """Record equal steps in a row; each setting gets the same share of the time."""
     each = seconds / len(list(settings()))
     for name, ranks, width in settings():
         with neighbours(name, secrets.randbits(32)):

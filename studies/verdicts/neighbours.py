@@ -11,14 +11,14 @@ from contextlib import contextmanager, suppress
 
 
 def _disturb(does: Callable[[int], None], seed: int) -> None:
-    """As a process that has nothing to do with the one that started this."""
+    """Run as an ordinary process, even if the starting one runs in real time."""
     with suppress(OSError):  # a sandbox may forbid it
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     does(seed)
 
 
 def _is_needed() -> bool:
-    """Whether the process that started this one is still there, which may be killed."""
+    """Whether the starting process is alive: it may have been killed."""
     parent = multiprocessing.parent_process()
     return parent is not None and parent.is_alive()
 
@@ -30,7 +30,7 @@ def _spin(seconds: float) -> None:
 
 
 def busy(seed: int) -> None:
-    """On and off, each for a tenth of a second to some seconds, as jobs of a build do."""
+    """Busy and idle in turns of a tenth of a second to some seconds, as a build's jobs are."""
     generator = random.Random(seed)
     while _is_needed():
         _spin(min(generator.expovariate(2), 5.0))
@@ -38,7 +38,7 @@ def busy(seed: int) -> None:
 
 
 def drift(seed: int) -> None:
-    """Idle at first, and busier and busier for half a minute; then again."""
+    """Busier and busier for half a minute, from idle; then again."""
     began = time.perf_counter()
     while _is_needed():
         share = (time.perf_counter() - began) / 30 % 1
@@ -47,7 +47,7 @@ def drift(seed: int) -> None:
 
 
 def spikes(seed: int) -> None:
-    """Some five times a second, for 10 to 100 ms."""
+    """Busy some five times a second, for 10 to 100 ms."""
     generator = random.Random(seed)
     while _is_needed():
         time.sleep(generator.expovariate(5))
@@ -60,19 +60,19 @@ NEIGHBOURS: dict[str, tuple[Callable[[int], None], int]] = {
     "drift": (drift, 1),
     "spikes": (spikes, 2),
 }
-"""By name: what they do, and how many of them there are."""
+"""By name: what each process does, and their number."""
 
 
 @contextmanager
 def neighbours(name: str, seed: int) -> Iterator[None]:
-    """They disturb what the block does."""
+    """Disturb the block."""
     does, count = NEIGHBOURS[name]
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_disturb, args=(does, seed + i), daemon=True) for i in range(count)]
     for process in processes:
         process.start()
     try:
-        time.sleep(0.5 if count else 0.0)  # until they have started
+        time.sleep(0.5 if count else 0.0)  # they start meanwhile
         yield
     finally:
         for process in processes:

@@ -1,4 +1,4 @@
-"""Steps of which one does a known share more of the same work than the other."""
+"""Two steps, of which one does a known share more of the same work."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardmark.meter.memory import Memory
 from shardmark.meter.plan import Measured, Plan
 
 REPETITIONS = {0: (30, 30), 3: (33, 34), 5: (20, 21), 10: (20, 22)}
-"""By how many percent one is slower: how often the peer repeats its work, and how often that one does."""
+"""By slowdown in percent: repetitions of the work by the peer, and by the slower one."""
 
 BUCKETS = 4
 
 
 @dataclass(frozen=True)
 class Steps:
-    """A peer's step, and one that is `slower` percent longer; `width` is that of the layer."""
+    """A peer's step, and a step that is `slower` percent longer; `width` is that of the layer."""
 
     slower: int
     width: int
@@ -32,7 +32,7 @@ class Steps:
 
 
 class Repetitions(Protocol):
-    """How often a case's work is repeated."""
+    """Returns how often a case's work is repeated."""
 
     def __call__(self, case: Steps) -> int: ...
 
@@ -46,7 +46,7 @@ SLOWER = register("repetitions", "slower", lambda case: REPETITIONS[case.slower]
 
 
 class Repeated:
-    """Forward and backward of a layer again and again; then ranks all-reduce as many layers' gradients, in buckets."""
+    """Repeat forward and backward of a layer; then all-reduce as many layers' gradients, in buckets."""
 
     backend = "gloo"
 
@@ -57,11 +57,11 @@ class Repeated:
         self.gradients = torch.zeros(self.repetitions * case.width**2, device=device)
 
     def prepare(self) -> None:
-        """No gradient, so that its sums stay finite."""
+        """Drop the gradient, so that it does not add up beyond float32."""
         self.layer.weight.grad = None
 
     def step(self, mark: Mark) -> None:
-        """Backward as often as the implementation says, then an all-reduce of each bucket of gradients."""
+        """Repeat as often as the implementation says, then all-reduce each bucket of gradients."""
         for _ in range(self.repetitions):
             self.layer(self.inputs).sum().backward()
         if dist.get_world_size() > 1:
@@ -70,12 +70,12 @@ class Repeated:
 
 
 def judged_rounds(plan: Plan) -> Measured:
-    """The timed rounds of the plan on this rank, as `measure` has them."""
+    """The timed rounds of the plan on this rank, as `measure` runs them."""
     return timed_rounds(plan, Memory(), plan.workload(plan.implementation, plan.case, plan.device))
 
 
 def times_in_a_row(plan: Plan, seconds: float) -> list[float]:
-    """For about that long, what one step after another takes the slowest rank."""
+    """The slowest rank's seconds of one step after another, for about `seconds`."""
     workload, taken = warmed_up(plan, 3), list[float]()
     while sum(taken) < seconds:
         slowest = torch.tensor(timed_step(plan, workload, workload.step).seconds, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What the judgements and the recordings say: docs/verdicts.md, and its plot."""
+"""docs/verdicts.md and its plot, from the judgements and the recordings."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from shardmark.verdict.budget import confidence, tolerated
 from studies.verdicts.neighbours import NEIGHBOURS
 
 JUDGEMENTS = 59
-"""Verdicts of a run, among which its error is shared: as many as the laptop scale on two ranks may come to."""
+"""Verdicts that share a run's error: as many as the laptop scale on two ranks may have."""
 EFFECTS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.1)
-"""True slowdowns that recordings are judged with."""
+"""True slowdowns with which recordings are judged."""
 REPLAYS = {0.0: 400}
-"""Judgements of each recording: of equal steps most, as a false alarm is rare."""
+"""Judgements of each recording by slowdown: most of equal steps, as false alarms are rare."""
 FEWER_REPLAYS = 60
 
 SCHEDULING = ("", "SCHED_RR")
 PANELS = list(product((1, 2), SCHEDULING))
-"""Ranks and scheduling policy, of which each has a table and a curve of its own."""
+"""(ranks, scheduling policy) of each table and each curve."""
 
 Judgement = dict[str, Any]
 
 
 def replayed(series: Sequence[float], slower: float, generator: random.Random) -> tuple[str, float]:
-    """The verdict on steps that take `slower` more than a recording's, and the seconds that it took.
+    """The verdict on steps that take a share `slower` longer than a recording's, and the seconds that it took.
 
-    From a place in the recording on, a coin says for each pair of steps which of them is the slower one's. The coin is
-    all that the statistics rest on, so each of its throws on the same steps is another judgement.
+    It starts at a random place of the recording. For each pair of steps a coin chooses the slower one. The statistics
+    depend on the coin alone, so other throws on the same steps are another judgement.
     """
     place = generator.randrange(len(series))
     slots = [series[(place + i) % len(series)] for i in range(len(series))]
@@ -59,7 +59,7 @@ def replayed(series: Sequence[float], slower: float, generator: random.Random) -
 
 
 def write(folder: Path) -> None:
-    """The page beside a folder, from the judgements, the recordings and the smoke runs in it."""
+    """Write the page beside the folder, from the judgements, recordings and smoke runs in it."""
     page = folder.with_suffix(".md")
     kinds = ("judgements", "recordings", "smoke_runs")
     judgements, recordings, runs = (_lines(folder / f"{kind}.jsonl") for kind in kinds)
@@ -83,7 +83,7 @@ def write(folder: Path) -> None:
 
 
 def _judged_again(numbered: tuple[int, dict[str, Any]]) -> list[Judgement]:
-    """The judgements of a recording."""
+    """Judge a recording."""
     number, recording = numbered
     setting = {name: recording[name] for name in ("neighbour", "ranks", "scheduling")}
     return [
@@ -99,13 +99,13 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _loads(recordings: list[dict[str, Any]]) -> str:
-    """What the machine did besides."""
+    """The machine's load during the recordings."""
     loads = [each["load"] for each in recordings if "load" in each]
     return f", while the machine's load was {min(loads):.0f} to {max(loads):.0f}" if loads else ""
 
 
 def _measured(judgements: list[Judgement], runs: list[dict[str, Any]]) -> str:
-    """The sections on what was judged as it ran, of which there are none before `live` and `smoke` have run."""
+    """The sections on live judgements and smoke runs; empty before `live` and `smoke` have run."""
     sections = [f"## Whole runs at smoke scale\n\n{_smoke(runs)}\n\n"] if runs else []
     if judgements:
         sections.append(LIVE.format(count=len(judgements), alarms=_alarms(judgements), tables=_tables(judgements)))
@@ -113,7 +113,7 @@ def _measured(judgements: list[Judgement], runs: list[dict[str, Any]]) -> str:
 
 
 def _smoke(runs: list[dict[str, Any]]) -> str:
-    """How many whole runs there were, and what their time budgets came to."""
+    """The number of whole runs, and the verdicts of their time budgets."""
     counts = {verdict: sum(run[verdict] for run in runs) for verdict in (PASS, UNDECIDED, FAIL)}
     failed = sum(run[FAIL] > 0 for run in runs)
     shown = ", ".join(f"{count:,} {verdict}" for verdict, count in counts.items())
@@ -121,7 +121,7 @@ def _smoke(runs: list[dict[str, Any]]) -> str:
 
 
 def _tables(judgements: Sequence[Judgement]) -> str:
-    """By ranks, scheduling, neighbour and true slowdown: how many were judged how, and in which time."""
+    """A table for each of `PANELS`: verdicts and seconds by neighbour and true slowdown."""
     parts = [(f"{_title(*key)}:", _table(of_key)) for key in PANELS if (of_key := _of(key, judgements))]
     return "\n\n".join(chain.from_iterable(parts))
 
@@ -153,7 +153,7 @@ def _table(judgements: Iterable[Judgement]) -> str:
 
 
 def _alarms(judgements: Iterable[Judgement]) -> str:
-    """False alarms among judgements of equal steps, and the rate that they leave possible (95%)."""
+    """False alarms among judgements of equal steps; if there are none, the highest likely rate (95%)."""
     equal = [each for each in judgements if each["slower"] == 0]
     failed = sum(each["verdict"] == FAIL for each in equal)
     bound = f"; with 95% confidence, less than 1 in {len(equal) / 3:,.0f}" if equal and failed == 0 else ""
@@ -161,7 +161,7 @@ def _alarms(judgements: Iterable[Judgement]) -> str:
 
 
 def _plot(live: list[Judgement], again: list[Judgement], file: Path) -> None:
-    """The power curve: by true slowdown, the share of judgements that found it."""
+    """Plot the power curve: the share of judgements that found a slowdown, by true slowdown."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -186,7 +186,7 @@ def _plot(live: list[Judgement], again: list[Judgement], file: Path) -> None:
 
 
 def _shares(judgements: Sequence[Judgement]) -> tuple[list[int], list[float]]:
-    """True slowdowns in percent, and of each how many percent were judged as slower."""
+    """True slowdowns in percent, and the percentage judged as slower at each."""
     slowdowns = sorted({each["slower"] for each in judgements})
     found = [[each["verdict"] == FAIL for each in judgements if each["slower"] == slower] for slower in slowdowns]
     return slowdowns, [100 * sum(each) / len(each) for each in found]

@@ -55,13 +55,13 @@ def test_shares_are_of_the_phase_and_sums_agree(eager_step: StepProfile) -> None
         kernels = eager_step.kernels(phase)
         total = sum(kernel.seconds for kernel in kernels)
         assert sum(kernel.share for kernel in kernels) == pytest.approx(1)
-        assert sum(eager_step.seconds([phase]).values()) == pytest.approx(total)
+        assert sum(eager_step.seconds(phase).values()) == pytest.approx(total)
         assert [kernel.seconds for kernel in kernels] == sorted((k.seconds for k in kernels), reverse=True)
         assert 0 < total <= elapsed  # on CPU operators' own times do not overlap
     row = eager_step.as_row(top=3)
     assert [len(row[phase]["top"]) for phase in row] == [3, 3, 3]
     assert sum(row[phase]["calls"] for phase in row) == len(eager_step.calls)
-    assert row["forward"]["categories"] == eager_step.seconds(["forward"])
+    assert row["forward"]["categories"] == eager_step.seconds("forward")
 
 
 def test_each_operator_runs_for_its_module_forward_and_backward(eager_step: StepProfile) -> None:
@@ -109,7 +109,7 @@ def test_a_name_tells_the_category(name: str, expected: str | None) -> None:
 
 def test_fused_attention_is_attention_with_what_it_calls() -> None:
     profile = profile_step(TrainingStep(sdpa), "cpu")
-    assert profile.seconds(["forward"])[ATTENTION] > 0 and profile.seconds(["backward"])[ATTENTION] > 0
+    assert profile.seconds("forward")[ATTENTION] > 0 and profile.seconds("backward")[ATTENTION] > 0
     own = profile_step(TrainingStep(as_attention(FlashAttentionPyTorch)), "cpu")
     kinds = {call.name: call.category for call in own.calls if call.module == "blocks.0.attention"}
     assert kinds["aten::bmm"] == MATRIX_PRODUCT and kinds["aten::exp_"] == ATTENTION
@@ -141,11 +141,16 @@ def test_fused_attention_shows_no_parts() -> None:
     assert profile.inside(".attention", "forward") and attention_parts(profile.inside(".attention", "forward")) == {}
 
 
-class Kernel(SimpleNamespace):
-    """An event as the profiler reports it of the device."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda: self.__dict__[f"{name}_"]
+def on_device(name: str, start_ns: int, correlation: int = 0, is_range: bool = False) -> Any:
+    """A kernel or a range of 4 us as the profiler reports it; without an operator its `correlation` is 0."""
+    return SimpleNamespace(
+        name=lambda: name,
+        device_type=lambda: DeviceType.CUDA,
+        start_ns=lambda: start_ns,
+        duration_ns=lambda: 4_000,
+        linked_correlation_id=lambda: correlation,
+        is_user_annotation=lambda: is_range,
+    )
 
 
 def test_on_cuda_kernels_are_of_the_operator_that_launched_them() -> None:
@@ -166,13 +171,10 @@ def test_on_cuda_kernels_are_of_the_operator_that_launched_them() -> None:
     copy = event("aten::copy_", 150, 155, module)
     copy.append_kernel("Memcpy DtoD (Device -> Device)", 0, 2)
     optimizer = event("optimizer", 200, 300, is_user_annotation=True)
-    device = {"device_type_": DeviceType.CUDA, "duration_ns_": 4_000}
     kernels = [
-        Kernel(
-            name_="triton_softmax", start_ns_=260_000, linked_correlation_id_=0, is_user_annotation_=False, **device
-        ),
-        Kernel(name_="optimizer", start_ns_=250_000, linked_correlation_id_=0, is_user_annotation_=True, **device),
-        Kernel(name_="sgemm", start_ns_=175_000, linked_correlation_id_=7, is_user_annotation_=False, **device),
+        on_device("triton_softmax", 260_000),
+        on_device("optimizer", 250_000, is_range=True),
+        on_device("sgemm", 175_000, correlation=7),
     ]
     result = SimpleNamespace(events=lambda: kernels, trace_start_ns=lambda: 50_000)
     again = event("forward", 300, 350, is_user_annotation=True)

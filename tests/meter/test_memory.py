@@ -1,8 +1,9 @@
-"""The memory meter: exact bytes, phases, peaks, and what must not confuse it."""
+"""The memory meter: exact bytes, phases and peaks, whatever libraries and other threads do."""
 
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from shardmark.meter.recording import recording
 from shardmark.ranks.world import World
 
 N = 100_000
+FUNCTIONAL: Any = torch.ops._c10d_functional
 
 
 def test_bytes_equal_those_counted_by_hand(device: str) -> None:
-    """A linear layer's SGD step in float32, every tensor of it counted."""
+    """An SGD step of a linear layer in float32, with every tensor counted."""
     rows, inputs, outputs, size = 64, 128, 256, 4
     with meter(device) as memory:
         x = torch.randn(rows, inputs, device=device)
@@ -42,20 +44,13 @@ def test_bytes_equal_those_counted_by_hand(device: str) -> None:
     assert memory.tensors == bytes_x + 3 * bytes_weight + 2 * bytes_y + (8 if device == "cpu" else 0)
 
 
-def test_the_peak_is_between_the_phases(device: str) -> None:
-    with meter(device) as memory:
-        torch.empty(N, device=device)
-        memory.mark("after_init")
-    assert memory.phases == {"after_init": 0} and memory.peak == 4 * N
-
-
 OWN = torch.library.Library("shardmark_test", "DEF")
 OWN.define("doubled(Tensor x) -> Tensor")
 OWN.impl("doubled", lambda x: (torch.ones_like(x) * 2).mul_(x).clone(), "CPU")
 
 
 def test_what_a_library_takes_within_its_operator_is_workspace_and_no_tensor() -> None:
-    """SDPA's flash kernel gives out its output and log-sum-exp; each thread's tiles are its own affair."""
+    """SDPA's flash kernel returns its output and log-sum-exp; the threads' tiles are workspace."""
     q = torch.randn(1, 2, 300, 16)
     with meter("cpu") as memory:
         scaled_dot_product_attention(q, q, q)
@@ -66,7 +61,7 @@ def test_what_a_library_takes_within_its_operator_is_workspace_and_no_tensor() -
 
 
 def test_what_a_library_keeps_until_it_is_asked_for_is_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuBLAS's, for one: taken within an operator, and freed when the recording ends."""
+    """Such as cuBLAS's workspace: allocated within an operator, and freed when the recording ends."""
     kept: list[torch.Tensor] = []
     monkeypatch.setattr(blocks, "have_libraries_give_back", lambda device: kept.clear())
     matrix = torch.randn(100, 100)
@@ -79,7 +74,7 @@ def test_what_a_library_keeps_until_it_is_asked_for_is_workspace(monkeypatch: py
 
 
 def test_what_operators_leave_between_them_are_tensors_whoever_calls_them() -> None:
-    """Between operators of a technique's own code, of a user's library, and of one of PyTorch's composite operators."""
+    """Whether a technique's code calls them, a user's library, or a composite operator of PyTorch."""
     x, q = torch.randn(N), torch.randn(1, 1, 300, 16)
     for call in (lambda: (x + 1) * 2, lambda: torch.ops.shardmark_test.doubled(x)):
         with meter("cpu") as memory:
@@ -102,7 +97,7 @@ def test_the_peaks_of_steps_are_those_of_tensors() -> None:
 
 
 def test_sizes_are_those_requested_where_the_profiler_sees_them_rounded_up() -> None:
-    """CUDA's allocator remembers requests, at each address in turn; past the last, the profiler's size counts."""
+    """CUDA's allocator remembers the requests at each address in order; after the last, the profiler's size counts."""
     with recording("cpu") as recorded:
         for _ in range(3):
             torch.empty(N)
@@ -190,12 +185,15 @@ def reduced_by_handle(tensor: torch.Tensor) -> None:
     handle.wait()
 
 
+def started(operator: str, *arguments: object) -> torch.Tensor:
+    """Start a functional collective. Returns its result, not yet waited for."""
+    assert dist.group.WORLD is not None
+    result: torch.Tensor = getattr(FUNCTIONAL, operator)(*arguments, dist.group.WORLD.group_name)
+    return result
+
+
 def reduced_by_operator(tensor: torch.Tensor) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    functional = torch.ops._c10d_functional
-    reduced = functional.all_reduce_(tensor, "sum", group.group_name)
-    functional.wait_tensor(reduced)
+    FUNCTIONAL.wait_tensor(started("all_reduce_", tensor, "sum"))
 
 
 def scattered_by_handle(tensor: torch.Tensor) -> None:
@@ -206,24 +204,17 @@ def scattered_by_handle(tensor: torch.Tensor) -> None:
 
 
 def scattered_by_operator(tensor: torch.Tensor) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    functional = torch.ops._c10d_functional
-    scattered = functional.reduce_scatter_tensor(tensor, "sum", 2, group.group_name)
+    scattered = started("reduce_scatter_tensor", tensor, "sum", 2)
     del tensor
-    functional.wait_tensor(scattered)
+    FUNCTIONAL.wait_tensor(scattered)
 
 
 def gathered_by_operator(tensor: torch.Tensor) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    functional = torch.ops._c10d_functional
-    gathered = functional.all_gather_into_tensor(tensor[: tensor.numel() // 2].clone(), 2, group.group_name)
-    functional.wait_tensor(gathered)
+    FUNCTIONAL.wait_tensor(started("all_gather_into_tensor", tensor[: tensor.numel() // 2].clone(), 2))
 
 
 def metered_collectives(collective: Callable[[torch.Tensor], None]) -> Memory:
-    """The tensors grow, so that the meter cannot know one as freed by a new one at its address."""
+    """The tensors grow, so that no new one at an old address tells the meter that the old one is freed."""
     with meter("cpu") as memory:
         for i in range(200):
             collective(torch.ones(1000 * (i + 1)))
@@ -244,7 +235,7 @@ def metered_collectives(collective: Callable[[torch.Tensor], None]) -> Memory:
 def test_tensors_of_collectives_are_seen_to_be_freed(
     collective: Callable[[torch.Tensor], None], times: float, pair: World
 ) -> None:
-    """At the peak there is what goes into the last one, what comes out, and what Gloo copies."""
+    """The peak holds the input and the output of the last collective, and Gloo's copies."""
     if pair.device != "cpu":
         pytest.skip("it is Gloo's worker thread that frees them unseen")
     for memory in pair.run(metered_collectives, collective):

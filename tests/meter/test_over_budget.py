@@ -1,4 +1,4 @@
-"""What a failed memory budget shows: what the formula has at the peak, and whose blocks were there."""
+"""What a failed memory budget shows: the formula's terms at the peak, and the blocks that were live there."""
 
 import copy
 import inspect
@@ -20,7 +20,7 @@ FILE = "tests/meter/test_over_budget.py"
 
 
 class Doubled(nn.Module):
-    """Takes 400 bytes; keeps nothing for backward, but allocates 800 bytes more in forward."""
+    """Takes 400 bytes and saves nothing for backward, but allocates 800 bytes more in forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         both = torch.cat([x, x])
@@ -67,7 +67,7 @@ def test_blocks_have_operator_module_and_line(monkeypatch: pytest.MonkeyPatch, r
 
 
 class Named(int):
-    """A formula's bytes, with names."""
+    """A formula's bytes with named terms."""
 
     entries = {"parameters": 2**20, "gradients": 2**19}  # noqa: RUF012
 

@@ -1,4 +1,4 @@
-"""What autograd keeps for backward, of steps of which one knows what they save."""
+"""What autograd keeps for backward, in steps that save known tensors."""
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ def test_a_checkpointed_region_saves_nothing_and_computes_twice() -> None:
 
 
 class Unmarked(Step):
-    """Does not say where its forward ends."""
+    """Does not mark the end of forward."""
 
     def step(self, mark: Mark) -> None:
         super().step(lambda part: None)
@@ -31,7 +31,7 @@ def test_without_a_mark_it_is_weighed_when_backward_asks_for_it() -> None:
 
 
 class Logged(Step):
-    """Writes down the parts of each step."""
+    """Logs the parts of each step."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__(plain, model)
@@ -53,7 +53,7 @@ def test_the_step_ends_where_forward_does_if_it_says_so() -> None:
 
 
 class Twice(nn.Sequential):
-    """Frees what it has made on the way."""
+    """Runs twice, and frees what the first run saved."""
 
     def forward(self, x: Tensor) -> Tensor:
         super().forward(x)
@@ -77,7 +77,7 @@ def test_without_a_backward_nothing_is_saved() -> None:
 
 
 class BackwardAlone(Step):
-    """Forward comes before the step, as where attention's backward is timed."""
+    """Runs forward before the step, as the timing of attention's backward does."""
 
     def prepare(self) -> None:
         super().prepare()

@@ -1,4 +1,4 @@
-"""What each byte of a step is: kinds, owners, and the closed forms of a training step beside them, to the byte."""
+"""The kind and the owner of each byte of a step; a training step's closed forms equal them to the byte."""
 
 from dataclasses import replace
 
@@ -14,7 +14,6 @@ from impl.training_step.accounting import eager_peak
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
 from impl.training_step.workload import LanguageModelStep
 from shardmark.api import followed
-from shardmark.api.registry import resolve
 from shardmark.meter.measure_case import measure
 from shardmark.meter.plan import Measured, Rounds
 from shardmark.meter.timeline import KINDS, by_layer_and_operator, timeline
@@ -22,49 +21,42 @@ from shardmark.predict import kept_for_backward
 from shardmark.rows.observers import Observer, Timeline
 from shardmark.rows.observers.where_memory_goes import timeline_entry
 
-DTYPES = ("float32", "bfloat16", "float16")
-
-CASES = [
-    TrainingStepCase("tiny", 1, 4),  # the largest moment is the end of backward
-    TrainingStepCase("tiny", 2, 32),  # the loss
-    pytest.param(TrainingStepCase("tiny", 3, 61), marks=pytest.mark.sweep),
+AT_THE_END_OF_BACKWARD, AT_THE_LOSS, ODD = (TrainingStepCase("tiny", *size) for size in [(1, 4), (2, 32), (3, 61)])
+"""Named by the moment of the peak; the sizes of the last are odd."""
+HALVES = ("bfloat16", "float16")
+OFTEN = [
+    *(replace(case, mode=mode) for case in (AT_THE_END_OF_BACKWARD, AT_THE_LOSS) for mode in STEP_MODES),
+    *(replace(ODD, dtype=dtype, mode="step") for dtype in HALVES),
+    replace(ODD, dtype="bfloat16", mode="forward"),
+    replace(AT_THE_LOSS, attention="eager"),
+    TrainingStepCase("tiny", 1, 1152, attention="eager"),  # the peak is in softmax
+]
+ALL = [
+    replace(case, dtype=dtype, mode=mode)
+    for case in (AT_THE_END_OF_BACKWARD, AT_THE_LOSS, ODD)
+    for dtype in ("float32", *HALVES)
+    for mode in STEP_MODES
 ]
 
 
-def _measured(workload: type, case: TrainingStepCase, *observers: type[Observer]) -> Measured:
-    eager = resolve("training_step", "eager")
+def _measured(case: TrainingStepCase, *observers: type[Observer]) -> Measured:
     rounds = Rounds(minimum=1, maximum=1, warmups=1)
-    return measure(plan_of(workload, eager, case, rounds=rounds, observers=observers))
+    return measure(plan_of(LanguageModelStep, case=case, rounds=rounds, observers=observers))
 
 
-HALVES = [pytest.param(dtype, marks=pytest.mark.sweep) for dtype in DTYPES[1:]]
+@pytest.mark.parametrize(
+    "case",
+    [*OFTEN, *(pytest.param(case, marks=pytest.mark.sweep) for case in ALL if case not in OFTEN)],
+    ids=str,
+)
+def test_peak_of_a_step_is_the_formulas_to_the_byte(case: TrainingStepCase) -> None:
+    assert _measured(case).memory.tensors == eager_peak(case)
 
 
-@pytest.mark.parametrize("mode", STEP_MODES)
-@pytest.mark.parametrize("dtype", [DTYPES[0], *HALVES])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_peak_of_a_step_is_the_formulas_to_the_byte(case: TrainingStepCase, dtype: str, mode: str) -> None:
-    case = replace(case, dtype=dtype, mode=mode)
-    assert _measured(LanguageModelStep, case).memory.tensors == eager_peak(case)
-
-
-@pytest.mark.parametrize(("dtype", "mode"), [("bfloat16", "forward"), ("bfloat16", "step"), ("float16", "step")])
-def test_peak_in_half_precision_is_the_formulas_to_the_byte(dtype: str, mode: str) -> None:
-    """A few cases and modes; the sweep has all."""
-    case = TrainingStepCase("tiny", 3, 61, dtype, mode)
-    assert _measured(LanguageModelStep, case).memory.tensors == eager_peak(case)
-
-
-@pytest.mark.parametrize(("batch", "context"), [(2, 32), (1, 1152)], ids=["at_the_loss", "at_softmax"])
-def test_the_peak_with_eager_attention_is_the_formulas(batch: int, context: int) -> None:
-    case = TrainingStepCase("tiny", batch, context, attention="eager")
-    assert _measured(LanguageModelStep, case).memory.tensors == eager_peak(case)
-
-
-@pytest.mark.parametrize("dtype", [DTYPES[0], *HALVES])
+@pytest.mark.parametrize("dtype", ["float32", *(pytest.param(dtype, marks=pytest.mark.sweep) for dtype in HALVES)])
 def test_what_forward_keeps_is_the_formulas_operator_by_operator(dtype: str) -> None:
-    case = TrainingStepCase("tiny", 3, 61, dtype=dtype)
-    found = _measured(LanguageModelStep, case, Timeline).observed[Timeline]
+    case = replace(ODD, dtype=dtype)
+    found = _measured(case, Timeline).observed[Timeline]
     expected = kept_for_backward(plan_of(LanguageModelStep, case=case))
     assert by_layer_and_operator(found.activations) == expected
     row = timeline_entry(found, expected | {("nowhere", "aten::nothing"): 7})
@@ -73,17 +65,17 @@ def test_what_forward_keeps_is_the_formulas_operator_by_operator(dtype: str) -> 
 
 
 def test_the_peak_where_the_feed_forward_is_widest_is_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tokens of a small vocabulary: the last layer's gate, and no longer the loss, is the largest moment."""
+    """With few tokens of a small vocabulary the peak is at the last layer's gate, and not at the loss."""
     monkeypatch.setitem(SIZES, "wide", replace(SIZES["tiny"], d_ff=640, vocab=200))
     case = TrainingStepCase("wide", 4, 100)
     peak = eager_peak(case)
     assert isinstance(peak, Bytes) and "backward of blocks.*.feed_forward" in peak.entries
-    assert _measured(LanguageModelStep, case).memory.tensors == peak
+    assert _measured(case).memory.tensors == peak
 
 
 def test_kinds_are_those_of_the_formulas_at_every_phase_and_sum_to_the_meters() -> None:
-    case = TrainingStepCase("tiny", 2, 32)
-    measured = _measured(LanguageModelStep, case, Timeline)
+    case = AT_THE_LOSS
+    measured = _measured(case, Timeline)
     expected = beside(followed(PlainLanguageModel.of(case), "cpu")).marks
     parameters = expected["before_step"].entries["parameters"]
     state = expected["before_step"] - expected["after_init"]
@@ -106,7 +98,7 @@ def test_kinds_are_those_of_the_formulas_at_every_phase_and_sum_to_the_meters() 
 
 
 def test_the_largest_blocks_say_where_they_come_from() -> None:
-    found = _measured(LanguageModelStep, TrainingStepCase("tiny", 2, 32), Timeline).observed[Timeline]
+    found = _measured(AT_THE_LOSS, Timeline).observed[Timeline]
     logits = 4 * 64 * 1000
     largest = [(block.nbytes, block.kind, block.operator) for block in found.largest[:3]]
     assert sorted(largest) == [

@@ -1,4 +1,4 @@
-"""Keeping a machine's rows: newer ones replace older ones, no host is named, and documents say what rows do."""
+"""Records of machines: newer rows replace older ones, no host is named, and documents agree with the rows."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def test_what_cannot_be_kept_is_one_line(arguments: list[str], line: str, capsys
 
 @pytest.mark.parametrize("path", sorted(RECORDS.glob("*.json.gz")), ids=lambda path: path.name)
 def test_each_document_says_what_its_record_has(path: Path) -> None:
-    """Where it does not: python -m shardmark.report studies/records/NAME.json.gz -o docs/results-NAME.md"""
+    """To write it: python -m shardmark.report studies/records/NAME.json.gz -o docs/results-NAME.md"""
     run = read_run(path)
     document = DOCUMENTS / f"results-{path.name.removesuffix('.json.gz')}.md"
     assert document.read_text(encoding="utf-8") == markdown([(path.name, run)])

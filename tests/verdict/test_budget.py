@@ -1,4 +1,4 @@
-"""Budgets: what they are held to, and the file of a team's own."""
+"""Budgets and their verdicts, and the file of a team's own budgets."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from shardmark.verdict.budget import (
 
 
 def test_only_an_effect_that_matters_fails_a_budget() -> None:
-    """A ratio to a peer may be over its limit by SMALLEST_EFFECT; a limit in seconds holds as it stands."""
+    """A ratio to a peer may exceed its limit by SMALLEST_EFFECT; a limit in seconds is exact."""
 
     def verdict_of(ratio: float, seconds: float) -> list[str]:
         found_ratio = interval([ratio] * 200, confidence(1))
@@ -83,8 +83,6 @@ def test_a_wrong_budget_file_is_one_line(tmp_path: Path, text: str, message: str
     with pytest.raises(BudgetFileError) as caught:
         read_budgets(file)
     assert message in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
-    with pytest.raises(BudgetFileError, match=r"missing\.toml: No such file"):
-        read_budgets(tmp_path / "missing.toml")
 
 
 @pytest.mark.parametrize(("peaks", "expected"), [([1000, 1010], PASS), ([1000, 1011, 1000], FAIL), ([1000], PASS)])

@@ -1,4 +1,4 @@
-"""Verdicts of a run: noise decides them at the stated rate at most, and rounds are added until they are decided."""
+"""Verdicts of a run: noise decides at most the stated share, and rounds are added until all are decided."""
 
 import math
 import random
@@ -29,7 +29,7 @@ MINE, PEERS = stand_in("mine"), stand_in("peers")
 
 
 class Drawn:
-    """A step whose time is drawn."""
+    """A step whose time is drawn at random."""
 
     backend = "none"
 
@@ -53,7 +53,7 @@ def drawn_times(seed: int, slower: float) -> Iterator[dict[str, float]]:
 
 
 def judge(plan: Plan, seed: int, slower: float = 1.0) -> tuple[str, int]:
-    """The verdict on steps `slower` times as long as the peer's, as `measure` would have it, and its rounds."""
+    """The verdict of `measure` on steps `slower` times as long as the peer's, and the number of rounds."""
     times, clock = drawn_times(seed, slower), 0.0
 
     def timed(plan: Plan, workload: Drawn, step: object, ahead: float = 0.0) -> Laps:
@@ -84,7 +84,7 @@ PLAN = plan_of(
 
 @pytest.mark.parametrize("runs", [20, pytest.param(300, marks=pytest.mark.sweep)])
 def test_noise_decides_a_verdict_in_at_most_one_run_of_100(runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal implementations are held to exactly 1.0, so that every verdict that is decided is decided by noise."""
+    """Equal implementations have a budget of exactly 1.0, so that noise decides every decided verdict."""
     monkeypatch.setattr(budget, "SMALLEST_EFFECT", 0.0)
     wrong = 0
     for run in range(runs):
@@ -95,7 +95,7 @@ def test_noise_decides_a_verdict_in_at_most_one_run_of_100(runs: int, monkeypatc
 
 @pytest.mark.parametrize(("slower", "verdict"), [(0.5, PASS), (0.9, PASS), (1.1, FAIL), (2.0, FAIL)])
 def test_a_difference_is_found(slower: float, verdict: str) -> None:
-    """Within 50 s, through 5% of noise, a drift and spikes."""
+    """It takes at most 50 s, with 5% of noise, a drift and spikes."""
     assert [judge(replace(PLAN, coin=seed), seed, slower)[0] for seed in range(10)] == [verdict] * 10
 
 
@@ -123,7 +123,7 @@ def test_the_coin_decides_the_order_and_parts_are_timed_only_in_the_first_rounds
 
     def timed(plan: Plan, workload: Drawn, step: object, ahead: float = 0.0) -> Laps:
         order.append(workload.implementation.name)
-        return Laps(1.0)  # undecided as long as it is allowed
+        return Laps(1.0)  # undecided until the time is spent
 
     monkeypatch.setattr(passes, "timed_step", timed)
     monkeypatch.setattr(passes, "PATIENCE", 0.1)
@@ -144,7 +144,7 @@ def test_slow_steps_are_not_repeated_for_long(monkeypatch: pytest.MonkeyPatch) -
 
 
 class SlowInTurns(Drawn):
-    """The ranks take turns at being slow, so that only the slowest of each round is always slow."""
+    """The ranks are slow in turns, so that each round has a slow rank but no rank is always slow."""
 
     backend = "gloo"
 
