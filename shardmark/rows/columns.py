@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardmark.rows.row import Row
-from shardmark.text import mib, ms
+from shardmark.text import cut, mib, ms
 
 OPERATOR_WIDTH = 24
 """Characters of an operator's name; the row has all of it."""
@@ -124,18 +124,14 @@ def _workspace(entry: Entry, row: Row) -> str | None:
     if mib(memory.get("workspace", 0)) == mib(0):
         return None
     operator = (memory["workspace_operator"] or "").rpartition("::")[2]
-    shown = operator if len(operator) <= OPERATOR_WIDTH else operator[: OPERATOR_WIDTH - 3] + "..."
-    return f"{mib(memory['workspace'])} {shown}"
+    return f"{mib(memory['workspace'])} {cut(operator, OPERATOR_WIDTH)}"
 
 
 def _bytes(name: Literal["peak", "budget"]) -> Cell:
     return lambda entry, row: mib(row["memory"][name]) if name in row["memory"] else None
 
 
-def _counter(
-    name: Literal["flops", "operators", "kernels", "synchronizations", "saved_bytes"],
-    shown: Callable[[int], str] = "{:,}".format,
-) -> Cell:
+def _counter(name: Counter, shown: Callable[[int], str] = "{:,}".format) -> Cell:
     return lambda entry, row: None if (count := row["counters"].get(name)) is None else shown(count)
 
 

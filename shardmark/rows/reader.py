@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import zlib
@@ -51,7 +52,7 @@ def read_json(path: Path, shown: str) -> Any:
     """What a file says. Raises RunFileError, which calls it `shown`, where it is no file or no whole JSON."""
     try:
         if path.exists() and not path.is_dir() and not path.is_file():
-            raise RunFileError(f"{shown}: not a regular file")
+            raise OSError(errno.EINVAL, "not a regular file")
         data = path.read_bytes()
         return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -60,8 +61,6 @@ def read_json(path: Path, shown: str) -> Any:
         raise RunFileError(f"{shown}: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RunFileError(f"{shown} is not whole JSON: {error}") from None
-    except RunFileError:
-        raise
     except ValueError as error:  # no path, or a number of thousands of digits
         raise RunFileError(f"{shown}: {error}") from None
 

@@ -60,6 +60,7 @@ Rate = Annotated[float, Unit("per second")]
 Share = Annotated[float, Unit("1", least=None)]
 Ratio = Annotated[float, Unit("1", least=None)]
 Interval = Annotated[list[float], Items((Ratio, Ratio))]
+Period = Annotated[list[float], Items((Seconds, Seconds))]
 Outcome = Annotated[str, OneOf(("reached", "missed", "undecided"))]
 
 
@@ -123,13 +124,11 @@ class Memory(TypedDict, total=False):
 
 class Predicted(TypedDict):
     interval: Annotated[
-        Annotated[list[float], Items((Seconds, Seconds))] | None,
-        "9 of 10 measured steps lie between these, by published ones; null where none are known.",
+        Period | None, "9 of 10 measured steps lie between these, by published ones; null where none are known."
     ]
     at_least: Annotated[Seconds | None, "Lower bound, by the data sheet alone; null where there is none."]
     streams: Annotated[
-        dict[str, list[Annotated[list[float], Items((Seconds, Seconds))]]],
-        "For each stream, begin and end of each busy period; short gaps are closed.",
+        dict[str, list[Period]], "For each stream, begin and end of each busy period; short gaps are closed."
     ]
 
 

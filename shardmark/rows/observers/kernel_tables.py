@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from shardmark.meter.kernels import CATEGORIES, MATRIX_PRODUCT
-from shardmark.text import layout
+from shardmark.text import cut, layout
 
 TOP = 5
 """Most kernels of a phase that are printed; the row has more."""
@@ -32,13 +32,12 @@ def kernel_lines(entry: dict[str, Any]) -> Iterator[str]:
 def _kernels(phases: Mapping[str, Any]) -> Iterator[dict[str, str | None]]:
     for phase, entry in phases.items():
         for kernel in entry["top"][:TOP]:
-            name = kernel["name"]
             yield {
                 "phase": phase,
                 "share": f"{kernel['share']:.1%}",
                 "calls": f"{kernel['calls']:,}",
                 "total ms": f"{kernel['seconds'] * 1e3:,.3f}",
-                "kernel": name if len(name) <= WIDEST else f"{name[: WIDEST - 3]}...",
+                "kernel": cut(kernel["name"], WIDEST),
                 "category": kernel["category"],
             }
 

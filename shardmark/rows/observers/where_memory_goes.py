@@ -8,7 +8,7 @@ from typing import ClassVar, cast
 
 import torch.distributed as dist
 
-from shardmark.meter import memory, timeline
+from shardmark.meter import timeline
 from shardmark.meter.measure_case import WARMUPS, warmed_up
 from shardmark.meter.memory import release
 from shardmark.meter.plan import Measured, Plan
@@ -107,7 +107,7 @@ class Stages(Observer):
         if not ranks[0].memory.stages:
             raise TypeError(f"Stages: {row['implementation']} was made without a call of shardmark.api.stage")
         row["memory"]["stages"] = {
-            name: _stage(max((rank.memory.stages[name] for rank in ranks), key=lambda stage: stage.live))
+            name: cast(Stage, asdict(max((rank.memory.stages[name] for rank in ranks), key=lambda stage: stage.live)))
             | {"formula": self.formulas.get(name)}
             for name in ranks[0].memory.stages
         }
@@ -115,10 +115,6 @@ class Stages(Observer):
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
         """One table with a column for each stage."""
         return stage_lines(entries)
-
-
-def _stage(stage: memory.Stage) -> Stage:
-    return {"live": stage.live, "peak": stage.peak, "reserved": stage.reserved}
 
 
 class PeakByLength(Observer):
