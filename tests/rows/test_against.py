@@ -284,13 +284,6 @@ def test_an_older_file_is_one_line_before_the_run(name: str, planted: pytest.Pyt
     refused(run(planted, *OLD, a=figures()), message)
 
 
-@pytest.mark.parametrize("cut", [0.1, 0.5, 0.9, 0.999])
-def test_a_truncated_file_is_one_line_before_the_run(cut: float, planted: pytest.Pytester, old: Path) -> None:
-    text = old.read_text()
-    old.write_text(text[: int(cut * len(text))])
-    refused(run(planted, *OLD, a=figures()), "--against old.json is not whole JSON: *")
-
-
 @pytest.mark.parametrize("option", ["--benchmark-disable", "--benchmark-skip", "-n2"])
 def test_where_nothing_is_measured_there_is_nothing_to_compare(
     option: str, planted: pytest.Pytester, old: Path

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs import forked, numbers, project
+from tests.support.runs import CONFTEST, forked, numbers, project
 from tests.support.steps import SignalAt, SignalIn
 
 INT, TERM, HUP, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL
@@ -21,7 +21,7 @@ import pytest
 @pytest.fixture(scope="session", autouse=True)
 def torn_down():
     yield
-    os.kill(os.getpid(), signal.{})
+    os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
@@ -121,15 +121,9 @@ def test_a_signal_that_is_ignored_ends_nothing(folder: Path) -> None:
 
 
 def test_a_signal_as_fixtures_are_torn_down_costs_no_table(folder: Path) -> None:
-    project(folder, test_atorn=TEARDOWN.format("SIGTERM"), conftest=conftest_with(TEARDOWN.format("SIGTERM")))
+    project(folder, test_atorn=TEARDOWN, conftest=CONFTEST + TEARDOWN)
     ended = forked(folder, *OPTIONS)
     assert ended.rows() == [0, 1, 2] and ended.has_screen, ended.output
-
-
-def conftest_with(more: str) -> str:
-    from tests.support.runs import CONFTEST
-
-    return CONFTEST + more
 
 
 def test_killed_while_rows_are_rescued_it_still_has_them(folder: Path) -> None:

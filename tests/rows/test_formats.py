@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from jsonschema import Draft202012Validator
 from pytest_benchmark.cli import main as pytest_benchmark
 
 from perf.schema import complaints
@@ -20,8 +19,6 @@ from shardmark.meter import measure_case as passes
 from shardmark.meter.clock import Laps
 from shardmark.meter.memory import Memory
 from shardmark.meter.plan import IMPLEMENTATION, PEER, Plan, Rounds
-from shardmark.rows.row import SCHEMA
-from shardmark.rows.schema import row_schema
 from tests.support.entries import entry
 from tests.support.project import row_of, run_project
 
@@ -105,11 +102,6 @@ def test_nvtx_names_each_case_and_each_timed_step(monkeypatch: pytest.MonkeyPatc
     told.clear()
     passes.measure(Plan(lambda *args: Step(), ours, peer, "size/4", "cpu", 1, Rounds(minimum=1, maximum=1)))
     assert told == []
-
-
-def test_the_schema_is_one_and_its_version_is_the_rows() -> None:
-    Draft202012Validator.check_schema(row_schema({}))
-    assert row_schema({})["properties"]["schema"]["const"] == SCHEMA == entry("eager")["extra_info"]["schema"]
 
 
 def test_rows_meet_the_schema_whatever_came_of_them(project: pytest.Pytester) -> None:

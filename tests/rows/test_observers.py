@@ -31,7 +31,6 @@ from shardmark.rows.observers import (
     HiddenCommunication,
     Losses,
     Observer,
-    PeakByLength,
     Profile,
     Stages,
     Timeline,
@@ -182,10 +181,6 @@ def test_stages_are_the_workloads_own_and_the_warm_up() -> None:
     assert list(row["memory"]["stages"]) == ["model", "warm-up"]
 
 
-def test_losses_are_those_that_the_test_found() -> None:
-    assert row_by(Losses((3.0, 2.5)), [Measured("none", Memory(), _laps(1.0))])["losses"] == [3.0, 2.5]
-
-
 def test_compile_has_the_compiler_forget_what_it_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold, "_load_compiler", lambda device: None)  # which would take seconds
     before = cache_dir()
@@ -215,15 +210,6 @@ def test_goals_are_reached_or_missed_by_the_interval_of_the_step_time() -> None:
     Goals(mfu=0.45).fill(row, [Measured("none", Memory(), _laps(1.0))])
     assert row["limit"]["goals"]["mfu"]["outcome"] == "undecided"  # a single round decides nothing
     assert Goals().min_rounds == 8
-
-
-def test_peaks_by_length_are_lines_and_nothing_in_the_row() -> None:
-    ranks = [Measured("none", Memory(), _laps(1.0))]
-    assert row_by(PeakByLength(), ranks) == row_by(Observer(), ranks)
-    cases = [{"id": f"b1-s{seq}-full", "seq": seq} for seq in (128, 256, 512, 1024)]
-    rows = [{"case": case, "implementation": "eager", "memory": {"tensors": 3 * case["seq"]}} for case in cases]
-    [_, line] = PeakByLength().lines([{"extra_info": row} for row in rows])
-    assert "+3 seq" in line
 
 
 @pytest.mark.parametrize(("per_byte", "bandwidth"), [(1e-9, 1e9), (0.0, None)], ids=["clear", "hidden_by_noise"])
