@@ -130,12 +130,11 @@ class Questions:
 
     def answered(self, entries: Sequence[Entry], outcomes: Outcomes) -> list[dict[str, Any]]:
         """`saved`, with the answers and the lines under the tables. Called once all entries are there."""
-        said = {text: (answer, group) for text, group, answer in self.answers(entries, outcomes)}
-        return [
-            {**each, "answer": said[text][0], "lines": [*self[text].lines(said[text][1])]} if text in said else each
-            for each in self.saved()
-            for text in [each["text"]]
-        ]
+        said = list(self.answers(entries, outcomes))
+        found = {each["text"]: each for each in self.saved()}
+        for text, group, answer in said:
+            found[text] |= {"answer": answer, "lines": [*self[text].lines(group)]}
+        return list(found.values())
 
     def answers(self, entries: Sequence[Entry], outcomes: Outcomes) -> Iterator[tuple[str | None, list[Entry], str]]:
         """Yield (question, its entries, its answer) in the order of the tests."""
@@ -161,22 +160,18 @@ class Questions:
 
         Raises pytest.UsageError, in one line.
         """
-        text, said = marker.args[0], dict(marker.kwargs)
+        text, said = marker.args[0], {name: value for name, value in marker.kwargs.items() if value is not None}
         self[text].plots += tuple(plot for plot in said.pop("plots", ()) if plot not in self[text].plots)
         if unknown := sorted(said.keys() - STATED.keys()):
             known = ", ".join([*STATED, "plots"])
             raise pytest.UsageError(f"question {text!r} takes {known}, not {', '.join(unknown)}")
-        if said.get("columns") is not None:
+        if "columns" in said:
             said["columns"] = tuple(_column(text, each) for each in said["columns"])
+            if (count := len(said["columns"])) > MOST_COLUMNS:
+                most = f"a table shows {MOST_COLUMNS} at most; -v shows all"
+                raise pytest.UsageError(f"question {text!r} has {count} columns, and {most}")
         question = self[text]
         for name, value in said.items():
-            if value is None:
-                continue
-            if name == "columns" and len(value) > MOST_COLUMNS:
-                raise pytest.UsageError(
-                    f"question {text!r} has {len(value)} columns, and a table shows {MOST_COLUMNS} at most; "
-                    "-v shows all"
-                )
             before = getattr(question, name)
             if name in question.stated and value != before:
                 both = f"{_named(before)} and {_named(value)}"

@@ -31,7 +31,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Items:
-    """A list with just these elements."""
+    """A list of exactly these elements."""
 
     types: Sequence[Any]
 
@@ -284,16 +284,16 @@ MAIN_FIGURES = (
     "memory.peak",
     "memory.budget",
 )
-"""Where these stand in an entry."""
+"""Their places in an entry, as `figure` takes them."""
 
 
 def main_figures(entry: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """By their names in the entry (`time.ratio`), for a test's properties in --junitxml; those that there are."""
+    """(place, value) of each main figure that the entry has, for the test's properties in --junitxml."""
     return [(where, found) for where in MAIN_FIGURES if (found := figure(entry, where)) is not None]
 
 
 def figure(entry: Mapping[str, Any], where: str) -> Any:
-    """What stands there in the entry's stats ("stats.mean") or in its row; None where there is nothing."""
+    """The value at a place in the entry's stats ("stats.mean") or in its row ("time.ratio"); None if there is none."""
     found: Any = entry if where.startswith("stats.") else entry["extra_info"]
     for name in where.split("."):
         found = found.get(name) if isinstance(found, dict) else None

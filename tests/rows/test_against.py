@@ -205,8 +205,8 @@ def test_a_file_that_does_not_say_how_ranks_were_scheduled_is_of_the_default(
 
 
 def test_a_row_is_measured_as_comparing_it_needs(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In rounds, of which its own test asks for three: as many as a verdict takes, then and now. And metered again,
-    among ranks, where its older row has less.
+    """The test asks for three rounds; a run with --against takes as many as a verdict needs. Its plan has the bytes of
+    the older row, as ranks that hold more are metered again.
     """
     plans: list[Plan] = []
 

@@ -52,7 +52,7 @@ EVERY_TIME = ("options are checked", "first row half written", "ranks end")
 
 
 def moments(every_time: tuple[str, ...] = EVERY_TIME) -> Any:
-    """All of them; those that are not named only in the sweep."""
+    """All moments; those that are not in `every_time` only in the sweep."""
     return pytest.mark.parametrize(
         "moment", [pytest.param(m, id=m.name, marks=[] if m.name in every_time else pytest.mark.sweep) for m in MOMENTS]
     )
@@ -103,7 +103,7 @@ def test_a_killed_run_has_the_rows_before_and_the_next_one_takes_over(moment: Mo
     ],
 )
 def test_signals_that_come_together_are_one(numbers: tuple[signal.Signals, ...], folder: Path) -> None:
-    """A scheduler that is in earnest, a user who is impatient."""
+    """A scheduler sends SIGTERM and SIGHUP at once; a user presses Ctrl-C three times."""
     ended = forked(folder, *OPTIONS, fault=SignalIn("rows.writer:RowFile.add", numbers, after=True, call=2))
     assert ended.rows() == [0, 1] and ended.has_screen and ended.status == 2, ended.output
     ended = forked(folder, *OPTIONS, fault=SignalIn("rows.writer:RowFile._write_whole", numbers))

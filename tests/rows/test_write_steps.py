@@ -12,12 +12,12 @@ from shardmark.rows.atomic_json import GrowingFile, RowFileError
 from tests.support.steps import Steps, no_space
 
 ROW = ["text " * 2_000]
-"""Of some pages."""
+"""Of several pages of memory, so that a write may end within it."""
 LAST = 5
 
 
 def write_rows(path: Path, done: Path) -> Iterator[int]:
-    """A run of some rows, every third without times; yields how many there are, which `done` has too."""
+    """Write rows, every third without times. Yields how many there are, which the file `done` says too."""
     file = GrowingFile(path)
     for count in range(1, LAST + 1):
         row = [json.dumps([count, *ROW])]

@@ -35,7 +35,7 @@ def _after_init(entry: Entry, row: Row) -> str | None:
 
 
 AFTER_INIT = Column("after init MiB", _after_init, after="before backward MiB")
-"""Every metered row has that figure; it is shown where a case is seen before its steady-state step."""
+"""Every metered row has this figure; it is shown where an observer looks at the steps before the steady state."""
 
 
 class Timeline(Observer):
