@@ -51,15 +51,13 @@ class Question:
     answer: Answer | str = fastest_and_smallest
     """A function of the question's rows; or the text of a derived answer, which holds if the tests pass."""
     derivation: tuple[str, ...] = ()
-    """Lines that derive such a text."""
+    """Lines that derive such a text; of a question from a run's file, all lines under its table."""
     observers: dict[type[Observer], Observer] = field(default_factory=dict)
     plots: tuple[Plot, ...] = ()
     stated: set[str] = field(default_factory=set)
     """Names of the arguments that some test has given."""
     tests: set[str] = field(default_factory=set)
     """Full names of the tests that this run measures for it."""
-    kept_lines: tuple[str, ...] = ()
-    """The lines under its table, read from a run's file."""
     kept_answer: str | None = None
     """The answer, read from a run's file."""
 
@@ -78,7 +76,6 @@ class Question:
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
         """The lines under its table: the derivation, then those of the observers."""
-        yield from self.kept_lines
         yield from self.derivation
         for observer in self.observers.values():
             yield from observer.lines(entries)
@@ -107,7 +104,7 @@ class Questions:
             question = questions[each["text"]]
             question.columns = tuple(map(column_named, each["columns"]))
             question.short, question.kept_answer = each["short"], each["answer"]
-            question.kept_lines = tuple(each["lines"])
+            question.derivation = tuple(each["lines"])
         return questions
 
     def name(self, text: str | None) -> str:
@@ -149,7 +146,8 @@ class Questions:
         """Yield (question, lines) for each derived answer whose tests measured nothing."""
         measured = {entry["group"] for entry in entries}
         for text, each in self._questions.items():
-            if text not in measured and (each.tests or each.kept_lines) and (lines := [*each.lines([])]):
+            asked = each.tests or each.kept_answer is not None
+            if text not in measured and asked and (lines := [*each.lines([])]):
                 yield text, lines
 
     def __getitem__(self, text: str | None) -> Question:

@@ -57,7 +57,7 @@ HOSTILE = "<img src=x onerror=a()> | `b` *c* [d](https://e.example) @everyone _f
 
 
 def test_names_are_text() -> None:
-    """No markup, no link, no second cell, and nobody is called."""
+    """No markup, no link, no second cell, no mention of an account."""
     shown = inert(HOSTILE)
     assert "<" not in shown and "\x1b" not in shown and "://e" not in shown and "@everyone" not in shown
     assert r"\|" in shown and r"\`b\`" in shown and r"\*c\*" in shown and r"\[d\]" in shown and r"\_f\_" in shown

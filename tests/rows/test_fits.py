@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from shardmark.rows.observers import PeakByLength
 from shardmark.rows.observers.fits import fit_polynomial
 
@@ -15,22 +13,17 @@ def _entry(seq: int, peak: int, implementation: str = "eager") -> dict[str, Any]
     return {"extra_info": {"case": case, "implementation": implementation, "memory": {"tensors": peak}}}
 
 
-def test_a_polynomial_is_found_exactly() -> None:
-    coefficients, miss = fit_polynomial({seq: 24 * seq**2 + 3072 * seq + 77 for seq in LENGTHS}, degree=2)
-    assert coefficients == pytest.approx([24, 3072, 77], rel=1e-6) and miss < 1e-9
-
-
 def test_what_is_no_polynomial_misses() -> None:
     _, miss = fit_polynomial({seq: seq**3 for seq in LENGTHS}, degree=2)
     assert miss > 0.1
 
 
 def test_each_implementation_and_kind_of_case_has_a_line() -> None:
-    entries = [_entry(seq, 24 * seq**2 + 3072 * seq) for seq in LENGTHS]
+    entries = [_entry(seq, 24 * seq**2 + 3072 * seq + 77) for seq in LENGTHS]
     entries += [_entry(seq, 5000 * seq, "flash") for seq in LENGTHS]
     assert list(PeakByLength().lines(entries)) == [
         "",
-        "b2-d64-full  eager  tensors at the peak = 24.00 seq² +3,072 seq +0 bytes (misses by 0.0% at most)",
+        "b2-d64-full  eager  tensors at the peak = 24.00 seq² +3,072 seq +77 bytes (misses by 0.0% at most)",
         "b2-d64-full  flash  tensors at the peak = 0.00 seq² +5,000 seq +0 bytes (misses by 0.0% at most)",
     ]
 

@@ -17,7 +17,7 @@ OLD = Path("old.json")
 
 
 def tensors() -> dict[str, int]:
-    """Each row's, by its name."""
+    """Bytes of tensors of each row, by its name."""
     rows = [entry["extra_info"] for entry in json.loads(OLD.read_text())["benchmarks"]]
     return {row["case"]["id"]: row["memory"]["tensors"] for row in rows}
 

@@ -4,14 +4,10 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shardmark.rows.atomic_json import GrowingFile, RowFileError
-from tests.support.project import run_project
-
-pytest_plugins = ["pytester", "tests.support.project"]
 
 
 def add(file: GrowingFile, count: int, unmeasured: tuple[int, ...] = ()) -> None:
@@ -141,27 +137,3 @@ def test_a_row_costs_its_own_size(unmeasured: int, tmp_path: Path) -> None:
     assert time.process_time() - start < 5
     output = json.loads((tmp_path / "out.json").read_text())
     assert len(output["benchmarks"]) + len(output["unmeasured"]) == 5_000
-
-
-def test_a_folder_that_vanishes_loses_no_row(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = project.mkdir("results")
-    project.makepyfile(
-        test_vanish="""
-        import shutil
-
-        def test_vanish():
-            shutil.rmtree("results")
-        """
-    )
-    result, _ = run_project(
-        project,
-        *("--scale=smoke", "--benchmark-json=results/out.json", "test_sleeps.py", "test_vanish.py"),
-        *("-k", "vanish or (nap and plain)"),
-    )
-    assert not folder.exists()
-    (line,) = [line for line in result.outlines if "all rows are in" in line]
-    rescued = Path(line.rpartition(" ")[2])
-    output: dict[str, Any] = json.loads(rescued.read_text())
-    rescued.unlink()
-    assert [entry["name"] for entry in output["benchmarks"]] == ["test_nap[plain-0.005s]"]
-    result.stdout.fnmatch_lines(["*How long is a nap?*"])
