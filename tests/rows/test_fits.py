@@ -13,9 +13,9 @@ def _entry(seq: int, peak: int, implementation: str = "eager") -> dict[str, Any]
     return {"extra_info": {"case": case, "implementation": implementation, "memory": {"tensors": peak}}}
 
 
-def test_what_is_no_polynomial_misses() -> None:
+def test_what_is_no_polynomial_misses_small_sizes_no_more_than_large_ones() -> None:
     _, miss = fit_polynomial({seq: seq**3 for seq in LENGTHS}, degree=2)
-    assert miss > 0.1
+    assert 0.1 < miss < 0.2
 
 
 def test_each_implementation_and_kind_of_case_has_a_line() -> None:
