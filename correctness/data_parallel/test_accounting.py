@@ -12,7 +12,7 @@ from shardmark.meter.memory import meter
 from shardmark.meter.plan import Plan
 from shardmark.plugin import WorldsBySize
 from shardmark.predict.simulation.predict import predict
-from shardmark.rows.observers.fits import fit_line
+from shardmark.rows.observers.fits import fit_polynomial
 from shardmark.rows.observers.overhead_model import bucket_lines
 
 
@@ -82,9 +82,11 @@ def test_the_best_bucket_is_the_best_of_all() -> None:
 
 
 def test_a_line_is_found_through_times_of_all_sizes() -> None:
-    constant, slope, miss = fit_line({size: 2e-4 + size / 4e9 for size in (4_096, 262_144, 16_777_216)})
+    (slope, constant), miss = fit_polynomial(
+        {size: 2e-4 + size / 4e9 for size in (4_096, 262_144, 16_777_216)}, degree=1
+    )
     assert constant == pytest.approx(2e-4) and 1 / slope == pytest.approx(4e9) and miss < 1e-9
-    assert fit_line({1: 1.0, 2: 2.0, 3: 1.0})[2] > 0.2
+    assert fit_polynomial({1: 1.0, 2: 2.0, 3: 1.0}, degree=1)[1] > 0.2
 
 
 def test_the_table_sets_the_model_beside_what_was_measured() -> None:

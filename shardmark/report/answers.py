@@ -16,13 +16,14 @@ from typing import Any
 from shardmark.report.ranking import (
     beside,
     fastest_of,
+    has_several,
+    implementation,
     milliseconds,
     of_peer,
     peer_of,
     ratio_to_peer,
     time_beside,
     times,
-    who,
 )
 from shardmark.rows.columns import Entry, goal_outcomes
 from shardmark.text import mib
@@ -75,7 +76,7 @@ def _left_out(entry: Entry, failed: Collection[str]) -> str | None:
 def fastest_and_smallest(entries: Sequence[Entry]) -> str | None:
     """The fastest implementation and the smallest peak: the answer of a question that declares none."""
     case = largest_case(entries)
-    if len({who(entry["extra_info"]) for entry in case}) == 1:
+    if not has_several(case):
         return at(entries, case) + _alone(case[0])
     first = fastest_of(case)
     return at(entries, case) + "; ".join(filter(None, [str(first), _smallest(case, after=first.entry)]))
@@ -91,14 +92,14 @@ def saves(other: str | None = None) -> Answer:
     """The smallest peak and its time, as ratios to those of `other`, by default the common peer."""
 
     def answer(entries: Sequence[Entry]) -> str | None:
-        case = [entry for entry in largest_case(entries) if "tensors" in entry["extra_info"]["memory"]]
+        case = _metered(largest_case(entries))
         if not case:
             return None
         least = min(case, key=_tensors)
         peer = peer_of(case)
         name = other or (peer and peer[1])
-        others = [entry for entry in case if entry["extra_info"]["implementation"] == name]
-        mine = f"{at(entries, case)}{least['extra_info']['implementation']}"
+        others = [entry for entry in case if implementation(entry) == name]
+        mine = f"{at(entries, case)}{implementation(least)}"
         if not others or others[0] is least:
             return f"{mine} smallest, {size(_tensors(least))}"
         memory = times(_tensors(least) / _tensors(others[0]))
@@ -110,21 +111,19 @@ def saves(other: str | None = None) -> Answer:
 
 def predicted(entries: Sequence[Entry]) -> str | None:
     """A simulation's answer: the fastest and the smallest peak; without times, the smallest peak beside the largest."""
-    case = [entry for entry in largest_case(entries) if "tensors" in entry["extra_info"]["memory"]]
+    case = _metered(largest_case(entries))
     if not case:
         return None
-    if all(entry["stats"] for entry in case) and len({who(entry["extra_info"]) for entry in case}) > 1:
-        first = min(case, key=lambda entry: entry["stats"]["mean"])
-        time = f"{first['extra_info']['implementation']} fastest, {milliseconds(first['stats']['mean'])}"
-        least = min(case, key=_tensors)
-        memory = f"{least['extra_info']['implementation']} smallest, {size(_tensors(least))}"
-        return f"{at(entries, case)}{time}; {memory}, predicted"
     least, most = min(case, key=_tensors), max(case, key=_tensors)
-    names = [entry["extra_info"]["implementation"] for entry in (least, most)]
-    figure = f"{at(entries, case)}{names[0]} {size(_tensors(least))}"
+    if all(entry["stats"] for entry in case) and has_several(case):
+        first = min(case, key=lambda entry: entry["stats"]["mean"])
+        time = f"{implementation(first)} fastest, {milliseconds(first['stats']['mean'])}"
+        memory = f"{implementation(least)} smallest, {size(_tensors(least))}"
+        return f"{at(entries, case)}{time}; {memory}, predicted"
+    figure = f"{at(entries, case)}{implementation(least)} {size(_tensors(least))}"
     if _tensors(least) == _tensors(most):
         return f"{figure}, predicted"
-    return f"{figure}, {times(_tensors(least) / _tensors(most))} {names[1]}'s, predicted"
+    return f"{figure}, {times(_tensors(least) / _tensors(most))} {implementation(most)}'s, predicted"
 
 
 def most(value: Callable[[Entry], float | None], words: str) -> Answer:
@@ -135,7 +134,7 @@ def most(value: Callable[[Entry], float | None], words: str) -> Answer:
         if not found:
             return None
         figure, entry = max(found, key=lambda each: each[0])
-        text = words.format(name=entry["extra_info"]["implementation"], value=figure)
+        text = words.format(name=implementation(entry), value=figure)
         return at(entries, [entry]) + text
 
     return answer
@@ -153,7 +152,7 @@ def largest_case(entries: Sequence[Entry]) -> list[Entry]:
     for entry in entries:
         row = entry["extra_info"]
         cases.setdefault((row["case"]["id"], row["world_size"]), []).append(entry)
-    several = [case for case in cases.values() if len({who(entry["extra_info"]) for entry in case}) > 1]
+    several = [case for case in cases.values() if has_several(case)]
     return max(several or list(cases.values()), key=lambda case: (_work(case[0]), len(case)))
 
 
@@ -172,18 +171,18 @@ def _work(entry: Entry) -> tuple[float, float, int]:
 
 def _smallest(case: Sequence[Entry], after: Entry) -> str | None:
     """The smallest peak in words; without the name if it belongs to `after`, the fastest, which was just named."""
-    metered = [entry for entry in case if "tensors" in entry["extra_info"]["memory"]]
+    metered = _metered(case)
     if not metered:
         return None
     least = min(map(_tensors, metered))
-    names = [entry["extra_info"]["implementation"] for entry in metered if _tensors(entry) == least]
+    names = [implementation(entry) for entry in metered if _tensors(entry) == least]
     if len(names) == len(metered):
         return f"all {size(least)}"
     peer = of_peer(metered)
     if peer is not None and least > NEAR * _tensors(peer):
         return NONE_SMALLER
     figure = size(least) if peer is None else f"{times(least / _tensors(peer))} memory"
-    return figure if after["extra_info"]["implementation"] in names else f"{names[0]} {figure}"
+    return figure if implementation(after) in names else f"{names[0]} {figure}"
 
 
 def _alone(entry: Entry) -> str:
@@ -200,6 +199,10 @@ def _alone(entry: Entry) -> str:
 def size(nbytes: int) -> str:
     """As in "1.50 MiB"; below a hundredth of a MiB in bytes."""
     return f"{mib(nbytes)} MiB" if nbytes >= 2**20 / 100 else f"{nbytes:,} bytes"
+
+
+def _metered(case: Sequence[Entry]) -> list[Entry]:
+    return [entry for entry in case if "tensors" in entry["extra_info"]["memory"]]
 
 
 def _tensors(entry: Entry) -> int:

@@ -12,7 +12,6 @@ from shardmark.rows.comparison import (
     BETTER,
     KINDS,
     WORSE,
-    Change,
     RowComparison,
     changes_in,
     compare,
@@ -20,7 +19,7 @@ from shardmark.rows.comparison import (
     number_of_rows,
 )
 from shardmark.rows.reader import entries_of
-from shardmark.verdict.betting import FAIL, UNDECIDED, Interval
+from shardmark.verdict.betting import UNDECIDED, Interval
 
 NAMED = 10
 """At most this many new or missing tests are named; the rest is counted."""
@@ -73,7 +72,7 @@ def changes(baseline: Entry, new: Entry, name: str) -> Changes:
         for test, kinds in found.items():
             for kind, each in kinds.items():
                 result.rows += [
-                    [outcome, test, kind, change.text] for change in changes_in(each) if _is(change, outcome)
+                    [outcome, test, kind, change.text] for change in changes_in(each) if change.outcome == outcome
                 ]
     result.counts = [
         f"{kind.capitalize()}: {count_compared([each[kind] for each in found.values()])}." for kind in KINDS
@@ -86,12 +85,6 @@ def changes(baseline: Entry, new: Entry, name: str) -> Changes:
     slower = {row[1] for row in result.rows if row[2] == "time" and row[0] != OPEN}
     result.ratios = {test: both for test, both in ratios.items() if test in slower}
     return result
-
-
-def _is(change: Change, outcome: str) -> bool:
-    if change.better:
-        return outcome == BETTER
-    return outcome == {FAIL: WORSE, UNDECIDED: OPEN}.get(change.verdict)
 
 
 def _named(what: str, tests: Sequence[str]) -> str:

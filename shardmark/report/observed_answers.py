@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from shardmark.api import MB
 from shardmark.meter.kernels import MATRIX_PRODUCT
 from shardmark.report.answers import Answer, at, fastest_and_smallest, largest_case
-from shardmark.report.ranking import beside, fastest_of, mean_seconds, time_beside, times
+from shardmark.report.ranking import beside, fastest_of, implementation, mean_seconds, time_beside, times
 from shardmark.rows.columns import Entry, Row
 from shardmark.text import mib
 from shardmark.verdict.betting import UNDECIDED
@@ -156,12 +156,6 @@ def warmed_up(entries: Sequence[Entry]) -> str:
     cold, warm = (after[count] for count in (min(after, key=int), max(after, key=int)))
     spread = f", {cold['stddev'] / warm['stddev']:.2g}x the spread" if warm["stddev"] else ""
     return f"{at(entries, case)}rounds without {times(cold['mean'] / warm['mean'])} as long{spread}"
-
-
-def implementation(entry: Entry) -> str:
-    """Name of the entry's implementation."""
-    name: str = entry["extra_info"]["implementation"]
-    return name
 
 
 def rows(entries: Iterable[Entry]) -> list[Row]:

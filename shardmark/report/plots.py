@@ -19,13 +19,12 @@ from shardmark.rows.row import figure
 
 @dataclass(frozen=True)
 class Lines:
-    """One line for each implementation, through all rows that have both figures; both axes are logarithmic, y unless
+    """One line for each implementation, through all rows that have both figures. Both axes are logarithmic, y unless
     `log_y` is false.
 
-    `unit` is the one of y in the rows: "s", "B", "FLOP/s", "B/s" or none. `panels` is a figure of the row by which the
-    rows are divided. `limit` is one that each row has for its x, drawn as a line of its own, such as the roofline.
-    `start` is a point of every line, such as one rank's efficiency of 1. `curve` holds what a model says by x, and
-    `best` its least: the model's x and y.
+    `unit` is that of y in the rows: "s", "B", "FLOP/s", "B/s" or none. The other texts are places in an entry: `panels`
+    divides the rows; `limit` is each row's limit at its x, such as the roofline; `curve` is a model's figure by x, and
+    `best` the x and y of its minimum. `start` is a point of every line, such as one rank's efficiency of 1.
     """
 
     title: str
@@ -111,11 +110,11 @@ UNITS: dict[str, tuple[float, str]] = {
 
 
 LONGEST = 80
-"""Most characters of a name in a plot; the table has all of it."""
+"""Most characters of a name in a plot; the table has the whole name."""
 
 
 def apart(names: Iterable[str]) -> list[str]:
-    """Names cut to what a plot has room for; a number sets equal ones apart."""
+    """Names, cut to `LONGEST` characters; equal ones are numbered."""
     found: list[str] = []
     for name in names:
         short = name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"

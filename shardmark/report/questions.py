@@ -51,15 +51,13 @@ class Question:
     answer: Answer | str = fastest_and_smallest
     """A function of the question's rows; or the text of a derived answer, which holds if the tests pass."""
     derivation: tuple[str, ...] = ()
-    """Lines that derive such a text."""
+    """Lines that derive such a text; of a question from a run's file, all lines under its table."""
     observers: dict[type[Observer], Observer] = field(default_factory=dict)
     plots: tuple[Plot, ...] = ()
     stated: set[str] = field(default_factory=set)
     """Names of the arguments that some test has given."""
     tests: set[str] = field(default_factory=set)
     """Full names of the tests that this run measures for it."""
-    kept_lines: tuple[str, ...] = ()
-    """The lines under its table, read from a run's file."""
     kept_answer: str | None = None
     """The answer, read from a run's file."""
 
@@ -78,7 +76,6 @@ class Question:
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
         """The lines under its table: the derivation, then those of the observers."""
-        yield from self.kept_lines
         yield from self.derivation
         for observer in self.observers.values():
             yield from observer.lines(entries)
@@ -107,7 +104,7 @@ class Questions:
             question = questions[each["text"]]
             question.columns = tuple(map(column_named, each["columns"]))
             question.short, question.kept_answer = each["short"], each["answer"]
-            question.kept_lines = tuple(each["lines"])
+            question.derivation = tuple(each["lines"])
         return questions
 
     def name(self, text: str | None) -> str:
@@ -130,12 +127,11 @@ class Questions:
 
     def answered(self, entries: Sequence[Entry], outcomes: Outcomes) -> list[dict[str, Any]]:
         """`saved`, with the answers and the lines under the tables. Called once all entries are there."""
-        said = {text: (answer, group) for text, group, answer in self.answers(entries, outcomes)}
-        return [
-            {**each, "answer": said[text][0], "lines": [*self[text].lines(said[text][1])]} if text in said else each
-            for each in self.saved()
-            for text in [each["text"]]
-        ]
+        said = list(self.answers(entries, outcomes))
+        found = {each["text"]: each for each in self.saved()}
+        for text, group, answer in said:
+            found[text] |= {"answer": answer, "lines": [*self[text].lines(group)]}
+        return list(found.values())
 
     def answers(self, entries: Sequence[Entry], outcomes: Outcomes) -> Iterator[tuple[str | None, list[Entry], str]]:
         """Yield (question, its entries, its answer) in the order of the tests."""
@@ -150,7 +146,8 @@ class Questions:
         """Yield (question, lines) for each derived answer whose tests measured nothing."""
         measured = {entry["group"] for entry in entries}
         for text, each in self._questions.items():
-            if text not in measured and (each.tests or each.kept_lines) and (lines := [*each.lines([])]):
+            asked = each.tests or each.kept_answer is not None
+            if text not in measured and asked and (lines := [*each.lines([])]):
                 yield text, lines
 
     def __getitem__(self, text: str | None) -> Question:
@@ -161,22 +158,18 @@ class Questions:
 
         Raises pytest.UsageError, in one line.
         """
-        text, said = marker.args[0], dict(marker.kwargs)
+        text, said = marker.args[0], {name: value for name, value in marker.kwargs.items() if value is not None}
         self[text].plots += tuple(plot for plot in said.pop("plots", ()) if plot not in self[text].plots)
         if unknown := sorted(said.keys() - STATED.keys()):
             known = ", ".join([*STATED, "plots"])
             raise pytest.UsageError(f"question {text!r} takes {known}, not {', '.join(unknown)}")
-        if said.get("columns") is not None:
+        if "columns" in said:
             said["columns"] = tuple(_column(text, each) for each in said["columns"])
+            if (count := len(said["columns"])) > MOST_COLUMNS:
+                most = f"a table shows {MOST_COLUMNS} at most; -v shows all"
+                raise pytest.UsageError(f"question {text!r} has {count} columns, and {most}")
         question = self[text]
         for name, value in said.items():
-            if value is None:
-                continue
-            if name == "columns" and len(value) > MOST_COLUMNS:
-                raise pytest.UsageError(
-                    f"question {text!r} has {len(value)} columns, and a table shows {MOST_COLUMNS} at most; "
-                    "-v shows all"
-                )
             before = getattr(question, name)
             if name in question.stated and value != before:
                 both = f"{_named(before)} and {_named(value)}"

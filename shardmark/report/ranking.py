@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardmark.rows.columns import Entry, Row
+from shardmark.rows.columns import Entry
 from shardmark.verdict.betting import UNDECIDED
 
 Who = tuple[str, str]
@@ -74,19 +74,15 @@ class Fastest:
     slower: int
     """How many are slower for certain."""
 
-    @property
-    def names(self) -> str:
-        """The fastest and its rivals, as in "bucketed or ddp"."""
-        name, rivals = self.entry["extra_info"]["implementation"], self.rivals
-        return f"{name} or {rivals[0] if len(rivals) == 1 else f'{len(rivals)} others'}" if rivals else name
-
     def __str__(self) -> str:
-        name, is_open = self.entry["extra_info"]["implementation"], bool(self.rivals) and not self.slower
-        if self.peer is None or self.peer == who(self.entry["extra_info"]):
+        name, is_open = implementation(self.entry), bool(self.rivals) and not self.slower
+        if self.rivals and self.slower:
+            name += f" or {self.rivals[0] if len(self.rivals) == 1 else f'{len(self.rivals)} others'}"
+        if self.peer is None or self.peer == who(self.entry):
             figure = milliseconds(self.entry["stats"]["mean"]) + (f" ({UNDECIDED})" if is_open else "")
         else:
             figure = beside(replace(self.time, high=math.inf) if is_open else self.time, self.peer[1])
-        return f"{self.names if self.slower else name} {figure}"
+        return f"{name} {figure}"
 
 
 def fastest_of(case: Sequence[Entry]) -> Fastest:
@@ -98,9 +94,20 @@ def fastest_of(case: Sequence[Entry]) -> Fastest:
     return Fastest(first[best], time, peer, rivals, len(others) - len(rivals))
 
 
-def who(row: Row) -> Who:
-    """A row's family and implementation."""
-    return row["family"], row["implementation"]
+def implementation(entry: Entry) -> str:
+    """The name of an entry's implementation."""
+    name: str = entry["extra_info"]["implementation"]
+    return name
+
+
+def who(entry: Entry) -> Who:
+    """An entry's family and implementation."""
+    return entry["extra_info"]["family"], implementation(entry)
+
+
+def has_several(case: Sequence[Entry]) -> bool:
+    """Whether a case has more than one implementation."""
+    return len(set(map(who, case))) > 1
 
 
 def peer_of(case: Sequence[Entry]) -> Who | None:
@@ -117,7 +124,7 @@ def of_peer(case: Sequence[Entry]) -> Entry | None:
 
 def time_beside(case: Sequence[Entry], mine: Entry, theirs: Entry) -> Span:
     """Time of `mine` over time of `theirs`."""
-    return relative_times(case, who(theirs["extra_info"]))[who(mine["extra_info"])]
+    return relative_times(case, who(theirs))[who(mine)]
 
 
 def mean_seconds(entry: Entry) -> Span:
@@ -157,7 +164,7 @@ def _races(case: Sequence[Entry]) -> list[tuple[Who, Who, Span]]:
         row = entry["extra_info"]
         if row["time"].get("ratio"):
             peer = row["family"], row["time"]["peer"]
-            races.append((who(row), peer, ratio_to_peer(entry, first.get(peer))))
+            races.append((who(entry), peer, ratio_to_peer(entry, first.get(peer))))
     return races
 
 
@@ -182,5 +189,5 @@ def _first(case: Sequence[Entry]) -> dict[Who, Entry]:
     """Each implementation's entry; of several, the one that was measured first."""
     found: dict[Who, Entry] = {}
     for entry in case:
-        found.setdefault(who(entry["extra_info"]), entry)
+        found.setdefault(who(entry), entry)
     return found

@@ -28,7 +28,7 @@ def render(entries: list[Entry], questions: Questions, every_column: bool = Fals
     """
     for text, group in groupby(together(entries, question), key=question):
         rows, asked = together(list(group), case), questions[text]
-        table = _whole(rows, asked.all_columns()) if every_column else _narrow(rows, asked.columns)
+        table = _lines(rows, _filled(rows, asked.all_columns())) if every_column else _narrow(rows, asked.columns)
         yield _title(text, rows), [*table, *asked.lines(rows)]
     for text, lines in questions.derivations(entries):
         yield text or OTHERS, lines
@@ -53,10 +53,6 @@ def together(entries: list[Entry], key: Callable[[Entry], Any]) -> list[Entry]:
     """Entries grouped by key; keys, and the entries of each key, keep the order in which they first came."""
     order = {value: place for place, value in enumerate(dict.fromkeys(map(key, entries)))}
     return sorted(entries, key=lambda entry: order[key(entry)])
-
-
-def _whole(entries: list[Entry], columns: Sequence[Column]) -> list[str]:
-    return _lines(entries, _filled(entries, columns))
 
 
 def _narrow(entries: list[Entry], columns: Sequence[Column]) -> list[str]:

@@ -35,12 +35,12 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def schema_text(fields: Fields) -> str:
-    """The schema's file."""
+    """The text of row.schema.json."""
     return as_text(row_schema(fields)) + "\n"
 
 
 def docs_text(fields: Fields) -> str:
-    """The page docs/rows.md, with a new table between its two comments."""
+    """The text of docs/rows.md, with a new table between its two comments."""
     before, _, rest = DOCS.read_text(encoding="utf-8").partition(BEGIN)
     return before + BEGIN + "\n" + table(row_schema(fields)) + "\n" + END + rest.partition(END)[2]
 

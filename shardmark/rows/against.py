@@ -68,7 +68,7 @@ class Against:
         return printable(f"time is not compared: {self.name} is of {self.baseline.machine}; this is {here}")
 
     def limits(self, test_id: str, peer: str) -> tuple[float, ...]:
-        """The most that the baseline allows the ratio to that peer to be; empty if there is nothing to compare with."""
+        """The largest ratio to that peer that the baseline allows; empty if there is nothing to compare with."""
         old = self._row(test_id) if self.other_machine is None else None
         if old is None or old.ratio is None or old.ratio.ends is None or old.peer != peer:
             return ()
@@ -161,6 +161,7 @@ class Against:
             terminalreporter.write_line(printable(f"{self.name} {self._updated}"), yellow=not self._written)
 
     def _other_rows(self, baseline: Baseline) -> Iterator[str]:
+        """A line that counts the rows that only this run or only the baseline has."""
         measured = {entry["fullname"] for entry in self.rows.rows if entry["stats"] is not None}
         missing = baseline.rows.keys() - measured
         others = {
@@ -173,6 +174,6 @@ class Against:
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    with suppress(ValueError):  # it is no path
+    with suppress(ValueError):  # a null byte in a path
         return os.path.realpath(path) == os.path.realpath(other)
     return False

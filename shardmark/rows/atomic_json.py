@@ -17,7 +17,7 @@ Entry = dict[str, Any]
 
 
 class RowFileError(ValueError):
-    """Rows cannot be written to this path; one-line message."""
+    """Rows cannot be written to this path; the message is one line."""
 
 
 _MIDDLE = b'\n], "benchmarks": ['
@@ -25,11 +25,13 @@ _CLOSING = b"\n]}\n"
 
 
 class GrowingFile:
-    """JSON with two growing lists, in two copies. A row is added to the copy with the hidden name, which then takes the
-    path's name. So the path holds whole JSON even if a write is cut short, and a row costs its own size: rewriting all
-    with os.replace takes 40 times as long for 2,000 rows.
+    """JSON with two growing lists, in two copies.
 
         {head, "unmeasured": [..., and spaces for more], "benchmarks": [...]}
+
+    A row is added to the copy with the hidden name, which then takes the path's name. So the path holds whole JSON even
+    if a write is cut short, and a row costs its own size to write: to write the whole file for each of 2,000 rows takes
+    40 times as long.
 
     An older file stays until the first row. Locks on both copies make a second run on the path an error.
     """
@@ -39,9 +41,9 @@ class GrowingFile:
         self._option = option
         self.rows = 0
         self.taken = (0, 0)
-        """How many of each list are in it, for whoever appends."""
+        """How many benchmarks and how many unmeasured rows the caller has appended; the caller sets it."""
         self._opening = b""
-        self._unmeasured = bytearray()
+        self._unmeasured, self._benchmarks = bytearray(), bytearray()
         self._named: _Copy | None = None
         self._spare: _Copy | None = None
         self._mode = mode
@@ -69,17 +71,18 @@ class GrowingFile:
             raise RowFileError(f"{option} {path}: {getattr(error, 'strerror', error)}") from None
 
     def append(self, head: Entry, benchmarks: list[str], unmeasured: list[str], count: int) -> None:
-        """Add those rows, after which there are `count`; OSError, with the file as it was, where that fails."""
+        """Add these rows, `count` in all. Raises OSError where that fails; the file then has the rows before."""
         if self._named is None:
             self._opening = dumped(head)[:-1].encode() + (b', "unmeasured": [' if head else b'"unmeasured": [')
-        before = len(self._unmeasured)
-        self._unmeasured += _joined(unmeasured, after=before)
+        untimed, timed = len(self._unmeasured), len(self._benchmarks)
+        self._unmeasured += _joined(unmeasured, after=untimed)
+        self._benchmarks += _joined(benchmarks, after=timed)
         try:
             spare = self._usable_spare()
-            spare.write(self._opening, self._unmeasured, self._named, benchmarks)
+            spare.write(self._opening, self._unmeasured, self._benchmarks)
             self._exchange(spare)
         except BaseException:
-            del self._unmeasured[before:]
+            del self._unmeasured[untimed:], self._benchmarks[timed:]
             if self._spare is not None:
                 self._spare.opening = 0  # it may have more than the named copy
             raise
@@ -94,7 +97,7 @@ class GrowingFile:
         os.close(spare.descriptor)
 
     def is_whole(self, rows: int) -> bool:
-        """Whether the file under that name is this one, with so many rows."""
+        """Whether the path has this file, with that many rows."""
         return self.rows == rows and self._named is not None and self._named.is_at(self.path)
 
     def remove(self) -> None:
@@ -103,7 +106,7 @@ class GrowingFile:
             self.path.unlink()
 
     def close(self) -> None:
-        """Remove the spare copy. Without a row no file was made, and an older one stays."""
+        """Remove the spare copy. Without a row no file is made, and an older one stays."""
         with suppress(OSError):
             self._aside.unlink(missing_ok=True)
         for copy in (self._spare, self._named):
@@ -112,14 +115,14 @@ class GrowingFile:
         self._spare = self._named = None
 
     def _remove(self, copy: _Copy) -> None:
-        """Close it, and where it has the hidden name, take that away."""
+        """Close a copy; remove the hidden name if it has it."""
         with suppress(OSError):
             if copy.is_at(self.hidden):
                 self.hidden.unlink()
         os.close(copy.descriptor)
 
     def _exchange(self, spare: _Copy) -> None:
-        """The spare copy takes the path's name; where the file system has links, the named one becomes the spare."""
+        """Give the spare copy the path's name. Where the file system has links, the named copy becomes the spare."""
         before = self._named
         with suppress(OSError):
             self._aside.unlink(missing_ok=True)
@@ -136,7 +139,7 @@ class GrowingFile:
                 os.close(before.descriptor)
 
     def _usable_spare(self) -> _Copy:
-        """One under the hidden name: a new one where there is none, or somebody removed it."""
+        """The spare copy; a new one if there is none or somebody removed it."""
         if self._spare is not None and not self._spare.is_at(self.hidden):
             os.close(self._spare.descriptor)
             self._spare = None
@@ -165,7 +168,7 @@ class GrowingFile:
             os.close(descriptor)
 
     def _check(self, descriptor: int) -> None:
-        """Lock it; RowFileError where it is no regular file, or another run has it."""
+        """Lock a file. Raises RowFileError if it is no regular file or another run has it."""
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise RowFileError(f"{self._option} {self.shown}: not a regular file")
         try:
@@ -178,36 +181,33 @@ class GrowingFile:
 
 @dataclass
 class _Copy:
-    """What a file has: in bytes, where its lists begin, and how long they are. Without an opening, nothing valid."""
+    """One of the two files: in bytes, where its lists begin and how long they are. While `opening` is 0, nothing of its
+    content counts."""
 
     descriptor: int
     opening: int = 0
     room: int = 0
-    """For the list "unmeasured"."""
+    """Of the list "unmeasured", with the spaces behind it."""
     unmeasured: int = 0
     benchmarks: int = 0
 
-    def write(self, opening: bytes, unmeasured: bytearray, other: _Copy | None, benchmarks: list[str]) -> None:
-        """Write the unmeasured rows and the benchmarks; those that the other copy has already are copied from it."""
-        whole = not self.opening or len(unmeasured) > self.room
-        begin = 0 if whole else self.benchmarks
-        rows = other._benchmarks_from(begin) if other is not None else b""
-        rows += _joined(benchmarks, after=begin + len(rows))
-        start = self.opening
-        if whole:
+    def write(self, opening: bytes, unmeasured: bytearray, benchmarks: bytearray) -> None:
+        """Write the rows that this copy lacks; write everything where the unmeasured rows have outgrown their room."""
+        if not self.opening or len(unmeasured) > self.room:
             room = 2 * len(unmeasured)
-            self._put(opening + unmeasured.ljust(room) + _MIDDLE + rows + _CLOSING, 0)
-            start, self.room = len(opening), room
+            self._put(opening + unmeasured.ljust(room) + _MIDDLE + benchmarks + _CLOSING, 0)
+            self.opening, self.room = len(opening), room
+            start = self.opening + room + len(_MIDDLE)
         else:
-            self._put(bytes(unmeasured[self.unmeasured :]), start + self.unmeasured)
-            self._put(rows + _CLOSING, start + self.room + len(_MIDDLE) + begin)
-        self.unmeasured, self.benchmarks = len(unmeasured), begin + len(rows)
-        self.opening = start
-        os.ftruncate(self.descriptor, start + self.room + len(_MIDDLE) + self.benchmarks + len(_CLOSING))
+            start = self.opening + self.room + len(_MIDDLE)
+            self._put(unmeasured[self.unmeasured :], self.opening + self.unmeasured)
+            self._put(benchmarks[self.benchmarks :] + _CLOSING, start + self.benchmarks)
+        self.unmeasured, self.benchmarks = len(unmeasured), len(benchmarks)
+        os.ftruncate(self.descriptor, start + self.benchmarks + len(_CLOSING))
 
     def write_all(self, data: bytes) -> None:
-        """That alone."""
-        self.opening = 0  # no lists any more
+        """Replace the content."""
+        self.opening = 0
         self._put(data, 0)
         os.ftruncate(self.descriptor, len(data))
 
@@ -216,13 +216,8 @@ class _Copy:
             return os.path.samestat(os.fstat(self.descriptor), path.stat())
         return False
 
-    def _benchmarks_from(self, begin: int) -> bytes:
-        with open(os.dup(self.descriptor), "rb") as file:
-            file.seek(self.opening + self.room + len(_MIDDLE) + begin)
-            return file.read(self.benchmarks - begin)
-
-    def _put(self, data: bytes, position: int) -> None:
-        """Write all of the data at that position; OSError where the disk has no room."""
+    def _put(self, data: bytes | bytearray, position: int) -> None:
+        """Write all of the data at that position. Raises OSError where the disk has no room."""
         left = memoryview(data)
         while left:
             written = os.pwrite(self.descriptor, left, position)
@@ -232,20 +227,21 @@ class _Copy:
 
 
 def _joined(rows: list[str], after: int) -> bytes:
-    """Rows as list elements, after `after` bytes of earlier ones."""
+    """Rows as elements of a list that has `after` bytes already."""
     text = ("," if after else "") + "\n" + ",\n".join(rows)
     return text.encode() if rows else b""
 
 
 def dumped(value: Any, indent: int | None = None) -> str:
-    """JSON of any value: other types as text, NaN and infinities as null."""
+    """JSON of any value: other types become text, NaN and infinities null."""
     try:
         return json.dumps(value, default=str, allow_nan=False, indent=indent)
-    except Exception:  # a text that cannot be made, as well
+    except Exception:  # NaN, a circle, or a value whose text cannot be made
         return json.dumps(_plain(value, ()), indent=indent)
 
 
 def _plain(value: Any, inside: tuple[int, ...]) -> Any:
+    """A copy that JSON can hold; `inside` are the ids of the containers that the value is in."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

@@ -1,9 +1,9 @@
-"""What a column is, and the columns of what every row may have. MiB and ms here; bytes and seconds in the rows.
+"""Columns of tables, and those of the fields that any row may have. Cells are in MiB and ms, rows in bytes and seconds.
 
     @pytest.mark.question("What does a nap cost?", columns=["case", "implementation", "time ms", "verdict"])
 
-A question's own column is a `Column` in place of a name. What only an observer fills stands in that observer's
-`columns` (`shardmark.rows.observers`), among these.
+A question's own column is a `Column` in place of a name. The columns of what an observer fills are that observer's
+`columns` (`shardmark.rows.observers`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardmark.rows.row import Row
-from shardmark.text import mib, ms
+from shardmark.text import cut, mib, ms
 
 OPERATOR_WIDTH = 24
-"""Characters of an operator's name; the row has all of it."""
+"""Most characters of an operator's name; the row has the whole name."""
 
 Entry = dict[str, Any]
 
@@ -25,7 +25,7 @@ Cell = Callable[[Entry, Row], str | None]
 
 @dataclass(frozen=True)
 class Column:
-    """What stands under a name for an entry of pytest-benchmark and its row; None where there is nothing to say."""
+    """A column: its name, and `cell`, the text for an entry of pytest-benchmark and its row, or None for no text."""
 
     name: str
     cell: Cell
@@ -34,9 +34,9 @@ class Column:
     left: bool = False
     """Whether it is aligned to the left."""
     trivial: str | None = None
-    """A cell that, like an empty one, does not make the column appear."""
+    """The column is left out where all cells are empty or have this text."""
     after: str | None = None
-    """For an observer's column: the column behind which it stands; without one it stands last."""
+    """For an observer's column: the column that it follows; None puts it last."""
 
 
 def _step(entry: Entry, row: Row) -> str | None:
@@ -119,23 +119,19 @@ def _tensors(entry: Entry, row: Row) -> str | None:
 
 
 def _workspace(entry: Entry, row: Row) -> str | None:
-    """MiB, and the operator that took it; nothing where it rounds to 0.00, as for a converted number."""
+    """MiB, and the operator that took it; None where it rounds to 0.00, as where an operator converts one number."""
     memory = row["memory"]
     if mib(memory.get("workspace", 0)) == mib(0):
         return None
     operator = (memory["workspace_operator"] or "").rpartition("::")[2]
-    shown = operator if len(operator) <= OPERATOR_WIDTH else operator[: OPERATOR_WIDTH - 3] + "..."
-    return f"{mib(memory['workspace'])} {shown}"
+    return f"{mib(memory['workspace'])} {cut(operator, OPERATOR_WIDTH)}"
 
 
 def _bytes(name: Literal["peak", "budget"]) -> Cell:
     return lambda entry, row: mib(row["memory"][name]) if name in row["memory"] else None
 
 
-def _counter(
-    name: Literal["flops", "operators", "kernels", "synchronizations", "saved_bytes"],
-    shown: Callable[[int], str] = "{:,}".format,
-) -> Cell:
+def _counter(name: Counter, shown: Callable[[int], str] = "{:,}".format) -> Cell:
     return lambda entry, row: None if (count := row["counters"].get(name)) is None else shown(count)
 
 
@@ -181,7 +177,7 @@ DEFAULT = ("case", "implementation", "time ms", "ratio to peer", "tensors MiB", 
 
 
 def among(columns: Iterable[Column], observers: Iterable[Column]) -> list[Column]:
-    """`columns`, and behind each the observers' columns that are to stand `after` it."""
+    """`columns`, each followed by the observers' columns that name it as `after`; the other observers' columns last."""
     columns, observers = list(columns), list(dict.fromkeys(observers))
     behind: dict[str, list[Column]] = {column.name: [] for column in columns}
     last = [own for own in observers if own.after not in behind]

@@ -7,7 +7,7 @@ seconds depend on whatever else the machine does; and on one machine only, becau
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
@@ -40,6 +40,11 @@ class Change:
     verdict: str
     text: str
     better: bool = False
+
+    @property
+    def outcome(self) -> str:
+        """WORSE, BETTER, UNDECIDED, or PASS for a figure that is as it was."""
+        return BETTER if self.better else {FAIL: WORSE}.get(self.verdict, self.verdict)
 
 
 ChangesOrReason = list[Change] | str
@@ -82,24 +87,20 @@ class Comparison:
             terminal.write_line(printable(f"{kind}: {count_compared([row[kind] for row in self._rows.values()])}"))
         for line in others:
             terminal.write_line(line)
-        worse = self._lines(lambda change: change.verdict == FAIL)
-        better = self._lines(lambda change: change.better)
-        for title, lines, style in ((WORSE, worse, "red"), (BETTER, better, "green")):
-            terminal.write_line(f"{title}: {len(lines)}", **{style: bool(lines)})
+        for outcome, style in ((WORSE, "red"), (BETTER, "green")):
+            lines = [
+                printable(f"  {test_id}: {change.text}")
+                for test_id, row in self._rows.items()
+                for kind in row.values()
+                for change in changes_in(kind)
+                if change.outcome == outcome
+            ]
+            terminal.write_line(f"{outcome}: {len(lines)}", **{style: bool(lines)})
             shown = lines if terminal.config.option.verbose > 0 else lines[:MOST]
             for line in shown:
                 terminal.write_line(line)
             if len(lines) > len(shown):
                 terminal.write_line(f"  and {len(lines) - len(shown)} more")
-
-    def _lines(self, chosen: Callable[[Change], bool]) -> list[str]:
-        return [
-            printable(f"  {test_id}: {change.text}")
-            for test_id, row in self._rows.items()
-            for kind in row.values()
-            for change in changes_in(kind)
-            if chosen(change)
-        ]
 
 
 def changes_in(found: ChangesOrReason) -> Sequence[Change]:

@@ -23,7 +23,7 @@ NO_RACE: Time = {"peer": None, "ratio": None, "interval": None, "budget": None, 
 
 
 def new_row(identity: Identity, scale: str, link: str | None) -> Row:
-    """A row of which nothing is measured yet; `link` is the rate of the one between the ranks."""
+    """A row without measurements; `link` is the rate of the link between the ranks."""
     case = asdict(identity.case) if is_dataclass(identity.case) and not isinstance(identity.case, type) else {}
     return {
         "schema": SCHEMA,
@@ -119,7 +119,7 @@ def time_entry(
 
 
 def counters_entry(ranks: Sequence[Measured]) -> Counters:
-    """The first rank's collectives, and of each other counter the largest rank's; nothing where none was counted."""
+    """The first rank's collectives, and the largest rank's other counters; empty if some rank counted nothing."""
     counted = [asdict(rank.counters) for rank in ranks if rank.counters is not None]
     if len(counted) < len(ranks):
         return {}

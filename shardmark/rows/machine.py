@@ -1,4 +1,4 @@
-"""What a run's `machine_info` says of the machine."""
+"""The machine, as a run's `machine_info` describes it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from shardmark.ranks.torchrun import launched
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """What `machine_info` says beside pytest-benchmark's own: GPUs, driver and the device's memory, cores that ranks
-    share and threads of a world of one, their scheduling policy, torch and triton."""
+    """Fields of `machine_info` beside pytest-benchmark's own.
+
+    "cores" are those that the ranks share; "threads" are those of a rank that is alone.
+    """
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if device == "cuda" else []
     try:
         from triton import __version__ as triton_version
@@ -36,9 +38,9 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 
 def chosen_policy() -> str:
-    """The scheduling policy that the user has chosen, as with chrt, and that ranks have: empty for Linux's default.
+    """The scheduling policy that the user has chosen, as with chrt, and that ranks inherit.
 
-    And for SCHED_BATCH, which they have otherwise.
+    Empty for Linux's default, and for SCHED_BATCH, which ranks have where the user has chosen none.
     """
     chosen = {getattr(os, name): name for name in ("SCHED_FIFO", "SCHED_IDLE", "SCHED_RR")}
     return chosen.get(os.sched_getscheduler(0), "")

@@ -1,7 +1,8 @@
-"""A run's file, as `--benchmark-json` wrote it, or compressed (`.json.gz`): read, or refused in one line."""
+"""Read a run's file, plain or compressed (`.json.gz`); refuse any other file in one line."""
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import zlib
@@ -24,14 +25,14 @@ def entries_of(run: Entry) -> list[Entry]:
 
 
 class RunFileError(ValueError):
-    """A file that is no run of this suite, in one line."""
+    """A file is no run of this suite; the message is one line."""
 
 
 def read_run(path: Path) -> Entry:
     """The output of a run: its "machine_info", and in "benchmarks" and "unmeasured" the entries that have a row.
 
-    Somebody else's benchmarks are left out. Raises RunFileError for a file that is not there, no whole JSON, of
-    another program, or of a version of this suite whose rows are others.
+    Other projects' benchmarks are left out. Raises RunFileError for a file that is missing, is not whole JSON, or was
+    written by another program or another version of this suite.
     """
     output = read_json(path, str(path))
     try:
@@ -48,10 +49,10 @@ def read_run(path: Path) -> Entry:
 
 
 def read_json(path: Path, shown: str) -> Any:
-    """What a file says. Raises RunFileError, which calls it `shown`, where it is no file or no whole JSON."""
+    """A file's JSON. Raises RunFileError, which calls the file `shown`, where there is none or it is not whole."""
     try:
         if path.exists() and not path.is_dir() and not path.is_file():
-            raise RunFileError(f"{shown}: not a regular file")
+            raise OSError(errno.EINVAL, "not a regular file")
         data = path.read_bytes()
         return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -60,8 +61,6 @@ def read_json(path: Path, shown: str) -> Any:
         raise RunFileError(f"{shown}: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RunFileError(f"{shown} is not whole JSON: {error}") from None
-    except RunFileError:
-        raise
     except ValueError as error:  # no path, or a number of thousands of digits
         raise RunFileError(f"{shown}: {error}") from None
 
@@ -71,7 +70,7 @@ def _is_ours(entry: Entry) -> bool:
 
 
 def of_this_version(make: Callable[..., T], name: str, *args: Any) -> T:
-    """What `make` makes of a run. Raises RunFileError, in one line, where the run of that name lacks what it reads."""
+    """What `make` reads from the run called `name`. Raises RunFileError, in one line, where the run lacks it."""
     try:
         return make(*args)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -79,13 +78,13 @@ def of_this_version(make: Callable[..., T], name: str, *args: Any) -> T:
 
 
 def lacks_schema(row: Mapping[str, Any]) -> str | None:
-    """What to say of a row that another version's schema describes."""
+    """The complaint about a row with the schema of another version; None for a row of this one."""
     theirs = row.get("schema")
     return None if theirs == SCHEMA else f"schema {SCHEMA} (it has {theirs})"
 
 
 def _lacking(entry: Entry) -> Iterator[str]:
-    """What every entry and every row has, and this one has not, or of another type."""
+    """The required fields that an entry lacks, or has with another type."""
     row, stats = entry["extra_info"], entry.get("stats")
     if schema := lacks_schema(row):
         yield schema

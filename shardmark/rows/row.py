@@ -31,7 +31,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Items:
-    """A list with just these elements."""
+    """A list of exactly these elements."""
 
     types: Sequence[Any]
 
@@ -60,6 +60,7 @@ Rate = Annotated[float, Unit("per second")]
 Share = Annotated[float, Unit("1", least=None)]
 Ratio = Annotated[float, Unit("1", least=None)]
 Interval = Annotated[list[float], Items((Ratio, Ratio))]
+Period = Annotated[list[float], Items((Seconds, Seconds))]
 Outcome = Annotated[str, OneOf(("reached", "missed", "undecided"))]
 
 
@@ -123,13 +124,11 @@ class Memory(TypedDict, total=False):
 
 class Predicted(TypedDict):
     interval: Annotated[
-        Annotated[list[float], Items((Seconds, Seconds))] | None,
-        "9 of 10 measured steps lie between these, by published ones; null where none are known.",
+        Period | None, "9 of 10 measured steps lie between these, by published ones; null where none are known."
     ]
     at_least: Annotated[Seconds | None, "Lower bound, by the data sheet alone; null where there is none."]
     streams: Annotated[
-        dict[str, list[Annotated[list[float], Items((Seconds, Seconds))]]],
-        "For each stream, begin and end of each busy period; short gaps are closed.",
+        dict[str, list[Period]], "For each stream, begin and end of each busy period; short gaps are closed."
     ]
 
 
@@ -285,16 +284,16 @@ MAIN_FIGURES = (
     "memory.peak",
     "memory.budget",
 )
-"""Where these stand in an entry."""
+"""Their places in an entry, as `figure` takes them."""
 
 
 def main_figures(entry: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """By their names in the entry (`time.ratio`), for a test's properties in --junitxml; those that there are."""
+    """(place, value) of each main figure that the entry has, for the test's properties in --junitxml."""
     return [(where, found) for where in MAIN_FIGURES if (found := figure(entry, where)) is not None]
 
 
 def figure(entry: Mapping[str, Any], where: str) -> Any:
-    """What stands there in the entry's stats ("stats.mean") or in its row; None where there is nothing."""
+    """The value at a place in the entry's stats ("stats.mean") or in its row ("time.ratio"); None if there is none."""
     found: Any = entry if where.startswith("stats.") else entry["extra_info"]
     for name in where.split("."):
         found = found.get(name) if isinstance(found, dict) else None

@@ -90,7 +90,7 @@ def _optional(found: list[Schema]) -> Schema:
 
 
 def as_text(value: Any, indent: int = 0) -> str:
-    """JSON in which whatever fits a line is on one."""
+    """JSON with each value on one line where it fits."""
     line = json.dumps(value)
     if len(line) + indent <= WIDTH or not isinstance(value, dict | list):
         return line

@@ -24,9 +24,9 @@ from shardmark.rows.atomic_json import Entry, GrowingFile, dumped
 
 
 class RowFile:
-    """The rows of this run, and their file, if there is one. `said` is what a whole file has beside these rows.
+    """The rows of this run, and their file, if there is one. `said(rows)` gives what a whole file has beside its rows.
 
-    Raises RowFileError where the path is no regular file, cannot be written, or belongs to a run that goes on.
+    Raises RowFileError where the path is no regular file, cannot be written, or is being written by another run.
     """
 
     def __init__(
@@ -40,21 +40,21 @@ class RowFile:
         self.rows: list[Entry] = []
         """Every row of this run, as its test made it: an entry with name, group, stats and extra_info."""
         self.unmeasured: list[Entry] = []
-        """Those without times."""
+        """The rows without times."""
         self.names: set[str] = set()
-        """The full names of their tests."""
+        """Full names of the tests that have a row."""
         self.trouble: str | None = None
-        """What kept rows from the file, in one line, as it last happened."""
+        """The last error that kept rows from the file, in one line."""
         self.not_saved: str | None = None
-        """Why `--benchmark-save` has not come about."""
+        """Why `--benchmark-save` failed."""
         self._file: GrowingFile | None = None
         self._rescued: GrowingFile | None = None
-        """The file in the folder for temporary files that has all rows, once they could not be written to theirs."""
+        """A file in another folder with all rows, made once they could not be written to their own file."""
         if self.path is not None and writes:
             self._file = GrowingFile(self.path)
 
     def add(self, entry: Entry) -> None:
-        """Take a row and save it. One with `stats` is in pytest-benchmark's own list already."""
+        """Save a row. A row with `stats` is in pytest-benchmark's own list already."""
         self.rows.append(entry)
         self.names.add(entry["fullname"])
         if entry["stats"] is None:
@@ -66,7 +66,7 @@ class RowFile:
                     self._rescue()
 
     def backends(self, family: str) -> list[str]:
-        """What ran underneath that family's workloads in this run, by name."""
+        """Names of the backends that ran this family's workloads."""
         rows = [entry["extra_info"] for entry in self.rows]
         return sorted({row["backend"] for row in rows if row["family"] == family and row["backend"]})
 
@@ -75,10 +75,7 @@ class RowFile:
         return {**self._output(self._benchmarks.benchmarks), **self._said(self.rows)}
 
     def finish(self) -> None:
-        """Write the file once more, with all that pytest-benchmark has, in its place; where that fails, elsewhere.
-
-        And have pytest-benchmark save what `--benchmark-save` asks for.
-        """
+        """Write the whole file once more, elsewhere if that fails; then do what `--benchmark-save` asks for."""
         with self._ending.held():
             if self._file is not None:
                 self._finish(self._file)
@@ -91,9 +88,9 @@ class RowFile:
                 self._benchmarks.save = self._benchmarks.autosave = None
 
     def _finish(self, file: GrowingFile) -> None:
-        ran = self._benchmarks is not None  # not where options alone are looked at
+        ran = self._benchmarks is not None  # else the options alone were checked
         if ran and (self.rows or self._benchmarks.benchmarks):
-            self.trouble = None  # what matters is how it ends
+            self.trouble = None  # only how it ends matters
             self._attempt(self._append, file)
             self._attempt(self._write_whole, file)
             if self.trouble is not None and file.is_whole(len(self.rows)):
@@ -108,14 +105,14 @@ class RowFile:
                 each.close()
 
     def _attempt(self, write: Any, *args: Any) -> None:
-        """Whatever fails, tests go on; what failed is a line in the summary."""
+        """Write. An error becomes `trouble`, a line of the summary, and tests go on."""
         try:
             write(*args)
         except Exception as error:
             self.trouble = f"{type(error).__name__}: {error}"
 
     def _append(self, file: GrowingFile) -> None:
-        """Write the rows that are not in that file yet: after a failure more than one."""
+        """Write the rows that this file lacks; after a failure these are several."""
         timed, untimed = file.taken
         new, unmeasured = self._benchmarks.benchmarks[timed:], self.unmeasured[untimed:]
         output = self._output(new)
@@ -128,7 +125,7 @@ class RowFile:
         file.replace(dumped(self.output(), indent=4))
 
     def _rescue(self) -> bool:
-        """Rows that cannot be where they should be are where anything can be; whether there is such a place."""
+        """Write all rows to a file in any folder that takes one; return whether one did."""
         if self._rescued is not None:
             with suppress(Exception):
                 self._append(self._rescued)
@@ -149,6 +146,7 @@ class RowFile:
         return False
 
     def _say_where_they_are(self, file: GrowingFile) -> None:
+        """Rescue the rows; set `path` and `trouble` to the file that has them, or the most of them."""
         if not self._rescue() or self._rescued is None:
             most = max((each for each in (file, self._rescued) if each is not None), key=lambda each: each.rows)
             where = f"only {most.rows} of {len(self.rows)} rows are in {most.shown}"
@@ -160,7 +158,7 @@ class RowFile:
         self.trouble = f"{self.trouble}; all rows are in {self.path}"
 
     def _output(self, benchmarks: list[Any]) -> Entry:
-        """What pytest-benchmark would write of these."""
+        """The JSON that pytest-benchmark would write of these."""
         hook = self.config.hook
         output = hook.pytest_benchmark_generate_json(
             config=self.config,
@@ -179,7 +177,7 @@ class RowFile:
 
     @cached_property
     def machine_info(self) -> Entry:
-        """What pytest-benchmark says of the machine, and the plugin beside it."""
+        """The machine, as pytest-benchmark and this plugin describe it."""
         return self._benchmarks.get_machine_info()
 
     @cached_property
@@ -188,6 +186,7 @@ class RowFile:
 
 
 def _folders_for_anything() -> Iterator[Path]:
+    """Folders in which a file may be made when its own cannot be written."""
     for folder in (tempfile.gettempdir, Path.cwd, Path.home, lambda: "/var/tmp", lambda: "/dev/shm"):
         with suppress(OSError, RuntimeError):  # none for temporary files; a folder that is gone; no home
             yield Path(folder())

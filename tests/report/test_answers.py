@@ -27,7 +27,7 @@ def test_the_fastest_stands_beside_its_peer_and_then_whose_peak_is_smallest() ->
     assert answer(PEER, QUICK) == "quick 0.50x eager; 0.50x memory"
 
 
-def test_whom_the_intervals_do_not_set_apart_share_the_first_place() -> None:
+def test_those_whose_intervals_overlap_share_the_first_place() -> None:
     assert answer(PEER, QUICK, ALIKE) == "quick or alike 0.50x eager; 0.50x memory"
     third = entry("third", 0.54, ("eager", 0.49, 0.54, 0.6))
     assert answered([PEER, QUICK, ALIKE, third], fastest) == "quick or 2 others 0.50x eager"

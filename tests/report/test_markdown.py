@@ -1,7 +1,7 @@
 """A run in Markdown: in short first, names as text, no more than a comment holds, and what has changed."""
 
 import copy
-import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +11,11 @@ from shardmark.report.markdown import COMMENT, inert, markdown
 from shardmark.rows.columns import Entry
 from shardmark.rows.reader import RunFileError
 from tests.support.entries import entry
-from tests.support.project import run_project
+from tests.support.planted_rows import figures
+from tests.support.planted_rows import planted as planted
+from tests.support.planted_rows import run as play
 
-pytest_plugins = ["pytester", "tests.support.project"]
+pytest_plugins = ["pytester"]
 
 MACHINE: dict[str, Any] = {
     **{"cpu": {"brand_raw": "A processor"}, "device": "cpu", "gpus": [], "cores": 2, "threads": 2},
@@ -23,13 +25,6 @@ MACHINE: dict[str, Any] = {
 
 def run(*entries: Entry, **more: Any) -> Entry:
     return {"machine_info": MACHINE, "benchmarks": list(entries), "unmeasured": [], **more}
-
-
-def judged(ratio: float, tensors: int) -> Entry:
-    """A row whose ratio to its peer is known to a hundredth."""
-    ends = [ratio - 0.01, ratio + 0.01]
-    time = {"judged_interval": ends, "judged_confidence": 0.99, "peer_mean": 1.0}
-    return entry("quick", ratio, ("eager", ends[0], ratio, ends[1]), tensors=tensors, time=time)
 
 
 def test_it_says_the_machine_what_failed_goals_and_answers_before_the_tables() -> None:
@@ -58,20 +53,11 @@ def test_it_says_the_machine_what_failed_goals_and_answers_before_the_tables() -
     assert "a-host" not in text
 
 
-def test_two_runs_are_compared() -> None:
-    before, now = run(judged(0.5, 100), entry("eager")), run(judged(0.8, 90), entry("eager"))
-    text = markdown([("old.json", before), ("new.json", now)])
-    assert "## Against old.json: 1 slower or larger, 0 undecided, 1 faster or smaller" in text
-    slower, smaller = (line for line in text.splitlines() if line.startswith("| test\\_") or "::test" in line)
-    assert "| time | 0.800x eager's time" in slower and "0.500x in old.json" in slower
-    assert "| memory | 90 bytes of tensors at the peak, 100 in old.json |" in smaller
-
-
 HOSTILE = "<img src=x onerror=a()> | `b` *c* [d](https://e.example) @everyone _f_ flash_pytorch &amp; \x1b[31m ```"
 
 
 def test_names_are_text() -> None:
-    """No markup, no link, no second cell, and nobody is called."""
+    """No markup, no link, no second cell, no mention of an account."""
     shown = inert(HOSTILE)
     assert "<" not in shown and "\x1b" not in shown and "://e" not in shown and "@everyone" not in shown
     assert r"\|" in shown and r"\`b\`" in shown and r"\*c\*" in shown and r"\[d\]" in shown and r"\_f\_" in shown
@@ -104,14 +90,13 @@ def test_a_run_that_ended_early_and_one_of_another_version() -> None:
             markdown([("old.json", run(spoilt))])
 
 
-def test_a_run_writes_it_and_with_against_what_has_changed(project: pytest.Pytester) -> None:
-    chosen = ("--scale=smoke", "-k", "nap and plain")
-    _, output = run_project(project, *chosen)
-    (row,) = [each["extra_info"] for each in output["benchmarks"]]
-    row["memory"] |= {"tensors": 5000}
-    (project.path / "old.json").write_text(json.dumps(output))
-    result, _ = run_project(project, *chosen, "--report=out.md", "--against=old.json")
-    text = (project.path / "out.md").read_text()
+def test_a_run_writes_it_and_with_against_what_has_changed(planted: pytest.Pytester) -> None:
+    play(planted, "--benchmark-json=old.json", a=figures(), b=figures())
+    result = play(planted, "--report=out.md", "--against=old.json", a=figures(ratio=2.0), b=figures(tensors=3000))
+    text = Path("out.md").read_text()
     assert result.outlines[-1] == "out.md"
-    assert "| How long is a nap? | plain " in text and "## Against old.json: 0 slower or larger" in text
-    assert "4,000 bytes of tensors at the peak, 5,000 in old.json" in text
+    assert "| other measurements | mine 1,005 ms, 1.00x theirs, 3,000 bytes (1 failed) |" in text
+    assert "## Against old.json: 1 slower or larger, 0 undecided, 1 faster or smaller" in text
+    slower, smaller = (line for line in text.splitlines() if "::test" in line)
+    assert "| time | 2.010x theirs's time" in slower and "1.005x in old.json" in slower
+    assert "| memory | 3,000 bytes of tensors at the peak, 4,000 in old.json |" in smaller

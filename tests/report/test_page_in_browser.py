@@ -50,10 +50,6 @@ def opened(browser: Any, file: Path) -> Iterator[Open]:
     contexts = []
     complaints: list[str] = []
 
-    def asked(url: str) -> None:
-        if not url.startswith(("file:", "data:")):
-            complaints.append(url)
-
     def visit(path: Path = file, **options: Any) -> Any:
         context = browser.new_context(**{"viewport": DESKTOP, **options})
         contexts.append(context)

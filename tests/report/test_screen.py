@@ -163,24 +163,6 @@ def test_asked_for_pytest_lists_what_failed_as_well(project: pytest.Pytester) ->
     result.stdout.fnmatch_lines(["failed: 1", "*short test summary info*", "FAILED test_sleeps.py::test_nap*"])
 
 
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [
-        ('short="a"', "question 'How long?' has two short forms, where its tests share one: a and b"),
-        ('anwser="a"', "question 'How long?' takes columns, short, answer, derivation, plots, not anwser"),
-    ],
-    ids=["two_short_forms", "unknown"],
-)
-def test_what_a_question_cannot_say_is_one_line_and_status_4(project: pytest.Pytester, said: str, message: str) -> None:
-    Path("test_sleeps.py").write_text(
-        f'import pytest\n@pytest.mark.question("How long?", {said})\ndef test_one(measure): ...\n'
-        '@pytest.mark.question("How long?", short="b")\ndef test_two(measure): ...\n'
-    )
-    result = project.runpytest_inprocess("--device=cpu")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert [line for line in result.errlines if line] == [f"ERROR: {message}"]
-
-
 DERIVED = """
 import pytest
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs import forked, numbers, project
+from tests.support.runs import CONFTEST, forked, numbers, project
 from tests.support.steps import SignalAt, SignalIn
 
 INT, TERM, HUP, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL
@@ -21,7 +21,7 @@ import pytest
 @pytest.fixture(scope="session", autouse=True)
 def torn_down():
     yield
-    os.kill(os.getpid(), signal.{})
+    os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
@@ -52,7 +52,7 @@ EVERY_TIME = ("options are checked", "first row half written", "ranks end")
 
 
 def moments(every_time: tuple[str, ...] = EVERY_TIME) -> Any:
-    """All of them; those that are not named only in the sweep."""
+    """All moments; those that are not in `every_time` only in the sweep."""
     return pytest.mark.parametrize(
         "moment", [pytest.param(m, id=m.name, marks=[] if m.name in every_time else pytest.mark.sweep) for m in MOMENTS]
     )
@@ -103,7 +103,7 @@ def test_a_killed_run_has_the_rows_before_and_the_next_one_takes_over(moment: Mo
     ],
 )
 def test_signals_that_come_together_are_one(numbers: tuple[signal.Signals, ...], folder: Path) -> None:
-    """A scheduler that is in earnest, a user who is impatient."""
+    """A scheduler sends SIGTERM and SIGHUP at once; a user presses Ctrl-C three times."""
     ended = forked(folder, *OPTIONS, fault=SignalIn("rows.writer:RowFile.add", numbers, after=True, call=2))
     assert ended.rows() == [0, 1] and ended.has_screen and ended.status == 2, ended.output
     ended = forked(folder, *OPTIONS, fault=SignalIn("rows.writer:RowFile._write_whole", numbers))
@@ -121,15 +121,9 @@ def test_a_signal_that_is_ignored_ends_nothing(folder: Path) -> None:
 
 
 def test_a_signal_as_fixtures_are_torn_down_costs_no_table(folder: Path) -> None:
-    project(folder, test_atorn=TEARDOWN.format("SIGTERM"), conftest=conftest_with(TEARDOWN.format("SIGTERM")))
+    project(folder, test_atorn=TEARDOWN, conftest=CONFTEST + TEARDOWN)
     ended = forked(folder, *OPTIONS)
     assert ended.rows() == [0, 1, 2] and ended.has_screen, ended.output
-
-
-def conftest_with(more: str) -> str:
-    from tests.support.runs import CONFTEST
-
-    return CONFTEST + more
 
 
 def test_killed_while_rows_are_rescued_it_still_has_them(folder: Path) -> None:

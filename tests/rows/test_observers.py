@@ -31,7 +31,6 @@ from shardmark.rows.observers import (
     HiddenCommunication,
     Losses,
     Observer,
-    PeakByLength,
     Profile,
     Stages,
     Timeline,
@@ -55,7 +54,7 @@ def no_calls() -> Iterator[None]:
 
 
 class Plain:
-    """A linear layer's step, which has nothing that an observer could ask for."""
+    """The step of a linear layer, without any method that an observer needs."""
 
     backend = "none"
 
@@ -74,7 +73,7 @@ class Plain:
 
 
 class Able(Plain):
-    """It has all that an observer asks for."""
+    """With every method that an observer needs."""
 
     def kinds(self) -> dict[str, list[Tensor]]:
         CALLS.append("kinds")
@@ -97,6 +96,10 @@ def _plan(*observers: type[Observer], **options: Any) -> Plan:
 
 def _laps(*seconds: float) -> dict[str, list[Laps]]:
     return {IMPLEMENTATION: [Laps(each) for each in seconds]}
+
+
+ALONE = [Measured("none", Memory(), _laps(1.0))]
+"""One rank's single step of a second."""
 
 
 @pytest.mark.parametrize(
@@ -174,16 +177,12 @@ def test_stages_are_of_the_rank_that_holds_most_beside_their_formulas() -> None:
 
 def test_stages_of_a_workload_that_reports_none_are_one_line() -> None:
     with pytest.raises(TypeError, match=r"^Stages: long was made without a call of shardmark.api.stage$"):
-        Stages({}).fill(row_by(Losses([]), ranks := [Measured("none", Memory(), _laps(1.0))]), ranks)
+        Stages({}).fill(row_by(Losses([]), ALONE), ALONE)
 
 
 def test_stages_are_the_workloads_own_and_the_warm_up() -> None:
     row = row_by(Stages({}), [measure(_plan(Stages))])
     assert list(row["memory"]["stages"]) == ["model", "warm-up"]
-
-
-def test_losses_are_those_that_the_test_found() -> None:
-    assert row_by(Losses((3.0, 2.5)), [Measured("none", Memory(), _laps(1.0))])["losses"] == [3.0, 2.5]
 
 
 def test_compile_has_the_compiler_forget_what_it_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,18 +211,9 @@ def test_goals_are_reached_or_missed_by_the_interval_of_the_step_time() -> None:
     Goals(mfu=0.45, fraction=0.9).fill(row, ranks)
     outcomes = {name: goal["outcome"] for name, goal in row["limit"]["goals"].items()}
     assert outcomes == {"mfu": "reached", "fraction": "missed"}
-    Goals(mfu=0.45).fill(row, [Measured("none", Memory(), _laps(1.0))])
+    Goals(mfu=0.45).fill(row, ALONE)
     assert row["limit"]["goals"]["mfu"]["outcome"] == "undecided"  # a single round decides nothing
     assert Goals().min_rounds == 8
-
-
-def test_peaks_by_length_are_lines_and_nothing_in_the_row() -> None:
-    ranks = [Measured("none", Memory(), _laps(1.0))]
-    assert row_by(PeakByLength(), ranks) == row_by(Observer(), ranks)
-    cases = [{"id": f"b1-s{seq}-full", "seq": seq} for seq in (128, 256, 512, 1024)]
-    rows = [{"case": case, "implementation": "eager", "memory": {"tensors": 3 * case["seq"]}} for case in cases]
-    [_, line] = PeakByLength().lines([{"extra_info": row} for row in rows])
-    assert "+3 seq" in line
 
 
 @pytest.mark.parametrize(("per_byte", "bandwidth"), [(1e-9, 1e9), (0.0, None)], ids=["clear", "hidden_by_noise"])
@@ -237,7 +227,7 @@ def test_the_overhead_model_is_the_line_through_the_all_reduces(per_byte: float,
 
 
 def test_rounds_after_warm_ups_are_means_in_columns_of_their_own() -> None:
-    row = row_by(AfterWarmups({0: [0.5, 0.7], 1: [0.2, 0.2]}), [Measured("none", Memory(), _laps(1.0))])
+    row = row_by(AfterWarmups({0: [0.5, 0.7], 1: [0.2, 0.2]}), ALONE)
     assert row["time"]["after_warmups"]["1"] == {"mean": 0.2, "stddev": 0.0}
     column = after_warmups(0)
     assert (column.name, column.cell({}, row)) == ("0 warm-ups", "600.0 ± 141.4")

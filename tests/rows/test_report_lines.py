@@ -11,9 +11,9 @@ from shardmark.meter.plan import Identity, Measured
 from shardmark.report.questions import Questions
 from shardmark.report.tables import render
 from shardmark.rows.fill import memory_entry, new_row
+from shardmark.rows.observers import Stages, Timeline
 from shardmark.rows.observers.attention_parts import AttentionProfile
-from shardmark.rows.observers.kernel_tables import WIDEST
-from shardmark.rows.observers.memory_tables import memory_lines, stage_lines
+from shardmark.rows.observers.profile import WIDEST
 from shardmark.verdict.budget import MemoryBudget
 
 
@@ -81,7 +81,7 @@ def test_lines_show_bytes_by_kind_what_is_kept_and_the_largest_blocks() -> None:
         "largest": [{"nbytes": mib // 2, "kind": "temporaries", "module": "norm", "operator": "aten::mul"}],
     }
     entry = {"extra_info": {"case": {"id": "mini"}, "implementation": "eager", "memory": memory}}
-    cells = [line.split() for line in memory_lines([entry])]
+    cells = [line.split() for line in Timeline().lines([entry])]
     assert ["before", "step", "3.00", "0.00", "0.00", "0.00", "0.00", "0.00", "0.00", "3.00"] in cells
     assert ["peak", "3.00", "0.00", "0.00", "0.00", "4.00", "0.00", "0.00", "7.00"] in cells
     assert ["blocks.*", "aten::add", "3.00", "2.00"] in cells
@@ -89,8 +89,8 @@ def test_lines_show_bytes_by_kind_what_is_kept_and_the_largest_blocks() -> None:
     assert ["total", "-", "4.00", "3.00"] in cells
     assert ["0.50", "temporaries", "norm", "aten::mul"] in cells
     memory["activations"][1]["formula"] = None
-    assert ["total", "-", "4.00", "-"] in [line.split() for line in memory_lines([entry])]
-    assert not list(memory_lines([{"extra_info": {"memory": {}}}]))
+    assert ["total", "-", "4.00", "-"] in [line.split() for line in Timeline().lines([entry])]
+    assert not list(Timeline().lines([{"extra_info": {"memory": {}}}]))
 
 
 def test_stages_are_columns_in_the_order_of_the_longest_life() -> None:
@@ -100,13 +100,13 @@ def test_stages_are_columns_in_the_order_of_the_longest_life() -> None:
 
     short = entry("short", {"model": (2**21, None), "step_1": (2**22, None)})
     long = entry("long", {"model": (2**20, 2**23), "repair": (2**19, 2**23), "step_1": (0, 2**23)})
-    cells = [line.split() for line in stage_lines([short, long, {"extra_info": {"memory": {}}}])]
+    cells = [line.split() for line in Stages({}).lines([short, long, {"extra_info": {"memory": {}}}])]
     assert ["case", "implementation", "MiB", "model", "repair", "step", "1"] in cells
     assert ["mlp", "short", "live", "2.00", "-", "4.00"] in cells
     assert ["mlp", "long", "live", "1.00", "0.50", "0.00"] in cells
     assert ["mlp", "long", "reserved", "8.00", "8.00", "8.00"] in cells
     assert len(cells) == 3 + 2 + 5  # nothing is reserved for the short one
-    assert not list(stage_lines([{"extra_info": {"memory": {}}}]))
+    assert not list(Stages({}).lines([{"extra_info": {"memory": {}}}]))
 
 
 def test_attentions_flops_are_the_formulas() -> None:

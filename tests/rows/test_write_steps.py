@@ -12,20 +12,25 @@ from shardmark.rows.atomic_json import GrowingFile, RowFileError
 from tests.support.steps import Steps, no_space
 
 ROW = ["text " * 2_000]
-"""Of some pages."""
+"""Of several pages of memory, so that a write may end within it."""
 LAST = 5
 
 
 def write_rows(path: Path, done: Path) -> Iterator[int]:
-    """A run of some rows, every third without times; yields how many there are, which `done` has too."""
+    """Write rows, every third without times. Yields how many there are, which the file `done` says too."""
     file = GrowingFile(path)
     for count in range(1, LAST + 1):
-        row = [json.dumps([count, *ROW])]
-        file.append({"version": 1}, *(([], row) if count % 3 == 0 else (row, [])), count=count)
+        file.append({"version": 1}, *lists_with(count), count=count)
         done.write_text(str(count))
         yield count
     file.replace(json.dumps({"version": 1, "benchmarks": numbers(path), "unmeasured": []}))
     file.close()
+
+
+def lists_with(count: int, *more: str) -> tuple[list[str], list[str]]:
+    """The row of that number, with times or without."""
+    row = [json.dumps([count, *ROW, *more])]
+    return ([], row) if count % 3 == 0 else (row, [])
 
 
 def numbers(path: Path) -> list[int]:
@@ -34,17 +39,13 @@ def numbers(path: Path) -> list[int]:
     return sorted(row if isinstance(row, int) else row[0] for row in rows)
 
 
-def count_of_steps(folder: Path) -> int:
-    with Steps().watched() as steps:
-        assert list(write_rows(folder / "out.json", folder / "done")) == list(range(1, LAST + 1))
-    return steps.count
-
-
 @pytest.fixture
 def all_steps(tmp_path: Path) -> range:
     folder = tmp_path / "counted"
     folder.mkdir()
-    return range(count_of_steps(folder))
+    with Steps().watched() as steps:
+        assert list(write_rows(folder / "out.json", folder / "done")) == list(range(1, LAST + 1))
+    return range(steps.count)
 
 
 def test_a_run_that_is_killed_at_any_step_keeps_every_row_that_was_written(tmp_path: Path, all_steps: range) -> None:
@@ -81,13 +82,11 @@ def test_an_error_at_any_step_leaves_the_rows_before_and_the_next_attempt_adds_t
                 assert not list(folder.iterdir())
                 continue
             for count in range(1, LAST + 1):
-                row = [json.dumps([count, *ROW])]
-                lists = ([], row) if count % 3 == 0 else (row, [])
                 try:
-                    file.append({"version": 1}, *lists, count=count)
+                    file.append({"version": 1}, *lists_with(count, "longer than the next attempt"), count=count)
                 except OSError:
                     assert (numbers(path) if path.exists() else []) == list(range(1, count))
-                    file.append({"version": 1}, *lists, count=count)
+                    file.append({"version": 1}, *lists_with(count), count=count)
                 assert numbers(path) == list(range(1, count + 1)) and file.is_whole(count), step
             try:
                 file.replace('{"benchmarks": [], "unmeasured": [7]}')

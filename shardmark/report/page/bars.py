@@ -25,14 +25,14 @@ def time_and_peak(entries: Sequence[Entry]) -> Figure | None:
 
     A row without times has no time bar.
     """
-    shown = [each for each in entries if number(each, "stats.mean") is not None or "tensors" in _memory(each)]
+    shown = [each for each in entries if number(each, "stats.mean") is not None or figure(each, "memory.tensors")]
     if len(shown) < 2:
         return None
     notes: list[str] = []
     columns = ["row", "step time ms", "± ms", "tensors MiB", "workspace MiB", "formula MiB"]
     rows: list[list[Cell]] = []
     for label, entry in zip(labels(shown), first(shown, notes), strict=False):
-        memory = _memory(entry)
+        memory = entry["extra_info"]["memory"]
         times = (in_unit(number(entry, f"stats.{name}"), "s") for name in ("mean", "stddev"))
         nbytes = (in_unit(finite(memory.get(name)), "B") for name in ("tensors", "workspace", "formula"))
         rows.append([label, *times, *nbytes])
@@ -72,11 +72,6 @@ def time_by_kernel(entries: Sequence[Entry]) -> Figure | None:
         for phase, found in figure(entry, "kernels.phases").items()
     ]
     return _stacked("What kernels the time goes to", "s", CATEGORIES, amounts, notes) if shown else None
-
-
-def _memory(entry: Entry) -> Entry:
-    memory: Entry = entry["extra_info"]["memory"]
-    return memory
 
 
 def _parts(entry: Entry) -> Entry:

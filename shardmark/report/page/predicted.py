@@ -11,7 +11,7 @@ import altair as alt
 from shardmark.report.page.figure import MOST_PLOTS, Absent, Cell, Drawn, Figure, in_unit
 from shardmark.report.page.vega import SERIES, Chart, chart, color, names_axis, room, stand_ins
 from shardmark.report.plots import labels
-from shardmark.report.ranking import who
+from shardmark.report.ranking import has_several, who
 from shardmark.rows.columns import Entry
 from shardmark.rows.row import figure
 from shardmark.text import mib, ms
@@ -101,7 +101,7 @@ def strategies(entries: Sequence[Entry]) -> list[Fits]:
             cases.setdefault((row["case"]["id"], row["world_size"]), []).append(entry)
     found = []
     for (case, ranks), same in cases.items():
-        if len({who(entry["extra_info"]) for entry in same}) > 1:
+        if has_several(same):
             title = f"{case} on {ranks} x {same[0]['extra_info']['hardware']}"
             found.append(Fits(title, [_cells(entry) for entry in sorted(same, key=_place)]))
     return found
@@ -120,7 +120,7 @@ def _place(entry: Entry) -> tuple[bool, bool, float]:
 def _cells(entry: Entry) -> list[str]:
     row, free = entry["extra_info"], _free(entry)
     return [
-        "=".join(who(row)),
+        "=".join(who(entry)),
         str(row["world_size"]),
         ms(entry["stats"]["mean"]) if entry["stats"] else "",
         mib(row["memory"]["tensors"]),

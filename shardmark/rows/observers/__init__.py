@@ -1,4 +1,4 @@
-"""What else may be seen of a case, beside its step time and its peak memory: a test asks for it with `observe`.
+"""Observers: further figures of a case, beside its step time and peak memory. A test asks for them with `observe`.
 
     measure(Step, implementation, case, work=work, observe=[Timeline(activations=formulas), Compile()])
 
@@ -31,4 +31,4 @@ __all__ = [
 ]
 
 WITH_COLUMNS: tuple[type[Observer], ...] = (HiddenCommunication, Compile, Losses, Timeline)
-"""Those whose columns any question may name, in the order of their columns."""
+"""Observers whose columns any question may name, in the order of their columns."""

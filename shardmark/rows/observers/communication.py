@@ -39,7 +39,7 @@ class ExposedCommunication(Observer):
 
 
 class HiddenCommunication(ExposedCommunication):
-    """Also the share of communication that the step hides: all of it where it takes no longer than computation alone.
+    """Also the share of communication that the step hides: 1 if the step takes no longer than computation alone.
 
     The workload's `communication_step(mark)` is its communication without the rest.
     """

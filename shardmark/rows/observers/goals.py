@@ -15,7 +15,7 @@ from shardmark.verdict.budget import WORTH
 
 
 class Goals(Observer):
-    """Ambitions of the row's limit: at least so much of "mfu" or of "fraction". Reported, and nothing fails by them."""
+    """Goals for "mfu" or "fraction" of the row's limit: the least that each should be. Reported; they fail no test."""
 
     min_rounds = fewest_rounds(SHOWN_CONFIDENCE)
 

@@ -9,7 +9,7 @@ from typing import Any
 from shardmark.api.grid import MB
 from shardmark.meter.plan import IMPLEMENTATION, Measured
 from shardmark.rows.columns import Entry
-from shardmark.rows.observers.fits import fit_line
+from shardmark.rows.observers.fits import fit_polynomial
 from shardmark.rows.observers.observer import Observer
 from shardmark.rows.row import Row
 from shardmark.text import layout
@@ -50,7 +50,7 @@ class OverheadModel(Observer):
 
     def _model(self, seconds: dict[int, float]) -> dict[str, Any] | None:
         """Overhead and bandwidth of an all-reduce, from seconds by bytes; None where more bytes take no longer."""
-        overhead, per_byte, miss = fit_line(seconds)
+        (per_byte, overhead), miss = fit_polynomial(seconds, degree=1)
         if per_byte <= 0:
             return None
         gradients = self.gradient_bytes

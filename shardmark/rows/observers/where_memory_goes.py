@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch.distributed as dist
 
-from shardmark.meter import memory, timeline
+from shardmark.meter import timeline
 from shardmark.meter.measure_case import WARMUPS, warmed_up
 from shardmark.meter.memory import release
 from shardmark.meter.plan import Measured, Plan
 from shardmark.meter.trace import module_ranges, modules_of
 from shardmark.rows.columns import Column, Entry
-from shardmark.rows.observers.fits import peaks_by_length
-from shardmark.rows.observers.memory_tables import memory_lines, stage_lines
+from shardmark.rows.observers.fits import fit_polynomial
 from shardmark.rows.observers.observer import Observer
 from shardmark.rows.row import Block, Row, Stage
 from shardmark.rows.row import Memory as MemoryPart
-from shardmark.text import mib
+from shardmark.text import layout, mib
+
+TOP = 5
+"""Most blocks that are printed; the row has more."""
+
+POINTS = 4
+"""Fewest lengths to fit: three coefficients go through any three."""
 
 
 def _after_init(entry: Entry, row: Row) -> str | None:
@@ -29,7 +35,7 @@ def _after_init(entry: Entry, row: Row) -> str | None:
 
 
 AFTER_INIT = Column("after init MiB", _after_init, after="before backward MiB")
-"""Every metered row has that figure; it is shown where a case is seen before its steady-state step."""
+"""Every metered row has this figure; it is shown where an observer looks at the steps before the steady state."""
 
 
 class Timeline(Observer):
@@ -60,8 +66,21 @@ class Timeline(Observer):
         row["memory"] |= timeline_entry(ranks[0].observed[type(self)], self.activations)
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
-        """For each row three tables, in MiB."""
-        return memory_lines(entries)
+        """For each row three tables, in MiB: live by kind, kept for backward beside its formula, the largest blocks."""
+        for entry in entries:
+            row = entry["extra_info"]
+            if kinds := row["memory"].get("kinds"):
+                title = f"{row['case']['id']}  {row['implementation']}"
+                yield from ("", f"{title}: MiB live by kind", "")
+                yield from layout([_phase(phase, nbytes) for phase, nbytes in kinds.items()], ("at",))
+                if any(kept["formula"] is not None for kept in row["memory"]["activations"]):
+                    yield from ("", f"{title}: MiB that forward keeps for backward, all layers together", "")
+                    yield from layout(list(_kept(row["memory"]["activations"])), ("module", "operator"))
+                if largest := row["memory"]["largest"]:
+                    yield from ("", f"{title}: the largest blocks at the peak", "")
+                    names = ("kind", "module", "operator")
+                    blocks = [{"MiB": mib(each["nbytes"]), **{name: each[name] for name in names}} for each in largest]
+                    yield from layout(blocks[:TOP], names)
 
 
 def timeline_pass(plan: Plan) -> timeline.Timeline:
@@ -91,6 +110,28 @@ def timeline_entry(found: timeline.Timeline, expected: Mapping[tuple[str, str], 
     }
 
 
+def _phase(phase: str, nbytes: dict[str, int]) -> dict[str, str | None]:
+    cells = {kind: mib(nbytes.get(kind, 0)) for kind in timeline.KINDS}
+    return {"at": phase.replace("_", " "), **cells, "total": mib(sum(nbytes.values()))}
+
+
+def _kept(activations: list[dict[str, Any]]) -> Iterator[dict[str, str | None]]:
+    for kept in activations:
+        yield {
+            "module": kept["module"] or "outside of modules",
+            "operator": kept["operator"],
+            "metered": mib(kept["bytes"]),
+            "formula": None if kept["formula"] is None else mib(kept["formula"]),
+        }
+    formulas = [kept["formula"] for kept in activations]
+    yield {
+        "module": "total",
+        "operator": None,
+        "metered": mib(sum(kept["bytes"] for kept in activations)),
+        "formula": None if None in formulas else mib(sum(formulas)),
+    }
+
+
 class Stages(Observer):
     """What is held after each stage of making the workload, as it reports them (`shardmark.api.stage`).
 
@@ -107,18 +148,29 @@ class Stages(Observer):
         if not ranks[0].memory.stages:
             raise TypeError(f"Stages: {row['implementation']} was made without a call of shardmark.api.stage")
         row["memory"]["stages"] = {
-            name: _stage(max((rank.memory.stages[name] for rank in ranks), key=lambda stage: stage.live))
+            name: cast(Stage, asdict(max((rank.memory.stages[name] for rank in ranks), key=lambda stage: stage.live)))
             | {"formula": self.formulas.get(name)}
             for name in ranks[0].memory.stages
         }
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
         """One table with a column for each stage."""
-        return stage_lines(entries)
+        rows = [entry["extra_info"] for entry in entries if entry["extra_info"]["memory"].get("stages")]
+        if rows:
+            stages = [row["memory"]["stages"] for row in rows]
+            names = list(dict.fromkeys(name for row in sorted(stages, key=len, reverse=True) for name in row))
+            lines = (_held(row, figure, names) for row in rows for figure in ("live", "formula", "peak", "reserved"))
+            yield from ("", "MiB after each stage", "")
+            yield from layout([line for line in lines if line is not None], ("case", "implementation", "MiB"))
 
 
-def _stage(stage: memory.Stage) -> Stage:
-    return {"live": stage.live, "peak": stage.peak, "reserved": stage.reserved}
+def _held(row: dict[str, Any], figure: str, names: list[str]) -> dict[str, str | None] | None:
+    """A line for one figure of a row's stages; None without it, as only CUDA reserves bytes."""
+    held = {name: stage[figure] for name, stage in row["memory"]["stages"].items() if stage.get(figure) is not None}
+    if not held:
+        return None
+    what = {"case": row["case"]["id"], "implementation": row["implementation"], "MiB": figure}
+    return what | {name.replace("_", " "): mib(held[name]) if name in held else None for name in names}
 
 
 class PeakByLength(Observer):
@@ -127,5 +179,19 @@ class PeakByLength(Observer):
     of_memory = True
 
     def lines(self, entries: Sequence[Entry]) -> Iterator[str]:
-        """One for each implementation and kind of case that was metered at enough lengths."""
-        return peaks_by_length(entries)
+        """A line for each implementation and kind of case that was metered at enough lengths."""
+        groups: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
+        for entry in entries:
+            row = entry["extra_info"]
+            case = row["case"]
+            if "seq" in case and "tensors" in row["memory"]:
+                kind = case["id"].replace(f"-s{case['seq']}-", "-")
+                groups[kind, row["implementation"]][case["seq"]] = row["memory"]["tensors"]
+        fitted = {group: fit_polynomial(peaks, degree=2) for group, peaks in groups.items() if len(peaks) >= POINTS}
+        if fitted:
+            yield ""
+            width = max(len(f"{kind}  {implementation}") for kind, implementation in fitted)
+        for (kind, implementation), ((quadratic, linear, constant), miss) in fitted.items():
+            label = f"{kind}  {implementation}".ljust(width)
+            formula = f"{round(quadratic, 2) + 0.0:,.2f} seq² {round(linear):+,} seq {round(constant):+,}"  # no "-0"
+            yield f"{label}  tensors at the peak = {formula} bytes (misses by {miss:.1%} at most)"
