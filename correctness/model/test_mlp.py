@@ -45,9 +45,17 @@ def test_sizes_have_the_parameters_they_say(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == MLP_SIZES[name].parameters
 
 
-def test_tokens_of_another_shape_are_one_line() -> None:
-    with pytest.raises(ValueError, match=r"^tokens are \(batch, context\), got \(3,\)$"):
-        MLPLanguageModel(MLP_SIZES["mlp-tiny"])(torch.zeros(3, dtype=torch.int64))
+@pytest.mark.parametrize(
+    ("tokens", "line"),
+    [
+        (torch.zeros(3, dtype=torch.int64), r"tokens are \(batch, context\), got \(3,\)"),
+        (torch.full((1, 2), 512), "token ids go from 0 to 511, got one that does not"),
+    ],
+    ids=["shape", "token_id"],
+)
+def test_wrong_tokens_are_one_line(tokens: torch.Tensor, line: str) -> None:
+    with pytest.raises(ValueError, match=f"^{line}$"):
+        MLPLanguageModel(MLP_SIZES["mlp-tiny"])(tokens)
 
 
 def metered(step_class: type[EagerStep], case: TrainingStepCase, steps: int = 3) -> Memory:
@@ -120,9 +128,3 @@ def test_checkpointing_leaves_the_blocks_inputs() -> None:
     size = MLP_SIZES[case.model]
     hidden = 2 * 4 * case.tokens * size.hidden * size.layers
     assert eager_peak(case) - checkpointed_peak(case) == pytest.approx(hidden, rel=1e-5)
-
-
-def test_a_token_that_the_vocabulary_does_not_have_is_one_line() -> None:
-    size = MLP_SIZES["mlp-tiny"]
-    with pytest.raises(ValueError, match=r"^token ids go from 0 to 511, got one that does not$"):
-        MLPLanguageModel(size)(torch.full((1, 2), 512))
