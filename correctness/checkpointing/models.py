@@ -44,6 +44,16 @@ def dropping(device: str, layers: int = 5, shared: int = 1) -> Dropping:
     return Dropping(layers, shared).to(device)
 
 
+def distinct_blocks(model: nn.Module) -> list[nn.Module]:
+    """Each block once, for planted policies. ValueError if there are none, or they are checkpointed already."""
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(blocks, nn.ModuleList) or not len(blocks):
+        raise ValueError("this model has no blocks")
+    if any("forward" in vars(block) for block in blocks):
+        raise ValueError("this model is checkpointed already")
+    return list(dict.fromkeys(blocks))
+
+
 def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
     return model(inputs).float().square().mean()
 

@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from correctness.checkpointing.models import SIZE
 from impl.accounting.beside import beside
 from impl.attention import eager_attention
-from impl.checkpointing.accounting import BLOCK, POLICIES, Recursive
-from impl.checkpointing.segments import segment_length
+from impl.checkpointing.accounting import BLOCK, POLICIES, Recursive, segment_length
 from impl.model import SIZES, Transformer
 from impl.training_step.cases import TrainingStepCase
 from impl.training_step.workload import CheckpointedStep

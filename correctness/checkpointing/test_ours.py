@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from correctness.checkpointing.models import SIZE, Dropping, Policy, assert_same_bits, gradients, transformer
@@ -53,23 +53,6 @@ def test_the_class_names_that_are_shown_stay(policy: Policy, device: str) -> Non
     plain, model = transformer(device), policy(transformer(device))
     assert repr(model) == repr(plain)
     assert [type(part).__name__ for part in model.modules()] == [type(part).__name__ for part in plain.modules()]
-
-
-@pytest.mark.parametrize("policy", [none, full, every(2), recursive, selective])
-def test_a_model_without_blocks_is_one_line(policy: Policy) -> None:
-    empty = nn.Module()
-    empty.blocks = nn.ModuleList()
-    for model in (nn.Linear(2, 2), empty):
-        with pytest.raises(ValueError, match=r"^checkpointing needs `model.blocks`[^\n]+ has none$"):
-            policy(model)
-
-
-@pytest.mark.parametrize("first", [full, every(2), recursive, selective])
-@pytest.mark.parametrize("second", [none, full, every(2), recursive, selective])
-def test_a_second_policy_is_one_line(first: Policy, second: Policy) -> None:
-    model = first(Dropping())
-    with pytest.raises(ValueError, match=r"^this Dropping is checkpointed already[^\n]+$"):
-        second(model)
 
 
 @pytest.mark.parametrize("n", [0, 1.5, "2"])

@@ -102,11 +102,6 @@ def flash_triton_peak(case: AttentionCase) -> Bytes:
     return flash_peak(case).add({"delta": 0 if case.mode == "forward" else batch * seq * 4})
 
 
-def compiled_peak(case: AttentionCase) -> Bytes:
-    """Peak of compiled eager attention, in bytes: what the compiler plans is its own; eager's is its limit."""
-    return eager_peak(case)
-
-
 def sdpa_math_peak(case: AttentionCase) -> Bytes:
     """Peak of SDPA's math backend, in bytes: q and k scaled beforehand, half precision computed in float32."""
     batch, seq, head_dim, size = _sizes(case)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from impl.autograd import FirstDerivative
-from impl.loss.chunks import chunk_tokens, row_stride
+from impl.loss.accounting import chunk_tokens, row_stride
 from impl.loss.contract import check_inputs, product_dtype, statistics_dtype
 
 
@@ -111,14 +111,9 @@ class FusedLoss(torch.autograd.Function):
         scaled = partial(_scaled, gradients, (hidden.dtype, weight.dtype), scale)
         del gradients
         if torch.is_grad_enabled():  # with create_graph=True
-            return *_NoSecondDerivative.apply(lambda *tensors: scaled(), hidden, weight, grad_loss), *(None,) * 6
+            tensors = hidden, weight, grad_loss
+            return *FirstDerivative.apply("the fused loss", lambda *tensors: scaled(), *tensors), *(None,) * 6
         return *scaled(), *(None,) * 6
-
-
-class _NoSecondDerivative(FirstDerivative):
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError("the fused loss has no double backward: its gradients cannot be differentiated; eager's can")
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
