@@ -11,7 +11,7 @@ from torch import Tensor
 from correctness.engine.examples import one_beyond_tiles
 from correctness.loss.accuracy import Inputs, assert_as_accurate_as_eager, random_inputs, results
 from correctness.support.contracts import assert_near
-from impl.loss import chunked, eager_loss, fused, fused_loss_pytorch
+from impl.loss import chunked, eager_loss, fused
 from shardmark.api.finding import RegistryError
 from shardmark.api.registry import Implementation, check_contract, family, resolve
 
@@ -206,33 +206,6 @@ def test_gives_gradients_to_what_requires_them(implementation: Implementation, n
     assert none is None, f"what requires no gradient has one, where {needed} alone requires one"
     assert found is not None, f"{needed} alone requires a gradient, and has none"
     assert_near({needed: found}, {needed: wanted}, f"where {needed} alone requires a gradient")
-
-
-def test_planted_faults_are_caught(device: str) -> None:
-    """The tolerance finds a target off by one, a mean over ignored tokens, a skipped row and a missing scale."""
-    inputs = random_inputs(300, 24, 97, device)
-    inputs.targets[0] = 0  # the target that the first fault shifts
-    options = {"label_smoothing": 0.1, "z_loss": 1e-2}
-
-    def off_by_one(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-        return fused_loss_pytorch(hidden, weight, (targets + (targets == 0).long()), **options)
-
-    def over_all(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-        return fused_loss_pytorch(hidden, weight, targets, **options) * (targets != -100).float().mean()
-
-    def last_left_out(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-        return fused_loss_pytorch(hidden[:-1], weight, targets[:-1], **options)
-
-    def nearly(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-        return fused_loss_pytorch(hidden, weight, targets, **options) * 1.0001
-
-    def no_z_loss(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-        return fused_loss_pytorch(hidden, weight, targets, label_smoothing=0.1)
-
-    assert_as_accurate_as_eager(fused_loss_pytorch, inputs, **options)
-    for wrong in (off_by_one, over_all, last_left_out, nearly, no_z_loss):
-        with pytest.raises(AssertionError, match="error"):
-            assert_as_accurate_as_eager(wrong, inputs, **options)
 
 
 NOT_LOSSES = {

@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("triton", exc_type=ImportError)
 
 from correctness.optim.training import compile_kernels
+from correctness.support.compiling import kernel_row
 from impl.optim.multi_tensor import ACCESS, CONFIGURATIONS, Configuration
-from shardmark.meter.aot import SHARED_MEMORY
 
 CHIPS = (80, 90, 100)
 
@@ -61,17 +61,8 @@ def test_each_configuration_compiles_soundly(
     }
     assert set(reports) == {"squared_norms", "prepare", "update"}
     for name, report in reports.items():
-        record_property(
-            "kernel",
-            {
-                "case": f"{name}-{_name(kind, chip, configuration)}",
-                "registers": report.registers,
-                "spilled bytes": report.spilled_bytes,
-                "shared bytes": report.shared_bytes,
-                "of the chip's": f"{report.shared_bytes / SHARED_MEMORY[chip]:.0%}",
-                "matrix instructions": "-",
-            },
-        )
+        row = kernel_row(f"{name}-{_name(kind, chip, configuration)}", report)
+        record_property("kernel", row | {"matrix instructions": "-"})
         assert report.spilled_bytes == 0, f"{name}: {report.spilled_bytes} bytes a thread are spilled"
     elements = configuration.block // (32 * configuration.warps)  # of a thread
     wide = elements * (4 if master else dtype.itemsize) // ACCESS
