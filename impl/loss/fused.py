@@ -85,7 +85,10 @@ class FusedLoss(torch.autograd.Function):
         if grad_weight is not None and not tokens:
             grad_weight.zero_()  # there is no chunk that would write it
         rows = chunk_tokens(tokens, dim, product.itemsize)
-        buffer = x.new_empty(rows, row_stride(vocab, product.itemsize), dtype=logits_dtype)[:, :vocab]
+        padded = x.new_empty(rows, row_stride(vocab, product.itemsize), dtype=logits_dtype)
+        if not padded.is_cuda:
+            padded[:, vocab:] = 0  # a bfloat16 product reads it on CPUs with AVX512-BF16, and zero times NaN is NaN
+        buffer = padded[:, :vocab]
         for first in range(0, tokens, rows):
             chunk, chunk_targets = x[first : first + rows], targets[first : first + rows]
             logits = _product(chunk, w.T, out=buffer[: len(chunk)])
