@@ -17,17 +17,7 @@ from correctness.attention.compiling import ARITHMETIC, compile_tile
 from correctness.support.compiling import kernel_row
 from correctness.support.kernel_faults import every_fourth, with_fault
 from impl.attention import FlashAttentionTriton, as_attention, flash_triton, triton_configurations, triton_kernels
-from impl.attention.triton_configurations import (
-    CHIPS,
-    HALF,
-    TABLES,
-    Tile,
-    configuration,
-    nearest_arithmetic,
-    prune,
-    tile_bytes,
-    tiles,
-)
+from impl.attention.triton_configurations import CHIPS, HALF, TABLES, Tile, configuration, nearest_arithmetic, tiles
 from shardmark.api import family
 from shardmark.meter.aot import SHARED_MEMORY, KernelReport
 
@@ -166,7 +156,9 @@ def test_the_first_configurations_compile_soundly_for_hopper(case: Case, compili
         q = torch.empty(1, 1, 1, columns, dtype=torch.bfloat16)
         names = getattr(triton_kernels, kernel).arg_names
         arguments = {**dict.fromkeys(names, q), "q": (q, 0, 0, 0), "COLUMNS": columns}
-        assert tile_bytes(configuration(tile, HALF), arguments) == pytest.approx(report.shared_bytes, rel=0.05)
+        assert triton_configurations.tile_bytes(configuration(tile, HALF), arguments) == pytest.approx(
+            report.shared_bytes, rel=0.05
+        )
 
 
 READABLE = {
@@ -279,7 +271,7 @@ def test_configurations_that_do_not_fit_in_shared_memory_are_not_tried(
     monkeypatch.setattr(triton_configurations, "shared_memory", lambda device: room)
     q = torch.empty(1, 1, 256, 128, dtype=torch.bfloat16)
     arguments = {"q": (q, 0, 0, 128), "lse": q, "COLUMNS": 128}
-    assert prune([large, small], {}, **arguments) == [large, small][-kept:]
+    assert triton_configurations.prune([large, small], {}, **arguments) == [large, small][-kept:]
 
 
 def test_float32_products_follow_the_precision_that_is_set(flash: Any, device: str) -> None:
