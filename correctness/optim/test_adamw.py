@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from correctness.engine.examples import BESIDE_LAUNCHES
 from correctness.optim.training import (
     ARGUMENTS,
     assert_as_accurate_as_plain,
     assert_near,
+    counts_beside_launches,
     gradients,
     interpreted,
     leaves,
@@ -115,15 +115,8 @@ def test_a_large_parameter(implementation: Implementation, device: str) -> None:
     assert_as_accurate_as_plain(implementation.target, start, gradients(start, 2), **ARGUMENTS["language_model"])
 
 
-def test_many_parameters(implementation: Implementation, device: str) -> None:
-    """More tensors than fit in one launch's argument table."""
-    count = 260 if interpreted(implementation, device) else 1_100
-    start = tensors(device, shapes=[(1 + i % 3,) for i in range(count)])
-    assert_as_accurate_as_plain(implementation.target, start, gradients(start, 1))
-
-
 def test_no_parameter_is_left_of_any_number(implementation: Implementation, device: str) -> None:
-    for count in BESIDE_LAUNCHES[: 4 if interpreted(implementation, device) else None]:
+    for count in counts_beside_launches(implementation, device):
         start = tensors(device, shapes=[(1,)] * count)
         (grads,) = gradients(start, 1)
         found = train(implementation.target, start, [grads], lr=0.1, eps=0.0, weight_decay=0.0)

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from correctness.engine.examples import BESIDE_LAUNCHES
 from correctness.optim.training import (
     assert_near,
     assert_same,
+    counts_beside_launches,
     gradients,
-    interpreted,
     leaves,
     run,
     saved,
@@ -65,7 +64,7 @@ def test_master_weights_round_to_nearest_and_ties_to_even(implementation: Implem
 
 
 def test_no_master_weight_is_left_of_any_number(implementation: Implementation, device: str) -> None:
-    for count in BESIDE_LAUNCHES[: 4 if interpreted(implementation, device) else None]:
+    for count in counts_beside_launches(implementation, device):
         start = tensors(device, torch.bfloat16, [(1,)] * count)
         found = train(implementation.target, start, gradients(start, 1), lr=10.0, master_weights=True)
         still = [i for i, (x, y) in enumerate(zip(start, found, strict=True)) if torch.equal(x, y)]

@@ -81,7 +81,7 @@ class WholeChunksAlone(Simple):
         p.view(-1)[p.numel() - kept.numel() :] = kept
 
 
-@defect(cause="shapes", caught_by="test_many_parameters")
+@defect(cause="shapes", caught_by="test_no_parameter_is_left_of_any_number")
 class AtMost128(Simple):
     """Updates as many tensors as one launch takes, and skips the others."""
 
