@@ -24,7 +24,7 @@ def forward_replaced(model: nn.Module) -> nn.Module:
     return model
 
 
-@right("of one block in four: it saves a little")
+@right("checkpoints one block in four: it saves a little")
 def every_fourth(model: nn.Module) -> nn.Module:
     for block in distinct_blocks(model)[::4]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -32,7 +32,7 @@ def every_fourth(model: nn.Module) -> nn.Module:
 
 
 class Recomputed(torch.autograd.Function):
-    """The textbook's: runs without a graph, and again in backward with one. Only inputs carry gradients."""
+    """The textbook version: forward runs without a graph, backward again with one. Only inputs get gradients."""
 
     @staticmethod
     def forward(ctx: Any, run: Forward, inputs: int, *tensors: Tensor) -> Any:
@@ -61,7 +61,7 @@ class Recomputed(torch.autograd.Function):
         return None, None, *(next(grads) if need else None for need in needs)
 
 
-@right("an autograd.Function, of whose inputs the parameters are some")
+@right("an autograd.Function whose inputs include the parameters")
 def textbook(model: nn.Module) -> nn.Module:
     def wrap(forward: Forward, block: nn.Module) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:

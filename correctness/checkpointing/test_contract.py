@@ -1,4 +1,4 @@
-"""What every checkpointing policy promises: outputs and gradients to the bit, and a model that stays what it was."""
+"""Contract of checkpointing, one property per test: equal bits, and names and parameters that stay."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_gradients_are_bitwise_those_without(
 def test_frozen_parameters_stay_without_gradients(
     implementation: Implementation, trained: str, tokens: Tensor, device: str
 ) -> None:
-    """As in fine-tuning: of some blocks, or of some parameters of each."""
+    """As in fine-tuning: some blocks are frozen, or some parameters of each block."""
     plain, model = transformer(device), implementation.adapted(transformer(device))
     for each in (plain, model):
         for name, p in each.named_parameters():
@@ -68,7 +68,7 @@ def test_frozen_parameters_stay_without_gradients(
 def test_gradients_under_autocast_are_bitwise_those_without(
     implementation: Implementation, backward_too: bool, tokens: Tensor, device: str
 ) -> None:
-    """Backward recomputes in forward's dtype, also where it runs outside of autocast."""
+    """Backward recomputes in forward's dtype, even outside of autocast."""
 
     def under_autocast(model: nn.Module) -> dict[str, Tensor | None]:
         with torch.autocast(device, dtype=torch.bfloat16):
@@ -89,7 +89,7 @@ def test_gradients_under_autocast_are_bitwise_those_without(
 def test_dropout_drops_the_same_again(implementation: Implementation, born: str, x: Tensor, device: str) -> None:
     """Backward recomputes with the random numbers of forward, whatever was drawn since.
 
-    Of a model that was loaded to evaluate, and trains once the policy is applied, too.
+    `born` is the mode of the model when the policy is applied; then it trains.
     """
 
     def dropped(model: nn.Module) -> dict[str, Tensor | None]:
@@ -127,7 +127,7 @@ def test_without_gradients_outputs_are_those_without(
 
 
 def test_parameters_stay_the_same_objects(implementation: Implementation, device: str) -> None:
-    """An optimizer that has them already goes on with them."""
+    """An optimizer made before the policy must update them."""
     model = transformer(device)
     model.blocks[1].requires_grad_(False).eval()
     before = [*model.named_parameters()], [*model.blocks], [(p.requires_grad) for p in model.parameters()]
@@ -178,6 +178,6 @@ def test_a_second_policy_is_refused(implementation: Implementation, record_prope
 
 @pytest.mark.cases(OWN)
 def test_a_users_own_model_trains_as_without(implementation: Implementation, case: OwnModelCase, device: str) -> None:
-    """To the bit."""
+    """Losses and parameters are equal to the bit."""
     model = checkpointed(implementation, own_model(case, device, 0))
     assert_as_in_one_process([train(model, case, device, model.named_parameters)], case, device, close=0)

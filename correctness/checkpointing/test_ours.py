@@ -1,4 +1,4 @@
-"""Our own policies beyond their contract: their words, what they compute again, other models, compiled."""
+"""Our own policies beyond their contract: error messages, recomputed operators, other models, compilation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokens(device: str) -> Tensor:
 
 
 class Adding(Dropping):
-    """Does something between its blocks."""
+    """A model that adds between its blocks."""
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -82,7 +82,7 @@ def test_what_is_not_a_policy_is_told_so(source: str, complaint: str, tmp_path: 
 
 
 class Calls(TorchDispatchMode):
-    """Counts what is called of each operator."""
+    """Counts the calls of each operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_selective_computes_no_product_and_no_attention_again_and_all_the_rest(
 
 
 def test_selective_keeps_no_tile_of_an_autograd_function() -> None:
-    """Its products are its own, and to keep each of them would take memory quadratic in the context."""
+    """Products inside a Function are tiles: to save each would take memory quadratic in the context."""
 
     def kept(attention: Any) -> int:
         size = replace(SIZE, layers=1)

@@ -1,4 +1,4 @@
-"""Wrong checkpointing policies: each a right one with one mistake."""
+"""Planted defects: checkpointing policies with one mistake each."""
 
 from __future__ import annotations
 

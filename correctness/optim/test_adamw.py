@@ -1,5 +1,4 @@
-"""What AdamW computes. The first tests are of one part of the formula each, the others of steps over parameters of any
-kind, number and size."""
+"""Steps of AdamW against the reference: each part of the formula, then parameters of any dtype, number and size."""
 
 import copy
 from typing import Any
@@ -66,7 +65,7 @@ def test_is_as_accurate_in_its_dtype(
 
 
 def test_large_gradients_in_float16(implementation: Implementation, device: str, record_property: Note) -> None:
-    """Whose squares are no numbers there: a share of 1 - beta2 of them is, as ours and PyTorch's compute it."""
+    """Their squares overflow float16, but (1 - beta2) times a square does not; ours and PyTorch's compute that."""
     start = tensors(device, torch.float16, ((3, 5), (130,)))
     grads = [[x.sign() * (200 + 100 * x.abs()).clamp(max=500) for x in step] for step in gradients(start, 2)]
     try:
@@ -86,7 +85,7 @@ def test_each_of_300_steps(implementation: Implementation, device: str) -> None:
 
 @pytest.mark.parametrize("steps", [pytest.param(3_000, marks=pytest.mark.sweep), 70_000])
 def test_late_steps(implementation: Implementation, steps: int, device: str) -> None:
-    """A run that torch's AdamW began: 1 - beta2**step still matters."""
+    """Training goes on from a state of torch's AdamW, where 1 - beta2**step still matters."""
     start = tensors(device, shapes=((5,), (2, 3)))
     grads = gradients(start, 3)
     options = {"lr": 1e-2, "betas": (0.9, 0.99999)}

@@ -1,4 +1,4 @@
-"""Wrong AdamWs: each a right one with one mistake."""
+"""Planted defects: AdamW with one mistake each."""
 
 from collections.abc import Callable
 from typing import Any

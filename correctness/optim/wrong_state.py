@@ -1,4 +1,4 @@
-"""Wrong AdamWs: what they keep from step to step, what they save and what they load."""
+"""Planted defects: AdamW with a mistake in what it keeps between steps, saves or loads."""
 
 from typing import Any, ClassVar
 

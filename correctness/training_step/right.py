@@ -1,4 +1,4 @@
-"""Right training steps, in unusual ways."""
+"""Right training steps that work in unusual ways: the tests must accept them."""
 
 import warnings
 from collections.abc import Callable

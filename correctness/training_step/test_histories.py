@@ -1,4 +1,4 @@
-"""Any history of a training step: forward, backward, update and call, and what callers do in between."""
+"""Histories of a training step: forward, backward, update and call, and what callers do in between."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_orders_that_trainings_have(implementation: Implementation, order: str, 
 def test_an_update_after_ignored_targets_is_one_step(
     implementation: Implementation, precision: str, device: str
 ) -> None:
-    """Their gradients are zero, and momentum and weight decay go on."""
+    """The gradients are zero; momentum and weight decay still change parameters."""
     of = setting(implementation, device, precision, **OPTIONS)
     of.step(of.tokens, of.targets)
     of.optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""What a training step leaves as it is, what it says of its parts, and what it refuses."""
+"""A training step's side effects: what it must not change, the marks of its parts, and inputs that it refuses."""
 
 import math
 import traceback
@@ -35,7 +35,7 @@ def test_frozen_parameters_stay_and_those_that_are_not_used(implementation: Impl
 def test_parameters_keep_their_dtype_and_their_place(
     implementation: Implementation, precision: str, device: str
 ) -> None:
-    """They are those that the optimizer updates, and their gradients have their dtype."""
+    """Parameters are still those that the optimizer updates, and gradients have their dtype."""
     products = torch.get_float32_matmul_precision()
     of = setting(implementation, device, precision, lr=0.1)
     inputs = of.tokens.clone(), of.targets.clone()
@@ -52,7 +52,7 @@ def test_parameters_keep_their_dtype_and_their_place(
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
 def test_the_models_mode_stays(implementation: Implementation, training: bool, device: str) -> None:
-    """Dropout of everything, in training mode alone, leaves logits of zero: the loss is log(vocab)."""
+    """Dropout of everything makes logits zero in training mode: the loss is log(vocab)."""
     model = MLPLanguageModel(SIZE)
     model.norm = nn.Sequential(model.norm, nn.Dropout(1.0))
     of = setting(implementation, device, model=model.train(training))
@@ -101,7 +101,7 @@ def raised_by_compiled_code(error: Exception) -> bool:
 
 @pytest.mark.parametrize("wrong", [SIZE.vocab, -1, -99, -101])
 def test_wrong_targets_are_refused(implementation: Implementation, wrong: int, device: str) -> None:
-    """With a ValueError where it is eager; compiled code has errors of its own."""
+    """By ValueError in eager code; compiled code raises errors of its own."""
     if device == "cuda":
         pytest.skip("on CUDA the device's own assertion would end the process")
     of = setting(implementation, device)

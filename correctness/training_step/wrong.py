@@ -1,4 +1,4 @@
-"""Wrong training steps."""
+"""Planted defects: training steps with one mistake each."""
 
 import warnings
 from collections.abc import Callable
