@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from correctness.attention.accuracy import assert_as_accurate_as_eager, random_inputs, results
+from correctness.attention.events import LAYOUTS
 from correctness.engine.examples import one_beyond_tiles
 from correctness.support.contracts import assert_near, skip_if_slow
 from impl.attention import eager_attention
@@ -188,11 +189,7 @@ def test_takes_grouped_query_heads(
 
 
 NON_CONTIGUOUS: dict[str, Callable[[Tensor], Tensor]] = {
-    # view of a projection as (seq, heads)
-    "heads_inside": lambda x: x.transpose(-3, -2).contiguous().transpose(-3, -2),
-    "columns_apart": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
-    "rows_inside": lambda x: x.mT.contiguous().mT,
-    "odd_offset": lambda x: torch.cat([x[..., :1], x], dim=-1)[..., 1:],
+    **{how: LAYOUTS[how] for how in ("heads_inside", "columns_apart", "rows_inside", "odd_offset")},
     # one projection for q, k and v
     "one_projection": lambda x: torch.cat([x, x, x], dim=-1)[..., x.shape[-1] : 2 * x.shape[-1]],
 }
@@ -209,7 +206,7 @@ def test_takes_non_contiguous_inputs(implementation: Implementation, how: str, d
 OF_THE_GRADIENT: dict[str, Callable[[Tensor], Tensor]] = {
     # as from `out.sum()`: one element in memory, all strides zero
     "of_a_sum": lambda x: x.flatten()[0].expand(x.shape),
-    "one_for_all_rows": lambda x: x[..., :1, :].expand_as(x),
+    "one_for_all_rows": LAYOUTS["one_for_all_rows"],
     **NON_CONTIGUOUS,
 }
 

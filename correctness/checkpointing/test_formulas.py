@@ -126,9 +126,8 @@ class CountingInputs(Recursive):
 
     def compute_again(self, block: int) -> None:
         super().compute_again(block)
-        self.most = max(
-            self.most, self.ledger.live.entries[BLOCK] // self.stream - 1
-        )  # the last block's output is not an input
+        inputs = self.ledger.live.entries[BLOCK] // self.stream - 1  # without the last block's output
+        self.most = max(self.most, inputs)
 
 
 @pytest.mark.parametrize("layers", [*range(1, 40), 1000])

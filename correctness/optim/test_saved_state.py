@@ -16,14 +16,6 @@ pytestmark = [pytest.mark.family("optimizer"), pytest.mark.usefixtures("poisoned
 KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def test_the_state_has_the_names_of_torchs(implementation: Implementation, device: str) -> None:
-    optimizer = implementation.target(leaves(tensors(device)))
-    run(optimizer, gradients(tensors(device), 1))
-    for i, state in optimizer.state_dict()["state"].items():
-        missing = [key for key in KEYS if key not in state]
-        assert not missing, f"the state of parameter {i} has no {' and no '.join(missing)}, but {', '.join(state)}"
-
-
 def test_training_goes_back_to_a_saved_state(implementation: Implementation, device: str) -> None:
     """The state is loaded into the optimizer that saved it, after more steps."""
     start = tensors(device)

@@ -20,7 +20,6 @@ from correctness.training_step.stepping import (
     gradients,
     relative_error,
     setting,
-    skip_where_graphs_own_gradients,
     taken,
     values,
 )
@@ -82,16 +81,6 @@ def test_where_all_targets_are_ignored_the_loss_is_nan_and_nothing_is_learnt(
         assert torch.equal(p, before[name]), f"where all targets are -100, {name} has changed"
 
 
-def test_gradients_accumulate_until_the_caller_clears_them(implementation: Implementation, device: str) -> None:
-    skip_where_graphs_own_gradients(implementation)
-    of = setting(implementation, device)
-    expected = [exact(of.model, of.tokens, of.targets)[1], exact(of.model, *(other := batch(device)))[1]]
-    of.step(of.tokens, of.targets)
-    of.step(*other)
-    total = {name: grad + expected[1][name] for name, grad in expected[0].items()}
-    assert_gradients(gradients(of.model), total, what="gradient of two steps")
-
-
 @pytest.mark.examples(20, 100, 1000)
 def test_any_targets_and_any_scale_of_the_logits(implementation: Implementation, examples: int, device: str) -> None:
     of = setting(implementation, device)  # one for all examples, as each new step may compile
@@ -129,28 +118,6 @@ def test_products_are_in_the_precisions_dtype(implementation: Implementation, pr
     assert precision == "float32" or found > eager / 2.8, (
         f"the gradients' relative error is {found:.2g}, so that its products are not in {precision}: {of_dtype}"
     )
-
-
-@pytest.mark.parametrize("by_parts", [False, True], ids=["in_one_call", "by_parts"])
-def test_each_update_is_one_step_of_the_optimizer(implementation: Implementation, by_parts: bool, device: str) -> None:
-    """The step uses its momentum and the learning rate that a scheduler has set."""
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-    of = setting(implementation, device, **options)
-    wide = copy.deepcopy(of.model).double()
-    reference = torch.optim.SGD(wide.parameters(), **options)
-    for lr in (0.1, 0.1, 0.02, 0.5):
-        for group in (*reference.param_groups, *of.optimizer.param_groups):
-            group["lr"] = lr
-        for p, grad in zip(wide.parameters(), exact(wide, of.tokens, of.targets)[1].values(), strict=True):
-            p.grad = grad
-        reference.step()
-        of.optimizer.zero_grad()
-        if by_parts:
-            of.step.backward(of.step.forward(of.tokens, of.targets))
-            of.step.update()
-        else:
-            of.step(of.tokens, of.targets)
-    assert_gradients(values(of.model), values(wide), 1e-4, "value after four steps")
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])

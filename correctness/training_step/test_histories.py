@@ -21,6 +21,7 @@ pytestmark = pytest.mark.family("training_step")
 
 ORDERS = {
     "a_step_after_an_update": ["call", "forward", "backward", "update"],
+    "a_scheduler": ["call", "rate", "call", "clear", "rate", "forward", "backward", "update"],
     "two_updates": ["forward", "backward", "update", "update", "forward", "backward"],
     "gradients_over_calls": ["call", "call", "clear", "call", "forward", "backward", "backward", "update"],
     "cleared_before_an_update": ["forward", "backward", "clear", "update", "forward", "backward", "update"],

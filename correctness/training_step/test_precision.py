@@ -46,6 +46,14 @@ def test_the_named_precisions_and_their_words() -> None:
     assert PRECISIONS["bfloat16_parameters"].parameter == BF16
 
 
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_products_are_in_the_compute_dtype(name: str, device: str) -> None:
+    precision = PRECISIONS[name]
+    layer = nn.Linear(4, 4, bias=False, device=device, dtype=precision.parameter)
+    with precision.autocast(device):
+        assert layer(torch.ones(2, 4, device=device, dtype=precision.parameter)).dtype == precision.compute
+
+
 @pytest.mark.parametrize(
     ("optimizer", "precision", "line"),
     [

@@ -137,9 +137,9 @@ def sdpa_peak(case: AttentionCase, device: str = "cpu") -> Bytes:
 
     What they take inside their operators is workspace (`impl.attention.workspace`).
     """
-    if device == "cpu":
-        return _with_copy_of_a_gradient(case, flash_peak(case))
-    return sdpa_efficient_peak(case) if case.dtype == "float32" else sdpa_flash_peak(case, device)
+    if device == "cuda" and case.dtype == "float32":
+        return sdpa_efficient_peak(case)
+    return sdpa_flash_peak(case, device)
 
 
 def sdpa_flash_peak(case: AttentionCase, device: str = "cpu") -> Bytes:
