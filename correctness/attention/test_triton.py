@@ -44,7 +44,7 @@ EACH_TILE_AND_COLUMNS: list[Case] = [
     for tile in tiles(kernel, arithmetic, chip, columns)
 ]
 EACH_TILE = [case for case in EACH_TILE_AND_COLUMNS if case[3] in TABLES[case[2]][case[1]][case[0]]]
-"""With the most columns that its table has it for."""
+"""Each tile once, with the most columns that it is used for."""
 
 
 @pytest.fixture

@@ -30,13 +30,13 @@ def recomputed(forward: Forward, **options: Any) -> Forward:
 
 @defect(cause="memory", caught_by="test_it_saves_in_each_mode")
 def of_no_block(model: nn.Module) -> nn.Module:
-    """Takes each n-th block, for an n larger than their number."""
+    """Checkpoints no block, as with each n-th block for an n above their number."""
     return wrapped(model, lambda forward, block: lambda *args, **kwargs: forward(*args, **kwargs))
 
 
 @defect(cause="memory", caught_by="test_it_saves_in_each_mode")
 def activations_in_a_list(model: nn.Module) -> nn.Module:
-    """Saves activations by hooks that backward does not know."""
+    """Keeps all activations in a list, by hooks: backward never frees them."""
     kept: list[Any] = []
 
     def keeping(forward: Forward, block: nn.Module) -> Forward:
@@ -86,7 +86,7 @@ def other_random_numbers(model: nn.Module) -> nn.Module:
 
 @defect(cause="gradients", caught_by="test_any_history")
 def reentrant(model: nn.Module) -> nn.Module:
-    """Where no input needs a gradient, autograd takes the block for a constant."""
+    """If no input needs a gradient, autograd treats the block as a constant."""
     return wrapped(model, lambda forward, block: recomputed(forward, use_reentrant=True))
 
 

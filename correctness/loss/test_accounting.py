@@ -23,14 +23,13 @@ ACCOUNTED = [
     LossCase(1030, 512, 300),
 ]
 
-"""Cases metered by default: the first, and in half precision one chunk and a large dim."""
-
 PUBLISHED = [LossCase(8192, dim, vocab, "bfloat16") for dim in (2048, 4096) for vocab in (32768, 50257, 128256)]
 
 METERED = [
     pytest.param(case, marks=[] if i in (0, 3, 5, 6) else pytest.mark.sweep, id=str(case))
     for i, case in enumerate(ACCOUNTED)
 ]
+"""By default: float32, one chunk and several in half precision, and a large dim."""
 
 
 def _peak(name: str, case: LossCase, device: str = "cpu") -> int:

@@ -18,9 +18,8 @@ pytestmark = [pytest.mark.family("loss"), pytest.mark.usefixtures("poisoned")]
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
-
 SUM_IN_HALF = ("chunked", "linear_cross_entropy")
-"""Registered implementations, ours and PyTorch's."""
+"""Implementations that sum the gradients of their chunks in half precision."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -1,4 +1,4 @@
-"""Random histories of a language model: calls, backward passes, modes, and weights that change in between."""
+"""Histories of a language model: calls, backward passes, modes, and weights that change in between."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class LosesALaunchOfOneMasterWeight(LosesALaunchOfOne, Master):
 
 @defect(cause="shapes", caught_by="test_any_layout")
 class FlattensCopies(Simple):
-    """`reshape` copies what is not contiguous, and the copy is updated."""
+    """Updates the copy that `reshape` makes of a tensor that is not contiguous."""
 
     def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
         moments = {name: state[name].reshape(-1) for name in ("exp_avg", "exp_avg_sq")}

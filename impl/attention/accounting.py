@@ -133,9 +133,9 @@ def sdpa_math_peak(case: AttentionCase) -> Bytes:
 
 
 def sdpa_peak(case: AttentionCase, device: str = "cpu") -> Bytes:
-    """Peak of SDPA's fused kernels, in bytes, with the kernel that takes the dtype; see the three below.
+    """Peak of SDPA's fused kernels, in bytes: of the kernel that SDPA chooses for the dtype.
 
-    What they take inside their operators is workspace (`impl.attention.workspace`).
+    Memory inside their operators is workspace (`impl.attention.workspace`).
     """
     if device == "cuda" and case.dtype == "float32":
         return sdpa_efficient_peak(case)

@@ -61,8 +61,8 @@ def eager_peak(case: LossCase) -> Bytes:
 def chunked_peak(case: LossCase) -> Bytes:
     """Peak of `chunked`, in bytes: eager's matrices for one chunk, and the gradients so far.
 
-    At the last chunk, when its logits are computed or when its gradient of weight meets the others' sum; or at the very
-    end, when the chunks' gradients of hidden become one.
+    The peak is at the last chunk, when its logits are computed or when its gradient of weight is added to the sum; or
+    at the end, when the chunks' gradients of hidden are concatenated.
     """
     size, summed = _sizes(case)
     rows = chunk_tokens(case.tokens, case.dim, size)
@@ -146,7 +146,7 @@ def _gradients(case: LossCase) -> int:
 
 
 def _held(case: LossCase) -> Bytes:
-    """Bytes that live from a fused loss's first chunk on: inputs, both gradients, loss and count."""
+    """Bytes live from a fused loss's first chunk on: inputs, both gradients, loss and count."""
     size, summed = _sizes(case)
     gradients = {
         _OF_HIDDEN: case.tokens * case.dim * size,

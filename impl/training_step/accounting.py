@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def work(case: TrainingStepCase | OwnModelCase) -> Work:
-    """FLOPs and least bytes of the part of a step that the case names: forward reads the weights, backward reads them
+    """FLOPs and least bytes of the part of a step that the case names. Forward reads the weights, backward reads them
     again and writes their gradients, and AdamW moves 28 bytes a parameter."""
     if isinstance(case, OwnModelCase):
         return case.work
@@ -39,7 +39,7 @@ def _mlp_work(case: TrainingStepCase) -> Work:
 
 
 SCALER = 12
-"""Bytes that float16's loss scaling holds in backward: the scale, how long it has held, and the scaled loss."""
+"""Bytes of float16's loss scaling in backward: the scale, the number of steps since it changed, the scaled loss."""
 
 
 def eager_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
