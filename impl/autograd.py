@@ -10,16 +10,18 @@ from torch import Tensor
 
 
 class FirstDerivative(torch.autograd.Function):
-    """`FirstDerivative.apply(compute, *tensors)` is `compute(*tensors)`; differentiating it raises RuntimeError.
+    """`FirstDerivative.apply(name, compute, *tensors)` is `compute(*tensors)`; differentiating it raises RuntimeError.
 
-    PyTorch's `once_differentiable` is not enough: unless the output's gradient itself requires grad, it treats the
-    gradients as constants, so a loss term made of them (a gradient penalty) would silently have no gradient.
+    `name` is what has no double backward, for the error. PyTorch's `once_differentiable` is not enough: unless the
+    output's gradient itself requires grad, it treats the gradients as constants, so a loss term made of them (a
+    gradient penalty) would silently have no gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, compute: Callable[..., Any], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, name: str, compute: Callable[..., Any], *tensors: Tensor) -> Any:
+        ctx.name = name
         return compute(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError("FlashAttention has no double backward: its gradients cannot be differentiated; eager's can")
+        raise RuntimeError(f"{ctx.name} has no double backward: its gradients cannot be differentiated; eager's can")

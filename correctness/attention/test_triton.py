@@ -5,29 +5,19 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 pytest.importorskip("triton", exc_type=ImportError)
 
-import triton
-
 from correctness.attention.accuracy import assert_as_accurate_as_eager, random_inputs, results
 from correctness.attention.compiling import ARITHMETIC, compile_tile
+from correctness.support.compiling import kernel_row
 from correctness.support.kernel_faults import every_fourth, with_fault
 from impl.attention import FlashAttentionTriton, as_attention, flash_triton, triton_configurations, triton_kernels
-from impl.attention.triton_configurations import (
-    CHIPS,
-    HALF,
-    TABLES,
-    Tile,
-    configuration,
-    nearest_arithmetic,
-    prune,
-    tile_bytes,
-    tiles,
-)
+from impl.attention.triton_configurations import CHIPS, HALF, TABLES, Tile, configuration, nearest_arithmetic, tiles
 from shardmark.api import family
 from shardmark.meter.aot import SHARED_MEMORY, KernelReport
 
@@ -45,22 +35,16 @@ def _name(case: Case) -> str:
     return f"{kernel.removeprefix('attention_')}-{arithmetic}-sm_{chip}-d{columns}-{'x'.join(map(str, tile))}"
 
 
-def _cases(columns_of: Callable[[int], tuple[int, ...]]) -> list[Case]:
-    """List every tile of every table; `columns_of` picks columns among those that an entry covers."""
-    return [
-        (kernel, arithmetic, chip, columns, tile)
-        for chip, by_arithmetic in TABLES.items()
-        for arithmetic, by_kernel in by_arithmetic.items()
-        for kernel, by_columns in by_kernel.items()
-        for most in by_columns
-        for columns in columns_of(most)
-        if most == min(m for m in by_columns if columns <= m)
-        for tile in by_columns[most]
-    ]
-
-
-EACH_TILE = _cases(lambda most: (most,))
-EACH_TILE_AND_COLUMNS = _cases(lambda most: tuple(columns for columns in COLUMNS if columns <= most))
+EACH_TILE_AND_COLUMNS: list[Case] = [
+    (kernel, arithmetic, chip, columns, tile)
+    for chip, by_arithmetic in TABLES.items()
+    for arithmetic, by_kernel in by_arithmetic.items()
+    for kernel in by_kernel
+    for columns in COLUMNS
+    for tile in tiles(kernel, arithmetic, chip, columns)
+]
+EACH_TILE = [case for case in EACH_TILE_AND_COLUMNS if case[3] in TABLES[case[2]][case[1]][case[0]]]
+"""Each tile once, with the most columns that it is used for."""
 
 
 @pytest.fixture
@@ -152,26 +136,9 @@ def test_each_configuration_compiles_soundly(
     case: Case, compiling: ProcessPoolExecutor, record_property: Callable[[str, object], None]
 ) -> None:
     report = compiling.submit(compile_tile, *case).result()
-    record_property(
-        "kernel",
-        {
-            "case": _name(case),
-            "registers": report.registers,
-            "spilled bytes": report.spilled_bytes,
-            "shared bytes": report.shared_bytes,
-            "of the chip's": f"{report.shared_bytes / SHARED_MEMORY[report.capability]:.0%}",
-            "matrix instructions": " ".join(f"{n} {name}" for name, n in report.matrix_instructions.items()),
-        },
-    )
+    record_property("kernel", kernel_row(_name(case), report))
     _assert_sound(case, report)
 
-
-OPERANDS = {
-    "attention_forward": (),
-    "attention_backward_q": ("grad_out", "grad_q"),
-    "attention_backward_kv": ("grad_out", "grad_k", "grad_v"),
-}
-"""Prefixes that distinguish the kernels' arguments."""
 
 FIRST_ON_HOPPER = [
     (kernel, arithmetic, 90, 64, tiles(kernel, arithmetic, 90, 64)[0])
@@ -187,8 +154,11 @@ def test_the_first_configurations_compile_soundly_for_hopper(case: Case, compili
     kernel, arithmetic, _, columns, tile = case
     if arithmetic == HALF:  # the estimate that prunes configurations is close to the real use
         q = torch.empty(1, 1, 1, columns, dtype=torch.bfloat16)
-        arguments = {"q": (q, 0, 0, 0), "COLUMNS": columns, **dict.fromkeys(OPERANDS[kernel], q)}
-        assert tile_bytes(configuration(tile, HALF), arguments) == pytest.approx(report.shared_bytes, rel=0.05)
+        names = getattr(triton_kernels, kernel).arg_names
+        arguments = {**dict.fromkeys(names, q), "q": (q, 0, 0, 0), "COLUMNS": columns}
+        assert triton_configurations.tile_bytes(configuration(tile, HALF), arguments) == pytest.approx(
+            report.shared_bytes, rel=0.05
+        )
 
 
 READABLE = {
@@ -216,25 +186,21 @@ Launch = tuple[str, tuple[Any, ...], dict[str, Any]]
 def launches(flash: Any, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Record the launches in order."""
     found: list[Launch] = []
-    autotune = triton.autotune
+    tuned = flash_triton._tuned
 
-    def listening(choices: Any, key: list[str], **options: Any) -> Callable[[Any], Any]:
-        def tuned(kernel: Any) -> Any:
-            real = autotune(choices, key=key, **options)(kernel)
+    def listening(kernel: str, *sizes: Any) -> Any:
+        autotuner = tuned(kernel, *sizes)
 
-            class Listening:
-                def __getitem__(self, grid: Any) -> Callable[..., Any]:
-                    def launch(**arguments: Any) -> None:
-                        found.append((kernel.fn.__name__, tuple(arguments[name] for name in key), arguments))
-                        real[grid](**arguments)
+        def launcher(grid: Any) -> Callable[..., None]:
+            def launch(**arguments: Any) -> None:
+                found.append((kernel, tuple(arguments[name] for name in autotuner.keys), arguments))
+                autotuner[grid](**arguments)
 
-                    return launch
+            return launch
 
-            return Listening()
+        return MagicMock(__getitem__=lambda _, grid: launcher(grid))
 
-        return tuned
-
-    monkeypatch.setattr(triton, "autotune", listening)
+    monkeypatch.setattr(flash_triton, "_tuned", listening)
     return found
 
 
@@ -305,7 +271,7 @@ def test_configurations_that_do_not_fit_in_shared_memory_are_not_tried(
     monkeypatch.setattr(triton_configurations, "shared_memory", lambda device: room)
     q = torch.empty(1, 1, 256, 128, dtype=torch.bfloat16)
     arguments = {"q": (q, 0, 0, 128), "lse": q, "COLUMNS": 128}
-    assert prune([large, small], {}, **arguments) == [large, small][-kept:]
+    assert triton_configurations.prune([large, small], {}, **arguments) == [large, small][-kept:]
 
 
 def test_float32_products_follow_the_precision_that_is_set(flash: Any, device: str) -> None:

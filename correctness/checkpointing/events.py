@@ -19,7 +19,7 @@ WAYS = ("backward", "backward(inputs=some)", "grad of all", "grad of some")
 
 
 def _described(drawn: Any, what: str, leave_out: str = "") -> str:
-    """Its fields that are anything: those that are False, None, 0 or empty say nothing."""
+    """Describe a drawn object by its fields, without those that are False, None, 0 or empty."""
     fields = {name: value for name, value in vars(drawn).items() if value and name != leave_out}
     words = (
         name.replace("_", " ") + ("" if value is True else f" = {getattr(value, '__name__', value)}")
@@ -30,24 +30,24 @@ def _described(drawn: Any, what: str, leave_out: str = "") -> str:
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward, and how gradients are asked for."""
+    """One forward, and how its gradients are computed."""
 
     mode: str
     autocast: str | None
     backward_inside: bool
-    """Of autocast."""
+    """Run backward inside autocast."""
     around: str | None
-    """What holds as backward runs: `no_grad`, or autocast to that dtype."""
+    """Context of backward: `no_grad`, autocast to that dtype, or autocast disabled."""
     no_grad_first: bool
     dropped_first: bool
-    """A forward before that never goes backward."""
+    """Run another forward first, without a backward."""
     way: str
     subset: int
     layout: str
     waits: bool
-    """Its backward runs after the forward of the next pass, and that pass's own."""
+    """Run its backward only after forward and backward of the next pass."""
     change: str | None
-    """Before the pass."""
+    """Change of the model before the pass, one of `CHANGES`."""
 
     def __str__(self) -> str:
         return _described(self, "pass")
@@ -55,24 +55,24 @@ class Pass:
 
 @dataclass(frozen=True)
 class History:
-    """A model, and the passes over it."""
+    """A model, and passes over it."""
 
     layers: int
     dropout: type[nn.Module] | None
     depth: int
-    """Of the module that holds it, below the block."""
+    """Depth of the dropout module below the block."""
     x_needs_grad: bool
     frozen: int
-    """Each parameter whose number this divides is; 0: none is."""
+    """Freeze each parameter whose index this divides; 0: none."""
     blocks: str
-    """Whether they are all different, or share parameters, or are the same objects."""
+    """"different", "shared weights", or "the same": pairs of blocks are one object."""
     dtype: torch.dtype
     born: str
-    """The mode in which the policy is applied."""
+    """Mode of the model when the policy is applied."""
     extra: tuple[tuple[bool, bool, bool], ...]
-    """Of each further tensor: whether it is given by name, needs a gradient, and is computed from a leaf."""
+    """Further arguments of the blocks. For each: passed by name, needs a gradient, is computed from a leaf."""
     hooks: tuple[tuple[str, bool, int], ...]
-    """"pre" or "post", whether registered before the policy, and the block; removed before the last pass."""
+    """"pre" or "post", registered before the policy or after, index of the block. Removed before the last pass."""
     events: tuple[Pass, ...]
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ HISTORIES = st.builds(
 
 
 class Unsqueezed(nn.Module):
-    """Dropout of whole channels, which takes more dims."""
+    """Dropout of whole channels, which takes inputs of more dims."""
 
     def __init__(self, dropout: nn.Module) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Unsqueezed(nn.Module):
 
 
 class Block(nn.Module):
-    """Takes any further arguments, each once."""
+    """A block that multiplies its hidden layer by each further tensor."""
 
     def __init__(self, history: History) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models with blocks for checkpointing policies to be tried on, and what comes of them."""
+"""Small models with blocks, their gradients, and comparisons to the bit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Policy = Callable[[nn.Module], nn.Module]
 
 
 def transformer(device: str, **changes: Any) -> Transformer:
-    """A small one, always with the same parameters."""
+    """A small transformer, always with the same parameters."""
     torch.manual_seed(0)
     return Transformer(replace(SIZE, **changes), context_length=16).to(device)
 
 
 class Dropping(nn.Module):
-    """Blocks of another kind, which draw random numbers; `shared` of them are the same objects."""
+    """A model whose blocks draw random numbers; each block is used `shared` times."""
 
     def __init__(self, layers: int = 5, shared: int = 1) -> None:
         super().__init__()
@@ -39,9 +39,19 @@ class Dropping(nn.Module):
 
 
 def dropping(device: str, layers: int = 5, shared: int = 1) -> Dropping:
-    """Always with the same parameters."""
+    """`Dropping`, always with the same parameters."""
     torch.manual_seed(0)
     return Dropping(layers, shared).to(device)
+
+
+def distinct_blocks(model: nn.Module) -> list[nn.Module]:
+    """Each block once, for planted policies. ValueError if there are none, or they are checkpointed already."""
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(blocks, nn.ModuleList) or not len(blocks):
+        raise ValueError("this model has no blocks")
+    if any("forward" in vars(block) for block in blocks):
+        raise ValueError("this model is checkpointed already")
+    return list(dict.fromkeys(blocks))
 
 
 def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -49,7 +59,7 @@ def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module, inputs: Tensor) -> dict[str, Tensor | None]:
-    """By name, added to those that were there."""
+    """Run backward; return the gradients by name, summed with earlier ones."""
     loss_of(model, inputs).backward()
     return gradients_of(model)
 
@@ -59,7 +69,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def assert_same_bits(found: dict[str, Tensor | None], expected: dict[str, Tensor | None], when: str = "") -> None:
-    """Gradients by name; None where None is expected."""
+    """Assert that gradients by name are equal to the bit, and None where None is expected."""
     assert list(found) == list(expected), f"parameters are {list(found)}, and without the policy {list(expected)}"
     for name, theirs in expected.items():
         mine = found[name]

@@ -11,37 +11,28 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from correctness.checkpointing.models import distinct_blocks
 from correctness.support.planting import right
 
 Forward = Callable[..., Any]
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Each block once. ValueError where there are none, or they are checkpointed already."""
-    blocks = getattr(model, "blocks", None)
-    if not isinstance(blocks, nn.ModuleList) or not len(blocks):
-        raise ValueError("this model has no blocks")
-    if any("forward" in vars(block) for block in blocks):
-        raise ValueError("this model is checkpointed already")
-    return list(dict.fromkeys(blocks))
-
-
 @right("the blocks' forward is replaced")
 def forward_replaced(model: nn.Module) -> nn.Module:
-    for block in _blocks(model):
+    for block in distinct_blocks(model):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return model
 
 
-@right("of one block in four: it saves a little")
+@right("checkpoints one block in four: it saves a little")
 def every_fourth(model: nn.Module) -> nn.Module:
-    for block in _blocks(model)[::4]:
+    for block in distinct_blocks(model)[::4]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return model
 
 
 class Recomputed(torch.autograd.Function):
-    """The textbook's: runs without a graph, and again in backward with one. Only inputs carry gradients."""
+    """The textbook version: forward runs without a graph, backward again with one. Only inputs get gradients."""
 
     @staticmethod
     def forward(ctx: Any, run: Forward, inputs: int, *tensors: Tensor) -> Any:
@@ -70,7 +61,7 @@ class Recomputed(torch.autograd.Function):
         return None, None, *(next(grads) if need else None for need in needs)
 
 
-@right("an autograd.Function, of whose inputs the parameters are some")
+@right("an autograd.Function whose inputs include the parameters")
 def textbook(model: nn.Module) -> nn.Module:
     def wrap(forward: Forward, block: nn.Module) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +81,7 @@ def textbook(model: nn.Module) -> nn.Module:
 
         return run
 
-    for block in _blocks(model):
+    for block in distinct_blocks(model):
         block.forward = wrap(block.forward, block)
     return model
 
@@ -100,5 +91,5 @@ class Unchanged:
     saves_nothing = True
 
     def __new__(cls, model: nn.Module) -> Any:
-        _blocks(model)
+        distinct_blocks(model)
         return model

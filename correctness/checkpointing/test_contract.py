@@ -1,7 +1,8 @@
-"""What every checkpointing policy promises: outputs and gradients to the bit, and a model that stays what it was."""
+"""Contract of checkpointing, one property per test: equal bits, and names and parameters that stay."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from correctness.checkpointing.models import (
     loss_of,
     transformer,
 )
+from correctness.support.contracts import Note, assert_refused
 from correctness.support.own_model import OWN, assert_as_in_one_process, own_model, train
 from impl.checkpointing.contract import claims_to_save
 from impl.training_step.workload import checkpointed
@@ -37,12 +39,6 @@ def x(device: str) -> Tensor:
     return torch.randn(6, 8, device=device)
 
 
-def test_outputs_are_bitwise_those_without(implementation: Implementation, tokens: Tensor, device: str) -> None:
-    expected = transformer(device)(tokens)
-    model = implementation.adapted(transformer(device))
-    assert_equal(model(tokens), expected, "the output")
-
-
 @pytest.mark.parametrize("layers", [1, 2, 3, 5, 7])
 def test_gradients_are_bitwise_those_without(
     implementation: Implementation, layers: int, tokens: Tensor, device: str
@@ -55,21 +51,11 @@ def test_gradients_are_bitwise_those_without(
         assert_same_bits(gradients(model, tokens), expected, step)
 
 
-def test_an_input_that_needs_no_gradient_hides_no_parameters(
-    implementation: Implementation, x: Tensor, device: str
-) -> None:
-    """The first block's input is the batch itself, of which autograd records nothing."""
-    expected = gradients(dropping(device).eval(), x)
-    output = implementation.adapted(dropping(device).eval())(x)
-    assert output.requires_grad, "the output needs no gradient where the input needs none: parameters are forgotten"
-    assert_same_bits(gradients(implementation.adapted(dropping(device).eval()), x), expected)
-
-
 @pytest.mark.parametrize("trained", ["last", "first", "biases"])
 def test_frozen_parameters_stay_without_gradients(
     implementation: Implementation, trained: str, tokens: Tensor, device: str
 ) -> None:
-    """As in fine-tuning: of some blocks, or of some parameters of each."""
+    """As in fine-tuning: some blocks are frozen, or some parameters of each block."""
     plain, model = transformer(device), implementation.adapted(transformer(device))
     for each in (plain, model):
         for name, p in each.named_parameters():
@@ -82,7 +68,7 @@ def test_frozen_parameters_stay_without_gradients(
 def test_gradients_under_autocast_are_bitwise_those_without(
     implementation: Implementation, backward_too: bool, tokens: Tensor, device: str
 ) -> None:
-    """Backward recomputes in forward's dtype, also where it runs outside of autocast."""
+    """Backward recomputes in forward's dtype, even outside of autocast."""
 
     def under_autocast(model: nn.Module) -> dict[str, Tensor | None]:
         with torch.autocast(device, dtype=torch.bfloat16):
@@ -103,7 +89,7 @@ def test_gradients_under_autocast_are_bitwise_those_without(
 def test_dropout_drops_the_same_again(implementation: Implementation, born: str, x: Tensor, device: str) -> None:
     """Backward recomputes with the random numbers of forward, whatever was drawn since.
 
-    Of a model that was loaded to evaluate, and trains once the policy is applied, too.
+    `born` is the mode of the model when the policy is applied; then it trains.
     """
 
     def dropped(model: nn.Module) -> dict[str, Tensor | None]:
@@ -141,7 +127,7 @@ def test_without_gradients_outputs_are_those_without(
 
 
 def test_parameters_stay_the_same_objects(implementation: Implementation, device: str) -> None:
-    """An optimizer that has them already goes on with them."""
+    """An optimizer made before the policy must update them."""
     model = transformer(device)
     model.blocks[1].requires_grad_(False).eval()
     before = [*model.named_parameters()], [*model.blocks], [(p.requires_grad) for p in model.parameters()]
@@ -173,30 +159,25 @@ def test_forward_hooks_of_blocks_run(implementation: Implementation, tokens: Ten
     assert called == list(range(SIZE.layers)), f"forward hooks of {SIZE.layers} blocks ran for {called}"
 
 
-def test_a_model_without_blocks_is_a_value_error(implementation: Implementation) -> None:
+def test_a_model_without_blocks_is_refused(implementation: Implementation, record_property: Note) -> None:
     empty: Any = nn.Module()
     empty.blocks = nn.ModuleList()
+    wording = "checkpointing needs `model.blocks`.* has none"
     for model in (nn.Linear(2, 2), empty):
-        with pytest.raises(ValueError, match=r"."):
-            implementation.adapted(model)
+        what = f"a {type(model).__name__} without blocks"
+        assert_refused(implementation, what, partial(implementation.adapted, model), wording, record_property)
 
 
-def test_a_second_policy_is_a_value_error(implementation: Implementation) -> None:
-    """It would compute everything a third time."""
+def test_a_second_policy_is_refused(implementation: Implementation, record_property: Note) -> None:
+    """It would recompute everything a second time."""
     if not claims_to_save(implementation.target):
         pytest.skip(f"{implementation} checkpoints nothing, so it may be applied twice")
-    model = implementation.adapted(Dropping())
-    try:
-        implementation.adapted(model)
-    except ValueError:
-        return
-    except Exception as error:
-        pytest.fail(f"a second policy must raise ValueError; it raised {type(error).__name__}: {error}")
-    pytest.fail("a second policy must raise ValueError; it raised nothing")
+    call = partial(implementation.adapted, implementation.adapted(Dropping()))
+    assert_refused(implementation, "a second policy", call, "this Dropping is checkpointed already", record_property)
 
 
 @pytest.mark.cases(OWN)
 def test_a_users_own_model_trains_as_without(implementation: Implementation, case: OwnModelCase, device: str) -> None:
-    """To the bit."""
+    """Losses and parameters are equal to the bit."""
     model = checkpointed(implementation, own_model(case, device, 0))
     assert_as_in_one_process([train(model, case, device, model.named_parameters)], case, device, close=0)

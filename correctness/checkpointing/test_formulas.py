@@ -1,4 +1,4 @@
-"""The closed forms of checkpointing: bytes that are kept, the peak, FLOPs computed again."""
+"""Closed forms of checkpointing against the meter and the FLOP counter: bytes kept, peak, recomputed FLOPs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from correctness.checkpointing.models import SIZE
 from impl.accounting.beside import beside
 from impl.attention import eager_attention
-from impl.checkpointing.accounting import BLOCK, POLICIES, Recursive
-from impl.checkpointing.segments import segment_length
+from impl.checkpointing.accounting import BLOCK, POLICIES, Recursive, segment_length
 from impl.model import SIZES, Transformer
 from impl.training_step.cases import TrainingStepCase
 from impl.training_step.workload import CheckpointedStep
@@ -33,7 +32,7 @@ def test_a_dtype_without_a_closed_form_is_one_line() -> None:
 
 @contextmanager
 def sized(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Iterator[str]:
-    """The name of a size that there is for a while."""
+    """Register a size in `SIZES` within the block; yield its name."""
     with monkeypatch.context() as patch:
         patch.setitem(SIZES, "passing", replace(SIZE, **changes))
         yield "passing"
@@ -52,16 +51,16 @@ def test_recomputed_flops_are_those_counted(name: str, layers: int, monkeypatch:
     with sized(monkeypatch, layers=layers) as model:
         case = TrainingStepCase(model, *tokens.shape)
         but_for_last, whole = POLICIES[name].again(case)
-        # The counter sees eager attention, whole; the formula counts half of it, as it is causal.
+        # The counter counts all of eager attention; the formula counts half of it, as it is causal.
         masked = 2 * tokens.numel() * tokens.shape[1] * SIZE.d_model * (but_for_last + whole)
         assert counted(name) - counted("none") == POLICIES[name].recomputed(case) + masked
 
 
 def step_memory(name: str, case: TrainingStepCase) -> Memory:
-    """The meter's view of a step; "forward" is what forward leaves."""
+    """Meter the second step; the mark "forward" is at the end of forward."""
     with meter("cpu") as memory:
         step = CheckpointedStep(family("checkpointing").implementations[name], case, "cpu")
-        step.step(lambda part: None)  # the optimizer's state comes with the first
+        step.step(lambda part: None)  # makes the optimizer's state
         step.prepare()
         memory.mark("before")
         memory.reset_peak()
@@ -73,14 +72,14 @@ def step_memory(name: str, case: TrainingStepCase) -> Memory:
 @pytest.mark.parametrize(
     ("changes", "batch", "context"),
     [
-        ({"layers": 5}, 3, 33),  # the largest moment is SwiGLU's product
-        pytest.param(  # the same in the last block, as inputs outweigh gradients
+        ({"layers": 5}, 3, 33),  # the peak is at SwiGLU's product
+        pytest.param(  # at SwiGLU's product in the last block, as inputs outweigh gradients
             {"layers": 8, "d_model": 8, "d_ff": 32}, 3, 90, marks=pytest.mark.sweep
         ),
-        ({"layers": 4, "vocab": 1000}, 2, 30),  # it is the loss
+        ({"layers": 4, "vocab": 1000}, 2, 30),  # the peak is at the loss
         pytest.param({"layers": 1, "d_model": 32, "d_ff": 96}, 1, 200, marks=pytest.mark.sweep),
-        ({"layers": 3, "d_model": 60, "d_ff": 151, "heads": 3, "vocab": 121}, 3, 9),  # it is W1's backward
-        pytest.param(  # it is the embedding
+        ({"layers": 3, "d_model": 60, "d_ff": 151, "heads": 3, "vocab": 121}, 3, 9),  # the peak is in W1's backward
+        pytest.param(  # the peak is at the embedding
             {"layers": 2, "d_model": 40, "heads": 4, "vocab": 200}, 1, 5, marks=pytest.mark.sweep
         ),
     ],
@@ -114,25 +113,26 @@ def test_each_policy_saves_what_it_is_for(model: str) -> None:
 def test_recursive_lowers_the_peak_where_a_block_has_a_larger_input_than_gradients(
     tokens: int, saves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block leaves gradients of 16 d^2 where f is 4 d, and takes its input of T d away, as backward passes."""
+    """Backward of a block adds gradients of 16 d^2 (f is 4 d) and frees its input of T d."""
     with sized(monkeypatch, d_model=128, d_ff=512, layers=25, vocab=100) as model:
         case = TrainingStepCase(model, batch=128, context=tokens)
         assert (POLICIES["recursive"].peak(case) < POLICIES["full"].peak(case)) == saves
 
 
 class CountingInputs(Recursive):
-    """Counts the most inputs of blocks that are there as a block goes backward."""
+    """Counts the most block inputs that are live when backward reaches a block."""
 
     most = 0
 
     def compute_again(self, block: int) -> None:
         super().compute_again(block)
-        self.most = max(self.most, self.ledger.live.entries[BLOCK] // self.stream - 1)  # the last output is none
+        inputs = self.ledger.live.entries[BLOCK] // self.stream - 1  # without the last block's output
+        self.most = max(self.most, inputs)
 
 
 @pytest.mark.parametrize("layers", [*range(1, 40), 1000])
 def test_recursive_keeps_no_more_than_two_roots_of_the_inputs(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of blocks that make nothing but their output."""
+    """The blocks here allocate nothing but their output."""
     with sized(monkeypatch, layers=layers) as model:
         technique = CountingInputs(TrainingStepCase(model, 1, 1))
 

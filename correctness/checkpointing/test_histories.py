@@ -1,5 +1,7 @@
-"""Any model, trained in any way, has the outputs and gradients that it has without the policy, to the bit: Hypothesis
-chooses blocks, their arguments, hooks, modes, autocast and how gradients are asked for."""
+"""Random models and passes: outputs and gradients equal those without the policy, to the bit.
+
+Hypothesis draws blocks, their arguments, hooks, modes, autocast and how gradients are computed.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,15 @@ def _hooked(model: Model, history: History, before: bool) -> list[Any]:
 
 
 Result = tuple[int, str, Tensor | None]
-"""The number of the pass, the name and the value."""
+"""Number of the pass, name, value."""
 
 
 class Refused(Exception):
-    """A policy that takes no further arguments says so, in forward."""
+    """Forward raised where blocks have further arguments: the policy does not take them."""
 
 
 def _results(policy: Any, history: History, device: str) -> list[Result]:
-    """Outputs, gradients of all leaves, and what is drawn afterwards, of each pass."""
+    """Play the history; return each pass's output, gradients of all leaves, and random numbers drawn afterwards."""
     torch.manual_seed(0)
     model = Model(history).to(device, history.dtype)
     for i, p in enumerate(model.parameters()):
@@ -85,7 +87,7 @@ def _results(policy: Any, history: History, device: str) -> list[Result]:
 
 
 def _change(model: Model, first: nn.Module, each: Pass) -> None:
-    """The weights, what is frozen, and the mode: each submodule has its own."""
+    """Change weights or frozen parameters as the pass says, then set the mode of each submodule."""
     if each.change == "freeze the first block":
         first.requires_grad_(False)
     elif each.change == "thaw all":
@@ -138,7 +140,7 @@ def _forward(model: Model, history: History, each: Pass, leaves: dict[str, Tenso
 
 
 def _backward(number: int, each: Pass, output: Tensor, named: dict[str, Tensor], device: str) -> list[Result]:
-    """With what holds then around it."""
+    """Run backward in the context that the pass says."""
     around: AbstractContextManager[object] = nullcontext()
     loss = output.float().square().mean()
     if each.around == "no_grad":
@@ -167,9 +169,9 @@ def _gradients(loss: Tensor, each: Pass, named: dict[str, Tensor], number: int) 
 
 
 def _problem(implementation: Implementation, history: History, device: str) -> Problem | None:
-    """The first result that the policy changes, in a bit; None if it changes none.
+    """Return the first result that the policy changes, or None.
 
-    Raises Refused where the implementation documents that it cannot run such blocks.
+    Raises Refused if the implementation cannot run such blocks.
     """
     expected = _results(lambda model: model, history, device)
     try:

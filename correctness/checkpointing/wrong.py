@@ -1,4 +1,4 @@
-"""Wrong checkpointing policies: each a right one with one mistake."""
+"""Planted defects: checkpointing policies with one mistake each."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from correctness.checkpointing.models import distinct_blocks
 from correctness.support.planting import defect
 
 Forward = Callable[..., Any]
 
 
 def wrapped(model: nn.Module, wrap: Callable[[Forward, nn.Module], Forward]) -> nn.Module:
-    """The model with each block's forward replaced by `wrap(forward)`."""
-    blocks = getattr(model, "blocks", None)
-    if not isinstance(blocks, nn.ModuleList) or not len(blocks):
-        raise ValueError("this model has no blocks")
-    if any("forward" in vars(block) for block in blocks):
-        raise ValueError("this model is checkpointed already")
-    for block in dict.fromkeys(blocks):
+    """Replace each block's forward by `wrap(forward, block)`; return the model."""
+    for block in distinct_blocks(model):
         block.forward = wrap(block.forward, block)
     return model
 
@@ -32,15 +28,15 @@ def recomputed(forward: Forward, **options: Any) -> Forward:
     return partial(checkpoint, forward, **{"use_reentrant": False, **options})
 
 
-@defect(cause="memory", caught_by="test_forward_keeps_less")
+@defect(cause="memory", caught_by="test_it_saves_in_each_mode")
 def of_no_block(model: nn.Module) -> nn.Module:
-    """Takes each n-th block, for an n larger than their number."""
+    """Checkpoints no block, as with each n-th block for an n above their number."""
     return wrapped(model, lambda forward, block: lambda *args, **kwargs: forward(*args, **kwargs))
 
 
-@defect(cause="memory", caught_by="test_nothing_is_kept_after_backward")
+@defect(cause="memory", caught_by="test_it_saves_in_each_mode")
 def activations_in_a_list(model: nn.Module) -> nn.Module:
-    """Saves activations by hooks that backward does not know."""
+    """Keeps all activations in a list, by hooks: backward never frees them."""
     kept: list[Any] = []
 
     def keeping(forward: Forward, block: nn.Module) -> Forward:
@@ -51,7 +47,7 @@ def activations_in_a_list(model: nn.Module) -> nn.Module:
     return wrapped(model, keeping)
 
 
-@defect(cause="memory", caught_by="test_the_peak_is_lower")
+@defect(cause="memory", caught_by="test_it_saves_in_each_mode")
 def all_at_once(model: nn.Module) -> nn.Module:
     """Backward recomputes all blocks before it goes through the last."""
     wrapped(model, lambda forward, block: forward)
@@ -67,7 +63,7 @@ def all_at_once(model: nn.Module) -> nn.Module:
     return model
 
 
-@defect(cause="memory", caught_by="test_nothing_is_kept_after_backward")
+@defect(cause="memory", caught_by="test_it_saves_in_each_mode")
 def keeps_inputs(model: nn.Module) -> nn.Module:
     """Keeps each input in a list that is never emptied."""
 
@@ -88,9 +84,9 @@ def other_random_numbers(model: nn.Module) -> nn.Module:
     return wrapped(model, lambda forward, block: recomputed(forward, preserve_rng_state=False))
 
 
-@defect(cause="gradients", caught_by="test_an_input_that_needs_no_gradient")
+@defect(cause="gradients", caught_by="test_any_history")
 def reentrant(model: nn.Module) -> nn.Module:
-    """Where no input needs a gradient, autograd takes the block for a constant."""
+    """If no input needs a gradient, autograd treats the block as a constant."""
     return wrapped(model, lambda forward, block: recomputed(forward, use_reentrant=True))
 
 
@@ -199,12 +195,12 @@ def detached(model: nn.Module) -> nn.Module:
     return wrapped(model, wrap)
 
 
-@defect(cause="errors", caught_by="test_a_model_without_blocks")
+@defect(cause="errors", caught_by="test_a_model_without_blocks_is_refused")
 def silent_without_blocks(model: nn.Module) -> nn.Module:
     return wrapped(model, lambda forward, block: recomputed(forward)) if getattr(model, "blocks", None) else model
 
 
-@defect(cause="errors", caught_by="test_a_second_policy")
+@defect(cause="errors", caught_by="test_a_second_policy_is_refused")
 def again_and_again(model: nn.Module) -> nn.Module:
     """Each application recomputes more, without an error."""
     for block in getattr(model, "blocks", ()):

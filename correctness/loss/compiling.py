@@ -11,7 +11,7 @@ def compile_loss(dtype: str, chip: int, smoothed: bool, configuration: tuple[int
     """Return the `KernelReport` of the fused loss's kernel with that block and number of warps, and its `accesses`.
     Rows of logits have the fused loss's stride."""
     from impl.loss import fused_triton
-    from impl.loss.chunks import row_stride
+    from impl.loss.accounting import row_stride
     from impl.loss.fused import Terms
     from shardmark.meter import aot
 

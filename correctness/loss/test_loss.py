@@ -1,17 +1,16 @@
 """Every loss against float64: value and gradients, options, ignored targets, sizes, strides, dtypes."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from correctness.engine.examples import one_beyond_tiles
 from correctness.loss.accuracy import Inputs, assert_as_accurate_as_eager, random_inputs, results
+from correctness.loss.events import LAYOUTS
 from correctness.support.contracts import assert_near
-from impl.loss import chunked, eager_loss, fused, fused_loss_pytorch
+from impl.loss import chunked, eager_loss, fused
 from shardmark.api.finding import RegistryError
 from shardmark.api.registry import Implementation, check_contract, family, resolve
 
@@ -19,9 +18,8 @@ pytestmark = [pytest.mark.family("loss"), pytest.mark.usefixtures("poisoned")]
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
-
 SUM_IN_HALF = ("chunked", "linear_cross_entropy")
-"""Registered implementations, ours and PyTorch's."""
+"""Implementations that sum the gradients of their chunks in half precision."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -177,19 +175,11 @@ def test_none_is_lost_of_any_number(implementation: Implementation, examples: in
         assert_near(found, results(eager_loss, inputs.to(torch.float64)), f"of {n} {of}")
 
 
-NON_CONTIGUOUS: dict[str, Callable[[Tensor], Tensor]] = {
-    "columns_apart": lambda x: x.repeat_interleave(2, dim=-1)[:, ::2],
-    "rows_inside": lambda x: x.mT.contiguous().mT,
-    "rows_apart": lambda x: x.repeat_interleave(2, dim=0)[::2],
-    "odd_offset": lambda x: torch.cat([x[:, :1], x], dim=-1)[:, 1:],
-}
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("how", NON_CONTIGUOUS)
+@pytest.mark.parametrize("how", ["columns_apart", "rows_inside", "rows_apart", "odd_offset"])
 def test_takes_non_contiguous_inputs(implementation: Implementation, how: str, dtype: torch.dtype, device: str) -> None:
     inputs = random_inputs(33, 24, 40, device, dtype)
-    view = NON_CONTIGUOUS[how]
+    view = LAYOUTS[how]
     targets = inputs.targets.repeat_interleave(2)[::2]
     apart = replace(inputs, hidden=view(inputs.hidden), weight=view(inputs.weight), targets=targets)
     assert not any(x.is_contiguous() for x in (apart.hidden, apart.weight, apart.targets))
@@ -206,33 +196,6 @@ def test_gives_gradients_to_what_requires_them(implementation: Implementation, n
     assert none is None, f"what requires no gradient has one, where {needed} alone requires one"
     assert found is not None, f"{needed} alone requires a gradient, and has none"
     assert_near({needed: found}, {needed: wanted}, f"where {needed} alone requires a gradient")
-
-
-def test_planted_faults_are_caught(device: str) -> None:
-    """The tolerance finds a target off by one, a mean over ignored tokens, a skipped row and a missing scale."""
-    inputs = random_inputs(300, 24, 97, device)
-    inputs.targets[0] = 0  # the target that the first fault shifts
-    options = {"label_smoothing": 0.1, "z_loss": 1e-2}
-
-    def off_by_one(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-        return fused_loss_pytorch(hidden, weight, (targets + (targets == 0).long()), **options)
-
-    def over_all(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-        return fused_loss_pytorch(hidden, weight, targets, **options) * (targets != -100).float().mean()
-
-    def last_left_out(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-        return fused_loss_pytorch(hidden[:-1], weight, targets[:-1], **options)
-
-    def nearly(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-        return fused_loss_pytorch(hidden, weight, targets, **options) * 1.0001
-
-    def no_z_loss(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-        return fused_loss_pytorch(hidden, weight, targets, label_smoothing=0.1)
-
-    assert_as_accurate_as_eager(fused_loss_pytorch, inputs, **options)
-    for wrong in (off_by_one, over_all, last_left_out, nearly, no_z_loss):
-        with pytest.raises(AssertionError, match="error"):
-            assert_as_accurate_as_eager(wrong, inputs, **options)
 
 
 NOT_LOSSES = {

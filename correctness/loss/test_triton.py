@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton", exc_type=ImportError)
 
 from correctness.loss.compiling import compile_loss
+from correctness.support.compiling import kernel_row
 from correctness.support.kernel_faults import every_fourth, with_fault
 from impl.loss import fused_pytorch, fused_triton, triton_kernels
 from impl.loss.fused import Terms
@@ -151,17 +152,7 @@ def test_each_configuration_compiles_soundly(
     case: Case, compiling: ProcessPoolExecutor, record_property: Callable[[str, object], None]
 ) -> None:
     report, accesses = compiling.submit(compile_loss, *case).result()
-    record_property(
-        "kernel",
-        {
-            "case": _name(case),
-            "registers": report.registers,
-            "spilled bytes": report.spilled_bytes,
-            "shared bytes": report.shared_bytes,
-            "of the chip's": f"{report.shared_bytes / SHARED_MEMORY[report.capability]:.0%}",
-            "matrix instructions": "",
-        },
-    )
+    record_property("kernel", kernel_row(_name(case), report))
     _assert_sound(report)
     if case[0] != "float32":  # their row stride is the vocabulary, here an odd number
         _assert_wide(accesses)

@@ -1,4 +1,4 @@
-"""Planted defects: a call, or a backward pass, changes the results of the next."""
+"""Planted defects: a call or a backward pass changes the results of another."""
 
 from typing import Any
 

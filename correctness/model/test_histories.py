@@ -1,4 +1,4 @@
-"""Random histories of a language model: calls, backward passes, modes, and weights that change in between."""
+"""Histories of a language model: calls, backward passes, modes, and weights that change in between."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from correctness.engine.examples import autocast_takes
-from correctness.engine.histories import Problem, hold, play
+from correctness.engine.histories import Problem, hold, play, report
 from correctness.model.language_models import CONTEXT, SIZE, assert_logits, copy_weights, draw, models
 from correctness.support.contracts import Note, assert_unchanged, is_ours, may_raise
 from shardmark.api import Implementation
@@ -90,9 +90,8 @@ def _freeze(model: nn.Module, needs: bool, every: int) -> None:
 
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "weights changed in place": partial(_of_each, change=lambda p, new: p.copy_(new)),
-    "weights changed by .data": partial(
-        _of_each, change=lambda p, new: p.data.copy_(new)
-    ),  # no version counter sees it
+    # Autograd's version counters do not see this one.
+    "weights changed by .data": partial(_of_each, change=lambda p, new: p.data.copy_(new)),
     "weights given other .data": partial(_of_each, change=lambda p, new: setattr(p, "data", new)),
     "one weight changed": _one,
     "a state_dict loaded": partial(_loaded, assign=False),
@@ -162,6 +161,8 @@ class Life:
         self.plain.double()
         self.waiting: list[tuple[Tensor, Tensor, float]] = []
         self.returned: list[tuple[Tensor, Tensor]] = []
+        self.tokens: dict[int, Tensor] = {}
+        """The tokens of each shape, by its index in `SHAPES`: calls of one index have the same."""
         self.past = "nothing"
 
     def problem(self) -> str:
@@ -191,7 +192,9 @@ class Life:
             return
         if not autocast_takes(event.kind, next(self.model.parameters()).dtype):
             return
-        tokens = LAYOUTS[event.layout](draw(self.device, *SHAPES[event.tokens]))
+        if event.tokens not in self.tokens:
+            self.tokens[event.tokens] = draw(self.device, *SHAPES[event.tokens])
+        tokens = LAYOUTS[event.layout](self.tokens[event.tokens])
         weights = dict(self.model.named_parameters())
         before = {name: x.detach().clone() for name, x in [*weights.items(), ("tokens", tokens)]}
         gradients = {name: None if p.grad is None else p.grad.clone() for name, p in weights.items()}
@@ -237,6 +240,28 @@ class Life:
         off = (torch.cat(found) - torch.cat(expected)).norm() / torch.cat(expected).norm()
         allowed = max(1e-3, 2 * tolerance)
         assert off <= allowed, f"the gradients' relative error is {off:.2g}, allowed {allowed:.2g}, after {self.past}"
+
+
+def _typed(name: str) -> str:
+    """The name as an id that `-k` takes."""
+    return name.replace(" ", "_")
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["weights changed in place", "weights changed by .data", "a state_dict loaded", "a step of AdamW"],
+    ids=_typed,
+)
+@pytest.mark.parametrize("mode", ["train()", "eval()"], ids=["training", "evaluating"])
+@pytest.mark.parametrize("context", CONTEXTS, ids=_typed)
+def test_a_call_has_the_weights_of_now(
+    implementation: Implementation, context: str, mode: str, change: str, device: str
+) -> None:
+    """The call is repeated with the same tokens: nothing cast or looked up in an earlier call may be reused."""
+    call, changed = Event(context), Event(change)
+    history = History([Event(mode), call, changed, call, changed, call])
+    problem = play(Life(implementation, device), history)
+    assert problem is None, report(history, problem)
 
 
 @pytest.mark.examples(12, 80, 400)

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from correctness.model.mlp_by_formula import plain
 from impl.accounting.beside import Technique, beside, peak_of_first_step
 from impl.accounting.plain import PlainLanguageModel
 from impl.checkpointing.accounting import OfMLP
@@ -18,6 +17,18 @@ from impl.training_step.accounting import checkpointed_peak, eager_peak, work
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
 from shardmark.api import followed
 from shardmark.meter.memory import Memory, meter
+
+
+def plain(w: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """Logits by the formula; it shares no layer with the model."""
+    x = w["embedding.weight"][tokens]
+    for i in range(sum(name.endswith("w1.weight") for name in w)):
+        hidden = torch.einsum("btd,hd->bth", x, w[f"blocks.{i}.w1.weight"]) + w[f"blocks.{i}.w1.bias"]
+        gelu = hidden * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (hidden + 0.044715 * hidden**3)))
+        x = x + torch.einsum("bth,dh->btd", gelu, w[f"blocks.{i}.w2.weight"]) + w[f"blocks.{i}.w2.bias"]
+    centered = x - x.mean(-1, keepdim=True)
+    normed = centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    return (normed * w["norm.weight"] + w["norm.bias"]) @ w["output.weight"].T
 
 
 def test_logits_and_gradients_are_the_formulas_in_float64(device: str) -> None:
@@ -45,9 +56,17 @@ def test_sizes_have_the_parameters_they_say(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == MLP_SIZES[name].parameters
 
 
-def test_tokens_of_another_shape_are_one_line() -> None:
-    with pytest.raises(ValueError, match=r"^tokens are \(batch, context\), got \(3,\)$"):
-        MLPLanguageModel(MLP_SIZES["mlp-tiny"])(torch.zeros(3, dtype=torch.int64))
+@pytest.mark.parametrize(
+    ("tokens", "line"),
+    [
+        (torch.zeros(3, dtype=torch.int64), r"tokens are \(batch, context\), got \(3,\)"),
+        (torch.full((1, 2), 512), "token ids go from 0 to 511, got one that does not"),
+    ],
+    ids=["shape", "token_id"],
+)
+def test_wrong_tokens_are_one_line(tokens: Tensor, line: str) -> None:
+    with pytest.raises(ValueError, match=f"^{line}$"):
+        MLPLanguageModel(MLP_SIZES["mlp-tiny"])(tokens)
 
 
 def metered(step_class: type[EagerStep], case: TrainingStepCase, steps: int = 3) -> Memory:
@@ -120,9 +139,3 @@ def test_checkpointing_leaves_the_blocks_inputs() -> None:
     size = MLP_SIZES[case.model]
     hidden = 2 * 4 * case.tokens * size.hidden * size.layers
     assert eager_peak(case) - checkpointed_peak(case) == pytest.approx(hidden, rel=1e-5)
-
-
-def test_a_token_that_the_vocabulary_does_not_have_is_one_line() -> None:
-    size = MLP_SIZES["mlp-tiny"]
-    with pytest.raises(ValueError, match=r"^token ids go from 0 to 511, got one that does not$"):
-        MLPLanguageModel(size)(torch.full((1, 2), 512))

@@ -1,4 +1,4 @@
-"""An AdamW beside a float64 reference, event by event."""
+"""Plays the events of a history on an AdamW and on a float64 reference, and compares the two."""
 
 from copy import deepcopy
 from typing import Any
@@ -13,7 +13,7 @@ from impl.optim.base import HALF, MASTER
 
 
 class Training:
-    """Parameters and their optimizer. Trainings of one history draw the same values.
+    """Parameters and their optimizer. All trainings of one history draw the same values.
 
     `wide` rounds all values to the history's dtypes and then holds them in float64.
     """
@@ -111,7 +111,7 @@ class Training:
         for k, (p, grad) in enumerate(zip(self.params, grads, strict=True)):
             if p.grad is not None and grad is not None:
                 assert_equal(p.grad, grad, f"the step has written into the gradient of parameter {k}")
-                p.grad.fill_(torch.nan)  # the caller may overwrite it: the state may not hold it
+                p.grad.fill_(torch.nan)  # the caller may overwrite it, so the state must not share its memory
 
     def play(self, event: Event) -> None:
         if event.loads:
@@ -172,7 +172,7 @@ class ClipThenAdamW(AdamW):
 
 
 class Beside:
-    """The AdamW under test beside the reference: parameters, state and norm are equal after each event.
+    """The AdamW under test and the reference: parameters, state and norm must be equal after each event.
 
     Values may differ by `rtol` of the tensor's largest.
     """

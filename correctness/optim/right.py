@@ -1,4 +1,4 @@
-"""Right AdamWs, in unusual ways."""
+"""Right AdamWs that work in unusual ways: the tests must accept them."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""A right AdamW in small steps, for planted defects to get one of them wrong."""
+"""A right AdamW with a method for each part; each planted defect changes one."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,4 @@
-"""What AdamW computes. The first tests are of one part of the formula each, the others of steps over parameters of any
-kind, number and size."""
+"""Steps of AdamW against the reference: each part of the formula, then parameters of any dtype, number and size."""
 
 import copy
 from typing import Any
@@ -7,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from correctness.engine.examples import BESIDE_LAUNCHES
 from correctness.optim.training import (
     ARGUMENTS,
     assert_as_accurate_as_plain,
     assert_near,
+    counts_beside_launches,
     gradients,
     interpreted,
     leaves,
@@ -66,7 +65,7 @@ def test_is_as_accurate_in_its_dtype(
 
 
 def test_large_gradients_in_float16(implementation: Implementation, device: str, record_property: Note) -> None:
-    """Whose squares are no numbers there: a share of 1 - beta2 of them is, as ours and PyTorch's compute it."""
+    """Their squares overflow float16, but (1 - beta2) times a square does not; ours and PyTorch's compute that."""
     start = tensors(device, torch.float16, ((3, 5), (130,)))
     grads = [[x.sign() * (200 + 100 * x.abs()).clamp(max=500) for x in step] for step in gradients(start, 2)]
     try:
@@ -86,7 +85,7 @@ def test_each_of_300_steps(implementation: Implementation, device: str) -> None:
 
 @pytest.mark.parametrize("steps", [pytest.param(3_000, marks=pytest.mark.sweep), 70_000])
 def test_late_steps(implementation: Implementation, steps: int, device: str) -> None:
-    """A run that torch's AdamW began: 1 - beta2**step still matters."""
+    """Training goes on from a state of torch's AdamW, where 1 - beta2**step still matters."""
     start = tensors(device, shapes=((5,), (2, 3)))
     grads = gradients(start, 3)
     options = {"lr": 1e-2, "betas": (0.9, 0.99999)}
@@ -115,15 +114,8 @@ def test_a_large_parameter(implementation: Implementation, device: str) -> None:
     assert_as_accurate_as_plain(implementation.target, start, gradients(start, 2), **ARGUMENTS["language_model"])
 
 
-def test_many_parameters(implementation: Implementation, device: str) -> None:
-    """More tensors than fit in one launch's argument table."""
-    count = 260 if interpreted(implementation, device) else 1_100
-    start = tensors(device, shapes=[(1 + i % 3,) for i in range(count)])
-    assert_as_accurate_as_plain(implementation.target, start, gradients(start, 1))
-
-
 def test_no_parameter_is_left_of_any_number(implementation: Implementation, device: str) -> None:
-    for count in BESIDE_LAUNCHES[: 4 if interpreted(implementation, device) else None]:
+    for count in counts_beside_launches(implementation, device):
         start = tensors(device, shapes=[(1,)] * count)
         (grads,) = gradients(start, 1)
         found = train(implementation.target, start, [grads], lr=0.1, eps=0.0, weight_decay=0.0)

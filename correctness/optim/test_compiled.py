@@ -1,4 +1,4 @@
-"""The fused AdamW's kernels at each configuration, sound when compiled."""
+"""The fused AdamW's kernels, compiled at each configuration: no spills, and wide memory accesses."""
 
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("triton", exc_type=ImportError)
 
 from correctness.optim.training import compile_kernels
+from correctness.support.compiling import kernel_row
 from impl.optim.multi_tensor import ACCESS, CONFIGURATIONS, Configuration
-from shardmark.meter.aot import SHARED_MEMORY
 
 CHIPS = (80, 90, 100)
 
@@ -54,29 +54,20 @@ def test_each_configuration_compiles_soundly(
     compiling: ProcessPoolExecutor,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """No spills, and the widest accesses: what a pointer that is not known to be aligned costs shows in their count."""
+    """No spills, and the widest accesses: a pointer that is not known to be aligned takes more of them."""
     dtype, master = kind
     reports = {
         report.kernel: report for report in compiling.submit(compile_kernels, *kind, chip, configuration).result()
     }
     assert set(reports) == {"squared_norms", "prepare", "update"}
     for name, report in reports.items():
-        record_property(
-            "kernel",
-            {
-                "case": f"{name}-{_name(kind, chip, configuration)}",
-                "registers": report.registers,
-                "spilled bytes": report.spilled_bytes,
-                "shared bytes": report.shared_bytes,
-                "of the chip's": f"{report.shared_bytes / SHARED_MEMORY[chip]:.0%}",
-                "matrix instructions": "-",
-            },
-        )
+        row = kernel_row(f"{name}-{_name(kind, chip, configuration)}", report)
+        record_property("kernel", row | {"matrix instructions": "-"})
         assert report.spilled_bytes == 0, f"{name}: {report.spilled_bytes} bytes a thread are spilled"
-    elements = configuration.block // (32 * configuration.warps)  # of a thread
+    elements = configuration.block // (32 * configuration.warps)  # per thread
     wide = elements * (4 if master else dtype.itemsize) // ACCESS
     written, read = (4, 4) if master else (3, 4)
-    # Of whole blocks, and one by one, of a tensor's last block; less than `wide` more, which half the width would take
-    # at a single one of the pointers.
+    # Wide accesses for whole blocks, one per element for a tensor's last block. The margin is less than `wide`: half
+    # the width at a single pointer would take that many more.
     assert reports["update"].instructions["STG"] < written * (wide + elements) + wide
     assert reports["update"].instructions["LDG"] <= read * (wide + elements) + 20, "scalars are less than 20"

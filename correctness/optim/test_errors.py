@@ -1,4 +1,4 @@
-"""What an optimizer refuses."""
+"""Arguments, parameters and gradients that an optimizer refuses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +58,7 @@ def test_a_sparse_gradient_is_an_error_or_what_it_stands_for(implementation: Imp
 def test_complex_parameters_are_an_error_or_pairs(
     implementation: Implementation, device: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Of real and imaginary part, as in torch's AdamW. To do neither is not right, and common."""
+    """Pairs of real and imaginary part, as in torch's AdamW. Many optimizers do neither: a note, not a failure."""
     start = torch.tensor([1 + 1j, 2 - 1j], device=device, dtype=torch.complex128)
     grad = torch.tensor([3 + 4j, 1 + 0j], device=device, dtype=torch.complex128)
     try:

@@ -1,4 +1,4 @@
-"""Which parameters a step changes, and what it does with their gradients."""
+"""Gradients of a step: zero, None, not finite, of any layout; and parameters that change in place."""
 
 from collections.abc import Callable
 from typing import Any
@@ -177,7 +177,7 @@ def test_any_layout_of_parameters_and_gradients(
 
 
 def test_a_gradient_may_be_expanded(implementation: Implementation, device: str) -> None:
-    """All its elements are one, as that of a sum is."""
+    """As the gradient of a sum: one element in memory."""
     if implementation.name == "torch_fused":
         pytest.skip("torch's fused AdamW takes dense gradients laid out as their parameters; on CPU it misreads others")
     start = tensors(device, shapes=((3, 5), (40,)))
@@ -213,7 +213,7 @@ def test_a_closure_is_evaluated_with_gradients(implementation: Implementation, d
 
 
 def test_a_closure_may_come_with_gradients_disabled(implementation: Implementation, device: str) -> None:
-    """And without one, `step()` needs no `torch.no_grad()` around it, and returns None."""
+    """`step(closure)` runs under `torch.no_grad()`; `step()` needs no `torch.no_grad()`, and returns None."""
     x = torch.ones(5, device=device, requires_grad=True)
     optimizer = implementation.target([x])
     with torch.no_grad():

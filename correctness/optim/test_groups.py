@@ -1,9 +1,8 @@
-"""Param groups, arguments that change between steps, and optimizers beside each other."""
+"""Param groups, arguments that change between steps, and several optimizers in one process."""
 
 from typing import Any
 
 import pytest
-import torch
 
 from correctness.optim.training import assert_all_near, gradients, leaves, run, tensors, train
 from impl.optim import AdamW
@@ -33,7 +32,7 @@ def test_param_groups_have_each_its_own_arguments(implementation: Implementation
 
 
 def test_a_group_may_be_added_later(implementation: Implementation, device: str) -> None:
-    """Its parameters begin with their first step; what it does not say is as the optimizer was made."""
+    """Its parameters begin with step 1; arguments that it does not have are the optimizer's defaults."""
     start = tensors(device)
     grads = gradients(start, 4)
     first, second = leaves(start[:3]), leaves(start[3:])
@@ -48,23 +47,9 @@ def test_a_group_may_be_added_later(implementation: Implementation, device: str)
     assert_all_near(found, expected)
 
 
-def test_a_schedulers_lr_is_used(implementation: Implementation, device: str) -> None:
-    """Each step reads the group's lr anew."""
-    start = tensors(device)
-    grads = gradients(start, 4)
-    found, expected = (leaves(start) for _ in range(2))
-    for target, params in ((implementation.target, found), (AdamW, expected)):
-        optimizer = target(params, lr=0.1)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.1)
-        for step in grads:
-            run(optimizer, [step])
-            schedule.step()
-    assert_all_near(found, expected)
-
-
-@pytest.mark.parametrize("name", ["betas", "eps", "weight_decay"])
-def test_other_arguments_may_change_between_steps(implementation: Implementation, name: str, device: str) -> None:
-    """As OneCycleLR changes betas."""
+@pytest.mark.parametrize("name", OWN)
+def test_arguments_may_change_between_steps(implementation: Implementation, name: str, device: str) -> None:
+    """A scheduler writes lr, and OneCycleLR betas, into the group: each step reads them anew."""
     start = tensors(device)
     grads = gradients(start, 4)
     found, expected = (leaves(start) for _ in range(2))
@@ -77,7 +62,7 @@ def test_other_arguments_may_change_between_steps(implementation: Implementation
 
 
 def test_two_optimizers_at_once(implementation: Implementation, device: str) -> None:
-    """Over parameters of equal shapes, with steps in turn: neither knows of the other."""
+    """Their parameters have equal shapes and their steps alternate: neither changes the other's results."""
     starts = [tensors(device) for _ in range(2)]
     grads = [gradients(start, 4) for start in starts]
     options = [{"lr": 0.1}, {"lr": 0.01, "betas": (0.5, 0.6)}]
@@ -89,7 +74,7 @@ def test_two_optimizers_at_once(implementation: Implementation, device: str) -> 
 
 
 def test_an_optimizer_knows_nothing_of_those_before_it(implementation: Implementation, device: str) -> None:
-    """Whose parameters may have had the same addresses and the same `id`."""
+    """Parameters of an optimizer that was freed may have had the same addresses and the same `id`."""
     start = tensors(device)
     grads = gradients(start, 3)
     expected = train(AdamW, start, grads, lr=0.1)
@@ -98,7 +83,7 @@ def test_an_optimizer_knows_nothing_of_those_before_it(implementation: Implement
 
 
 def test_params_may_be_any_iterable(implementation: Implementation, device: str) -> None:
-    """A generator, as `model.parameters()` is, also in a group."""
+    """`model.parameters()` is a generator; a group may have one too."""
     start = tensors(device)
     grads = gradients(start, 2)
     expected = train(AdamW, start, grads)

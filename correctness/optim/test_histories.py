@@ -1,4 +1,4 @@
-"""Any history of an AdamW has the parameters, state and norm of float64's: groups, gradients, states and options."""
+"""Random histories of an AdamW beside a float64 reference: parameters, state and gradient norm are equal."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from correctness.optim.training import interpreted
 from shardmark.api import Implementation
 
 MANY = 500
+"""Examples from which on a test is part of the sweep."""
 
 DTYPES = st.lists(
     st.sampled_from((torch.bfloat16, torch.float16, torch.float32, torch.float64)), min_size=1, max_size=3
@@ -67,5 +68,5 @@ def test_any_history_of_master_weights_is_that_of_float64_rounded(
 def test_any_history_in_bfloat16_is_that_of_float64_but_for_rounding(
     implementation: Implementation, examples: int, device: str
 ) -> None:
-    """Without master weights: step counts are right, parameters without gradients stay, values are near float64's."""
+    """Without master weights: step counts are equal, parameters without gradients do not change, values are near."""
     _hold(implementation, examples, device, rtol=0.2, dtypes=WIDTHS)

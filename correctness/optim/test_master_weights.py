@@ -1,14 +1,13 @@
-"""The option `master_weights`: half-precision parameters that are trained in float32."""
+"""The option `master_weights`: float32 copies of half-precision parameters."""
 
 import pytest
 import torch
 
-from correctness.engine.examples import BESIDE_LAUNCHES
 from correctness.optim.training import (
     assert_near,
     assert_same,
+    counts_beside_launches,
     gradients,
-    interpreted,
     leaves,
     run,
     saved,
@@ -47,7 +46,7 @@ def test_master_weights_are_float32_training_rounded(
 def test_small_updates_add_up_in_master_weights_alone(implementation: Implementation, device: str) -> None:
     start = [torch.ones(40, device=device, dtype=torch.bfloat16)]
     grads = [[torch.ones_like(start[0])]] * 10
-    arguments = {"lr": 1e-3, "weight_decay": 0.0}  # 1e-3 is less than half of what bfloat16 tells from 1
+    arguments = {"lr": 1e-3, "weight_decay": 0.0}  # less than half the distance from 1 to the next bfloat16
     (lost,), (kept,) = (
         train(implementation.target, start, grads, master_weights=master, **arguments) for master in (False, True)
     )
@@ -65,7 +64,7 @@ def test_master_weights_round_to_nearest_and_ties_to_even(implementation: Implem
 
 
 def test_no_master_weight_is_left_of_any_number(implementation: Implementation, device: str) -> None:
-    for count in BESIDE_LAUNCHES[: 4 if interpreted(implementation, device) else None]:
+    for count in counts_beside_launches(implementation, device):
         start = tensors(device, torch.bfloat16, [(1,)] * count)
         found = train(implementation.target, start, gradients(start, 1), lr=10.0, master_weights=True)
         still = [i for i, (x, y) in enumerate(zip(start, found, strict=True)) if torch.equal(x, y)]
@@ -82,7 +81,7 @@ def test_float32_parameters_have_no_master_weights(implementation: Implementatio
 
 
 def test_training_goes_on_from_saved_master_weights(implementation: Implementation, device: str) -> None:
-    """To the bit: torch's `load_state_dict` would round them to the parameters' dtype."""
+    """Bitwise equal; torch's `load_state_dict` would round master weights to the parameters' dtype."""
     start = tensors(device, torch.bfloat16)
     grads = gradients(start, 6)
     first = implementation.target(leaves(start), lr=1e-2, master_weights=True)

@@ -1,4 +1,4 @@
-"""After its first steps an optimizer keeps nothing more, whatever changes from step to step."""
+"""Steps after the first allocate nothing that stays, whatever changes from step to step."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.family("optimizer"), pytest.mark.usefixtures("poisoned
 
 CHANGES = ("nothing", "arguments", "gradients", "clipping", "loading", "weights")
 STEPS = 5
-"""That are measured, after three others."""
+"""Steps that are measured; three others come before."""
 
 
 @pytest.mark.parametrize("changes", CHANGES)

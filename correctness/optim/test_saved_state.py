@@ -16,26 +16,8 @@ pytestmark = [pytest.mark.family("optimizer"), pytest.mark.usefixtures("poisoned
 KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def test_the_state_has_the_names_of_torchs(implementation: Implementation, device: str) -> None:
-    optimizer = implementation.target(leaves(tensors(device)))
-    run(optimizer, gradients(tensors(device), 1))
-    for i, state in optimizer.state_dict()["state"].items():
-        missing = [key for key in KEYS if key not in state]
-        assert not missing, f"the state of parameter {i} has no {' and no '.join(missing)}, but {', '.join(state)}"
-
-
-def test_training_goes_on_from_a_saved_state(implementation: Implementation, device: str) -> None:
-    start = tensors(device)
-    grads = gradients(start, 6)
-    first = implementation.target(leaves(start), lr=0.1)
-    halfway = run(first, grads[:3])
-    second = implementation.target(leaves(halfway), lr=0.1)
-    second.load_state_dict(saved(first))
-    assert_all_near(run(second, grads[3:]), train(AdamW, start, grads, lr=0.1))
-
-
 def test_training_goes_back_to_a_saved_state(implementation: Implementation, device: str) -> None:
-    """Load into the same optimizer, after more steps."""
+    """The state is loaded into the optimizer that saved it, after more steps."""
     start = tensors(device)
     grads = gradients(start, 4)
     optimizer = implementation.target(leaves(start), lr=0.1)
@@ -50,6 +32,7 @@ def test_training_goes_back_to_a_saved_state(implementation: Implementation, dev
 
 
 def test_loaded_hyperparameters_replace_its_own(implementation: Implementation, device: str) -> None:
+    """Training goes on with the saved state and arguments, in a new optimizer with other arguments."""
     start = tensors(device)
     grads = gradients(start, 4)
     options = {"lr": 0.1, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.5}
@@ -135,7 +118,7 @@ def test_it_goes_on_from_the_state_of_torchs_adamw(
 
 
 def test_the_state_dict_is_of_now(implementation: Implementation, device: str) -> None:
-    """And one that was copied stays what it was."""
+    """It has the moments and step counts after each step; a copy of an earlier one does not change."""
     start = tensors(device, shapes=((3, 5), (4,)))
     grads = gradients(start, 5)
     optimizer, expected = implementation.target(leaves(start)), AdamW(leaves(start))

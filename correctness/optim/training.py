@@ -1,4 +1,4 @@
-"""Training a few tensors with an optimizer, and how accurate it has to be; compiling the fused one for a chip."""
+"""Train a few tensors with an optimizer, compare the results, and compile the fused AdamW for a chip."""
 
 import io
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from correctness.engine.examples import BESIDE_LAUNCHES
 from impl.interpreting import requires_triton
 from impl.optim import AdamW
 from shardmark.api import Implementation
@@ -16,8 +17,13 @@ SHAPES: tuple[tuple[int, ...], ...] = ((3, 5), (), (0, 4), (1030,), (7, 1, 30))
 
 
 def interpreted(implementation: Implementation, device: str) -> bool:
-    """Whether each tensor of a step takes milliseconds."""
+    """True if a step takes milliseconds for each tensor."""
     return requires_triton in implementation.requires and device == "cpu"
+
+
+def counts_beside_launches(implementation: Implementation, device: str) -> tuple[int, ...]:
+    """Numbers of tensors around what one launch, or one bucket, may take; fewer numbers where they are interpreted."""
+    return (33, 31, 32, 65, 260) if interpreted(implementation, device) else BESIDE_LAUNCHES
 
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -27,7 +33,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "no_memory": {"lr": 1e-2, "betas": (0.0, 0.0)},
     "large_eps": {"lr": 1e-2, "eps": 0.5},
 }
-"""Of AdamW, by what is unusual about them."""
+"""Arguments of AdamW; each name says what is unusual about them."""
 
 
 def tensors(
@@ -48,7 +54,7 @@ def leaves(values: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[T
 
 
 def run(optimizer: torch.optim.Optimizer, grads: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """A step for each list of gradients, over the parameters in their order; returns the parameters."""
+    """Take one step for each list of gradients; the order is the parameters'. Returns the parameters."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for step in grads:
         optimizer.zero_grad()
@@ -59,7 +65,7 @@ def run(optimizer: torch.optim.Optimizer, grads: Sequence[Sequence[Tensor]]) -> 
 
 
 def train(target: Any, start: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], **options: Any) -> list[Tensor]:
-    """Copies of `start` after a step for each list of gradients."""
+    """Return copies of `start` after one step for each list of gradients."""
     return [p.detach() for p in run(target(leaves(start), **options), grads)]
 
 
@@ -80,11 +86,12 @@ def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 def assert_as_accurate_as_plain(
     target: Any, start: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], **options: Any
 ) -> None:
-    """The error is at most twice that of `AdamW` in the same dtype; in float64, the reference, what rounding explains.
+    """Assert that the error is at most twice that of `AdamW` in the same dtype, or twice what rounding explains.
 
-    That is, in each step, one rounding of the parameter and one of its bias corrections, which 1 / (1 - beta) makes
-    larger: they are differences of 1 and a power. Or a billionth of lr, which another order of the same operations may
-    take, and a detour through float32 exceeds. Where `AdamW` in a narrower dtype is exact by luck, one rounding.
+    In a narrower dtype than float64 that is one rounding of the parameter, for where `AdamW` is exact by luck. In
+    float64, the reference's own dtype, it is for each step one rounding of the parameter and one of the bias
+    corrections, which are differences of 1 and a power, so 1 / (1 - beta) scales it; or a billionth of lr, which
+    another order of the operations may cost and a detour through float32 exceeds.
     """
     wide = [[g.double() for g in step] for step in grads]
     exact = train(AdamW, [x.double() for x in start], wide, **options)
@@ -104,7 +111,7 @@ def assert_as_accurate_as_plain(
 
 
 def assert_near(found: Tensor, expected: Tensor, allowed: float, what: str) -> None:
-    """No element is further off than allowed; NaN where NaN is expected."""
+    """Assert that no element's error exceeds `allowed`, and that NaN is where NaN is expected."""
     assert found.shape == expected.shape, f"{what}: its shape is {tuple(found.shape)}, expected {tuple(expected.shape)}"
     wrong = ~torch.isclose(found.detach().to(expected), expected.detach(), rtol=0, atol=allowed, equal_nan=True)
     if wrong.any():
@@ -117,7 +124,7 @@ def assert_near(found: Tensor, expected: Tensor, allowed: float, what: str) -> N
 
 
 def assert_all_near(found: Sequence[Tensor], expected: Sequence[Tensor], rtol: float = 1e-10, when: str = "") -> None:
-    """Of float64 parameters that may differ by a few roundings."""
+    """Assert that float64 parameters differ by no more than a few roundings."""
     for i, (x, y) in enumerate(zip(found, expected, strict=True)):
         if y.numel():
             what = f"{when}parameter {i} of shape {tuple(y.shape)}"
@@ -125,7 +132,7 @@ def assert_all_near(found: Sequence[Tensor], expected: Sequence[Tensor], rtol: f
 
 
 def compile_kernels(dtype: torch.dtype, master: bool, chip: int, configuration: tuple[int, int, int]) -> list[Any]:
-    """The `KernelReport` of each kernel of a clipped step; for a process without Triton's interpreter."""
+    """Return the `KernelReport` of each kernel of a clipped step; runs in a process without Triton's interpreter."""
     from impl.optim import multi_tensor
     from shardmark.meter.aot import compile_only
 

@@ -1,4 +1,4 @@
-"""Wrong AdamWs: each a right one with one mistake."""
+"""Planted defects: AdamW with one mistake each."""
 
 from collections.abc import Callable
 from typing import Any
@@ -81,7 +81,7 @@ class WholeChunksAlone(Simple):
         p.view(-1)[p.numel() - kept.numel() :] = kept
 
 
-@defect(cause="shapes", caught_by="test_many_parameters")
+@defect(cause="shapes", caught_by="test_no_parameter_is_left_of_any_number")
 class AtMost128(Simple):
     """Updates as many tensors as one launch takes, and skips the others."""
 
@@ -117,7 +117,7 @@ class LosesALaunchOfOneMasterWeight(LosesALaunchOfOne, Master):
 
 @defect(cause="shapes", caught_by="test_any_layout")
 class FlattensCopies(Simple):
-    """`reshape` copies what is not contiguous, and the copy is updated."""
+    """Updates the copy that `reshape` makes of a tensor that is not contiguous."""
 
     def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
         moments = {name: state[name].reshape(-1) for name in ("exp_avg", "exp_avg_sq")}

@@ -1,4 +1,4 @@
-"""AdamWs that go wrong only with parameters frozen late, with some layouts, or once they are loaded."""
+"""Planted defects that show only if parameters are frozen late, with some layouts, or after loading."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Wrong AdamWs: what they keep from step to step, what they save and what they load."""
+"""Planted defects: AdamW with a mistake in what it keeps between steps, saves or loads."""
 
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ class KeepsItsOwnHyperparameters(Simple):
             group.update({name: value for name, value in old.items() if name != "params"})
 
 
-@defect(cause="state", caught_by="test_training_goes_on_from_a_saved_state")
+@defect(cause="state", caught_by="test_loaded_hyperparameters")
 class LosesTheStep(Simple):
     def load_state_dict(self, state_dict: State) -> None:
         super().load_state_dict(state_dict)
@@ -50,7 +50,7 @@ class OneStepCount(Simple):
         self.move(p, grad, state, group, float(state["step"]))
 
 
-@defect(cause="options", caught_by="test_a_schedulers_lr_is_used")
+@defect(cause="options", caught_by="test_arguments_may_change_between_steps")
 class LrOfTheStart(Simple):
     def move(self, p: Tensor, grad: Tensor, state: State, group: State, t: float) -> None:
         super().move(p, grad, state, {**group, "lr": state.setdefault("lr", group["lr"])}, t)

@@ -7,6 +7,7 @@ that setting when it is imported, so functions submitted to it import Triton and
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import torch
 
@@ -36,3 +37,17 @@ def unavailable_reason() -> str | None:
     except Exception as error:
         return f"Triton does not compile here: {error_line(error)}"
     return None
+
+
+def kernel_row(case: str, report: Any) -> dict[str, object]:
+    """One row of the table that the run prints of compiled kernels; `report` is the kernel's `KernelReport`."""
+    from shardmark.meter.aot import SHARED_MEMORY
+
+    return {
+        "case": case,
+        "registers": report.registers,
+        "spilled bytes": report.spilled_bytes,
+        "shared bytes": report.shared_bytes,
+        "of the chip's": f"{report.shared_bytes / SHARED_MEMORY[report.capability]:.0%}",
+        "matrix instructions": " ".join(f"{n} {name}" for name, n in report.matrix_instructions.items()),
+    }

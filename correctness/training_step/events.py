@@ -1,4 +1,4 @@
-"""Events of a training step's life; a player of an implementation beside, in float64, autograd and SGD alone."""
+"""Events of a training step, and a player that compares an implementation with autograd and SGD in float64."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CLOSE = {"float32": 1e-3, "float16": 0.1}
 """Allowed relative error of losses, gradients, momentum and sums of updates: the rounding of several steps."""
 
 OPTIONS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-"""SGD options that move parameters also where gradients are zero."""
+"""SGD options that change parameters even if gradients are zero."""
 
 SHAPES = ((3, 8), (1, 5), (2, 9), (1, 1))
 """(batch, context) of the batches."""
 
 FIRST_OVERFLOWS, OVERFLOWS = 4, 6
-"""In float16, skipped steps before the first event, so that nothing else overflows; and at most in a history, as a loss
-scale that is too small loses gradients."""
+"""In float16: skipped steps before the first event, so that nothing else overflows; and most skipped steps in one
+history, as too small a loss scale loses gradients."""
 
 
 EVENTS = {
@@ -69,7 +69,7 @@ class History:
     kind: str = "plain"
     """Kind of the model, see `moody_model`."""
     twice: bool = False
-    """A second step, of a model of its own, plays each event too, with other batches."""
+    """A second step with its own model plays each event too, with other batches."""
 
     def __str__(self) -> str:
         frozen = f"parameters {', '.join(map(str, self.frozen))} frozen" if self.frozen else ""
@@ -93,16 +93,16 @@ class Beside:
             player.play(event._replace(value=event.value + i))
 
     def problem(self) -> str:
-        return ""  # each event raises its own
+        return ""  # each event raises its own error
 
 
 class _Player:
     def __init__(self, implementation: Implementation, history: History, precision: str, device: str) -> None:
         self.precision, self.device = precision, device
         self.waiting: list[tuple[Tensor, Tensor]] = []
-        """Losses, found and expected."""
+        """Pairs of losses: found, expected."""
         self.scaled = False
-        """A backward came since the last update."""
+        """True if a backward ran since the last update."""
         self.overflows = 0
         model = moody_model(history.kind)
         parameters = list(model.parameters())

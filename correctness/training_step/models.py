@@ -1,4 +1,4 @@
-"""Small language models whose loss shows what a training step does with them: modes, context, batch, dropout, ties."""
+"""Small language models whose loss depends on modes, the full batch, dropout and shared parameters."""
 
 from typing import Any
 
@@ -10,23 +10,23 @@ from impl.model.mlp import MLPLanguageModel
 
 
 class Halves(nn.Module):
-    """In training mode alone."""
+    """Halves its input, in training mode only."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x / 2 if self.training else x
 
 
 class Mixes(nn.Module):
-    """The mean of each position and of all positions of the batch, as a model that is not causal may."""
+    """The mean of each position and the mean position of the batch: like a model that is not causal."""
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, context, dim)
         return (x + x.mean((0, 1), keepdim=True)) / 2
 
 
 class Table(nn.Module):
-    """Logits are a row of its weight for each token, so they are exact in any dtype; `inner` comes after them.
+    """Each token's logits are a row of the weight: exact in any dtype, and in the weight's dtype under autocast too.
 
-    They are in the weight's dtype, whatever autocast does.
+    `inner` is applied to the logits.
     """
 
     def __init__(self, vocab: int, inner: nn.Module | None = None) -> None:
@@ -42,11 +42,11 @@ class Table(nn.Module):
 
 
 KINDS = ("plain", "tied", "unused", "shared")
-"""Models by what their parameters are: all in use once; one in two places; one not in use; a block in use twice."""
+"""Kinds of models: every parameter used once; one used in two places; one not used; a layer used in two blocks."""
 
 
 def moody_model(kind: str = "plain") -> nn.Module:
-    """A model that looks at its full batch, and whose submodules' modes change its loss."""
+    """A model whose loss depends on its full batch and on each submodule's mode."""
     model: Any = MLPLanguageModel(SIZE)
     for block in model.blocks:
         block.gelu = nn.Sequential(block.gelu, Halves())
@@ -63,14 +63,14 @@ def moody_model(kind: str = "plain") -> nn.Module:
 
 
 def set_modes(model: nn.Module, number: int) -> None:
-    """Of each module on its own, at random."""
+    """Set each module's mode at random, seeded by `number`."""
     draw = torch.Generator().manual_seed(number)
     for module in model.modules():
         module.training = bool(torch.randint(2, (), generator=draw))
 
 
 def what_stays(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """What a step may not change: by words that a failure says."""
+    """Snapshot of what a step must not change, by the name that a failure prints."""
     stays = {f"the training mode of {name or 'the model'}": module.training for name, module in model.named_modules()}
     for name, p in model.named_parameters():
         stays |= {f"{what} of {name}": getattr(p, what) for what in ("requires_grad", "dtype")}

@@ -1,4 +1,4 @@
-"""A small language model, its training step by any implementation, and the loss and gradients in float64."""
+"""A small language model with its training step, and the expected loss and gradients in float64."""
 
 import copy
 import math
@@ -39,9 +39,9 @@ def setting(
     all_parameters: bool = False,
     **options: Any,
 ) -> Setting:
-    """SGD with two param groups, so that updates show the gradients; `lr` is 0 unless `options` set it.
+    """Make the setting with SGD, so that updates show the gradients; `lr` is 0 unless `options` set it.
 
-    They are of the trainable parameters, or with `all_parameters` of the frozen ones as well.
+    Its two param groups have the trainable parameters; with `all_parameters`, the frozen ones too.
     """
     model = (MLPLanguageModel(SIZE) if model is None else model).to(device)
     params = [p for p in model.parameters() if all_parameters or p.requires_grad]

@@ -1,4 +1,4 @@
-"""A training step's contract, a property a test: loss, gradients, the optimizer's step, and what stays as it is."""
+"""Contract of the training step, one property per test: loss, gradients and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from correctness.training_step.stepping import (
     gradients,
     relative_error,
     setting,
-    skip_where_graphs_own_gradients,
     taken,
     values,
 )
@@ -60,7 +59,7 @@ def test_the_loss_is_a_float32_scalar_and_detached_from_a_full_step(
 
 
 def test_ignored_targets_count_in_no_mean(implementation: Implementation, device: str) -> None:
-    """One sequence has none that count, and another a few."""
+    """One sequence has no target that counts, another a few."""
     of = setting(implementation, device)
     of.targets[0] = -100
     of.targets[1, 3:] = -100
@@ -82,19 +81,9 @@ def test_where_all_targets_are_ignored_the_loss_is_nan_and_nothing_is_learnt(
         assert torch.equal(p, before[name]), f"where all targets are -100, {name} has changed"
 
 
-def test_gradients_accumulate_until_the_caller_clears_them(implementation: Implementation, device: str) -> None:
-    skip_where_graphs_own_gradients(implementation)
-    of = setting(implementation, device)
-    expected = [exact(of.model, of.tokens, of.targets)[1], exact(of.model, *(other := batch(device)))[1]]
-    of.step(of.tokens, of.targets)
-    of.step(*other)
-    total = {name: grad + expected[1][name] for name, grad in expected[0].items()}
-    assert_gradients(gradients(of.model), total, what="gradient of two steps")
-
-
 @pytest.mark.examples(20, 100, 1000)
 def test_any_targets_and_any_scale_of_the_logits(implementation: Implementation, examples: int, device: str) -> None:
-    of = setting(implementation, device)  # one for all examples, as a step may have to be compiled
+    of = setting(implementation, device)  # one for all examples, as each new step may compile
     ids = st.lists(
         st.sampled_from([-100, 0, 1, SIZE.vocab - 1]), min_size=of.targets.numel(), max_size=of.targets.numel()
     )
@@ -115,7 +104,7 @@ def test_any_targets_and_any_scale_of_the_logits(implementation: Implementation,
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_products_are_in_the_precisions_dtype(implementation: Implementation, precision: str, device: str) -> None:
-    """So the error against float64 is as eager's in that dtype: no larger, and where it is half, no smaller."""
+    """The error against float64 is like eager's in that dtype: no larger and, in half precision, no smaller."""
     model, inputs, lr = MLPLanguageModel(SIZE).to(device), batch(device), 100.0
     _, wanted = exact(model, *inputs)
     errors = []
@@ -131,31 +120,9 @@ def test_products_are_in_the_precisions_dtype(implementation: Implementation, pr
     )
 
 
-@pytest.mark.parametrize("by_parts", [False, True], ids=["in_one_call", "by_parts"])
-def test_each_update_is_one_step_of_the_optimizer(implementation: Implementation, by_parts: bool, device: str) -> None:
-    """With its momentum, and the rate that a scheduler has set."""
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-    of = setting(implementation, device, **options)
-    wide = copy.deepcopy(of.model).double()
-    reference = torch.optim.SGD(wide.parameters(), **options)
-    for lr in (0.1, 0.1, 0.02, 0.5):
-        for group in (*reference.param_groups, *of.optimizer.param_groups):
-            group["lr"] = lr
-        for p, grad in zip(wide.parameters(), exact(wide, of.tokens, of.targets)[1].values(), strict=True):
-            p.grad = grad
-        reference.step()
-        of.optimizer.zero_grad()
-        if by_parts:
-            of.step.backward(of.step.forward(of.tokens, of.targets))
-            of.step.update()
-        else:
-            of.step(of.tokens, of.targets)
-    assert_gradients(values(of.model), values(wide), 1e-4, "value after four steps")
-
-
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_each_step_uses_the_last_ones_parameters(implementation: Implementation, precision: str, device: str) -> None:
-    """Not a copy that was cast before: after steps that halve the loss, the next one's is that of the parameters."""
+    """Not a copy that was cast earlier: after steps that halve the loss, forward's loss is half too."""
     of = setting(implementation, device, precision, lr=1.0)
     first = expected = exact(of.model, of.tokens, of.targets)[0]
     for _ in range(40):

@@ -1,4 +1,4 @@
-"""The loss and its gradients given the logits: of a model whose logits are exact in any dtype, also with dropout."""
+"""The loss and its gradients given the logits, by a model whose logits are exact in any dtype; and dropout."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def batch(device: str, ignored: int = 3) -> tuple[Tensor, Tensor]:
 def test_the_loss_has_float32s_accuracy_given_the_logits(
     implementation: Implementation, precision: str, size: float, device: str
 ) -> None:
-    """Also where the logits are of half precision: so are the parameters then, and nothing casts for the loss."""
+    """With half-precision parameters the logits are in half precision, and no autocast makes the loss float32."""
     model, step = made(implementation, precision, None, device)
     with torch.no_grad():
         model.rows.weight.mul_(size)
@@ -61,9 +61,7 @@ def test_the_loss_has_float32s_accuracy_given_the_logits(
 
 @pytest.mark.parametrize("where", ["block", "model"])
 def test_gradients_are_of_the_losss_own_dropout(implementation: Implementation, where: str, device: str) -> None:
-    """Logits are dropped where their gradient is zero: with these the loss must be that of forward, and the gradients
-    its gradients.
-    """
+    """A logit whose gradient is zero was dropped: with these zeros, loss and gradients in float64 are the step's."""
     model, step = made(implementation, "float32", nn.Dropout(0.5) if where == "block" else None, device)
     if where == "model":
         model.register_forward_hook(lambda module, inputs, logits: nn.functional.dropout(logits, 0.5, module.training))

@@ -1,4 +1,4 @@
-"""A training step in float16: the loss is scaled, gradients are unscaled, and where they overflow it is skipped."""
+"""A training step in float16: the loss is scaled, gradients are unscaled, and a step that overflows is skipped."""
 
 import warnings
 
@@ -21,7 +21,7 @@ from shardmark.api import Implementation
 pytestmark = pytest.mark.family("training_step")
 
 CLOSE = 0.02
-"""Relative error that float16's gradients may have: of all its roundings, each 0.001 or less."""
+"""Allowed relative error of float16 gradients: many roundings of at most 0.001 each."""
 
 
 def test_float16_takes_the_step_of_unscaled_gradients(implementation: Implementation, device: str) -> None:
@@ -45,7 +45,7 @@ def test_float16_takes_the_step_of_unscaled_gradients(implementation: Implementa
 def test_a_float16_step_that_overflows_is_skipped_with_a_warning(
     implementation: Implementation, bad: float, name: str, device: str
 ) -> None:
-    """And leaves nothing in the optimizer: the next step is as if it were the first."""
+    """It leaves nothing in the optimizer: the next step is as if it were the first."""
     of = setting(implementation, device, "float16", lr=1.0, momentum=0.9)
     before, (_, expected) = values(of.model), exact(of.model, of.tokens, of.targets)
 
@@ -74,7 +74,7 @@ def test_a_float16_step_that_overflows_is_skipped_with_a_warning(
 
 @pytest.mark.parametrize("most", [64, 2**-5])
 def test_the_loss_scale_falls_until_gradients_fit(implementation: Implementation, most: float, device: str) -> None:
-    """`most` is the largest scale whose gradients fit: of gradients above float16's largest it is below 1."""
+    """`most` is the largest scale at which gradients fit; below 1 for gradients larger than float16 can hold."""
     of = setting(implementation, device, "float16", lr=1.0)
     before, (_, expected) = values(of.model), exact(of.model, of.tokens, of.targets)
     largest = most * 1.1 * expected["output.weight"].abs().max().item()
@@ -92,7 +92,7 @@ def test_the_loss_scale_falls_until_gradients_fit(implementation: Implementation
 
 
 class Faint(MLPLanguageModel):
-    """Its logits, and so its gradients, are made smaller than float16's smallest."""
+    """A model whose logits, and so gradients, are below float16's smallest number."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens) * 2.0**-24

@@ -1,4 +1,4 @@
-"""Any history of a training step: forward, backward, update and call, and what callers do in between."""
+"""Histories of a training step: forward, backward, update and call, and what callers do in between."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ pytestmark = pytest.mark.family("training_step")
 
 ORDERS = {
     "a_step_after_an_update": ["call", "forward", "backward", "update"],
+    "a_scheduler": ["call", "rate", "call", "clear", "rate", "forward", "backward", "update"],
     "two_updates": ["forward", "backward", "update", "update", "forward", "backward"],
     "gradients_over_calls": ["call", "call", "clear", "call", "forward", "backward", "backward", "update"],
     "cleared_before_an_update": ["forward", "backward", "clear", "update", "forward", "backward", "update"],
@@ -45,7 +46,7 @@ def test_orders_that_trainings_have(implementation: Implementation, order: str, 
 def test_an_update_after_ignored_targets_is_one_step(
     implementation: Implementation, precision: str, device: str
 ) -> None:
-    """Their gradients are zero, and momentum and weight decay go on."""
+    """The gradients are zero; momentum and weight decay still change parameters."""
     of = setting(implementation, device, precision, **OPTIONS)
     of.step(of.tokens, of.targets)
     of.optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""The training step's implementations: each against the eager one, and that one against the loss in float64."""
+"""The training step's implementations against the eager one: results, compiled graphs, and a user's own model."""
 
 import copy
 
@@ -7,25 +7,23 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from correctness.model.mlp_by_formula import plain
 from correctness.support.own_model import OWN, Trained, adam, assert_as_in_one_process, on_cpu, own_model
 from correctness.support.own_model import STEPS as OWN_STEPS
 from correctness.support.training import STEPS, Results, assert_as_accurate_as_eager, trained
-from impl.model import SIZES, Transformer
-from impl.model.mlp import MLPLanguageModel, MLPSize
+from correctness.training_step.stepping import SIZE, batch
+from impl.model.mlp import MLPLanguageModel
 from impl.precision import PRECISIONS, Precision
-from impl.training_step import CheckpointedStep, CompileModel, CompileStep, EagerStep
+from impl.training_step import CompileModel, CompileStep
 from impl.training_step.compiled import OPTIONS, CompileAllOptions, CompileEpilogueFusion, CompileNoOptions
 from shardmark.api import OwnModelCase
-from shardmark.api.registry import FAMILIES, Implementation, Unsupported, check_contract
+from shardmark.api.registry import FAMILIES, Implementation, Unsupported
 
-SIZE = MLPSize(dim=16, layers=2, vocab=64)
 WIDE = Precision(torch.float64, torch.float64, torch.float64)
 
 
 def _setting(device: str) -> tuple[nn.Module, Tensor, Tensor]:
     """A model, tokens and targets."""
-    return MLPLanguageModel(SIZE).to(device), *torch.randint(SIZE.vocab, (2, 2, 8), device=device)
+    return MLPLanguageModel(SIZE).to(device), *batch(device, (2, 8))
 
 
 def _trained(
@@ -75,41 +73,10 @@ def test_compiles_in_the_first_step_alone(implementation: Implementation, device
     assert last < first / 2  # a compiled update that forgets the optimizer's state, or the gradients, learns nothing
 
 
-def test_the_loss_is_the_mean_cross_entropy_in_float64(device: str) -> None:
-    model, tokens, targets = _setting(device)
-    model = model.double()
-    loss = EagerStep(model, torch.optim.SGD(model.parameters()), precision=WIDE).forward(tokens, targets)
-    logits = plain(dict(model.named_parameters()), tokens)
-    chosen = logits.gather(-1, targets[..., None])[..., 0] - logits.exp().sum(-1).log()
-    # The loss itself is float32: a few of its roundings, of the largest of the terms.
-    assert loss.item() == pytest.approx(-chosen.mean().item(), rel=4 * torch.finfo(torch.float32).eps)
-
-
 def test_compile_step_takes_no_float16() -> None:
     model = MLPLanguageModel(SIZE)
     with pytest.raises(Unsupported, match=r"^compile_step takes no float16"):
         CompileStep(model, torch.optim.SGD(model.parameters()), precision=PRECISIONS["float16"])
-
-
-def test_a_model_without_blocks_is_not_checkpointed_in_one_line() -> None:
-    model = nn.Embedding(3, 3)
-    with pytest.raises(ValueError, match=r"^checkpointing needs `model.blocks`.*Embedding has none$"):
-        CheckpointedStep(model, torch.optim.SGD(model.parameters()))
-
-
-@pytest.mark.family("training_step", only=("eager", "checkpointed"))
-def test_meets_the_contract(implementation: Implementation, device: str) -> None:
-    check_contract(implementation, device)
-
-
-def test_checkpointing_runs_each_block_of_the_transformer_twice() -> None:
-    model = Transformer(SIZES["tiny"], context_length=8)
-    calls: list[nn.Module] = []
-    for block in model.blocks:
-        block.feed_forward_norm.register_forward_hook(lambda module, inputs, output: calls.append(module))
-    tokens = torch.zeros(1, 8, dtype=torch.int64)
-    CheckpointedStep(model, torch.optim.SGD(model.parameters()))(tokens, tokens)
-    assert len(calls) == 2 * len(model.blocks)
 
 
 def test_options_say_all_of_what_they_turn_on_and_off() -> None:
@@ -133,8 +100,8 @@ def test_a_users_own_model_trains_as_in_one_process(
     losses = []
     for i in range(OWN_STEPS):
         optimizer.zero_grad()
-        batch = own_model(case, device, 0, i).batch
+        inputs = own_model(case, device, 0, i).batch
         torch.manual_seed(1000 * i)
-        losses.append(step(batch, None).item())
+        losses.append(step(inputs, None).item())
     found = Trained(losses, on_cpu(own.module.named_parameters()))
     assert_as_in_one_process([found], case, device, float(torch.finfo(torch.float32).eps))

@@ -1,4 +1,4 @@
-"""Wrong training steps."""
+"""Planted defects: training steps with one mistake each."""
 
 import warnings
 from collections.abc import Callable
@@ -79,14 +79,14 @@ class LossInHalf(ByLogits):
         return super().loss(logits, targets).to(self.precision.compute)
 
 
-@defect(cause="gradients", caught_by="test_gradients_accumulate")
+@defect(cause="gradients", caught_by="test_orders_that_trainings_have")
 class ZeroesFirst(EagerStep):
     def __call__(self, tokens: Tensor, targets: Tensor, mark: Mark = lambda part: None) -> Tensor:
         self.optimizer.zero_grad()
         return super().__call__(tokens, targets, mark)
 
 
-@defect(cause="gradients", caught_by="test_gradients_accumulate")
+@defect(cause="gradients", caught_by="test_orders_that_trainings_have")
 class ReplacesGradients(EagerStep):
     def backward(self, loss: Tensor) -> None:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -193,14 +193,14 @@ class KeepsItsInputs(EagerStep):
         return super().forward(*self.inputs)
 
 
-@defect(cause="options", caught_by="test_each_update_is_one_step_of_the_optimizer")
+@defect(cause="options", caught_by="test_orders_that_trainings_have")
 class StepsTwice(EagerStep):
     def update(self) -> None:
         super().update()
         self.optimizer.step()
 
 
-@defect(cause="options", caught_by="test_each_update_is_one_step_of_the_optimizer")
+@defect(cause="options", caught_by="test_orders_that_trainings_have")
 class RateOfTheStart(EagerStep):
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, precision: Precision = FLOAT32) -> None:
         super().__init__(model, optimizer, precision=precision)
@@ -212,14 +212,14 @@ class RateOfTheStart(EagerStep):
         super().update()
 
 
-@defect(cause="state", caught_by="test_the_models_mode_stays")
+@defect(cause="state", caught_by="test_orders_that_trainings_have")
 class Evaluates(EagerStep):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.model.eval()
         return super().forward(tokens, targets)
 
 
-@defect(cause="state", caught_by="test_the_models_mode_stays")
+@defect(cause="state", caught_by="test_orders_that_trainings_have")
 class Trains(EagerStep):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.model.train()

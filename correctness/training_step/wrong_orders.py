@@ -1,4 +1,4 @@
-"""Training steps that go wrong only in some order of events, with some model, or at some loss scale."""
+"""Planted defects that show only in some order of events, with some model, or at some loss scale."""
 
 from typing import Any
 

@@ -102,11 +102,6 @@ def flash_triton_peak(case: AttentionCase) -> Bytes:
     return flash_peak(case).add({"delta": 0 if case.mode == "forward" else batch * seq * 4})
 
 
-def compiled_peak(case: AttentionCase) -> Bytes:
-    """Peak of compiled eager attention, in bytes: what the compiler plans is its own; eager's is its limit."""
-    return eager_peak(case)
-
-
 def sdpa_math_peak(case: AttentionCase) -> Bytes:
     """Peak of SDPA's math backend, in bytes: q and k scaled beforehand, half precision computed in float32."""
     batch, seq, head_dim, size = _sizes(case)
@@ -138,13 +133,13 @@ def sdpa_math_peak(case: AttentionCase) -> Bytes:
 
 
 def sdpa_peak(case: AttentionCase, device: str = "cpu") -> Bytes:
-    """Peak of SDPA's fused kernels, in bytes, with the kernel that takes the dtype; see the three below.
+    """Peak of SDPA's fused kernels, in bytes: of the kernel that SDPA chooses for the dtype.
 
-    What they take inside their operators is workspace (`impl.attention.workspace`).
+    Memory inside their operators is workspace (`impl.attention.workspace`).
     """
-    if device == "cpu":
-        return _with_copy_of_a_gradient(case, flash_peak(case))
-    return sdpa_efficient_peak(case) if case.dtype == "float32" else sdpa_flash_peak(case, device)
+    if device == "cuda" and case.dtype == "float32":
+        return sdpa_efficient_peak(case)
+    return sdpa_flash_peak(case, device)
 
 
 def sdpa_flash_peak(case: AttentionCase, device: str = "cpu") -> Bytes:

@@ -43,7 +43,7 @@ class FlashAttentionPyTorch(torch.autograd.Function):
         """Gradients of q, k and v; the tiles of probabilities are recomputed from the log-sum-exp."""
         with torch.autocast(grad_out.device.type, enabled=False):
             compute = functools.partial(_backward, ctx.is_causal)
-            return *FirstDerivative.apply(compute, *ctx.saved_tensors, grad_out), None
+            return *FirstDerivative.apply("FlashAttention", compute, *ctx.saved_tensors, grad_out), None
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:

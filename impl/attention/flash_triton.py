@@ -58,7 +58,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         """Gradients of q, k and v; the probabilities are recomputed tile by tile from the log-sum-exp."""
         needs_kv = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         compute = functools.partial(_backward, ctx.is_causal, needs_kv)
-        return *FirstDerivative.apply(compute, *ctx.saved_tensors, grad_out), None
+        return *FirstDerivative.apply("FlashAttention", compute, *ctx.saved_tensors, grad_out), None
 
 
 def _check_supported(q: Tensor) -> None:

@@ -16,7 +16,7 @@ from impl.attention import accounting, workspace
 from impl.attention.compiled import compile_each_shape
 from impl.attention.contract import Attention, check_inputs, kv_group
 from impl.attention.eager import eager_attention
-from shardmark.api import Race, Unsupported, register, requires_compiler, requires_cuda
+from shardmark.api import Implementation, Race, Unsupported, register, requires_compiler, requires_cuda
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
@@ -59,6 +59,12 @@ def pinned(backend: SDPBackend) -> Attention:
     return attention
 
 
+MATH = pinned(SDPBackend.MATH)
+FLASH = pinned(SDPBackend.FLASH_ATTENTION)
+EFFICIENT = pinned(SDPBackend.EFFICIENT_ATTENTION)
+CUDNN = pinned(SDPBackend.CUDNN_ATTENTION)
+
+
 def flex(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     """Compiled FlexAttention with a causal block mask; Unsupported for head dims below 16 and for float64."""
     check_inputs(q, k, v)
@@ -90,56 +96,25 @@ def _batch_and_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
     return q4, k4, v4
 
 
-register(
-    "attention",
-    "sdpa",
-    sdpa,
-    memory=accounting.sdpa_peak,
-    workspace=workspace.sdpa_workspace,
-    time=Race("eager"),
-    tested_briefly=True,
-)
-register(
-    "attention",
-    "sdpa_math",
-    pinned(SDPBackend.MATH),
-    memory=accounting.sdpa_math_peak,
-    time=Race("eager"),
-    tested_briefly=True,
-)
-for _name, _backend, _memory, _workspace, _requires in (
-    ("flash", SDPBackend.FLASH_ATTENTION, accounting.sdpa_flash_peak, workspace.flash_workspace, ()),
-    (
-        "efficient",
-        SDPBackend.EFFICIENT_ATTENTION,
-        accounting.sdpa_efficient_peak,
-        workspace.efficient_workspace,
-        (requires_cuda,),
-    ),
-    ("cudnn", SDPBackend.CUDNN_ATTENTION, accounting.sdpa_flash_peak, workspace.cudnn_workspace, (requires_cuda,)),
+def _requires_its_backward(device: str) -> str | None:
+    return None if device == "cuda" else "PyTorch's FlexAttention has no backward pass on CPU"
+
+
+for _name, _target, _memory, _workspace, _requires in (
+    ("sdpa", sdpa, accounting.sdpa_peak, workspace.sdpa_workspace, ()),
+    ("sdpa_math", MATH, accounting.sdpa_math_peak, Implementation.workspace, ()),
+    ("sdpa_flash", FLASH, accounting.sdpa_flash_peak, workspace.flash_workspace, ()),
+    ("sdpa_efficient", EFFICIENT, accounting.sdpa_efficient_peak, workspace.efficient_workspace, (requires_cuda,)),
+    ("sdpa_cudnn", CUDNN, accounting.sdpa_flash_peak, workspace.cudnn_workspace, (requires_cuda,)),
+    ("flex", flex, accounting.flex_peak, Implementation.workspace, (_requires_its_backward, requires_compiler)),
 ):
     register(
         "attention",
-        f"sdpa_{_name}",
-        pinned(_backend),
+        _name,
+        _target,
         memory=_memory,
         workspace=_workspace,
         time=Race("eager"),
         requires=_requires,
         tested_briefly=True,
     )
-
-
-def _requires_its_backward(device: str) -> str | None:
-    return None if device == "cuda" else "PyTorch's FlexAttention has no backward pass on CPU"
-
-
-register(
-    "attention",
-    "flex",
-    flex,
-    memory=accounting.flex_peak,
-    time=Race("eager"),
-    requires=(_requires_its_backward, requires_compiler),
-    tested_briefly=True,
-)

@@ -1,7 +1,8 @@
-"""What SDPA's kernels take inside one operator on CUDA and give back, in bytes.
+"""Workspace of SDPA's kernels on CUDA, in bytes: memory that a kernel allocates and frees inside one operator.
 
-On CPU that is a few tiles for each thread, and zero here. On CUDA it is as large as the tensors themselves, so a case
-needs room for it, though its formula speaks of tensors alone. Read in PyTorch's aten/src/ATen/native/transformers/cuda.
+On CPU it is a few tiles for each thread, and counts as zero here. On CUDA it is as large as the tensors themselves, so
+a case needs room for it, though the formula of its peak counts tensors alone. The source is PyTorch's
+aten/src/ATen/native/transformers/cuda.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 FLOAT = 4
 MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 SXM, which formulas assume if there is no GPU."""
+"""Multiprocessors of an H100 SXM: formulas assume these if there is no GPU."""
 MOST_SPLITS = 128
 
 
@@ -73,10 +74,11 @@ def key_splits(batch: int, seq: int, head_dim: int, multiprocessors: int) -> int
 
 
 def efficient_workspace(case: AttentionCase, device: str) -> Bytes:
-    """Nothing forward. Backward, with several heads, a dense copy of the output's gradient; in float32 the product of
-    it and the output, which is summed to delta and gone (attention_backward.cu, _efficient_attention_backward); then dq
-    by blocks, each with a lock of 16 bytes: head_dim rounded up to 64, in half precision above 64 to 128
-    (kernel_backward.h, workspace_size; the blocks' sizes are in kernels/generate_kernels.py, BwdKernel.get_all).
+    """Bytes of the memory-efficient kernel: none forward. Backward: with several heads, a dense copy of the output's
+    gradient; in float32 that gradient times the output, freed once it is summed to delta (attention_backward.cu,
+    _efficient_attention_backward); then dq by blocks, each with a lock of 16 bytes. Blocks have head_dim rounded up to
+    64, in half precision above 64 to 128 (kernel_backward.h, workspace_size; kernels/generate_kernels.py,
+    BwdKernel.get_all).
     """
     if device == "cpu" or case.mode == "forward":
         return Bytes({})
@@ -93,8 +95,9 @@ def efficient_workspace(case: AttentionCase, device: str) -> Bytes:
 
 
 def cudnn_workspace(case: AttentionCase, device: str) -> Bytes:
-    """Backward, dq in float32 and a value a row: what cudnn-frontend's CompositeSDPABackwardNode asks for. The plan of
-    the GPU at hand takes more or less (native/cudnn/MHA.cpp, run_cudnn_SDP_bprop, get_workspace_size).
+    """Bytes of cuDNN's kernel: none forward; backward, dq in float32 and one value a row, as cudnn-frontend's
+    CompositeSDPABackwardNode requests. The plan for a given GPU may take more or less (native/cudnn/MHA.cpp,
+    run_cudnn_SDP_bprop, get_workspace_size).
     """
     if device == "cpu" or case.mode == "forward":
         return Bytes({})

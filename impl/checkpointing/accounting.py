@@ -5,6 +5,7 @@ In float32 alone, ValueError for another dtype. T tokens, d = d_model, f = d_ff.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING
 from impl.accounting.beside import BYTES, FLOAT, Technique, beside, peak_of_part
 from impl.accounting.ledger import Bytes, Ledger
 from impl.accounting.plain import PlainLanguageModel
-from impl.checkpointing.segments import segment_length
 from impl.model.mlp import MLP_SIZES, MLPSize
 from impl.model.sizes import SIZES, TransformerSize
 from shardmark.api import AFTER_FORWARD, BACKWARD, ENTER, LEAVE, Moment, followed
@@ -117,6 +117,11 @@ class OfMLP(Checkpointing):
         for name in (f"{BLOCK}.w1", f"{BLOCK}.w2"):
             self.ledger.take(name, self.weights // 2)
         self.ledger.borrow("biases in half precision", self.biases)
+
+
+def segment_length(blocks: int) -> int:
+    """Blocks in a segment of `recursive`: the square root of all, rounded. The last segment may have fewer."""
+    return round(math.sqrt(blocks))
 
 
 class Recursive(Checkpointing):

@@ -1,4 +1,4 @@
-"""Cases of a training step under activation checkpointing: deep models, where activations are most of the memory."""
+"""Cases of a training step under activation checkpointing: deep models, whose activations take most of the memory."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from impl.checkpointing import accounting
 from impl.checkpointing.contract import Policy
-from impl.checkpointing.segments import segment_length
 from shardmark.api import Race, register
 
 
@@ -98,7 +97,7 @@ class _Segmented(nn.ModuleList):
 
     def __iter__(self) -> Iterator[Any]:
         blocks = list(self._modules.values())
-        length = segment_length(len(blocks))
+        length = accounting.segment_length(len(blocks))
         before: Tensor | None = None
 
         def run(segment: list[Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from impl.accounting.ledger import Bytes
-from impl.loss.chunks import chunk_tokens, row_stride
 from shardmark.api import Work
 
 if TYPE_CHECKING:
@@ -22,6 +21,24 @@ def work(case: LossCase) -> Work:
         flops=3 * 2 * case.tokens * case.dim * case.vocab,
         bytes_moved=2 * tensors * case.torch_dtype.itemsize + 8 * case.tokens,
     )
+
+
+def chunk_tokens(tokens: int, dim: int, itemsize: int) -> int:
+    """Tokens in one chunk of logits, of `itemsize` bytes an element.
+
+    In half precision `dim` tokens: a chunk of logits (dim, vocab) is then as large as weight's gradient. It is freed
+    before that gradient is made of its float32 sum, so it adds nothing to the peak. In float32 the sum is the gradient
+    itself, so a chunk has a quarter of that. At least 512 tokens, because each chunk reads and writes the full sum.
+    """
+    return max(1, min(tokens, max(512, dim if itemsize == 2 else dim // 4)))
+
+
+def row_stride(vocab: int, itemsize: int) -> int:
+    """Elements from one row of a chunk's logits to the next; in half precision rows are padded to 128 bytes.
+
+    Matrix products are faster with aligned rows.
+    """
+    return -(-vocab // 64) * 64 if itemsize == 2 else vocab
 
 
 def eager_peak(case: LossCase) -> Bytes:
@@ -44,8 +61,8 @@ def eager_peak(case: LossCase) -> Bytes:
 def chunked_peak(case: LossCase) -> Bytes:
     """Peak of `chunked`, in bytes: eager's matrices for one chunk, and the gradients so far.
 
-    At the last chunk, when its logits are computed or when its gradient of weight meets the others' sum; or at the very
-    end, when the chunks' gradients of hidden become one.
+    The peak is at the last chunk, when its logits are computed or when its gradient of weight is added to the sum; or
+    at the end, when the chunks' gradients of hidden are concatenated.
     """
     size, summed = _sizes(case)
     rows = chunk_tokens(case.tokens, case.dim, size)
@@ -103,11 +120,6 @@ def fused_triton_peak(case: LossCase) -> Bytes:
     return max(_held(case).add({_CHUNK: _chunk(case), "losses of the chunk's rows": 4 * rows + 4}), fused_peak(case))
 
 
-def compiled_peak(case: LossCase) -> Bytes:
-    """Peak of the compiled eager loss, in bytes: what the compiler plans is its own; eager's is its limit."""
-    return eager_peak(case)
-
-
 def linear_cross_entropy_peak(case: LossCase) -> Bytes:
     """Peak of torch's linear_cross_entropy where vocab is larger than dim, in bytes.
 
@@ -116,13 +128,6 @@ def linear_cross_entropy_peak(case: LossCase) -> Bytes:
     _, summed = _sizes(case)
     gradients = {"gradients of hidden and weight": _gradients(case), "their copies": _gradients(case)}
     return _inputs(case).add({**gradients, "scalars": 3 * summed})
-
-
-def gone(case: LossCase) -> int:
-    """Bytes of eager's peak that a fused loss saves: in each of three matrices, all logits but a chunk. Both losses
-    have hidden, weight and targets; the fused loss already has both gradients when it has a chunk of logits."""
-    size, summed = _sizes(case)
-    return 3 * case.tokens * case.vocab * summed - _chunk(case) - case.dim * (case.tokens * size + case.vocab * summed)
 
 
 def _sizes(case: LossCase) -> tuple[int, int]:
@@ -141,7 +146,7 @@ def _gradients(case: LossCase) -> int:
 
 
 def _held(case: LossCase) -> Bytes:
-    """Bytes that live from a fused loss's first chunk on: inputs, both gradients, loss and count."""
+    """Bytes live from a fused loss's first chunk on: inputs, both gradients, loss and count."""
     size, summed = _sizes(case)
     gradients = {
         _OF_HIDDEN: case.tokens * case.dim * size,

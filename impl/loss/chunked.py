@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from impl.loss.accounting import chunked_peak
-from impl.loss.chunks import chunk_tokens
+from impl.loss.accounting import chunk_tokens, chunked_peak
 from impl.loss.contract import check_inputs, product_dtype, statistics_dtype
 from impl.loss.eager import summed_loss
 from shardmark.api import Race, register

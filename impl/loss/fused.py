@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from impl.autograd import FirstDerivative
-from impl.loss.chunks import chunk_tokens, row_stride
+from impl.loss.accounting import chunk_tokens, row_stride
 from impl.loss.contract import check_inputs, product_dtype, statistics_dtype
 
 
@@ -85,7 +85,10 @@ class FusedLoss(torch.autograd.Function):
         if grad_weight is not None and not tokens:
             grad_weight.zero_()  # there is no chunk that would write it
         rows = chunk_tokens(tokens, dim, product.itemsize)
-        buffer = x.new_empty(rows, row_stride(vocab, product.itemsize), dtype=logits_dtype)[:, :vocab]
+        padded = x.new_empty(rows, row_stride(vocab, product.itemsize), dtype=logits_dtype)
+        if not padded.is_cuda:
+            padded[:, vocab:] = 0  # a bfloat16 product reads it on CPUs with AVX512-BF16, and zero times NaN is NaN
+        buffer = padded[:, :vocab]
         for first in range(0, tokens, rows):
             chunk, chunk_targets = x[first : first + rows], targets[first : first + rows]
             logits = _product(chunk, w.T, out=buffer[: len(chunk)])
@@ -111,14 +114,9 @@ class FusedLoss(torch.autograd.Function):
         scaled = partial(_scaled, gradients, (hidden.dtype, weight.dtype), scale)
         del gradients
         if torch.is_grad_enabled():  # with create_graph=True
-            return *_NoSecondDerivative.apply(lambda *tensors: scaled(), hidden, weight, grad_loss), *(None,) * 6
+            tensors = hidden, weight, grad_loss
+            return *FirstDerivative.apply("the fused loss", lambda *tensors: scaled(), *tensors), *(None,) * 6
         return *scaled(), *(None,) * 6
-
-
-class _NoSecondDerivative(FirstDerivative):
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError("the fused loss has no double backward: its gradients cannot be differentiated; eager's can")
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:

@@ -50,13 +50,6 @@ def work(case: OptimizerCase) -> Work:
     return Work(bytes_moved=bytes_per_parameter(case) * sum(counts(case)))
 
 
-def state_bytes(case: OptimizerCase) -> int:
-    """Bytes of optimizer state: both moments, master weights, a step count for each parameter."""
-    _, state = _sizes(case)
-    tensors = counts(case)
-    return (3 if case.master_weights else 2) * state * sum(tensors) + _STEP * len(tensors)
-
-
 def before_step(case: OptimizerCase) -> Bytes:
     """Bytes of parameters, gradients and state."""
     size, state = _sizes(case)

@@ -11,8 +11,8 @@ CLIPPING = ("none", "in_step", "before_step")
 class OptimizerCase:
     """One step over the parameters of the language model of that size, gradients in the parameters' dtype.
 
-    `clipping` by global norm is "none", "in_step" (the optimizer's own `max_grad_norm` where it has one, else as next)
-    or "before_step" (`torch.nn.utils.clip_grad_norm_`, then the step).
+    `clipping` by global norm is "none", "before_step" (`torch.nn.utils.clip_grad_norm_`, then the step) or "in_step"
+    (the optimizer's own `max_grad_norm`; "before_step" if it has none).
     """
 
     model: str

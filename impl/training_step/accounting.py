@@ -19,33 +19,27 @@ if TYPE_CHECKING:
 
 
 def work(case: TrainingStepCase | OwnModelCase) -> Work:
-    """FLOPs and least bytes of the part of a step that the case names: forward reads the weights, backward reads them
+    """FLOPs and least bytes of the part of a step that the case names. Forward reads the weights, backward reads them
     again and writes their gradients, and AdamW moves 28 bytes a parameter."""
     if isinstance(case, OwnModelCase):
         return case.work
-    if case.model in MLP_SIZES:
-        return _mlp_work(case)
-    size = SIZES[case.model]
-    whole = training_work(case)
-    if case.mode != "forward":
-        return replace(whole, bytes_moved=(12 if case.mode == "forward_backward" else 40) * size.parameters)
-    forward = whole.model_flops // 3  # backward takes two products where forward takes one
-    return Work(forward, 4 * size.parameters, model_flops=forward)
+    parameters = (MLP_SIZES if case.model in MLP_SIZES else SIZES)[case.model].parameters
+    whole = _mlp_work(case) if case.model in MLP_SIZES else training_work(case)
+    if case.mode == "forward":
+        flops = whole.model_flops // 3  # backward takes two products where forward takes one
+        return Work(flops, 4 * parameters, model_flops=flops)
+    return replace(whole, bytes_moved=(12 if case.mode == "forward_backward" else 40) * parameters)
 
 
 def _mlp_work(case: TrainingStepCase) -> Work:
-    """FLOPs: 6 per token for each value of a matrix that multiplies (all but the embedding), a third of them in
-    forward. Bytes: weights read in forward and in backward, gradients written, and AdamW's 28 per parameter."""
+    """FLOPs of forward and backward: 6 per token for each value of a matrix that multiplies (all but the embedding)."""
     size = MLP_SIZES[case.model]
-    forward = 2 * case.tokens * (size.layers * 2 * size.dim * size.hidden + size.vocab * size.dim)
-    if case.mode == "forward":
-        return Work(forward, 4 * size.parameters, model_flops=forward)
-    moved = (12 if case.mode == "forward_backward" else 40) * size.parameters
-    return Work(3 * forward, moved, model_flops=3 * forward)
+    flops = 6 * case.tokens * (size.layers * 2 * size.dim * size.hidden + size.vocab * size.dim)
+    return Work(flops, model_flops=flops)
 
 
 SCALER = 12
-"""Bytes that float16's loss scaling holds in backward: the scale, how long it has held, and the scaled loss."""
+"""Bytes of float16's loss scaling in backward: the scale, the number of steps since it changed, the scaled loss."""
 
 
 def eager_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
