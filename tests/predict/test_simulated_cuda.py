@@ -67,14 +67,10 @@ def test_the_smallest_free_block_is_given_out_and_neighbours_merge() -> None:
     assert allocator.allocate(40 * MIB) is not None and allocator.reserved == 52 * MIB
 
 
-def test_a_stream_has_pools_of_its_own_and_expandable_segments_grow() -> None:
+def test_a_stream_has_pools_of_its_own() -> None:
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(16 * MIB))
     assert allocator.allocate(16 * MIB, stream="2") is not None and allocator.reserved == 32 * MIB
-    expandable = CachingAllocator(expandable_segments=True)
-    expandable.free(expandable.allocate(30 * MIB))
-    assert expandable.reserved == 40 * MIB
-    assert expandable.allocate(50 * MIB) is not None and expandable.reserved == 60 * MIB
 
 
 def test_the_peak_is_that_since_it_was_reset() -> None:

@@ -135,6 +135,12 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
+def written_by(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """The arguments that the operator writes: of each its schema, and its tensor or tensors."""
+    arguments = enumerate(operator._schema.arguments)
+    return [(each, args[i] if i < len(args) else kwargs.get(each.name)) for i, each in arguments if each.is_write]
+
+
 def is_called_by_autograd() -> bool:
     """Whether autograd's engine, or C++ that it calls, runs the operator, and no line of the program."""
     if torch._C._current_graph_task_id() == -1:

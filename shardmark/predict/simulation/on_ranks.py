@@ -6,7 +6,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work
+from torch.utils._pytree import tree_leaves
 
 from shardmark.meter.measure_case import timed_step, warmed_up
 from shardmark.meter.plan import Plan
@@ -134,16 +135,9 @@ def collective_seconds(calls: Sequence[Call], budget: float, device: str) -> lis
 
 def _cold_pools(calls: Sequence[Call], device: str) -> list[_Pool]:
     """As many pools as it takes for a tensor to leave the caches before its next turn."""
-    nbytes = sum(layout.elements * layout.dtype.itemsize for call in calls for layout in _layouts(call.args))
+    layouts = [each for each in tree_leaves([call.args for call in calls]) if isinstance(each, Layout)]
+    nbytes = sum(layout.elements * layout.dtype.itemsize for layout in layouts)
     return [_Pool(device) for _ in range(min(MOST_POOLS, -(-COLD // max(1, nbytes))))]
-
-
-def _layouts(value: Any) -> Iterator[Layout]:
-    if isinstance(value, Layout):
-        yield value
-    elif isinstance(value, tuple):
-        for each in value:
-            yield from _layouts(each)
 
 
 def mean_of(measured: Sequence[Sent]) -> Sent:
