@@ -170,8 +170,7 @@ def _mapped_one_by_one() -> Iterator[None]:
 @contextmanager
 def _garbage_is_new() -> Iterator[None]:
     """Freeze existing objects, so that garbage collection does not search them each time."""
-    frozen = gc.get_freeze_count() > 0
-    if frozen:  # a program's own, which would be thawed with ours
+    if gc.get_freeze_count() > 0:  # the program's own objects, which would be thawed with ours
         yield
         return
     gc.freeze()

@@ -66,21 +66,16 @@ class Machine:
 
     def measure(self, events: Sequence[Event], ranks: int) -> None:
         """Measure those of the operators and collectives that have no rate yet."""
-        calls = list(dict.fromkeys(each.call for each in events if each.call is not None))
-        operators = [
-            each for each in calls if not each.name.startswith("c10d::") and (ranks, each) not in self._operators
-        ]
-        collectives = [
-            each for each in calls if each.name.startswith("c10d::") and (ranks, each) not in self._collectives
-        ]
-        if not (operators or collectives):
-            return
-        world = self.worlds.get(ranks)
-        if operators:
+        calls = dict.fromkeys(each.call for each in events if each.call is not None)
+        known = self._operators.keys() | self._collectives.keys()
+        unknown = [call for call in calls if (ranks, call) not in known]
+        if operators := [call for call in unknown if not call.name.startswith("c10d::")]:
+            world = self.worlds.get(ranks)
             found = world.run(operator_seconds, operators, SECONDS, world.device)
             for call, *seconds in zip(operators, *found, strict=True):
                 self._operators[ranks, call] = max(seconds)
-        if collectives:
+        if collectives := [call for call in unknown if call.name.startswith("c10d::")]:
+            world = self.worlds.get(ranks)
             sent = world.run(collective_seconds, collectives, SECONDS, world.device)
             for call, *each in zip(collectives, *sent, strict=True):
                 self._collectives[ranks, call] = mean_of(each)
