@@ -49,7 +49,7 @@ class Cost:
     nbytes: float
     """Read and written, once each."""
     products: tuple[Product, ...] = ()
-    """Where FLOPs are those of plain products, their shapes."""
+    """Shapes of plain matrix products; empty for attention and others."""
     reduces: bool = False
     """True where an operator combines a row's values: sums, norms, softmax."""
     scattered: bool = False
@@ -59,9 +59,9 @@ class Cost:
 
 
 _OF_ROWS = ("embedding", "index_select", "gather", "index", "take")
-"""They read, of their first tensor, what they give back."""
+"""Operators that read only those rows of their first tensor that they return."""
 _INTO_ROWS = ("index_put_", "_index_put_impl_", "scatter_", "scatter_add_", "index_add_", "index_copy_", "scatter")
-"""They write, of their first tensor, what they are given."""
+"""Operators that write only the given rows into their first tensor."""
 _REDUCE = ("softmax", "norm", "sum", "mean", "amax", "amin", "max", "min", "var", "std", "logsumexp", "argmax", "nll")
 """Parts of the names of operators that combine a row's values."""
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")

@@ -1,4 +1,4 @@
-"""CUDA's rules for tensors on the CPU: what PyTorch would do otherwise there, in what takes memory.
+"""CUDA's rules for tensors on the CPU: what PyTorch does differently on CUDA and takes memory.
 
 - autocast has other lists (`shardmark.predict.simulation.autocast`);
 - `scaled_dot_product_attention` has other kernels, which save and need other things, and RMSNorm one of its own;

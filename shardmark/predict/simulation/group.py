@@ -76,11 +76,11 @@ _OF_NCCL = torch.cpu.Stream()
 
 
 def nccl_recording_streams(operator: OpOverload, args: tuple[Any, ...], schedule: Schedule = UNTIMED) -> Any:
-    """The same as PyTorch did it until 2025: `record_stream` has the caching allocator keep blocks for NCCL's stream,
+    """`nccl` as PyTorch did it until 2025: `record_stream` has the caching allocator keep blocks for NCCL's stream,
     but for `all_gather_into_tensor` and `reduce_scatter_tensor`, which are taken to be waited for. Since then c10d
     holds the tensors themselves until the handle is waited for (pytorch/pytorch#147168).
 
-    Whole numbers are what DDP's ranks tell each other, and the host reads, and so waits for.
+    DDP's ranks exchange whole numbers, which the host reads and so waits for.
     """
     tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
     if _collective(operator) not in ("_allgather_base", "_reduce_scatter_base") and not _of_fsdp1(operator, args):

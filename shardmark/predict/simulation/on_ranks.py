@@ -29,7 +29,7 @@ SILENT = {"c10d::recv_", "c10d::_reduce_scatter_base_", "c10d::reduce_scatter_"}
 """Collectives whose Gloo handles report completion only once waited for."""
 MOST_POOLS = 16
 COLD = 2**26
-"""Bytes that a rank's collectives go through before they meet a tensor again: more than caches hold."""
+"""Bytes that collectives use before they use a tensor again: more than caches hold."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,8 @@ def _cold_pools(calls: Sequence[Call], device: str) -> list[_Pool]:
 
 
 def mean_of(measured: Sequence[Sent]) -> Sent:
-    """What one takes in the mean, as a step is a sum of many: Gloo's threads are woken at once, or milliseconds later
-    where others hold the core, so that no quantile stands for both.
-    """
+    """The mean, as a step is a sum of many. Gloo's threads wake at once, or milliseconds later where others hold the
+    core, so that no quantile stands for both."""
     beside = mean(each.beside for each in measured)
     pace = mean(each.pace * each.beside for each in measured) / beside
     return Sent(mean(each.launch for each in measured), mean(each.alone for each in measured), beside, pace)
@@ -163,9 +162,8 @@ def _alone(operator: Any, args: Any, before: Callable[[], None]) -> tuple[float,
 def _beside(
     operator: Any, args: Any, compute: Callable[[], None], each_alone: float, alone: float, says: bool
 ) -> tuple[float, float]:
-    """Seconds that it takes where the host computes, and the host's pace meanwhile. One that never `says` that it
-    is over, as a message, is computed beside for as long as it takes alone.
-    """
+    """Seconds of the collective while the host computes, and the host's pace meanwhile. Where its handle never `says`
+    that it is complete, the host computes for as long as the collective takes alone."""
     dist.barrier()
     handle = _handle(operator(*args))
     began, units = time.perf_counter(), 0

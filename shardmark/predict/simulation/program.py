@@ -72,17 +72,17 @@ class Event:
     between: float = 0.0
     """Seconds of the program since the last event."""
     launches: int = 0
-    """Operators that it called meanwhile, those that only look at tensors too, this one among them."""
+    """Operators called meanwhile, views and this one included."""
     call: Call | None = None
     cost: Cost | None = None
-    """Of an operator with a kernel."""
+    """Work of an operator that has a kernel."""
     ranks: int = 0
-    """Of a collective, those in its group."""
+    """Size of a collective's group; 0 for other events."""
     name: str = ""
-    """Of the operator or the collective; of a part of the step, which ends here."""
+    """Name of the operator or collective, or of the part of the step that ends here."""
     nbytes: int = 0
     wait: int = 0
-    """For the collectives up to that one, counted from 1."""
+    """Wait for the collectives up to this one, counted from 1; 0 for other events."""
 
 
 class Recorder(Schedule):

@@ -29,9 +29,9 @@ from shardmark.predict.simulation.schedule import FIRST_STREAM, Span, Step
 from shardmark.ranks.world import Worlds
 
 STEPS = 9
-"""Simulated steps, whose median is what the program takes."""
+"""Simulated steps; the median of their times is the program's."""
 SECONDS = 2.0
-"""For which a rank measures the operators of one program."""
+"""Seconds for which a rank measures one program's operators."""
 _COLLECTIVES = "collectives"
 
 
@@ -106,7 +106,7 @@ class Machine:
                 timeline.spans.append(Span(event.name, FIRST_STREAM, began, timeline.now, 0.0, event.cost))
             elif event.name:
                 timeline.mark(event.name)
-        timeline.wait(len(events))  # what nobody was seen to wait for: the next step is not faster either
+        timeline.wait(len(events))  # collectives that the step never waits for delay the next one
         return Step(timeline.now, timeline.now, timeline.parts, timeline.spans)
 
 
@@ -115,7 +115,7 @@ class _Pending:
     event: Event
     sent: Sent
     left: float = 1.0
-    """The share of it that is not done."""
+    """Share of the collective that is not done."""
     began: float | None = None
 
 
