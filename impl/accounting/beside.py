@@ -39,22 +39,22 @@ class Technique:
         return self.plain.moments[0].live[PARAMETERS] // sum(self.values.values())
 
     def begin(self) -> None:
-        """Before forward."""
+        """Called before forward."""
         self.ledger.take(STATE, self.plain.state)
 
     def at(self, moment: Moment) -> None:
-        """At each moment between the first and the last."""
+        """Called at each moment of the plain step."""
         if moment.kind == GRADIENT:
             self.gradient(moment.name)
 
     def gradient(self, parameter: str) -> None:
-        """The gradient of that parameter is there."""
+        """Called when the gradient of that parameter is complete."""
 
     def finish(self) -> None:
-        """Backward is done."""
+        """Called after backward."""
 
     def take_shards(self, nbytes: int) -> None:
-        """In place of parameters and AdamW's state: float32 shards of both, so many bytes of the parameters'."""
+        """Replace parameters and AdamW's state by float32 shards; `nbytes` are those of the parameters' shards."""
         self.ledger.free(PARAMETERS)
         self.ledger.take("shard of parameters", nbytes)
         if self.plain.state:
@@ -65,8 +65,8 @@ MARKS = {BEGIN: "before_step", AFTER_FORWARD: "after_forward", AFTER_BACKWARD: "
 
 
 def beside(plain: Followed, technique: Technique | None = None) -> Ledger:
-    """The ledger of both; its marks are "after_init" (before the first step), "before_step" (of a step that is not the
-    first), "after_forward", "after_backward" and "after_step"."""
+    """The ledger of both in a step after the first, with marks "before_step", "after_forward", "after_backward" and
+    "after_step"; "after_init" is before the first step."""
     technique = technique or Technique()
     technique.stand_beside(plain, ledger := Ledger())
     for moment in plain.moments:

@@ -81,7 +81,7 @@ class Ledger:
         self.take(new, nbytes)
 
     def beside(self, plain: Mapping[str, int]) -> None:
-        """All of it stands beside these bytes from here on, which a step without the technique has live."""
+        """From here on, count these bytes as live, too: those of the plain step."""
         self.total += sum(plain.values()) - sum(self._plain.values())
         self._plain = plain
 
@@ -101,7 +101,7 @@ class Ledger:
         return {name: self._plain.get(name, 0) + self._live.get(name, 0) for name in names}
 
     def note_peak(self) -> None:
-        """Compare with the peak so far: `take` has done so itself."""
+        """Compare what is live with the peak so far, as `take` does itself."""
         if self.total > self._peak:
             self._peak, self._at_peak = self.total, self._entries()
 

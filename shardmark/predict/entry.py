@@ -11,9 +11,8 @@ from shardmark.rows.row import Time
 def predicted_time_entry(
     step: Step, peer: Implementation | None, peer_step: Step | None, within: tuple[float, float] | None
 ) -> Time:
-    """The row's "time" of a simulation: what a step would take on the first rank, and what the peer's would; `within`
-    which multiples of it 9 of 10 steps lie, where that is known.
-    """
+    """The row's "time" of a simulation: the predicted step on the first rank, and the peer's. Of 10 real steps 9 lie
+    between the multiples `within` of the prediction; None where that is not known."""
     entry: Time = {
         "parts": step.parts,
         "mean_by_rank": [step.seconds],

@@ -39,10 +39,10 @@ class Predicted(int):
 def predicted_budget(
     plan: Plan, on: Hardware, slack: float = NEAR, of_ranks: Sequence[Memory] = (), *, every_rank: bool = True
 ) -> MemoryBudget:
-    """Of the rank that needs most, or of those ranks whose predictions there are already; not of `every_rank` but the
-    first, where that one has the most, or nearly (where whole parameters are assigned, within 0.4%).
+    """The budget of the rank that needs most: among `of_ranks` where these are predicted already, else among all;
+    unless `every_rank`, the first alone. That one needs most, or 0.4% less where ranks are assigned whole parameters.
 
-    Raises Unsupported where there is no prediction: of a program whose operators depend on values, say.
+    Raises Unsupported where there is no prediction, as for a program whose operators depend on values.
     """
     if torchrun.launched():
         raise Unsupported("torchrun's first rank has a process group, and a simulation needs one of its own")
@@ -55,7 +55,7 @@ def predicted_budget(
     return MemoryBudget(Predicted(_steady(peaks[rank]), held), slack, workspace, source="prediction")
 
 
-@cache  # the peer's is asked for beside each
+@cache  # many implementations have the same peer
 def _predictions(plan: Plan, on: Hardware, ranks: int) -> list[Memory]:
     with warnings.catch_warnings(action="ignore"):  # the real run gives them
         return [predict(plan, rank, on).memory for rank in range(ranks)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -76,13 +76,7 @@ def _in_one_line(label: str) -> Iterator[None]:
     except (KeyboardInterrupt, RegistryError, Unsupported):
         raise
     except BaseException as error:
-        where = user_line(_innermost(error.__traceback__).tb_frame)
+        *_, (innermost, _) = walk_tb(error.__traceback__)
+        where = user_line(innermost)
         said = next(iter(str(error).strip().splitlines()), "")
         raise RegistryError(f"{label}: {where or 'PyTorch'}: {type(error).__name__}: {said}") from error
-
-
-def _innermost(traceback: TracebackType | None) -> TracebackType:
-    assert traceback is not None, "what was raised has a traceback"
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback

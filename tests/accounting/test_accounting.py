@@ -1,8 +1,7 @@
-"""The closed forms against the meter, against brute force, and against figures others published."""
+"""Closed forms against the meter, against PyTorch's counter of FLOPs, and against figures worked out by hand."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ from impl.attention import accounting as attention
 from impl.attention import eager_attention
 from impl.attention.cases import MODES, AttentionCase
 from impl.attention.workload import AttentionPass
-from impl.collectives.accounting import all_reduce_bytes_sent, bus_bandwidth
+from impl.collectives.accounting import bus_bandwidth
 from impl.collectives.cases import CollectiveCase
 from impl.data_parallel import accounting as data_parallel
 from impl.data_parallel.workload import DataParallelStep
@@ -28,91 +27,40 @@ from impl.training_step import accounting as training_step
 from impl.training_step.cases import STEP_MODES, TrainingStepCase
 from shardmark.api import followed
 from shardmark.api.registry import Implementation, family
-from shardmark.meter.memory import meter
+from shardmark.meter.measure_case import metered_peak
 
-ATTENTION_CASES = [
+ATTENTION = [
     AttentionCase(batch=2, seq=512, head_dim=32),
     AttentionCase(batch=3, seq=777, head_dim=24),
     AttentionCase(batch=2, heads=3, seq=100, head_dim=16, is_causal=False),
     AttentionCase(batch=1, seq=600, head_dim=16, dtype="float64"),
 ]
-
-
-def _attention_peak(implementation: Implementation, case: AttentionCase, device: str) -> int:
-    with meter(device) as memory:
-        step = AttentionPass(implementation, case, device)
-        step.prepare()
-        memory.reset_peak()
-        step.step(lambda part: None)
-    return memory.tensors
+TRITON = [AttentionCase(batch=2, heads=3, seq=100, head_dim=24, dtype=dtype) for dtype in ("float32", "float16")]
+"""Small, as they run in Triton's interpreter, whose tiles PyTorch's allocator does not see."""
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
-@pytest.mark.parametrize("name", ["eager", "flash_pytorch", "sdpa_math", "sdpa_flash"])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        *((name, case) for name in ("eager", "flash_pytorch", "sdpa_math", "sdpa_flash") for case in ATTENTION),
+        *(("flash_triton", case) for case in TRITON),
+    ],
+    ids=str,
+)
 def test_attention_peak_is_exact_to_the_byte(name: str, case: AttentionCase, mode: str) -> None:
     implementation, case = family("attention").implementations[name], replace(case, mode=mode)
-    assert implementation.memory is not None
-    assert _attention_peak(implementation, case, "cpu") == implementation.memory(case)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_flash_triton_peak_is_exact_to_the_byte(dtype: str, mode: str) -> None:
-    """In the interpreter, whose tiles PyTorch's allocator does not see."""
-    implementation = family("attention").implementations["flash_triton"]
     if reason := implementation.unavailable_reason("cpu"):
         pytest.skip(reason)
-    case = AttentionCase(batch=2, heads=3, seq=100, head_dim=24, mode=mode, dtype=dtype)
-    assert _attention_peak(implementation, case, "cpu") == attention.flash_triton_peak(case)
-
-
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-@pytest.mark.parametrize("mode", MODES)
-def test_flash_triton_needs_inputs_outputs_log_sum_exp_and_gradients_within_a_hundredth(
-    mode: str, head_dim: int
-) -> None:
-    case = AttentionCase(batch=2, seq=4096, head_dim=head_dim, mode=mode, dtype="bfloat16")
-    assert attention.flash_triton_peak(case) == pytest.approx(attention.flash_peak(case), rel=0.01)
-
-
-def test_flash_triton_needs_one_more_value_a_row_which_shows_where_rows_are_short() -> None:
-    case = AttentionCase(batch=2, seq=4096, head_dim=16, dtype="bfloat16")
-    more = attention.flash_triton_peak(case) - attention.flash_peak(case)
-    assert more == 2 * 4096 * 4 and 0.01 < more / attention.flash_peak(case) < 0.016
+    assert metered_peak(AttentionPass, implementation, case, "cpu") == implementation.peak(case, "cpu")
 
 
 @pytest.mark.usefixtures("compiler")
 def test_the_compiler_needs_no_more_than_eager(device: str) -> None:
     case = AttentionCase(batch=2, seq=300, head_dim=32)
     entry = family("attention").implementations["compiled"]
-    _attention_peak(entry, case, device)  # compiles
-    assert _attention_peak(entry, case, device) < attention.eager_peak(case)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_flash_peak_is_linear_in_seq_and_eager_quadratic(mode: str) -> None:
-    cases = [AttentionCase(batch=4, seq=seq, head_dim=64, mode=mode) for seq in (2048, 4096, 8192)]
-    for formula, growth in ((attention.flash_pytorch_peak, 1), (attention.eager_peak, 2)):
-        small, middle, large = (formula(case) for case in cases)
-        # Doubling seq doubles each term of degree 1 and quadruples those of degree 2; constants drop out.
-        assert (large - middle) / (middle - small) == pytest.approx(2**growth, rel=0.05)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_attention_flops_are_those_counted(mode: str) -> None:
-    case = AttentionCase(batch=2, seq=64, head_dim=16, is_causal=False, mode=mode)
-    q, k, v = (torch.randn(case.shape, requires_grad=True) for _ in range(3))
-    with FlopCounterMode(display=False) as forward:
-        out = eager_attention(q, k, v)
-    with FlopCounterMode(display=False) as backward:
-        out.sum().backward()
-    # Eager keeps the scores; the flash algorithm, which the formula counts, computes them again: half of a forward.
-    again = forward.get_total_flops() // 2
-    counted = {"forward": forward.get_total_flops(), "backward": backward.get_total_flops() + again}
-    counted["both"] = counted["forward"] + counted["backward"]
-    assert attention.work(case).flops == counted[mode]
-    assert attention.work(replace(case, is_causal=True)).flops == counted[mode] // 2
+    metered_peak(AttentionPass, entry, case, device)  # compiles
+    assert metered_peak(AttentionPass, entry, case, device) < attention.eager_peak(case)
 
 
 def training_memory(implementation: Implementation, case: TrainingStepCase, phases: Sequence[str]) -> dict[str, int]:
@@ -175,14 +123,6 @@ def test_data_parallel_work_is_that_of_all_ranks() -> None:
     assert data_parallel.work(case, 4).flops == 4 * training_work(case).flops
     assert data_parallel.work(case, 4).bytes_communicated == 2 * 3 * 4 * SIZES["tiny"].parameters // 4
     assert data_parallel.work(case, 1).bytes_communicated == 0
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_all_reduce_bytes_are_those_of_a_ring(ranks: int) -> None:
-    """Brute force: in a ring every rank sends one chunk in each of n-1 steps, twice."""
-    nbytes = 840 * random.randint(1, 9)
-    sent = sum(nbytes // ranks for _ in range(2) for _ in range(ranks - 1))
-    assert all_reduce_bytes_sent(nbytes, ranks) == sent
 
 
 def test_bus_bandwidth_is_that_of_nccls_tests() -> None:

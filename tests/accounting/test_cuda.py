@@ -152,18 +152,17 @@ def test_nccl_works_on_the_tensors_and_gloo_on_copies(collective: str) -> None:
     assert backend.peak(case, "cpu") == in_place_peak(case) + (0 if collective == "all_reduce" else case.bytes)
 
 
-@pytest.mark.parametrize("model", ["mlp-tiny"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_autocast_casts_on_cuda_what_it_casts_on_cpu(dtype: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_casts_on_cuda_what_it_casts_on_cpu(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the eager step, so that one formula serves both: what CUDA alone would cast is in float32 already."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *args, **options: True)
-    operators = [operators_of_forward(device, model, dtype) for device in ("cpu", "cuda")]
+    operators = [operators_of_forward(device, dtype) for device in ("cpu", "cuda")]
     assert operators[0] == operators[1] and len(operators[0]) > 20
 
 
-def operators_of_forward(device: str, model: str, dtype: str) -> list[tuple[str, ...]]:
-    """Each operator of forward with the dtypes of its inputs and outputs."""
+def operators_of_forward(device: str, dtype: str) -> list[tuple[str, ...]]:
+    """Each operator of the MLP's forward with the dtypes of its inputs and outputs."""
 
     class Operators(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
@@ -175,7 +174,7 @@ def operators_of_forward(device: str, model: str, dtype: str) -> list[tuple[str,
 
     found: list[tuple[str, ...]] = []
     with torch.device("meta"):
-        module = MLPLanguageModel(MLP_SIZES[model])
+        module = MLPLanguageModel(MLP_SIZES["mlp-tiny"])
     with FakeTensorMode(), torch.no_grad():
         for part in module.modules():
             for name, parameter in part.named_parameters(recurse=False):

@@ -5,23 +5,17 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from correctness.support.metering import assert_metered, metered
-from impl.accounting.beside import SHARD_OF_STATE, STATE, Technique, beside
+from correctness.support.metering import assert_metered, metered, peak_of_a_step
 from impl.accounting.ledger import Bytes, Ledger, explain
-from impl.accounting.plain import PlainLanguageModel
 from impl.attention.cases import AttentionCase
-from impl.checkpointing.accounting import Checkpointing, OfMLP, Recursive, Selective
 from impl.collectives.cases import CollectiveCase
-from impl.data_parallel.accounting import BUCKETS, Bucketed
 from impl.data_parallel.cases import ReductionCase
 from impl.data_parallel.workload import DataParallelStep
-from impl.fsdp.accounting import FullySharded
 from impl.fsdp.cases import FSDPCase
 from impl.loss.cases import LossCase
 from impl.model import SIZES, TransformerSize
@@ -31,10 +25,7 @@ from impl.sharded_optimizer.workload import ShardedStep
 from impl.training_step.accounting import eager_peak
 from impl.training_step.cases import TrainingStepCase
 from impl.training_step.workload import LanguageModelStep
-from shardmark.api import followed
-from shardmark.api.reference import GRADIENTS, INPUTS, PARAMETERS
 from shardmark.api.registry import FAMILIES, Implementation, family
-from shardmark.meter.memory import meter
 
 STEP = TrainingStepCase("mini", 2, 32)
 
@@ -111,54 +102,6 @@ def test_a_formula_without_terms_says_so() -> None:
         explain(replace(implementation, memory=None), CASES["loss"])
 
 
-LEFT = {PARAMETERS, STATE, INPUTS, "activations of the loss"}
-"""What outlives a step's backward, the loss among it."""
-
-
-@pytest.mark.parametrize(
-    ("technique", "gradients"),
-    [
-        (lambda case: Technique(), GRADIENTS),
-        (lambda case: Bucketed(), BUCKETS),
-        (lambda case: Checkpointing(case, 2), GRADIENTS),
-        (Recursive, GRADIENTS),
-        (Selective, GRADIENTS),
-    ],
-    ids=["plain", "bucketed", "every_2", "recursive", "selective"],
-)
-def test_backward_frees_all_activations(technique: Callable[[TrainingStepCase], Technique], gradients: str) -> None:
-    plain = followed(PlainLanguageModel.of(STEP), "cpu")
-    left = beside(plain, technique(STEP)).marks["after_backward"].entries
-    assert left.keys() == LEFT | {gradients} and left["activations of the loss"] == 4
-    assert left[gradients] == left[PARAMETERS] == 4 * SIZES["mini"].parameters
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_backward_of_the_mlp_frees_all_activations(dtype: str, checkpointed: bool) -> None:
-    case = TrainingStepCase("mlp-tiny", 3, 61, dtype)
-    technique = OfMLP(case) if checkpointed else Technique()
-    left = beside(followed(PlainLanguageModel.of(case), "cpu"), technique).marks["after_backward"].entries
-    assert left.keys() == LEFT | {GRADIENTS} and left["activations of the loss"] == 4
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_after_fully_sharded_backward_only_shards_are_left(ranks: int, reshard: bool) -> None:
-    plain = followed(PlainLanguageModel.of(FSDPCase("tiny", 2, 32, "bfloat16"), autocast=False), "cpu")
-    left = beside(plain, FullySharded(ranks, reshard_after_forward=reshard)).marks["after_step"].entries
-    assert left.keys() == {
-        "shard of parameters",
-        "shard of gradients",
-        SHARD_OF_STATE,
-        INPUTS,
-        "activations of the loss",
-    }
-    shards = left["shard of parameters"]
-    assert left["shard of gradients"] == shards
-    assert left[SHARD_OF_STATE] == 2 * shards + 4 * len(plain.parameters)  # and a count of steps for each
-
-
 @pytest.mark.parametrize(
     ("size", "case", "moment"),
     [
@@ -179,14 +122,9 @@ def test_the_peak_between_a_layers_operators_is_the_meters(
     size: TransformerSize, case: TrainingStepCase, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SIZES, "ledger", size)
-    with meter("cpu") as memory:
-        step = LanguageModelStep(family("training_step").implementations["eager"], case, "cpu")
-        for _ in range(2):
-            step.prepare()
-            memory.reset_peak()
-            step.step(lambda part: None)
     peak = eager_peak(case)
-    assert moment in peak.entries and memory.tensors == peak
+    found = peak_of_a_step(LanguageModelStep, family("training_step").implementations["eager"], case)
+    assert moment in peak.entries and found == peak
 
 
 def peak_on_rank(workload: type, implementation: Implementation, case: Any) -> dict[str, int]:

@@ -6,13 +6,14 @@ what a library sends beyond what its technique needs.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from correctness.support.metering import device_of_rank, plan_of
 from impl.attention import accounting as attention
-from impl.attention.cases import AttentionCase
+from impl.attention.cases import MODES, AttentionCase
 from impl.attention.workload import AttentionPass
 from impl.data_parallel import accounting as data_parallel
 from impl.data_parallel.workload import DataParallelStep
@@ -64,7 +65,7 @@ def test_a_step_sends_the_bytes_of_the_formula(
     assert [rank.bytes_sent for rank in found] == [work.bytes_communicated] * 2
 
 
-WHOLE = [AttentionCase(batch=2, seq=64, head_dim=16, is_causal=False, mode=mode) for mode in ("forward", "both")]
+WHOLE = [AttentionCase(batch=2, seq=64, head_dim=16, is_causal=False, mode=mode) for mode in MODES]
 FUSED = ("sdpa", "flash_pytorch")
 MLP = [TrainingStepCase("mlp-tiny", 2, 32, mode=mode) for mode in ("forward", "step")]
 
@@ -81,3 +82,8 @@ def test_a_step_has_the_flops_of_the_formula(
 ) -> None:
     found = counters(workload, family, name, case, 1)
     assert found is not None and found.flops == work.flops
+
+
+def test_causal_attention_has_half_of_the_flops() -> None:
+    for case in WHOLE:
+        assert 2 * attention.work(replace(case, is_causal=True)).flops == attention.work(case).flops

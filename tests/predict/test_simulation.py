@@ -17,7 +17,6 @@ from shardmark.api.registry import Unsupported, family
 from shardmark.meter.hardware import hardware
 from shardmark.meter.plan import Plan
 from shardmark.plugin import WorldsBySize
-from shardmark.predict.simulation.communicator import communicator_bytes
 from shardmark.predict.simulation.group import gloo, one_rank_of
 from shardmark.predict.simulation.no_kernels import no_kernels
 from shardmark.predict.simulation.predict import predict, simulation
@@ -179,14 +178,7 @@ def test_simulated_rows_have_memory_and_no_times(project: pytest.Pytester) -> No
     assert "communicator" not in plain["memory"]
 
 
-def test_a_row_of_cuda_says_what_nccl_takes_beside_what_is_reserved(project: pytest.Pytester) -> None:
-    """NCCL takes nothing for one rank."""
-    _, output = run_project(project, "--simulate=h100-80gb:8", "--scale=smoke", "-k", "nap and plain")
-    memory = row_of(output, "plain")["memory"]
-    assert memory["reserved"] > 0 and memory["communicator"] == communicator_bytes(hardware("h100-80gb"), 1) == 0
-
-
-def test_a_row_of_cuda_has_a_time_and_a_trace(project: pytest.Pytester) -> None:
+def test_a_row_of_cuda_has_a_time_a_trace_and_the_bytes_that_are_reserved(project: pytest.Pytester) -> None:
     project.makepyfile(
         test_products="""
         import pytest
@@ -219,7 +211,7 @@ def test_a_row_of_cuda_has_a_time_and_a_trace(project: pytest.Pytester) -> None:
             measure(Products, implementation, case, work=Work(flops=10))
         """
     )
-    result, output = run_project(project, "--simulate=h100-80gb", "--trace-dir=traces", "-k", "products")
+    result, output = run_project(project, "--simulate=h100-80gb:8", "--trace-dir=traces", "-k", "products")
     result.assert_outcomes(passed=2)
     once, twice = (row_of(output, name) for name in ("once", "twice"))
     seconds = {entry["extra_info"]["implementation"]: entry["stats"]["mean"] for entry in output["benchmarks"]}
@@ -231,6 +223,7 @@ def test_a_row_of_cuda_has_a_time_and_a_trace(project: pytest.Pytester) -> None:
     assert predicted["at_least"] <= low < seconds["once"] < high
     assert predicted["streams"] == {"compute": [[0.0, pytest.approx(seconds["once"])]]}
     assert once["verdict"] is None  # an estimate is judged by nobody
+    assert once["memory"]["reserved"] > 0 == once["memory"]["communicator"]  # NCCL takes nothing for one rank
     [trace] = once["trace"]
     assert "mm" in (project.path / "traces" / trace).read_text()
 

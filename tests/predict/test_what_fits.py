@@ -11,9 +11,8 @@ import torch
 from correctness.support.paths import ROOT
 from shardmark.api.own_model import OwnModelCase, resized, size_of
 from shardmark.api.registry import FAMILIES, Unsupported, resolve
-from shardmark.meter.allocations import EMPTY_CACHE, Allocated, Block, Marked, Released
 from shardmark.meter.hardware import CONTEXT, hardware
-from shardmark.predict.simulation.caching_allocator import MIB, held_at_marks
+from shardmark.predict.simulation.caching_allocator import MIB
 from shardmark.predict.simulation.communicator import communicator_bytes, room
 from shardmark.predict.what_fits.advice import MOST_LENGTH, Outcome, largest, place
 from shardmark.predict.what_fits.command import _strategies, main
@@ -63,13 +62,6 @@ def test_a_batch_takes_another_length_and_keeps_the_rest() -> None:
     assert x["x"].tolist() == [[0, 1, 0], [2, 3, 2], [4, 5, 4]] and y.tolist() == [0, 1, 2]
     with pytest.raises(Unsupported, match=r"its batch has no one length: .* first .* \[2, 3\]"):
         size_of((torch.ones(2), torch.ones(3)), 0)
-
-
-def test_free_segments_go_back_to_the_device_where_the_cache_is_emptied() -> None:
-    kept, freed = Block(11 * MIB, 0), Block(40 * MIB, 1)
-    before = [Allocated(kept), Allocated(freed), Released(freed), Marked("before")]
-    held = held_at_marks([*before, Marked(EMPTY_CACHE), Marked("after")])
-    assert held["before"].reserved == 52 * MIB and held["after"].reserved == 12 * MIB
 
 
 def test_a_prediction_reads_no_more_of_the_hardware_than_its_rules() -> None:

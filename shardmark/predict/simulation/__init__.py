@@ -1,7 +1,6 @@
-"""Predict what a case would take: the meter's own pass, of one rank, with kernels and messages left out.
+"""Predict what a case would take: the meter's own pass on one rank, without kernels and messages.
 
-predict(plan, rank=0)     # what that rank would meter                                     (`predict`)
-with no_kernels(...): ...  # operators allocate what they would, and compute nothing        (`kernels`, `kinds`)
-with one_rank_of(8): ...   # a process group of 8 ranks, of which this is the first         (`group`)
-SimulatedWorlds()          # what `--simulate` has in place of worlds                       (`worlds`)
+predict(plan, rank=0)      # what that rank would meter                                (`predict`)
+with no_kernels(...): ...  # operators allocate what they would, and compute nothing   (`no_kernels`, `kinds`)
+with one_rank_of(8): ...   # a process group of 8 ranks, of which this is the first    (`group`)
 """

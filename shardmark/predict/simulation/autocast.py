@@ -18,7 +18,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_map_only
+from torch.library import _scoped_library
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _KEY = "AutocastCPU"
 _KEYS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
@@ -29,18 +30,14 @@ Kernel = Callable[..., Any]
 @contextmanager
 def autocast_of_cuda() -> Iterator[None]:
     """Under `torch.autocast("cpu")` or "cuda", cast on the CPU what CUDA's autocast would cast."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the CPU's own casts are overridden: that is what we are here for
+    with _scoped_library("aten", "IMPL") as library:
+        with warnings.catch_warnings(action="ignore"):  # that the CPU's own casts are overridden, as intended
             for name in _casts_on("AutocastCPU") - _casts_on("AutocastCUDA"):
                 library.impl(name, torch.library.fallthrough_kernel, _KEY)
             for name, kernel in _kernels().items():
                 library.impl(name, kernel, _KEY)
         with _cuda_is_cpu():
             yield
-    finally:
-        library._destroy()
 
 
 @contextmanager
@@ -122,9 +119,8 @@ def _widest(tensors: list[Tensor]) -> torch.dtype:
 
 def _cast(operator: OpOverload, dtype_of: Callable[[list[Tensor]], torch.dtype], *args: Any, **kwargs: Any) -> Any:
     """The operator, with its arguments cast to that dtype."""
-    tensors: list[Tensor] = []
-    tree_map_only(Tensor, tensors.append, (args, kwargs))
-    dtype = dtype_of([tensor for tensor in tensors if _is_cast(tensor)])
+    leaves = tree_leaves((args, kwargs))
+    dtype = dtype_of([leaf for leaf in leaves if isinstance(leaf, Tensor) and _is_cast(leaf)])
     with torch._C._ExcludeDispatchKeyGuard(_KEYS):
         args, kwargs = tree_map_only(Tensor, lambda t: t.to(dtype) if _is_cast(t) else t, (args, kwargs))
         return operator(*args, **kwargs)

@@ -8,10 +8,10 @@
 It rounds sizes up to 512 bytes, takes segments of 2 MiB for what is at most 1 MiB, of 20 MiB for what is smaller than
 10 MiB, and of a multiple of 2 MiB for the rest, gives out the smallest free block that is large enough, splits off what
 is left over, and merges neighbours that are free. (PyTorch's documentation, "CUDA semantics: memory management"; the
-figures are those of its header c10/core/AllocatorConfig.h.) With expandable segments there is one segment for small
-blocks and one for large ones, which grow. Each stream has pools of its own. Segments that are wholly free are given
-back by `empty_cache`, and where the device has no more than `limit` bytes. A block that other streams use stays taken
-until the host sees that they are done with it (`shardmark.predict.simulation.streams`).
+figures are those of its header c10/core/AllocatorConfig.h.) Each stream has pools of its own. Segments without a block
+in use go back to the device in `empty_cache`, and where more than `limit` bytes would be reserved. A freed block that
+other streams use is reused only when the host sees that they are done with it
+(`shardmark.predict.simulation.streams`).
 """
 
 from __future__ import annotations
@@ -53,11 +53,10 @@ class _Piece:
 
 @dataclass
 class _Pool:
-    """Free pieces by size; `last` is the end of its growing segment, where segments are expandable."""
+    """Free pieces by size."""
 
     small: bool
     pieces: list[_Piece] = field(default_factory=list)
-    last: _Piece | None = None
 
     def remove(self, piece: _Piece) -> None:
         del self.pieces[bisect_left(self.pieces, piece)]
@@ -66,9 +65,8 @@ class _Pool:
 class CachingAllocator:
     """Allocated bytes (in blocks) and reserved bytes (from the device), now and at their peaks since `reset_peaks`."""
 
-    def __init__(self, expandable_segments: bool = False, limit: float = math.inf) -> None:
+    def __init__(self, limit: float = math.inf) -> None:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
-        self._expandable = expandable_segments
         self._limit = limit
         self._pools: dict[tuple[str, bool], _Pool] = {}
         self._in_use: list[tuple[_Piece, Progress]] = []
@@ -84,13 +82,11 @@ class CachingAllocator:
         at = bisect_left(pool.pieces, size, key=lambda piece: piece.nbytes)
         piece = pool.pieces.pop(at) if at < len(pool.pieces) else self._reserve(pool, size)
         left = piece.nbytes - size
-        if left >= ROUND if pool.small or self._expandable else left > SMALL:
+        if left >= ROUND if pool.small else left > SMALL:
             rest = _Piece(left, pool, piece.address + size, before=piece, after=piece.after)
             piece.nbytes, piece.after = size, rest
             if rest.after is not None:
                 rest.after.before = rest
-            if pool.last is piece:
-                pool.last = rest
             insort(pool.pieces, rest)
         piece.free = False
         self.allocated += piece.nbytes
@@ -122,19 +118,17 @@ class CachingAllocator:
         for near in (piece.before, piece.after):
             if near is not None and near.free:
                 pool.remove(near)
-                piece = self._merged(*((near, piece) if near is piece.before else (piece, near)))
+                piece = _merged(near, piece) if near is piece.before else _merged(piece, near)
         piece.free = True
         insort(pool.pieces, piece)
 
     def empty_cache(self) -> None:
-        """Wait for all streams and return free segments to the device, as `torch.cuda.empty_cache` does; not single
-        pages of one."""
+        """Wait for all streams and return free segments to the device, as `torch.cuda.empty_cache` does."""
         self.see()
         for pool in self._pools.values():
             for piece in [piece for piece in pool.pieces if piece.before is piece.after is None]:
                 pool.remove(piece)
                 self.reserved -= piece.nbytes
-                pool.last = None
 
     def reset_peaks(self) -> None:
         """Reset the peaks, after returning free segments if more than the limit is reserved."""
@@ -143,36 +137,22 @@ class CachingAllocator:
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def _reserve(self, pool: _Pool, size: int) -> _Piece:
-        """Take a segment from the device; for an expandable segment, the missing pages at its end."""
+        """Take a segment from the device."""
         page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
-        if self._expandable:
-            last = pool.last if pool.last is not None and pool.last.free else None
-            grown = -(-(size - (last.nbytes if last else 0)) // page) * page
-            address = 0 if pool.last is None else pool.last.address + pool.last.nbytes
-            piece = _Piece(grown, pool, address, before=pool.last)
-            if pool.last is not None:
-                pool.last.after = piece
-            pool.last = piece
-            if last is not None:
-                pool.remove(last)
-                piece = self._merged(last, piece)
-        else:
-            grown = page if size < LARGE else -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
-            piece = _Piece(grown, pool, self._address)
-            self._address += grown
-        if self.reserved + grown > self._limit:
+        nbytes = page if size < LARGE else -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
+        if self.reserved + nbytes > self._limit:
             self.empty_cache()
-        self.reserved += grown
+        self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return piece
+        self._address += nbytes
+        return _Piece(nbytes, pool, self._address - nbytes)
 
-    def _merged(self, first: _Piece, second: _Piece) -> _Piece:
-        first.nbytes, first.after = first.nbytes + second.nbytes, second.after
-        if second.after is not None:
-            second.after.before = first
-        if first.pool.last is second:
-            first.pool.last = first
-        return first
+
+def _merged(first: _Piece, second: _Piece) -> _Piece:
+    first.nbytes, first.after = first.nbytes + second.nbytes, second.after
+    if second.after is not None:
+        second.after.before = first
+    return first
 
 
 @dataclass(frozen=True)
@@ -189,13 +169,12 @@ def held_at_marks(
     events: Iterable[Event],
     resets: tuple[str, ...] = (),
     *,
-    expandable: bool = False,
     limit: float = math.inf,
     slowest: bool = False,
 ) -> dict[str, AtMark]:
-    """The allocator's bytes at each mark of a recording, for streams as expected and for streams as slow as can be.
+    """The allocator's bytes at each mark of a recording, by the expected progress of streams or by the `slowest`.
     Peaks are reset after the marks in `resets`."""
-    allocator, host = CachingAllocator(expandable, limit), Host(slowest)
+    allocator, host = CachingAllocator(limit), Host(slowest)
     pieces: dict[Block, tuple[_Piece | None, str]] = {}
     by_address: dict[int, Block] = {}
     used_by: dict[Block, set[str]] = defaultdict(set)

@@ -29,11 +29,11 @@ from shardmark.meter.hardware import CONTEXT, Hardware
 
 MIB = 2**20
 CONNECTION = 12 * MIB
-"""To receive from one rank and to send to another, in one channel."""
+"""Bytes to receive from one rank and to send to another, in one channel."""
 LINK = 25e9
 """Bytes/s of one NVLink in one direction, from Volta to Hopper (a Blackwell's counts as two), and of PCIe's half."""
 MOST_CHANNELS = 24
-"""That are seen on A100 and H100 (nccl#1259); half as many are found by search, and each is doubled (nccl#1041)."""
+"""Channels seen on A100 and H100 (nccl#1259): half as many are found by search, and each is doubled (nccl#1041)."""
 SHARP_CHANNELS, SHARP_BUFFERS = 16, 2 * MIB
 
 

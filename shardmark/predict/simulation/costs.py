@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
-from shardmark.predict.simulation.kinds import Kind, kind_of, tensors_in
+from shardmark.predict.simulation.kinds import Kind, kind_of, tensors_in, written_by
 
 aten = torch.ops.aten
 
@@ -49,7 +49,7 @@ class Cost:
     nbytes: float
     """Read and written, once each."""
     products: tuple[Product, ...] = ()
-    """Where FLOPs are those of plain products, their shapes."""
+    """Shapes of plain matrix products; empty for attention and others."""
     reduces: bool = False
     """True where an operator combines a row's values: sums, norms, softmax."""
     scattered: bool = False
@@ -59,9 +59,9 @@ class Cost:
 
 
 _OF_ROWS = ("embedding", "index_select", "gather", "index", "take")
-"""They read, of their first tensor, what they give back."""
+"""Operators that read only those rows of their first tensor that they return."""
 _INTO_ROWS = ("index_put_", "_index_put_impl_", "scatter_", "scatter_add_", "index_add_", "index_copy_", "scatter")
-"""They write, of their first tensor, what they are given."""
+"""Operators that write only the given rows into their first tensor."""
 _REDUCE = ("softmax", "norm", "sum", "mean", "amax", "amin", "max", "min", "var", "std", "logsumexp", "argmax", "nll")
 """Parts of the names of operators that combine a row's values."""
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
@@ -84,7 +84,7 @@ def cost_of(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], r
     return Cost(
         numbers[0].dtype,
         flops,
-        _bytes(operator, name, args, kwargs, given, made),
+        _bytes(name, written_by(operator, args, kwargs), given, made),
         tuple(_products(name, args)) if flops else (),
         reduces=any(part in name for part in _REDUCE) and not name.startswith(_ATTENTION),
         attends=name.startswith(_ATTENTION),
@@ -111,24 +111,15 @@ def _products(name: str, args: Sequence[Any]) -> Iterator[Product]:
 
 
 def _bytes(
-    operator: OpOverload,
-    name: str,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    given: Sequence[Tensor],
-    made: Sequence[Tensor],
+    name: str, arguments_written: Sequence[tuple[Any, Any]], given: Sequence[Tensor], made: Sequence[Tensor]
 ) -> float:
     if name in _OF_ROWS:
         return sum(2 * touched(each) for each in made) + sum(map(touched, given[1:]))
     if name in _INTO_ROWS:
         return sum(map(touched, given[1:])) + 2 * touched(given[-1]) + sum(2 * touched(each) for each in made)
-    schema = operator._schema.arguments
-    written = [
-        args[i] if i < len(args) else kwargs.get(each.name)
-        for i, each in enumerate(schema)
-        if each.is_write and each.name != "grads"  # fused optimizers may scale them, and do not
-    ]
-    outs = any(each.is_out for each in schema)
+    # Fused optimizers may scale gradients, and do not.
+    written = [tensors for argument, tensors in arguments_written if argument.name != "grads"]
+    outs = any(argument.is_out for argument, _ in arguments_written)
     reads = sum(map(touched, given))
     writes = sum(map(touched, tensors_in(written)))
     if outs or name.startswith(_WRITE_ALONE):

@@ -1,4 +1,4 @@
-"""CUDA's rules for tensors on the CPU: what PyTorch would do otherwise there, in what takes memory.
+"""CUDA's rules for tensors on the CPU: what PyTorch does differently on CUDA and takes memory.
 
 - autocast has other lists (`shardmark.predict.simulation.autocast`);
 - `scaled_dot_product_attention` has other kernels, which save and need other things, and RMSNorm one of its own;
@@ -22,6 +22,7 @@ from torch.backends import cuda
 from torch.cuda.amp import common
 from torch.distributed import Logger
 from torch.distributed.fsdp import _flat_param, _runtime_utils
+from torch.library import _scoped_library
 from torch.optim import optimizer as optimizers
 
 from shardmark.api.registry import Unsupported
@@ -48,28 +49,24 @@ _HALVES = (torch.float16, torch.bfloat16)
 def rules_of_cuda(hardware: Hardware, schedule: Schedule) -> Iterator[Workspaces]:
     """Follow CUDA's rules, for that hardware, in whatever the block runs on the CPU without kernels."""
     workspaces = Workspaces(hardware)
-    operators = torch.library.Library("aten", "IMPL")
-    # With a kernel it is one operator to autograd, whose backward is one as well.
-    operators.impl("_fused_rms_norm", _never, "CPU")
-    for key in ("AutogradCPU", "FPGA"):
-        operators.impl("scaled_dot_product_attention", partial(_attention, hardware), key)
     supported = optimizers._get_foreach_kernels_supported_devices()
-    streams = _Streams(schedule)
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(autocast_of_cuda())
-            for owner, name, new in (
-                (optimizers, "_get_foreach_kernels_supported_devices", lambda: [*supported, "cpu"]),
-                (blocks, "have_libraries_give_back", workspaces.give_back),
-                *streams.patches(),
-                (common, "amp_definitely_not_available", lambda: False),  # or GradScaler("cuda") disables itself
-                (torch.cuda, "empty_cache", partial(mark, EMPTY_CACHE)),
-            ):
-                stack.enter_context(patch.object(owner, name, new))
-            stack.enter_context(patch.dict(memory.METERS, cpu=partial(_Meter, hardware.memory_bytes - CONTEXT)))
-            yield workspaces
-    finally:
-        operators._destroy()
+    with ExitStack() as stack:
+        operators = stack.enter_context(_scoped_library("aten", "IMPL"))
+        # With a kernel it is one operator to autograd, whose backward is one as well.
+        operators.impl("_fused_rms_norm", _never, "CPU")
+        for key in ("AutogradCPU", "FPGA"):
+            operators.impl("scaled_dot_product_attention", partial(_attention, hardware), key)
+        stack.enter_context(autocast_of_cuda())
+        for owner, name, new in (
+            (optimizers, "_get_foreach_kernels_supported_devices", lambda: [*supported, "cpu"]),
+            (blocks, "have_libraries_give_back", workspaces.give_back),
+            *_Streams(schedule).patches(),
+            (common, "amp_definitely_not_available", lambda: False),  # or GradScaler("cuda") disables itself
+            (torch.cuda, "empty_cache", partial(mark, EMPTY_CACHE)),
+        ):
+            stack.enter_context(patch.object(owner, name, new))
+        stack.enter_context(patch.dict(memory.METERS, cpu=partial(_Meter, hardware.memory_bytes - CONTEXT)))
+        yield workspaces
 
 
 class _Streams:

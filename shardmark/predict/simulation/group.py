@@ -76,11 +76,11 @@ _OF_NCCL = torch.cpu.Stream()
 
 
 def nccl_recording_streams(operator: OpOverload, args: tuple[Any, ...], schedule: Schedule = UNTIMED) -> Any:
-    """The same as PyTorch did it until 2025: `record_stream` has the caching allocator keep blocks for NCCL's stream,
+    """`nccl` as PyTorch did it until 2025: `record_stream` has the caching allocator keep blocks for NCCL's stream,
     but for `all_gather_into_tensor` and `reduce_scatter_tensor`, which are taken to be waited for. Since then c10d
     holds the tensors themselves until the handle is waited for (pytorch/pytorch#147168).
 
-    Whole numbers are what DDP's ranks tell each other, and the host reads, and so waits for.
+    DDP's ranks exchange whole numbers, which the host reads and so waits for.
     """
     tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
     if _collective(operator) not in ("_allgather_base", "_reduce_scatter_base") and not _of_fsdp1(operator, args):
@@ -108,8 +108,8 @@ def _collective(operator: OpOverload) -> str:
 def _handle(
     operator: OpOverload, args: tuple[Any, ...], held: list[Tensor], schedule: Schedule, frees: bool = True
 ) -> Any:
-    """The operator's results with a handle among them. Waiting for it `frees` what is held; DDP reads the all-reduced
-    tensors there."""
+    """The operator's results with a handle among them. Waiting for it `frees` what is held; that of an all-reduce has a
+    future with its tensors, where DDP reads them."""
     over = _launched(operator, args, schedule)
 
     def waited(timeout: timedelta) -> bool:
@@ -118,7 +118,12 @@ def _handle(
         schedule.wait(over)
         return True
 
-    work = _done(args[0]) if _collective(operator) == "allreduce" else PythonCallbackWork(waited)
+    if _collective(operator) == "allreduce":
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(args[0])
+        work = _create_work_from_future(future)
+    else:
+        work = PythonCallbackWork(waited)
     returns = operator._schema.returns
     return None if not returns else work.boxed() if len(returns) == 1 else (args[0], work.boxed())
 
@@ -150,13 +155,6 @@ def _ranks(group: GroupName) -> Sequence[int]:
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
     """Allocate one tensor with as many bytes as they have together."""
     return torch.empty(sum(each.numel() for each in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
-
-
-def _done(tensors: list[Tensor]) -> Any:
-    """The handle of a collective whose future has those tensors, where DDP reads them."""
-    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-    future.set_result(tensors)
-    return _create_work_from_future(future)
 
 
 def _without_ranks(name: str, size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:

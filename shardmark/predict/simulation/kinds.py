@@ -19,7 +19,6 @@ from torch.autograd.graph import _engine_run_backward
 
 aten = torch.ops.aten
 
-
 _HERE = Path(__file__).parent
 
 
@@ -27,15 +26,15 @@ class Kind(Enum):
     """How a simulation runs an operator."""
 
     RUN = auto()
-    """It writes no values, or is made of other operators, which come here in turn."""
+    """It writes no values, or calls other operators, each of which has its own kind."""
     READ = auto()
-    """It gives a Python number."""
+    """It returns a Python number."""
     WRITE = auto()
     """It writes into its arguments."""
     COMPUTE = auto()
-    """It gives new tensors."""
+    """It returns new tensors."""
     ALLOCATE = auto()
-    """The same of an operator that has no kernel here, whose results have no values therefore."""
+    """It returns new tensors and has no kernel on the CPU, so that they never have values."""
     SEND = auto()
     """A collective of c10d."""
 
@@ -59,7 +58,7 @@ LEFT_AMONG_ELEMENTS = (
     aten.binary_cross_entropy.default,
     aten.soft_margin_loss.default,
 )
-"""Losses whose mean or sum keeps the storage of the elements' own."""
+"""Losses whose mean or sum stays in the storage of all elements' losses."""
 
 
 @cache
@@ -87,8 +86,8 @@ def kind_of(operator: OpOverload) -> Kind:
 def made_of_others() -> tuple[OpOverload, ...]:
     """The operators that PyTorch would make of others here, and that have tensors to compute with or write to.
 
-    To the meter each is one operator all the same: what it takes and gives back is its workspace. Left out are those
-    with a device, which make tensors of the program's own numbers, or move them.
+    The meter counts each as one operator, whose temporaries are its workspace. Operators with a `device` argument are
+    left out: they make tensors of the program's own numbers, or move tensors.
     """
     names = chain.from_iterable(map(torch._C._dispatch_get_registrations_for_dispatch_key, _FOR_ALL_DEVICES))
     found = []
@@ -105,9 +104,8 @@ def made_of_others() -> tuple[OpOverload, ...]:
 
 
 def of_finite_numbers(operator: OpOverload, args: Sequence[Any]) -> bool | None:
-    """What a comparison gives that asks whether numbers are finite: a simulation takes those for finite that it does
-    not have, as training would stop with others. None for other operators.
-    """
+    """The result of a comparison that tests for finite numbers, if all are finite; None for other operators. A
+    simulation takes numbers that it does not compute for finite, as training would stop with others."""
     if operator in (aten.eq.Tensor, aten.ne.Tensor):
         return operator is aten.eq.Tensor if args[0] is args[1] else None  # a NaN is not itself
     if operator in (aten.eq.Scalar, aten.ne.Scalar):
@@ -133,6 +131,12 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_in(value)
+
+
+def written_by(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """The arguments that the operator writes: of each its schema, and its tensor or tensors."""
+    arguments = enumerate(operator._schema.arguments)
+    return [(each, args[i] if i < len(args) else kwargs.get(each.name)) for i, each in arguments if each.is_write]
 
 
 def is_called_by_autograd() -> bool:

@@ -26,12 +26,9 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.profiler import record_function
+from torch.library import _scoped_library
 from torch.utils._pytree import tree_map_only
 
 from shardmark.api.registry import Unsupported
@@ -44,6 +41,7 @@ from shardmark.predict.simulation.kinds import (
     made_of_others,
     of_finite_numbers,
     tensors_in,
+    written_by,
 )
 from shardmark.predict.simulation.schedule import Schedule
 
@@ -63,15 +61,14 @@ aten = torch.ops.aten
 _FINITE = aten._amp_foreach_non_finite_check_and_unscale_.default
 """Looks for infinite gradients, and writes what it found: none, in a simulation."""
 
-
 _PASSED_BY = (aten.as_strided.default, aten.view.default, aten.empty.memory_format, aten.empty_strided.default)
 """They compute nothing, and need not come here one by one: FSDP cuts a tensor into as many views as there are ranks."""
 
 Take = Callable[[OpOverload, tuple[Any, ...]], None]
-"""Takes what an operator has for itself until it returns, and gives it back."""
+"""Takes an operator's workspace and gives it back."""
 
 Collective = Callable[[OpOverload, tuple[Any, ...]], Any]
-"""What a collective of c10d gives for those arguments: it allocates what a backend would."""
+"""Allocates what a backend would for a collective of c10d with those arguments; returns its results."""
 
 
 class _Kernels:
@@ -85,28 +82,27 @@ class _Kernels:
         self._layouts: dict[Any, Any] = {}
         self._one_at_a_time = threading.Lock()  # fake tensors are for one thread
         self._alone: tuple[int, ...] | None = None
-        """Use counts of a gradient that only autograd holds: to such a one it adds in place. Here Python holds it too
-        while we look at it, and of a small one the storage, so that autograd takes a new tensor.
-        """
+        """Use counts, in `__call__`, of a gradient that autograd alone holds otherwise. Autograd would add to it in
+        place; as Python holds it too, `__call__` does so instead."""
 
     def learn(self) -> None:
-        """Find out, from a first sum of two, how many references a gradient has that only autograd holds."""
+        """Learn `_alone` from the sum of two gradients that only autograd holds."""
         with torch.enable_grad():
             x = torch.ones((), requires_grad=True) * 1
-            _forget_value(x)  # gradients that have a value are autograd's alone, until we look at them
+            _forget_value(x)  # Python then holds the storage, too, as it does of other gradients without a value
             (x.sin() + x.cos()).backward()
 
     def __call__(self, keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
         if self._schedule.running:
             self._schedule.arrived(operator, args)
-        if operator is aten.add.Tensor and _is_autograds_own(*args[:2]):
+        if operator is aten.add.Tensor and _are_gradients(*args[:2]):
             references = _references(args[0])
             self._alone = self._alone or references
             if references == self._alone:
                 return args[0].add_(args[1])
         results = self._results(keys, operator, *args, **kwargs)
         if self._take is not None:
-            self._take(operator, args)  # results are there before a kernel begins
+            self._take(operator, args)  # a kernel begins once its results are allocated
         if self._schedule.running and not keys.has(DispatchKey.Meta):
             self._schedule.operator(operator, args, kwargs, results)
         return results
@@ -122,7 +118,7 @@ class _Kernels:
             with _off(operator):
                 return operator(*args, **kwargs)
         if kind is Kind.READ:
-            raise _depends_on_values(operator)
+            raise _depends_on_values(operator.name())
         if kind is Kind.WRITE:
             return self._write(operator, args, kwargs)
         results = tree_map_only(_Layout, _Layout.allocate, self._layout(operator, args, kwargs))
@@ -134,19 +130,16 @@ class _Kernels:
 
     def _send(self, keys: Any, operator: OpOverload, args: tuple[Any, ...]) -> Any:
         if all(map(has_value, tensors_in(args))):
-            with past_kernels():  # it copies for each rank
-                operator.redispatch(keys.remove(_KEY), *args)
+            with past_kernels():
+                operator.redispatch(keys.remove(_KEY), *args)  # copies the tensors for each rank
         else:
-            for tensor in tensors_in(args[:1]):  # what a collective writes comes first
+            for tensor in tensors_in(args[:1]):  # a collective writes its first argument
                 _forget_value(tensor)
         return self._collective(operator, args)
 
     def _write(self, operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Nothing, into the arguments that the operator writes; what an `out` of another shape becomes is its shape."""
-        arguments = enumerate(operator._schema.arguments)
-        given: list[tuple[Any, Any]] = [
-            (a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in arguments if a.is_write
-        ]
+        """Write nothing into the operator's arguments, but resize an `out` that has another shape."""
+        given = written_by(operator, args, kwargs)
         if any(argument.is_out for argument, _ in given):
             results = self._layout(operator, args, kwargs)
             layouts = results if isinstance(results, tuple) else (results,)
@@ -169,7 +162,7 @@ class _Kernels:
                     fake_args, fake_kwargs = tree_map_only(Tensor, _empty_like, (tuple(args), kwargs))
                     results = operator(*fake_args, **fake_kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException):
-                raise _depends_on_values(operator) from None
+                raise _depends_on_values(operator.name()) from None
             room = max(map(Tensor.numel, tensors_in(args))) if operator in LEFT_AMONG_ELEMENTS else 0
             self._layouts[key] = tree_map_only(Tensor, partial(_Layout, room=room), results)
         return self._layouts[key]
@@ -231,8 +224,8 @@ def _forget_value(tensor: Tensor) -> None:
         setattr(tensor.untyped_storage(), "no_value", True)  # noqa: B010  (PyTorch's type has no such attribute)
 
 
-def _is_autograds_own(old: Tensor, new: Any) -> bool:
-    """Whether autograd itself sums gradients of one tensor here, and no line of the program."""
+def _are_gradients(old: Tensor, new: Any) -> bool:
+    """True where autograd itself, and no line of the program, sums two gradients of one tensor."""
     return isinstance(new, Tensor) and old.shape == new.shape and is_called_by_autograd()
 
 
@@ -242,9 +235,9 @@ def _references(tensor: Tensor) -> tuple[int, ...]:
     return tensor._use_count(), of_storage, sys.getrefcount(tensor)  # type: ignore[attr-defined]
 
 
-def _depends_on_values(operator: OpOverload) -> Unsupported:
+def _depends_on_values(called: str) -> Unsupported:
     where = user_line(sys._getframe(1)) or "PyTorch"
-    return Unsupported(f"{operator.name()} in {where} depends on values, and a simulation has none")
+    return Unsupported(f"{called} in {where} depends on values, and a simulation has none")
 
 
 def _read(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,8 +245,7 @@ def _read(method: Callable[..., Any]) -> Callable[..., Any]:
 
     def reading(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not tensor.is_meta and not has_value(tensor):
-            where = user_line(sys._getframe(1)) or "PyTorch"
-            raise Unsupported(f"Tensor.{method.__name__} in {where} depends on values, and a simulation has none")
+            raise _depends_on_values(f"Tensor.{method.__name__}")
         return method(tensor, *args, **kwargs)
 
     return reading
@@ -285,25 +277,23 @@ def no_kernels(collective: Collective, take: Take | None = None, schedule: Sched
     are `collective`'s, for its operators `take` is called, and `schedule` takes note of them.
     """
     kernels = _Kernels(collective, take, schedule or Schedule())
-    everything, named = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-    everything.fallback(kernels, "FPGA", with_keyset=True)
-    for operator in made_of_others():
-        named.impl(operator, _named(kernels, operator), "FPGA", with_keyset=True)
-    for operator in _PASSED_BY:
-        named.impl(operator, torch.library.fallthrough_kernel, "FPGA")
-    patches = [patch.object(Tensor, name, _read(getattr(Tensor, name))) for name in ("tolist", "numpy")]
-    patches.append(patch.object(threading.Thread, "run", _in_threads(threading.Thread.run)))
-    patches.append(patch.object(FakeTensorMode, "__torch_dispatch__", _fake_alone(FakeTensorMode.__torch_dispatch__)))
-    try:
-        with ExitStack() as stack:
-            for each in patches:
-                stack.enter_context(each)
-            stack.enter_context(torch._C._IncludeDispatchKeyGuard(_KEY))
-            kernels.learn()
-            yield
-    finally:
-        everything._destroy()
-        named._destroy()
+    with ExitStack() as stack:
+        everything, named = (stack.enter_context(_scoped_library(of, "IMPL")) for of in ("_", "aten"))
+        everything.fallback(kernels, "FPGA", with_keyset=True)
+        for operator in made_of_others():
+            named.impl(operator, _named(kernels, operator), "FPGA", with_keyset=True)
+        for operator in _PASSED_BY:
+            named.impl(operator, torch.library.fallthrough_kernel, "FPGA")
+        for owner, name, around in (
+            (Tensor, "tolist", _read),
+            (Tensor, "numpy", _read),
+            (threading.Thread, "run", _in_threads),
+            (FakeTensorMode, "__torch_dispatch__", _fake_alone),
+        ):
+            stack.enter_context(patch.object(owner, name, around(getattr(owner, name))))
+        stack.enter_context(torch._C._IncludeDispatchKeyGuard(_KEY))
+        kernels.learn()
+        yield
 
 
 def _named(kernels: _Kernels, operator: OpOverload) -> Callable[..., Any]:

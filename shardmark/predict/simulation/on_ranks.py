@@ -6,7 +6,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work
+from torch.utils._pytree import tree_leaves
 
 from shardmark.meter.measure_case import timed_step, warmed_up
 from shardmark.meter.plan import Plan
@@ -28,7 +29,7 @@ SILENT = {"c10d::recv_", "c10d::_reduce_scatter_base_", "c10d::reduce_scatter_"}
 """Collectives whose Gloo handles report completion only once waited for."""
 MOST_POOLS = 16
 COLD = 2**26
-"""Bytes that a rank's collectives go through before they meet a tensor again: more than caches hold."""
+"""Bytes that collectives use before they use a tensor again: more than caches hold."""
 
 
 @dataclass(frozen=True)
@@ -134,22 +135,14 @@ def collective_seconds(calls: Sequence[Call], budget: float, device: str) -> lis
 
 def _cold_pools(calls: Sequence[Call], device: str) -> list[_Pool]:
     """As many pools as it takes for a tensor to leave the caches before its next turn."""
-    nbytes = sum(layout.elements * layout.dtype.itemsize for call in calls for layout in _layouts(call.args))
+    layouts = [each for each in tree_leaves([call.args for call in calls]) if isinstance(each, Layout)]
+    nbytes = sum(layout.elements * layout.dtype.itemsize for layout in layouts)
     return [_Pool(device) for _ in range(min(MOST_POOLS, -(-COLD // max(1, nbytes))))]
 
 
-def _layouts(value: Any) -> Iterator[Layout]:
-    if isinstance(value, Layout):
-        yield value
-    elif isinstance(value, tuple):
-        for each in value:
-            yield from _layouts(each)
-
-
 def mean_of(measured: Sequence[Sent]) -> Sent:
-    """What one takes in the mean, as a step is a sum of many: Gloo's threads are woken at once, or milliseconds later
-    where others hold the core, so that no quantile stands for both.
-    """
+    """The mean, as a step is a sum of many. Gloo's threads wake at once, or milliseconds later where others hold the
+    core, so that no quantile stands for both."""
     beside = mean(each.beside for each in measured)
     pace = mean(each.pace * each.beside for each in measured) / beside
     return Sent(mean(each.launch for each in measured), mean(each.alone for each in measured), beside, pace)
@@ -169,9 +162,8 @@ def _alone(operator: Any, args: Any, before: Callable[[], None]) -> tuple[float,
 def _beside(
     operator: Any, args: Any, compute: Callable[[], None], each_alone: float, alone: float, says: bool
 ) -> tuple[float, float]:
-    """Seconds that it takes where the host computes, and the host's pace meanwhile. One that never `says` that it
-    is over, as a message, is computed beside for as long as it takes alone.
-    """
+    """Seconds of the collective while the host computes, and the host's pace meanwhile. Where its handle never `says`
+    that it is complete, the host computes for as long as the collective takes alone."""
     dist.barrier()
     handle = _handle(operator(*args))
     began, units = time.perf_counter(), 0

@@ -1,6 +1,4 @@
-"""What a case would take, in bytes and in seconds: the passes over it, as they are, where no kernel runs and no other
-rank is.
-"""
+"""Predict a case's bytes and seconds: run the meter's own passes without kernels and without other ranks."""
 
 from __future__ import annotations
 
@@ -42,16 +40,16 @@ class Predicted(Measured):
 
 
 def predict(plan: Plan, rank: int = 0, on: Hardware = CPU, alike: Sequence[Hardware] = ()) -> Predicted:
-    """What that rank of the plan's world would meter on that hardware, what its observers of memory would see, and what
-    a step would take; with that on hardware that is `alike` but for its rates, by name.
+    """Predict what that rank of the plan's world would meter on that hardware, what observers of memory would see, and
+    the schedule of a step; the schedule also on hardware that is `alike` but for its rates.
 
-    Unsupported, in one line, for a program whose operators depend on values.
+    Raises Unsupported, in one line, for a program whose operators depend on values.
     """
     steps: dict[str, Step] = {}
     with simulation(plan.world_size, rank, on) as schedule:
 
         def steady(step: Callable[[Mark], None], mark: Mark) -> None:
-            """As the stopwatch has it, the device begins when the first operators are launched."""
+            """The device begins once the first operators are launched, as when a step is timed."""
             if schedule.rates is None:
                 step(mark)
             elif timed := schedule.step(partial(_marking, step, mark), MOST_AHEAD):
@@ -118,11 +116,10 @@ def simulation(
     schedule: Schedule | None = None,
 ) -> Iterator[Schedule]:
     """In the block no kernels run: this process is that rank of so many on that hardware. All tensors are on "cpu".
-    `records_streams` where c10d is to do so for NCCL, as it did until 2025. `schedule` takes note of what is
-    launched, by default with that hardware's rates.
+    With `records_streams` c10d calls `record_stream` for NCCL, as until 2025. `schedule` notes what is launched, by
+    default at that hardware's rates.
 
-    Yields what says how long a step takes there. Unsupported, in one line, where one of them is larger than this
-    machine's memory.
+    Yields the schedule. Raises Unsupported, in one line, where a tensor is larger than this machine's memory.
     """
     of_cuda = on.device == "cuda"
     schedule = schedule or Schedule(GPU(on) if of_cuda else None)
@@ -148,14 +145,13 @@ def simulation(
 
 
 _MMAP_THRESHOLD, _MAPPED, _USUAL = -3, 2**20, 2**25
-"""Of glibc's mallopt: the option, the size from which blocks are mapped one by one here, and the most it is else."""
+"""For glibc's mallopt: the option, the size from which a simulation maps each block by itself, and the usual limit."""
 
 
 @contextmanager
 def _mapped_one_by_one() -> Iterator[None]:
-    """Blocks of tensors go back to the system as they are freed. A heap would stay as large as they were together,
-    though it has no pages: and of a process that is larger than the machine's memory the system refuses a fork.
-    """
+    """Return each tensor's block to the system when it is freed. A heap would keep the address space of all of them,
+    and the system refuses to fork a process that is larger than the machine's memory."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # another C library
         yield
@@ -170,8 +166,7 @@ def _mapped_one_by_one() -> Iterator[None]:
 @contextmanager
 def _garbage_is_new() -> Iterator[None]:
     """Freeze existing objects, so that garbage collection does not search them each time."""
-    frozen = gc.get_freeze_count() > 0
-    if frozen:  # a program's own, which would be thawed with ours
+    if gc.get_freeze_count() > 0:  # the program's own objects, which would be thawed with ours
         yield
         return
     gc.freeze()

@@ -22,9 +22,8 @@ from shardmark.predict.simulation.kinds import Kind, kind_of
 from shardmark.predict.simulation.no_kernels import has_value, past_kernels
 from shardmark.predict.simulation.schedule import Schedule
 
-GROUP = "a process group"
-SUM = "a sum"
-"""What stands for a process group among a collective's arguments, and for what is done to reduce."""
+GROUP, SUM = "a process group", "a sum"
+"""Stand for a process group and for a reduction among a collective's arguments."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,12 @@ class Call:
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
 
+    @classmethod
+    def of(cls, operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+        schema = operator._schema
+        layouts, named = _described(args), _described(sorted(kwargs.items()))
+        return cls(schema.name, schema.overload_name or "default", layouts, named)
+
     @property
     def operator(self) -> OpOverload:
         namespace, _, name = self.name.partition("::")
@@ -67,17 +72,17 @@ class Event:
     between: float = 0.0
     """Seconds of the program since the last event."""
     launches: int = 0
-    """Operators that it called meanwhile, those that only look at tensors too, this one among them."""
+    """Operators called meanwhile, views and this one included."""
     call: Call | None = None
     cost: Cost | None = None
-    """Of an operator with a kernel."""
+    """Work of an operator that has a kernel."""
     ranks: int = 0
-    """Of a collective, those in its group."""
+    """Size of a collective's group; 0 for other events."""
     name: str = ""
-    """Of the operator or the collective; of a part of the step, which ends here."""
+    """Name of the operator or collective, or of the part of the step that ends here."""
     nbytes: int = 0
     wait: int = 0
-    """For the collectives up to that one, counted from 1."""
+    """Wait for the collectives up to this one, counted from 1; 0 for other events."""
 
 
 class Recorder(Schedule):
@@ -119,10 +124,9 @@ class Recorder(Schedule):
         if kind in (Kind.RUN, Kind.READ):
             self._between += time.perf_counter() - self._last
         elif kind is not Kind.SEND:
-            schema = operator._schema
-            call = Call(schema.name, schema.overload_name or "default", _described(args), _named(kwargs))
             cost = cost_of(operator, args, kwargs, results)
-            self._note(call=call, cost=cost, name=schema.name.partition("::")[2])
+            call = Call.of(operator, args, kwargs)
+            self._note(call=call, cost=cost, name=call.name.partition("::")[2])
         self._last = time.perf_counter()
 
     def collective(self, name: str, nbytes: int, ranks: Sequence[int], group: str) -> float:
@@ -130,10 +134,8 @@ class Recorder(Schedule):
         if not self._running:
             return 0.0
         operator, args = self._of_thread.called
-        schema = operator._schema
-        call = Call(schema.name, schema.overload_name or "default", tuple(_plain(each) for each in args))
         self._collectives += 1
-        self._note(call=call, ranks=len(ranks), name=name, nbytes=nbytes)
+        self._note(call=Call.of(operator, args, {}), ranks=len(ranks), name=name, nbytes=nbytes)
         return float(self._collectives)
 
     def wait(self, until: float, stream: str | None = None) -> None:
@@ -166,14 +168,7 @@ def typical(steps: Sequence[Sequence[Event]]) -> list[Event]:
     """The last of these steps; where all do the same, with the median of the programs' times."""
     last = list(steps[-1])
     alike = [each for each in steps if len(each) == len(last)]
-    return [
-        replace(event, between=median(each[i].between for each in alike), launches=event.launches)
-        for i, event in enumerate(last)
-    ]
-
-
-def _named(kwargs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, _described(value)) for name, value in sorted(kwargs.items()))
+    return [replace(event, between=median(each[i].between for each in alike)) for i, event in enumerate(last)]
 
 
 def _described(value: Any) -> Any:
@@ -185,11 +180,6 @@ def _described(value: Any) -> Any:
         return Layout(tuple(value.shape), value.stride(), value.dtype, max(largest, 0))
     if isinstance(value, list | tuple):
         return tuple(map(_described, value))
-    return value
-
-
-def _plain(value: Any) -> Any:
-    """The part of a collective's argument that can be sent to a rank."""
-    if isinstance(value, torch.ScriptObject):
+    if isinstance(value, torch.ScriptObject):  # of a collective, and cannot be sent to a rank
         return SUM if "ReduceOp" in str(value._type()) else GROUP
-    return _described(value)
+    return value

@@ -22,14 +22,13 @@ TILES = (*WIDE, (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (64, 32), 
 the wide ones, as published times show: a narrow product takes as long there as one of 128 columns.
 """
 FULL = 64
-"""Products for each value that a tile reads, from which on its multiprocessor is kept busy: that of 128 x 128."""
+"""Multiplications for each value read with which a tile keeps its multiprocessor busy: those of 128 x 128."""
 SPLIT = 256
-"""The least of a sum's length that one multiprocessor gets, where several share it; of batches none do."""
-
+"""The shortest part of k that a multiprocessor gets where several share a tile; tiles of batches are not shared."""
 
 WITHIN = (0.75, 1.52)
-"""Nine of ten published times lie between so many times the predicted one: those of `docs/published-times.md` that no
-rate was fitted to, one in twenty below and one in twenty above.
+"""Nine of ten published times lie between these multiples of the predicted time, one in twenty below and one in twenty
+above: of the times in `docs/published-times.md`, those that no rate was fitted to.
 """
 
 

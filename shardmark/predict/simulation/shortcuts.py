@@ -1,4 +1,4 @@
-"""What PyTorch does for every rank, or for every pair of parameters, done once: of many, one is looked at."""
+"""Shortcuts where PyTorch repeats the same work for each rank of a group or for each result of an operator."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ from shardmark.predict.simulation.schedule import FIRST_STREAM, Span, Step
 from shardmark.ranks.world import Worlds
 
 STEPS = 9
-"""Simulated steps, whose median is what the program takes."""
+"""Simulated steps; the median of their times is the program's."""
 SECONDS = 2.0
-"""For which a rank measures the operators of one program."""
+"""Seconds for which a rank measures one program's operators."""
 _COLLECTIVES = "collectives"
 
 
@@ -66,21 +66,16 @@ class Machine:
 
     def measure(self, events: Sequence[Event], ranks: int) -> None:
         """Measure those of the operators and collectives that have no rate yet."""
-        calls = list(dict.fromkeys(each.call for each in events if each.call is not None))
-        operators = [
-            each for each in calls if not each.name.startswith("c10d::") and (ranks, each) not in self._operators
-        ]
-        collectives = [
-            each for each in calls if each.name.startswith("c10d::") and (ranks, each) not in self._collectives
-        ]
-        if not (operators or collectives):
-            return
-        world = self.worlds.get(ranks)
-        if operators:
+        calls = dict.fromkeys(each.call for each in events if each.call is not None)
+        known = self._operators.keys() | self._collectives.keys()
+        unknown = [call for call in calls if (ranks, call) not in known]
+        if operators := [call for call in unknown if not call.name.startswith("c10d::")]:
+            world = self.worlds.get(ranks)
             found = world.run(operator_seconds, operators, SECONDS, world.device)
             for call, *seconds in zip(operators, *found, strict=True):
                 self._operators[ranks, call] = max(seconds)
-        if collectives:
+        if collectives := [call for call in unknown if call.name.startswith("c10d::")]:
+            world = self.worlds.get(ranks)
             sent = world.run(collective_seconds, collectives, SECONDS, world.device)
             for call, *each in zip(collectives, *sent, strict=True):
                 self._collectives[ranks, call] = mean_of(each)
@@ -111,7 +106,7 @@ class Machine:
                 timeline.spans.append(Span(event.name, FIRST_STREAM, began, timeline.now, 0.0, event.cost))
             elif event.name:
                 timeline.mark(event.name)
-        timeline.wait(len(events))  # what nobody was seen to wait for: the next step is not faster either
+        timeline.wait(len(events))  # collectives that the step never waits for delay the next one
         return Step(timeline.now, timeline.now, timeline.parts, timeline.spans)
 
 
@@ -120,7 +115,7 @@ class _Pending:
     event: Event
     sent: Sent
     left: float = 1.0
-    """The share of it that is not done."""
+    """Share of the collective that is not done."""
     began: float | None = None
 
 

@@ -30,10 +30,10 @@ class Workspaces:
         self._of_thread: dict[bool, Tensor] = {}
 
     def take(self, operator: OpOverload, args: tuple[Any, ...]) -> None:
-        """Take what the operator has until it returns, and give it back.
+        """Take the operator's workspace and give it back.
 
-        cuBLAS's workspace it takes for good: forward's thread has one, and the engine's, which runs backward. With it
-        kernels of cuBLAS are loaded, for which "context synchronization" may be required (CUDA C++ Programming Guide,
+        cuBLAS's workspace is kept: forward's thread has one, and so has the engine's, which runs backward. Kernels of
+        cuBLAS are loaded with it, for which "context synchronization" may be required (CUDA C++ Programming Guide,
         "Lazy Loading").
         """
         name = operator._schema.name
@@ -78,9 +78,9 @@ def _within(operator: OpOverload, args: tuple[Any, ...], hardware: Hardware) -> 
 
 
 MOST_THREADS, WARP, VECTOR = 512, 32, 4
-"""Of a block that sums; of a warp; and how many neighbouring outputs a thread has."""
+"""Threads of a block that sums, threads of a warp, and neighbouring outputs of a thread."""
 FEWEST_VALUES, MOST_VALUES = 16, 256
-"""Of a thread, where more than one block works on an output."""
+"""Values that a thread sums where more than one block works on an output."""
 
 
 def sum_of_columns(x: Tensor, dims: list[int], hardware: Hardware) -> int:

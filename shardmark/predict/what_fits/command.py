@@ -86,19 +86,17 @@ def _ranks(value: str) -> list[int]:
 
 def _strategies(own: Sequence[str]) -> list[Strategy]:
     """Strategies of every table, one device first and then by ZeRO's stage; the user's `--impl` follow."""
-    training = {name: family for name, family in FAMILIES.items() if family.workload is not None}
-    ordered = sorted(
-        training.items(), key=lambda pair: (pair[1].on_ranks, pair[1].zero_stage, pair[1].checkpoints)
-    )  # one device first, then by how much is sharded
+    training = [family for family in FAMILIES.values() if family.workload is not None]
+    training.sort(key=lambda family: (family.on_ranks, family.zero_stage, family.checkpoints))
     strategies = [
-        Strategy(resolve(name, implementation), checkpointed)
-        for name, family in ordered
+        Strategy(resolve(family.name, implementation), checkpointed)
+        for family in training
         for implementation, checkpointed in family.strategies
     ]
+    known = [family.name for family in training]
     for option in own:
         name, spec = family_and_target(option)
-        if name not in training:
-            known = ", ".join(name for name, _ in ordered)
-            raise ValueError(f"--impl {option}: {known} train a model of your own, not {name}")
+        if name not in known:
+            raise ValueError(f"--impl {option}: {', '.join(known)} train a model of your own, not {name}")
         strategies.append(Strategy(resolve(name, spec)))
     return list(dict.fromkeys(strategies))

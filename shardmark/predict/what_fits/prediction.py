@@ -23,9 +23,8 @@ from shardmark.rows.observers import Observer
 _TOO_LARGE = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 """PyTorch's error for a tensor larger than this machine's address space."""
 
-
 MOST = 2**62
-"""Bytes of the device that is predicted for: what is reserved there is an upper bound, and alike on all of its kind."""
+"""Bytes of the device in predictions, too many to run out of: reserved bytes are an upper bound."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,9 @@ class Prediction:
     before_step: int
     """Bytes live before a steady-state step: neither a smaller batch nor checkpointing makes them fewer."""
     made: int
-    """The most that is taken from the device until the model is made and sharded."""
+    """The most that is reserved on the device until the model is made and sharded."""
     steps: dict[str, StepTime] = field(default_factory=dict)
-    """A step's time, by hardware; of what is compiled none is known."""
+    """A step's time, by hardware; empty for a compiled model."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def predicted(
     assert workload is not None, "a strategy is of a family that trains a user's own model"
     plan = Plan(workload, strategy.implementation, None, case, "cpu", case.ranks, observers=(_Made,))
     try:
-        with warnings.catch_warnings(action="ignore"):  # of PyTorch, to who wrote the strategy
+        with warnings.catch_warnings(action="ignore"):  # PyTorch's, for the strategy's author
             measured = predict(plan, on=replace(on, memory_bytes=MOST), alike=alike)
     except Exception as error:  # a strategy that does not take the model is a line of the table
         return _refused(error)
