@@ -167,6 +167,11 @@ def environment_of_a_run(**changes: str | None) -> dict[str, str]:
     return {name: value for name, value in changed.items() if value is not None}
 
 
+def torchrun(*options: str) -> list[str]:
+    """The command below which a run is two ranks of this host."""
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *options, "--no-python"]
+
+
 @dataclass
 class Fresh:
     """How a run is to be started."""
