@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from correctness.support.paths import ROOT
-from shardmark.ranks.rank import _bind_to_cores
+from shardmark.ranks.process_setup import bind_to_cores
 from shardmark.rows.machine import chosen_policy
 
 Found = tuple[list[set[int]], list[set[int]]]
@@ -86,7 +86,7 @@ def test_a_policy_of_the_users_is_that_of_the_ranks_and_an_ordinary_one_is_no_ch
     """`chrt --rr 1 pytest perf` sets one (docs/budgets.md)."""
     in_thread(allow, number := getattr(os, policy), priority)
     assert in_thread(chosen_policy) == (policy if chosen else "")
-    in_thread(_bind_to_cores, 0, 1)
+    in_thread(bind_to_cores, 0, 1)
     assert in_thread(os.sched_getscheduler, 0) == (number if chosen else os.SCHED_BATCH)
 
 
