@@ -78,9 +78,9 @@ LONGEST_LINE = 500
 LONGEST_EXCEPTION = 2**20
 """Bytes of an exception that is sent along."""
 AT_REST = 0.5
-"""Seconds that a GPU gets to end what a failed call has begun: less than other ranks get to answer."""
+"""Seconds that a GPU gets to finish the work of a failed call: less than other ranks get to answer."""
 WORLD_VARIABLE = "SHARDMARK_WORLD"
-"""The environment's name of a rank's private folder, by which what the rank has started is known."""
+"""Environment variable with a rank's private folder: it marks every program that the rank starts."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def perform(work: bytes | bytearray, keep: bool = False) -> bytes:
 
 
 def _report(error: BaseException) -> str:
-    """The exception and its traceback. Text that a user's exception fails to give is left out; long text is cut."""
+    """The exception and its traceback. An exception that cannot be printed is named alone; long text is cut."""
     try:
         own = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of `perform`
         report = traceback.TracebackException(type(error), error, own)
@@ -169,8 +169,8 @@ def _left_behind(before: RankState) -> dict[str, Any]:
 
 
 def _unrest_on_gpu() -> str | None:
-    """Why the GPU cannot take another call: an error there stays with its process, and a collective that other ranks
-    never begin does not end."""
+    """Why the GPU cannot take another call, if it cannot: an error on it stays until the process ends, and a collective
+    that other ranks never begin does not end."""
     if not torch.cuda.is_initialized():
         return None
     errors: list[RuntimeError] = []
@@ -207,8 +207,8 @@ def serve(
     checkout: Checkout | None,
     end: socket.socket,
 ) -> None:
-    """A rank's life: join the group, from that host and with that version of the code if given, then answer calls
-    until the world is closed."""
+    """Join the group as `rank`, on that host and with that version of the code if given; answer calls until the world
+    is closed."""
     os.setpgid(0, 0)  # with what it starts, so that all of them end together
     _die_with_parent()
     gc.freeze()  # what was imported before the fork stays: to look through it takes a quarter of a second each time

@@ -51,7 +51,7 @@ LONGEST_FOLDER = 107 - len("/pymp-01234567/listener-01234567")
 """Bytes of the longest folder path in which multiprocessing can make a socket: a socket's own path has 107 at most."""
 _SIOCGIFFLAGS = 0x8913
 PROBE = 5.0
-"""Seconds that ranks get to meet in a collective that says whether they are in step."""
+"""Seconds that ranks get for the collective that shows whether they are in step."""
 RANKS_PER_CORE = 8
 """Ranks that may share a core: enough for correctness at any world size, too many to measure."""
 
@@ -251,17 +251,15 @@ def _loopback_is_up() -> bool:
 
 
 def _make_room_for_sockets() -> None:
-    """Put multiprocessing's sockets into /tmp where TMPDIR is too long for a socket's path, as Python does from 3.14
-    on."""
+    """Put multiprocessing's sockets into /tmp where TMPDIR is too long for a socket's path, as Python 3.14 does."""
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST_FOLDER:
         with patch.object(tempfile, "tempdir", "/tmp"):
             util.get_temp_dir()  # made once, and then kept until the process ends
 
 
 class Worlds:
-    """The worlds of a session, on one link if any, and of one version: one of each size, started when first asked for
-    and replaced when it has failed.
-    """
+    """The worlds of a session: one of each size, started when first asked for and replaced when it has failed. All are
+    on the same link, if any, and of the same version of the code."""
 
     def __init__(self, device: str, link: Link | None = None, checkout: Checkout | None = None) -> None:
         self.device = device

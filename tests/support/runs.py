@@ -66,7 +66,7 @@ def test_world(worlds):
 OPTIONS = ("--device=cpu", "-p", "no:cacheprovider", "--benchmark-quiet", "-q")
 
 ENDS = signal.SIGTERM, signal.SIGHUP
-"""Of which nohup has us ignore the second."""
+"""A run below nohup ignores the second."""
 
 LIMIT = 300.0
 """Seconds after which a run counts as hung."""
@@ -180,12 +180,12 @@ class Fresh:
     arguments: list[str] = field(default_factory=list)
     environment: dict[str, str | None] = field(default_factory=dict)
     below: list[str] = field(default_factory=list)
-    """The command that it is an argument of."""
+    """The command that starts the run, and its arguments."""
     limits: dict[int, int] = field(default_factory=dict)
-    """Of `resource`."""
+    """Limits by their number in `resource`."""
     stdout: Any = subprocess.PIPE
     shell: str | None = None
-    """What follows the command in a shell, such as a redirection."""
+    """Shell text after the command, such as a redirection."""
 
     def start(self) -> subprocess.Popen[str]:
         command = [*self.below, sys.executable, "-m", "pytest", *OPTIONS, *self.arguments]
