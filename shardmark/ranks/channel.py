@@ -1,7 +1,7 @@
-"""Messages between the process that runs the tests and a rank: neither end ever waits past a deadline for the other's.
+"""Messages between the test process and a rank; the test process never waits past its deadline.
 
-A message is a header and its bytes. The header names the call that the message belongs to: an answer that comes late,
-or from a child that a rank has forked, is not taken for that of another call.
+A message is a header and its bytes. The header names the call that the message belongs to, so that a late answer,
+or one from a child that a rank has forked, is not taken for the answer to another call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MARK = b"rank"
 
 
 class GarbledError(ValueError):
-    """Bytes that are no message: something else was written to the socket."""
+    """The bytes are no message: something else was written to the socket."""
 
 
 class Channel:

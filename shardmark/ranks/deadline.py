@@ -1,4 +1,4 @@
-"""How long a test waits for an implementation that hangs: the whole deadline once, then little."""
+"""Deadlines of tests. An implementation that has hung once gets a short deadline in its other tests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from types import FrameType
 
 TRIED = 60.0
-"""Seconds, by default, for what `--impl` names: its user waits for a verdict."""
+"""Seconds, by default, for a test of an implementation that `--impl` names."""
 MEASURED = 30.0
-"""Times the deadline for a case that is measured: by default half an hour, as cases at paper scale are long."""
+"""A measured case gets this many deadlines: by default half an hour, as cases at paper scale are long."""
 AFTER_THE_FIRST = 3.0
-"""Seconds for an implementation that has hung before: it has failed already, and its other tests are still told."""
+"""Seconds for each further test of an implementation that has hung: it has failed already."""
 OVERDUE = 1e-3
 """Seconds to an alarm that is overdue: zero would disarm it."""
 
@@ -43,10 +43,10 @@ class Deadlines:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raise Hung in what has not ended by then. Code in C is let finish; off the main thread there is no deadline.
+    """Raise Hung in a block that takes longer. C code finishes first; off the main thread there is no deadline.
 
-    A process has one alarm. One that was set before, as pytest-timeout does, rings when it would have; where that is
-    sooner, it is the deadline.
+    A process has one alarm. An alarm set before, as by pytest-timeout, still rings at its time; where that is sooner,
+    it is the deadline.
     """
     remaining, interval = signal.getitimer(signal.ITIMER_REAL)
     if threading.current_thread() is not threading.main_thread() or 0 < remaining < seconds:

@@ -1,4 +1,4 @@
-"""How a rank ended, or where a silent rank is; and the end of all that it started."""
+"""Say how a rank ended, or where a silent rank is; end ranks and every process that they started."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ HINTS = {
     "SIGSEGV": ": was a tensor read after its memory was freed?",
     "SIGKILL": ": did the machine run out of memory?",
 }
-"""What may be behind a signal."""
+"""Likely causes of signals."""
 
 PYTHON = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")]
 OWN = str(Path(__file__).parents[1])
 OTHERS = (*PYTHON, *torch.__path__, OWN, "<")
-"""How files begin whose code is not the user's."""
+"""Path prefixes of code that is not the user's."""
 
 
 def end_of_process(process: Any) -> int:
@@ -38,21 +38,13 @@ def end_of_process(process: Any) -> int:
         return os.dup(process.sentinel)
 
 
-class RankFiles:
-    """The files of rank `rank` in its world's private folder."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._stacks = folder / f"rank{rank}.stacks"
-        self._end = folder / f"rank{rank}.end"
-
-    def stacks(self) -> str:
-        return self._stacks.read_text(errors="replace") if self._stacks.exists() else ""
-
-    def why_it_ended(self) -> str:
-        return self._end.read_text(errors="replace") if self._end.exists() else ""
+def _read(folder: Path, rank: int, kind: str) -> str:
+    """Rank `rank`'s file of that kind in its world's private folder; "" where there is none."""
+    file = folder / f"rank{rank}.{kind}"
+    return file.read_text(errors="replace") if file.exists() else ""
 
 
-def how_it_ended(process: Any, files: RankFiles, grace: float) -> str:
+def how_it_ended(process: Any, rank: int, folder: Path, grace: float) -> str:
     """How the process ended, with the stack that faulthandler wrote if a signal such as SIGSEGV ended it."""
     process.join(grace)
     code = process.exitcode
@@ -63,17 +55,17 @@ def how_it_ended(process: Any, files: RankFiles, grace: float) -> str:
         name = names.get(-code, str(-code))
         end = f"was killed by {name}{HINTS.get(name, '')}"
     else:
-        why = files.why_it_ended()
+        why = _read(folder, rank, "end")
         end = f"exited with {code}" + (f": {why}" if why else "")
-    stack = files.stacks()
+    stack = _read(folder, rank, "stacks")
     return f"{end}\n{stack}" if stack else end
 
 
-def where_they_are(ranks: dict[int, Any], files: dict[int, RankFiles], seconds: float, grace: float) -> dict[int, str]:
-    """What each silent process does, likely causes first: stopped ones, then those that wait for no other rank. The
+def where_they_are(ranks: dict[int, Any], folder: Path, seconds: float, grace: float) -> dict[int, str]:
+    """Where each silent rank is, likely causes first: stopped ranks, then those that wait for no other rank. The
     handler that writes the stacks is in C, so a rank stuck in C answers too."""
     stopped = [rank for rank, process in ranks.items() if _is_stopped(process.pid)]
-    stacks = _ask_for_stacks({r: process for r, process in ranks.items() if r not in stopped}, files, grace)
+    stacks = _ask_for_stacks({r: process for r, process in ranks.items() if r not in stopped}, folder, grace)
     found: dict[int, tuple[int, str]] = {}
     for rank in ranks:
         silent = f"had not answered after {seconds:.1f} s"
@@ -87,7 +79,7 @@ def where_they_are(ranks: dict[int, Any], files: dict[int, RankFiles], seconds: 
     return {rank: text for rank, (_, text) in sorted(found.items(), key=lambda item: (item[1][0], item[0]))}
 
 
-def _ask_for_stacks(ranks: dict[int, Any], files: dict[int, RankFiles], grace: float) -> dict[int, str]:
+def _ask_for_stacks(ranks: dict[int, Any], folder: Path, grace: float) -> dict[int, str]:
     for process in ranks.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGUSR1)
@@ -95,7 +87,7 @@ def _ask_for_stacks(ranks: dict[int, Any], files: dict[int, RankFiles], grace: f
     end = time.monotonic() + grace
     while ranks and time.monotonic() < end:
         time.sleep(0.05)
-        before, stacks = stacks, {rank: files[rank].stacks() for rank in ranks}
+        before, stacks = stacks, {rank: _read(folder, rank, "stacks") for rank in ranks}
         if all(stacks.values()) and stacks == before:  # written, and to the end
             break
     # what lies below `perform` is the same for every rank and every call
@@ -148,17 +140,15 @@ def end_ranks(processes: Sequence[Any], folder: Path) -> None:
 
 
 def _started_by_ranks_of(folder: Path) -> list[int]:
-    """Processes that ranks started: programs have that folder in their environment, forks have a file of it open."""
+    """Processes that ranks started: programs have the folder in their environment, forks have a file in it open."""
     variable, inside = f"{WORLD_VARIABLE}={folder}\0".encode(), f"{folder}/"
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if process.stat().st_uid != os.getuid() or int(process.name) == os.getpid():
                 continue
-            if (
-                (process / "comm").read_text().startswith("torch_shm")
-            ):  # ends once its ranks have, and removes their memory
-                continue
+            if (process / "comm").read_text().startswith("torch_shm"):
+                continue  # it ends once its ranks have, and removes their memory
             files = (os.readlink(file) for file in (process / "fd").iterdir())
             if variable in (process / "environ").read_bytes() or any(file.startswith(inside) for file in files):
                 found.append(int(process.name))

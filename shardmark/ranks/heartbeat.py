@@ -17,16 +17,16 @@ import torch.distributed as dist
 BEAT = 0.25
 """Seconds between two counts."""
 LOST = 20.0
-"""Seconds of silence after which a host counts as gone: longer than anything keeps Python's lock."""
+"""Seconds of silence after which a host counts as lost: nothing holds Python's lock for so long."""
 CLOSED = "has ended"
-"""What a store did whose connection is closed."""
+"""Message of a store whose connection is closed."""
 DOUBTFUL = 2
-"""Beats without a word after which one waits for more: short beside the time that ranks get after one has failed."""
+"""Silent beats after which a rank may be lost: short beside the time that ranks get after one has failed."""
 
 
 class Heartbeat:
-    """Count for this rank and watch the `others`, until closed. Where the store stops answering, this process ends:
-    its callers could only wait."""
+    """Count for this rank and watch the `others`, until closed. If the store stops answering, end this process, whose
+    callers would wait forever."""
 
     def __init__(self, store: dist.Store, rank: int, others: Iterable[int] = ()) -> None:
         self._key = f"{rank}"

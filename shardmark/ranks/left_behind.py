@@ -11,14 +11,14 @@ from shardmark.text import printable
 
 
 class LeftBehind(UserWarning):
-    """A call changed what the next call on its rank would have met."""
+    """A call changed the state of its rank, which the next call would have met."""
 
 
 class Left:
     """What a call left on its ranks.
 
-    `in_step` says whether the ranks still meet in the same collectives, `replaced` what becomes of ranks that do not,
-    or that are changed in what is not restored. `broken` is True where the ranks have to be replaced.
+    `in_step` says whether the ranks still meet in the same collectives. `broken` is True where the ranks have to be
+    replaced; `replaced` tells the user what happens to them then.
     """
 
     def __init__(

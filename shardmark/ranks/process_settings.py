@@ -147,4 +147,4 @@ OPERATING_SYSTEM: dict[str, Callable[[], Any]] = {
     "the mask of blocked signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, []),
     "the file behind its standard input, output or error": lambda: [_file(number) for number in range(3)],
 }
-"""How to read each setting. None is restored: ranks that changed one are replaced."""
+"""How to read each setting. No setting is restored: a rank that changed one is replaced."""

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from shardmark.ranks.channel import receive, send
 from shardmark.ranks.checkout import Checkout
 from shardmark.ranks.link import Host
-from shardmark.ranks.process_setup import keep_compiled_code_apart
+from shardmark.ranks.process_setup import bind_to_cores, keep_compiled_code_apart, let_segments_grow
 from shardmark.ranks.rank_state import Messages, RankState, seed_rank
 
 
@@ -78,9 +78,9 @@ LONGEST_LINE = 500
 LONGEST_EXCEPTION = 2**20
 """Bytes of an exception that is sent along."""
 AT_REST = 0.5
-"""Seconds that a GPU gets to end what a failed call has begun: less than other ranks get to answer."""
+"""Seconds that a GPU gets to finish the work of a failed call: less than other ranks get to answer."""
 WORLD_VARIABLE = "SHARDMARK_WORLD"
-"""The environment's name of a rank's private folder, by which what the rank has started is known."""
+"""Environment variable with a rank's private folder: it marks every program that the rank starts."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def perform(work: bytes | bytearray, keep: bool = False) -> bytes:
 
 
 def _report(error: BaseException) -> str:
-    """The exception and its traceback. Text that a user's exception fails to give is left out; long text is cut."""
+    """The exception and its traceback. An exception that cannot be printed is named alone; long text is cut."""
     try:
         own = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of `perform`
         report = traceback.TracebackException(type(error), error, own)
@@ -169,8 +169,8 @@ def _left_behind(before: RankState) -> dict[str, Any]:
 
 
 def _unrest_on_gpu() -> str | None:
-    """Why the GPU cannot take another call: an error there stays with its process, and a collective that other ranks
-    never begin does not end."""
+    """Why the GPU cannot take another call, if it cannot: an error on it stays until the process ends, and a collective
+    that other ranks never begin does not end."""
     if not torch.cuda.is_initialized():
         return None
     errors: list[RuntimeError] = []
@@ -207,8 +207,8 @@ def serve(
     checkout: Checkout | None,
     end: socket.socket,
 ) -> None:
-    """A rank's life: join the group, from that host and with that version of the code if given, then answer calls
-    until the world is closed."""
+    """Join the group as `rank`, on that host and with that version of the code if given; answer calls until the world
+    is closed."""
     os.setpgid(0, 0)  # with what it starts, so that all of them end together
     _die_with_parent()
     gc.freeze()  # what was imported before the fork stays: to look through it takes a quarter of a second each time
@@ -264,34 +264,8 @@ def _join(rank: int, size: int, device: str, directory: Path, host: Host | None)
     threads = threads_of_a_rank(size)
     # Beside other workers cores would idle, and with a link the link decides.
     if device == "cpu" and _workers() == 1 and host is None:
-        _bind_to_cores(rank, size)  # before the group's threads are there
+        bind_to_cores(rank, size)  # before the group's threads are there
     join_group(dist.FileStore(str(directory / "rendezvous"), size), rank, size, device, rank, threads)
-
-
-def _bind_to_cores(rank: int, size: int) -> None:
-    """Run on this rank's share of the cores, and preempt no other thread on waking (SCHED_BATCH).
-
-    Ranks that communicate wake each other's threads all the time. As Linux schedules by default, a thread that wakes
-    preempts another, here or on another rank's core: an all-reduce of half a megabyte between two ranks on two cores
-    took 0.3 or 3 ms, as it happened, and a step's time had a standard deviation of 31%; bound, without preemption, 15%.
-    """
-    cores = sorted(os.sched_getaffinity(0), key=_place)
-    with suppress(OSError):  # a sandbox may forbid it
-        if len(cores) >= size:
-            os.sched_setaffinity(0, cores[rank * len(cores) // size : (rank + 1) * len(cores) // size])
-    with suppress(OSError):
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # unless the user has chosen one
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def _place(cpu: int) -> tuple[int, int, int]:
-    """Socket and core of Linux's `cpu`, so that the hardware threads of one core stay together."""
-    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
-    try:
-        socket_, core = (int((topology / name).read_text()) for name in ("physical_package_id", "core_id"))
-    except (OSError, ValueError):  # not said, as in a sandbox
-        socket_, core = 0, cpu
-    return socket_, core, cpu
 
 
 def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank: int, threads: int) -> None:
@@ -308,15 +282,6 @@ def join_group(store: dist.Store, rank: int, size: int, device: str, local_rank:
         gpu = torch.device("cuda", local_rank)
         torch.cuda.set_device(gpu)
     dist.init_process_group("gloo" if gpu is None else "nccl", store=store, rank=rank, world_size=size, device_id=gpu)
-
-
-def let_segments_grow() -> None:
-    """Before CUDA starts, have its allocator map memory into segments that grow, unless the user has set it up.
-
-    Of segments of fixed size, what one case leaves may be too small for any tensor of the next.
-    """
-    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _die_with_parent() -> None:

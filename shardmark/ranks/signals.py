@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What ends a run from outside: Ctrl-C, a scheduler, or a terminal that goes away."""
+"""Signals of Ctrl-C, of a scheduler, and of a terminal that closes."""
 
 
 class Ending:

@@ -71,8 +71,8 @@ def _one_machine() -> bool:
 
 
 def _join(device: str) -> tuple[dist.Store, Seal, Heartbeat | None]:
-    """Join the process group; the store that carries calls and answers, what they are sealed with, and on several
-    machines what shows that they are there."""
+    """Join the process group. Return the store that carries calls and answers, their seal, and on several machines the
+    heartbeat."""
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     seal = Seal(launch_key(first=rank() == 0, one_machine=_one_machine()))
     if _one_machine():  # as the ranks of `World`
@@ -116,8 +116,8 @@ def serve(device: str) -> None:
 class TorchrunWorld:
     """`shardmark.ranks.world.World`'s interface over torchrun's ranks. Made once, on rank 0.
 
-    The ranks cannot be replaced from here: after one has died or hung, or was left unfit for the next call, the world
-    is no longer alive. torchrun ends a run of which a rank has ended: `ending` is told so, in one line, before.
+    Only torchrun can replace ranks: after one has died, hung or become unfit for the next call, the world is no longer
+    alive. torchrun ends a run when a rank of it has ended; `ending` is called before, with one line that says so.
     """
 
     def __init__(self, device: str, ending: Callable[[str], object]) -> None:
@@ -126,7 +126,7 @@ class TorchrunWorld:
         self.alive = True
         self.deadline = DEADLINE
         self.lost_by = ""
-        """What ended it, in one line."""
+        """The reason why the world is lost, in one line."""
         self._store, self._seal, self._heartbeat = _join(device)
         self._call = 0
         self._ending = ending

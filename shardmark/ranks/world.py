@@ -32,7 +32,7 @@ import torch
 from shardmark.api.registry import FAMILIES
 from shardmark.ranks.channel import Channel, GarbledError, ready
 from shardmark.ranks.checkout import Checkout
-from shardmark.ranks.endings import RankFiles, end_of_process, end_ranks, how_it_ended, where_they_are
+from shardmark.ranks.endings import end_of_process, end_ranks, how_it_ended, where_they_are
 from shardmark.ranks.failures import Failure, failures_of, rank_error
 from shardmark.ranks.failures import RankError as RankError  # what `run` raises
 from shardmark.ranks.left_behind import Left
@@ -51,7 +51,7 @@ LONGEST_FOLDER = 107 - len("/pymp-01234567/listener-01234567")
 """Bytes of the longest folder path in which multiprocessing can make a socket: a socket's own path has 107 at most."""
 _SIOCGIFFLAGS = 0x8913
 PROBE = 5.0
-"""Seconds that ranks get to meet in a collective that says whether they are in step."""
+"""Seconds that ranks get for the collective that shows whether they are in step."""
 RANKS_PER_CORE = 8
 """Ranks that may share a core: enough for correctness at any world size, too many to measure."""
 
@@ -94,7 +94,6 @@ class World:
         self._directory = Path(tempfile.mkdtemp(prefix="shardmark-"))  # readable by this user only
         # At the interpreter's end too, for a world that nobody closed.
         self._remove_directory = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
-        self._files = {rank: RankFiles(self._directory, rank) for rank in range(size)}
         self._call = 0
         """The number of the call that is under way; joining the group is call 0."""
         self._channels: list[Channel] = []
@@ -210,7 +209,7 @@ class World:
                     if message is None and self._ends[rank] in moved and self._channels[rank].fileno() not in moved:
                         raise EOFError  # it has ended, and nothing that it sent is left
                 except EOFError:
-                    dead[rank] = (how_it_ended(self._processes[rank], self._files[rank], GRACE), None)
+                    dead[rank] = (how_it_ended(self._processes[rank], rank, self._directory, GRACE), None)
                     continue
                 except GarbledError:
                     answers[rank] = _unusable("wrote to the socket of its answers")
@@ -224,7 +223,7 @@ class World:
         if len(answers) < self.size:
             seconds = time.monotonic() - start
             silent = {r: self._processes[r] for r in range(self.size) if r not in answers.keys() | dead.keys()}
-            where = where_they_are(silent, self._files, seconds, GRACE)
+            where = where_they_are(silent, self._directory, seconds, GRACE)
             raise rank_error(self.size, dead | failures_of(answers), where)
         return answers
 
@@ -252,17 +251,15 @@ def _loopback_is_up() -> bool:
 
 
 def _make_room_for_sockets() -> None:
-    """Put multiprocessing's sockets into /tmp where TMPDIR is too long for a socket's path, as Python does from 3.14
-    on."""
+    """Put multiprocessing's sockets into /tmp where TMPDIR is too long for a socket's path, as Python 3.14 does."""
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST_FOLDER:
         with patch.object(tempfile, "tempdir", "/tmp"):
             util.get_temp_dir()  # made once, and then kept until the process ends
 
 
 class Worlds:
-    """The worlds of a session, on one link if any, and of one version: one of each size, started when first asked for
-    and replaced when it has failed.
-    """
+    """The worlds of a session: one of each size, started when first asked for and replaced when it has failed. All are
+    on the same link, if any, and of the same version of the code."""
 
     def __init__(self, device: str, link: Link | None = None, checkout: Checkout | None = None) -> None:
         self.device = device

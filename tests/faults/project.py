@@ -1,17 +1,15 @@
 """A project of someone's own in which every fault happens in every part of a test, and a run of it."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from correctness.support.paths import ROOT
 from correctness.support.waiting import wait_until
 from tests.faults.that_stay import FOLDER, shared_memory_prefix
+from tests.support.processes import running
+from tests.support.runs import Fresh
 
 PHASES = ("setup", "step", "teardown", "measured")
 OTHERS = "torchinductor_", "pytest-of-"
@@ -157,7 +155,6 @@ class Run:
 
     outcomes: dict[str, Outcome]
     rows: dict[str, Any] | None
-    output: str
     left: list[str]
 
 
@@ -168,18 +165,11 @@ def run_faults(folder: Path, size: int, cases: Iterable[tuple[str, str]], *optio
     temporary.mkdir()
     (project / "conftest.py").write_text(CONFTEST)
     (project / "test_faults.py").write_text(TESTS.format(size=size, cases=list(cases)))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TORCHELASTIC"))}
-    environment = {**kept, FOLDER: str(folder), "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device=cpu", "--scale=smoke"]
-    command += ["--benchmark-json=out.json", f"--rootdir={project}", *options]
-    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
+    arguments = ["--scale=smoke", "--benchmark-json=out.json", f"--rootdir={project}", *options]
+    Fresh(project, arguments, {FOLDER: str(folder), "TMPDIR": str(temporary)}).start().communicate()
     out = project / "out.json"
-    return Run(
-        _outcomes(project / "outcomes.jsonl"),
-        json.loads(out.read_text()) if out.exists() else None,
-        done.stdout + done.stderr,
-        _left(folder),
-    )
+    rows = json.loads(out.read_text()) if out.exists() else None
+    return Run(_outcomes(project / "outcomes.jsonl"), rows, _left(folder))
 
 
 def _outcomes(file: Path) -> dict[str, Outcome]:
@@ -196,20 +186,9 @@ def _outcomes(file: Path) -> dict[str, Outcome]:
 
 def _left(folder: Path) -> list[str]:
     """Processes, temporary files and shared memory that are there when they have had time to end."""
-    wait_until(lambda: not _processes(folder), 10)
-    processes = [f"process {pid}" for pid in _processes(folder)]
+    of_this_run = f"{FOLDER}={folder}\0"
+    wait_until(lambda: not running(of_this_run))
+    processes = [f"process {pid}" for pid in running(of_this_run)]
     files = [str(file) for file in (folder / "tmp").iterdir() if not file.name.startswith(OTHERS)]
     shared = [str(file) for file in Path("/dev/shm").glob(f"{shared_memory_prefix(str(folder))}*")]
     return processes + files + shared
-
-
-def _processes(folder: Path) -> list[int]:
-    variable = f"{FOLDER}={folder}\0".encode()
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if variable in (process / "environ").read_bytes():
-                found.append(int(process.name))
-        except OSError:
-            continue
-    return found

@@ -1,7 +1,8 @@
-"""A table of what may go wrong on a rank, each with what the user reads of it; tests take their faults from it."""
+"""The table of faults on ranks, each with the message that its user reads; tests take their faults from it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, TypeVar
 
 import pytest
@@ -16,8 +17,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Fault:
-    """A function that ranks run, the outcome of its test, and a pattern of the message. `ranks` is a pattern too: of
-    the ranks that it names."""
+    """A function that every rank calls, the outcome of its test, and patterns of the message and of the ranks in it."""
 
     function: Callable[..., Any]
     outcome: str
@@ -36,28 +36,39 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def fails(says: str, ranks: str = "1", deadline: float = 60.0) -> Callable[[Function], Function]:
-    return _fault(FAILS, says, ranks, deadline)
+def fails(says: str, everywhere: bool = False) -> Callable[[Function], Function]:
+    """The test fails. The function runs on rank 1, for which the other ranks wait; or on every rank."""
+    return _fault(FAILS, says, r"\d" if everywhere else "1", everywhere)
 
 
 def hangs(says: str, ranks: str = "1") -> Callable[[Function], Function]:
-    return _fault(FAILS, rf"had not answered after \d+\.\d s; {says}", ranks, HUNG)
+    """The test fails at its deadline. The function runs on rank 1, for which the other ranks wait."""
+    return _fault(FAILS, rf"had not answered after \d+\.\d s; {says}", ranks, everywhere=False, deadline=HUNG)
 
 
-def warns(says: str, ranks: str = "all", restored: bool = True) -> Callable[[Function], Function]:
-    return _fault(
-        WARNS, f"{says} changed; restored" if restored else f"{says}; the next call gets new ranks", ranks, 60.0
-    )
+def warns(says: str, everywhere: bool = True, restored: bool = True) -> Callable[[Function], Function]:
+    """The test is warned. The function runs on every rank, or on rank 1 alone."""
+    end = " changed; restored" if restored else "; the next call gets new ranks"
+    return _fault(WARNS, says + end, "all" if everywhere else "1", everywhere)
 
 
 def passes() -> Callable[[Function], Function]:
-    return _fault(PASSES, "", "all", 60.0)
+    """The test passes without a warning. The function runs on every rank."""
+    return _fault(PASSES, "", "all", everywhere=True)
 
 
-def _fault(outcome: str, says: str, ranks: str, deadline: float) -> Callable[[Function], Function]:
+def _fault(
+    outcome: str, says: str, ranks: str, everywhere: bool, deadline: float = 60.0
+) -> Callable[[Function], Function]:
     def add(function: Function) -> Function:
-        FAULTS[function.__name__] = Fault(function, outcome, says, ranks, deadline)
-        return function
+        @wraps(function)
+        def on_ranks() -> Any:
+            if everywhere or on_rank_1():
+                return function()
+            return meet() if outcome == FAILS else None
+
+        FAULTS[function.__name__] = Fault(on_ranks, outcome, says, ranks, deadline)
+        return on_ranks  # type: ignore[return-value]  # pickle finds it under the function's name
 
     return add
 
@@ -73,5 +84,5 @@ def on_rank_1() -> bool:
 
 
 def meet() -> None:
-    """The other ranks wait for rank 1, as in most tests."""
+    """Wait for rank 1, as the other ranks do in most tests."""
     dist.barrier()

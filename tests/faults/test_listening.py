@@ -1,23 +1,20 @@
-"""What listens while a run goes on, who may read its files, and what is unpickled from where."""
+"""Who may talk to a run: what listens, who may read its files, and which messages are unpickled."""
 
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from correctness.support.paths import ROOT
 from shardmark.ranks.world import World, available_ranks
-from tests.support.processes import listeners
+from tests.support.processes import listeners, parent_of
+from tests.support.runs import Fresh, torchrun
 
 LOOPBACK = {"127.0.0.1", "::1"}
 
 
 def test_only_the_loopback_interface_and_private_folders_hear_anything(pair: World) -> None:
-    server = int(Path(f"/proc/{pair.pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
-    addresses, sockets = listeners([*pair.pids, server])
+    addresses, sockets = listeners([*pair.pids, parent_of(pair.pids[0])])
     assert addresses <= LOOPBACK
     for path in sockets:
         folder = Path(path).parent
@@ -38,7 +35,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import listeners
+from tests.support.processes import listeners, own_addresses
 from tests.support.ranks import identity
 from shardmark.ranks.rank import WorldError
 
@@ -48,12 +45,8 @@ class Bomb:
         return open, ("exploded", "w")
 
 
-def own_listeners():
-    return sorted(listeners([os.getpid()])[0])
-
-
 def test_only_torchruns_store_is_heard_elsewhere(worlds):
-    assert worlds(2).run(own_listeners) == [["127.0.0.1"]] * 2
+    assert worlds(2).run(own_addresses) == [["127.0.0.1"]] * 2
     assert listeners([os.getppid()])[0], "torchrun's store"
 
 
@@ -98,17 +91,8 @@ def test_under_torchrun_sealed_calls_alone_are_unpickled(tmp_path: Path) -> None
     (tmp_path / "tmp").mkdir()
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_launch.py").write_text(TESTS)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TORCHELASTIC"))}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pytest"]
-    run = subprocess.run(
-        [*command, "-q", "-rs", "--device=cpu", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"],
-        cwd=tmp_path,
-        env=kept | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "tmp")},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "4 passed, 1 skipped" in run.stdout
+    arguments, environment = ["-rs", f"--rootdir={tmp_path}"], {"TMPDIR": str(tmp_path / "tmp")}
+    ended = Fresh(tmp_path, arguments, environment, below=torchrun("--standalone")).run()
+    assert ended.status == 0 and "4 passed, 1 skipped" in ended.output, ended.output
     reason = "leave_a_group_behind has ended torchrun's ranks, which cannot be replaced from here"
-    assert reason in run.stdout and not list((tmp_path / "tmp").glob("shardmark*"))
+    assert reason in ended.output and not list((tmp_path / "tmp").glob("shardmark*"))

@@ -1,8 +1,6 @@
 """Ranks of torchrun that die: the run ends with its rows, and one line names the rank."""
 
 import re
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import pytest
 
 from correctness.support.waiting import wait_until
 from tests.support.processes import running
-from tests.support.runs import OPTIONS, environment_of_a_run, numbers, project
+from tests.support.runs import Fresh, project, torchrun
 
 DIES = """
 import os, signal
@@ -34,14 +32,14 @@ def test_that_would_have_met_it(worlds):
 @pytest.mark.parametrize(("rank", "name"), [(0, "SIGABRT"), (1, "SIGABRT"), (1, "SIGKILL")])
 def test_a_rank_of_torchrun_that_dies_costs_no_row_and_one_line_names_it(rank: int, name: str, tmp_path: Path) -> None:
     project(tmp_path, test_dies=DIES)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "pytest", *OPTIONS, "-vv", "--benchmark-json=out.json", "test_dies.py"]
     tag = uuid.uuid4().hex
-    environment = environment_of_a_run(DYING=str(rank), SIGNAL=name, RUN_TAG=tag)
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 1 and numbers(tmp_path / "out.json") == [0, 1, 2]
-    assert f"({name})" in run.stderr  # torchrun's own word of it, and the only one where rank 0 is dead
+    arguments = ["-vv", "--benchmark-json=out.json", "test_dies.py"]
+    environment = {"DYING": str(rank), "SIGNAL": name, "RUN_TAG": tag}
+    ended = Fresh(tmp_path, arguments, environment, below=torchrun("--standalone")).run()
+    assert ended.status == 1 and ended.rows() == [0, 1, 2]
+    assert f"({name})" in ended.output  # torchrun's own line; the only one where rank 0 is dead
     if rank:
-        assert "case 0 " in run.stdout and "1 failed, 3 passed" in run.stdout
-        assert len(re.findall("^!+ .*rank 1 of 2 has ended; torchrun's own output says how !+$", run.stdout, re.M)) == 1
+        assert "case 0 " in ended.output and "1 failed, 3 passed" in ended.output
+        line = "^!+ .*rank 1 of 2 has ended; torchrun's own output says how !+$"
+        assert len(re.findall(line, ended.output, re.M)) == 1
     assert wait_until(lambda: not running(tag), 20)

@@ -1,4 +1,4 @@
-"""What a call leaves behind on a rank, of which its test is warned; and what harms nobody."""
+"""Changes that a call leaves on a rank, of which its test is warned; and calls that harm nobody."""
 
 import gc
 import math
@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.faults.table import fails, meet, on_rank_1, passes, warns
+from tests.faults.table import fails, on_rank_1, passes, warns
 
-# It leaves its process other than it was.
+# It changes its process.
 
 
 @warns("torch's default dtype")
@@ -68,10 +68,9 @@ def leaves_a_folder_that_is_gone() -> None:
     os.rmdir(os.getcwd())
 
 
-@warns("the environment's RUN_NAME", ranks="1")
+@warns("the environment's RUN_NAME", everywhere=False)
 def leaves_a_variable() -> None:
-    if on_rank_1():
-        os.environ["RUN_NAME"] = "mine"
+    os.environ["RUN_NAME"] = "mine"
 
 
 @warns(r"\d+ more of the environment's variables")
@@ -121,20 +120,14 @@ def leaves_a_hook() -> None:
     torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: 0)
 
 
-@warns("a timer changed", ranks="1", restored=False)
+@warns("a timer changed", everywhere=False, restored=False)
 def leaves_an_alarm() -> None:
-    if on_rank_1():
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
 
 
 @warns("a timer changed", restored=False)
 def leaves_a_timer_of_its_cpu_seconds() -> None:
     signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
-
-
-@warns("a resource limit changed", restored=False)
-def leaves_a_limit_of_its_stack() -> None:
-    resource.setrlimit(resource.RLIMIT_STACK, (2**21, resource.getrlimit(resource.RLIMIT_STACK)[1]))
 
 
 @warns("a resource limit changed", restored=False)
@@ -184,22 +177,19 @@ def leaves_no_room_to_recurse() -> None:
     sys.setrecursionlimit(sys.getrecursionlimit() // 2)
 
 
-@warns("sys.stdin, stdout or stderr", ranks="1")
+@warns("sys.stdin, stdout or stderr", everywhere=False)
 def leaves_no_output() -> None:
-    if on_rank_1():
-        sys.stdout = None  # type: ignore[assignment]
+    sys.stdout = None  # type: ignore[assignment]
 
 
-@warns("sys.stdin, stdout or stderr closed", ranks="1", restored=False)
+@warns("sys.stdin, stdout or stderr closed", everywhere=False, restored=False)
 def leaves_its_output_closed() -> None:
-    if on_rank_1():
-        sys.stdout.close()
+    sys.stdout.close()
 
 
-@warns("the file behind its standard input, output or error changed", ranks="1", restored=False)
+@warns("the file behind its standard input, output or error changed", everywhere=False, restored=False)
 def leaves_its_descriptors_closed() -> None:
-    if on_rank_1():
-        os.closerange(0, 3)
+    os.closerange(0, 3)
 
 
 @warns("the file behind its standard input, output or error changed", restored=False)
@@ -208,16 +198,9 @@ def leaves_its_descriptors_redirected() -> None:
     os.dup2(os.open("/proc/self/status", os.O_RDONLY), 0)
 
 
-@warns("a thread still running", ranks="1", restored=False)
+@warns("a thread still running", everywhere=False, restored=False)
 def leaves_a_thread() -> None:
-    if on_rank_1():
-        threading.Thread(target=time.sleep, args=(1000,)).start()
-
-
-@warns("a thread still running", ranks="1", restored=False)
-def leaves_a_thread_that_will_end_it() -> None:
-    if on_rank_1():
-        threading.Timer(1.0, os._exit, (7,)).start()
+    threading.Thread(target=time.sleep, args=(1000,)).start()
 
 
 class Zeros(TorchFunctionMode):
@@ -284,7 +267,7 @@ def starts_a_daemon() -> None:
 
 
 FOLDER = "SHARDMARK_FAULT_RUN"
-"""The environment's name of a run's folder, by which every process that it has started is known."""
+"""Environment variable with a run's folder, by which a test knows every process that the run has started."""
 _kept: list[Any] = []
 
 
@@ -293,16 +276,18 @@ def shared_memory_prefix(folder: str) -> str:
     return f"shardmark_fault_{zlib.crc32(folder.encode())}_"
 
 
-@passes()
-def keeps_shared_memory() -> None:
-    name = f"{shared_memory_prefix(os.environ[FOLDER])}{os.getpid()}"
+def _keep_shared_memory() -> None:
+    name = f"{shared_memory_prefix(os.environ.get(FOLDER, ''))}{os.getpid()}"
     _kept.append(SharedMemory(create=True, size=100, name=name))
 
 
-@fails("exited with 6$")
+@passes()
+def keeps_shared_memory() -> None:
+    _keep_shared_memory()
+
+
+@fails("exited with 6$", everywhere=True)
 def ends_with_shared_memory_and_files() -> None:
-    _kept.append(SharedMemory(create=True, size=100, name=f"shardmark_end_{os.getpid()}"))
+    _keep_shared_memory()
     _kept.append(tempfile.mkstemp())
-    if on_rank_1():
-        os._exit(6)
-    meet()
+    os._exit(6)

@@ -15,7 +15,8 @@ from correctness.support import workers
 from correctness.support.paths import ROOT
 from correctness.support.workers import share_the_cores
 from shardmark.ranks import rank
-from shardmark.ranks.rank import Answer, let_segments_grow, perform, pickled_call, threads_of_a_rank
+from shardmark.ranks.process_setup import let_segments_grow
+from shardmark.ranks.rank import Answer, perform, pickled_call, threads_of_a_rank
 
 
 @pytest.fixture

@@ -2,11 +2,8 @@
 
 import os
 import pickle
-import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -15,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from correctness.support.waiting import wait_until
 from shardmark.ranks.channel import send
@@ -26,8 +22,7 @@ from shardmark.ranks.world import GRACE, World
 from tests.faults.rank_faults import FAULTS, state
 from tests.faults.table import WARNS, names_of
 from tests.support.processes import is_running
-from tests.support.ranks import identity
-from tests.support.runs import environment_of_a_run
+from tests.support.ranks import identity, size_of, start_a_sleeper
 
 
 def state_of(world: World) -> list[Any]:
@@ -71,10 +66,6 @@ def test_a_call_that_leaves_nothing_warns_of_nothing(pair: World) -> None:
         pair.run(start_a_daemon_thread)  # as a wrapper's own thread, which waits for collectives
 
 
-def size_of(data: bytes) -> int:
-    return len(data)
-
-
 def test_a_stopped_rank_does_not_hold_what_is_sent_to_it(pair: World) -> None:
     os.kill(pair.pids[1], signal.SIGSTOP)
     begin = time.monotonic()
@@ -104,51 +95,9 @@ def test_an_answer_of_another_call_is_not_taken_for_this_ones(pair: World) -> No
     assert pair.run(answer_another_call_first) == ["of this call"] * 2
 
 
-def die_with_a_child_that_holds_all_it_had() -> None:
-    if dist.get_rank() == 1:
-        if os.fork() == 0:
-            time.sleep(60)
-            os._exit(0)
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-def test_a_death_is_seen_at_once_though_a_child_lives_on_and_before_its_victims(pair: World) -> None:
-    begin = time.monotonic()
-    with pytest.raises(RankError) as caught:
-        pair.run(die_with_a_child_that_holds_all_it_had, deadline=30)
-    assert time.monotonic() - begin < 5 * GRACE
-    assert str(caught.value).startswith("rank 1 of 2 was killed by SIGKILL") and caught.value.rank == 1
-
-
-def start_a_sleeper(options: dict[str, Any] | None = None) -> int:
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], **(options or {})).pid
-
-
 @pytest.mark.parametrize("options", [{"env": {}}, {"start_new_session": True}], ids=["no environment", "daemon"])
 def test_what_a_rank_has_started_ends_with_it(options: dict[str, Any], pair: World) -> None:
     pids = pair.run(start_a_sleeper, options)
     assert all(map(is_running, pids))
     pair.close()
-    assert wait_until(lambda: not any(map(is_running, pids)))
-
-
-@pytest.mark.sweep
-def test_a_world_whose_parent_is_killed_leaves_nothing(tmp_path: Any) -> None:
-    script = tmp_path / "run.py"
-    script.write_text(
-        "import time\n"
-        "from tests.ranks.test_left_behind import start_a_sleeper\n"
-        "from shardmark.ranks.world import World\n"
-        "if __name__ == '__main__':\n"
-        "    world = World(2)\n"
-        "    print(*world.run(start_a_sleeper), *world.pids, flush=True)\n"
-        "    time.sleep(600)\n"
-    )
-    run = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment_of_a_run())
-    assert run.stdout is not None
-    pids = [int(pid) for pid in re.findall(r"\d+", run.stdout.readline())]
-    assert len(pids) == 4
-    run.kill()
-    run.wait()
     assert wait_until(lambda: not any(map(is_running, pids)))

@@ -11,16 +11,26 @@ from typing import Any
 import pytest
 
 from correctness.support.paths import ROOT
-from shardmark.ranks.rank import _bind_to_cores
+from shardmark.ranks.process_setup import bind_to_cores
 from shardmark.rows.machine import chosen_policy
 
 Found = tuple[list[set[int]], list[set[int]]]
 
 
-def cores_and_policies(workers: int) -> Found:
+SCRIPT = """
+import json
+from shardmark.ranks.world import World
+from tests.support.ranks import cores_and_policies
+
+with World(2) as world:
+    print(json.dumps(world.run(cores_and_policies)))
+"""
+
+
+def two_ranks(workers: int) -> Found:
     """Cores and policies of two ranks, where that many processes of pytest-xdist share the machine."""
     environment = {**os.environ, "PYTEST_XDIST_WORKER_COUNT": str(workers)}
-    script = [sys.executable, "-m", "tests.support.where_ranks_run"]
+    script = [sys.executable, "-c", SCRIPT]
     ended = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     cores, policies = zip(*json.loads(ended.stdout), strict=True)
     return [set(each) for each in cores], [set(each) for each in policies]
@@ -29,7 +39,7 @@ def cores_and_policies(workers: int) -> Found:
 @pytest.fixture(scope="module")
 def alone() -> Found:
     """Where nothing shares the machine, as when times are taken."""
-    return cores_and_policies(workers=1)
+    return two_ranks(workers=1)
 
 
 def test_ranks_are_bound_to_their_share_of_the_cores(alone: Found) -> None:
@@ -60,29 +70,32 @@ def test_no_thread_of_a_rank_preempts_another_as_it_wakes(alone: Found, in_threa
     assert alone[1] == [{os.SCHED_BATCH}] * 2
 
 
-@pytest.mark.parametrize(("policy", "priority"), [("SCHED_RR", 1), ("SCHED_FIFO", 1), ("SCHED_IDLE", 0)])
-def test_a_policy_of_the_users_is_that_of_the_ranks(policy: str, priority: int, in_thread: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("policy", "priority", "chosen"),
+    [
+        ("SCHED_RR", 1, True),
+        ("SCHED_FIFO", 1, True),
+        ("SCHED_IDLE", 0, True),
+        ("SCHED_OTHER", 0, False),
+        ("SCHED_BATCH", 0, False),
+    ],
+)
+def test_a_policy_of_the_users_is_that_of_the_ranks_and_an_ordinary_one_is_no_choice(
+    policy: str, priority: int, chosen: bool, in_thread: Callable[..., Any]
+) -> None:
     """`chrt --rr 1 pytest perf` sets one (docs/budgets.md)."""
     in_thread(allow, number := getattr(os, policy), priority)
-    in_thread(_bind_to_cores, 0, 1)
-    assert in_thread(os.sched_getscheduler, 0) == number
-    assert in_thread(chosen_policy) == policy
+    assert in_thread(chosen_policy) == (policy if chosen else "")
+    in_thread(bind_to_cores, 0, 1)
+    assert in_thread(os.sched_getscheduler, 0) == (number if chosen else os.SCHED_BATCH)
 
 
-@pytest.mark.parametrize("policy", ["SCHED_OTHER", "SCHED_BATCH"])
-def test_ordinary_ones_are_no_choice(policy: str, in_thread: Callable[..., Any]) -> None:
-    in_thread(allow, getattr(os, policy))
-    assert in_thread(chosen_policy) == ""
-    in_thread(_bind_to_cores, 0, 1)
-    assert in_thread(os.sched_getscheduler, 0) == os.SCHED_BATCH
-
-
-def test_one_that_children_do_not_have_is_none(in_thread: Callable[..., Any]) -> None:
+def test_a_policy_that_children_do_not_have_is_no_choice(in_thread: Callable[..., Any]) -> None:
     in_thread(allow, os.SCHED_RR | os.SCHED_RESET_ON_FORK, 1)
     assert in_thread(chosen_policy) == ""
 
 
 def test_beside_other_workers_they_run_wherever_there_is_room() -> None:
-    cores, policies = cores_and_policies(workers=2)
+    cores, policies = two_ranks(workers=2)
     assert cores == [os.sched_getaffinity(0)] * 2
     assert policies == [{os.sched_getscheduler(0)}] * 2

@@ -1,11 +1,9 @@
 """Worlds of ranks: results, errors, deadlines and replacement."""
 
-import ctypes
 import os
 import re
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,19 +12,12 @@ import torch.distributed as dist
 from correctness.support.metering import device_of_rank
 from correctness.support.waiting import wait_until
 from shardmark.api.registry import Unsupported
-from shardmark.ranks import world as world_module
 from shardmark.ranks.rank import WorldError
-from shardmark.ranks.world import RankError, World, Worlds, available_ranks
+from shardmark.ranks.world import GRACE, RankError, World, Worlds, available_ranks
 from tests.faults.rank_faults import FAULTS
 from tests.faults.table import FAILS, names_of
 from tests.support.processes import is_running
 from tests.support.ranks import identity, scaled_sum
-
-
-def raise_on_rank_1() -> None:
-    if dist.get_rank() == 1:
-        raise LookupError("no such shard")
-    dist.barrier()
 
 
 def raise_on_every_rank(error: type[BaseException], begun: int = 0) -> None:
@@ -43,18 +34,6 @@ def send_and_raise(error: type[BaseException]) -> None:
     raise error("not today")
 
 
-def hang_on_rank_1() -> None:
-    if dist.get_rank() == 1:
-        time.sleep(1000)
-    dist.barrier()
-
-
-def crash_on_rank_1() -> None:
-    if dist.get_rank() == 1:
-        ctypes.string_at(0)
-    dist.barrier()
-
-
 def draw() -> float:
     return torch.rand(()).item()
 
@@ -64,10 +43,6 @@ def load_with_a_worker() -> list[int]:
     return [batch.item() for batch in loader]
 
 
-def test_results_come_in_rank_order(pair: World) -> None:
-    assert [(rank, size) for rank, size, _ in pair.run(identity)] == [(0, 2), (1, 2)]
-
-
 def test_arguments_and_results_are_copied(pair: World, device: str) -> None:
     ones = torch.ones(3)
     for result in pair.run(scaled_sum, ones, 10.0, device):
@@ -75,18 +50,18 @@ def test_arguments_and_results_are_copied(pair: World, device: str) -> None:
     assert torch.equal(ones, torch.ones(3))
 
 
-def test_ranks_stay_between_calls(pair: World) -> None:
-    assert pair.run(identity) == pair.run(identity)
-    assert [pid for _, _, pid in pair.run(identity)] == pair.pids
+def test_ranks_stay_between_calls_and_answer_in_rank_order(pair: World) -> None:
+    expected = [(rank, 2, pid) for rank, pid in enumerate(pair.pids)]
+    assert pair.run(identity) == expected and pair.run(identity) == expected
 
 
 def test_an_exception_arrives_with_its_ranks_own_traceback(pair: World) -> None:
     with pytest.raises(RankError) as caught:
-        pair.run(raise_on_rank_1)
+        pair.run(FAULTS["raises"].function)
     text = str(caught.value)
     assert text.startswith("rank 1 of 2 raised LookupError: no such shard\nTraceback (most recent call last):\n")
     assert 'raise LookupError("no such shard")' in text  # the user's own line
-    assert "rank 0 of 2 had not answered" in text and "in raise_on_rank_1" in text.split("rank 0 of 2")[1]
+    assert "rank 0 of 2 had not answered" in text and "in meet" in text.split("rank 0 of 2")[1]
     assert caught.value.rank == 1 and isinstance(caught.value.exception, LookupError)
 
 
@@ -98,35 +73,20 @@ def test_what_fails_is_told_in_one_line_of_its_rank(name: str, pair: World) -> N
     assert re.search(f"^({fault.pattern(2)})", str(caught.value).partition("\n")[0])
 
 
-def test_what_exits_is_told_with_its_traceback(pair: World) -> None:
-    with pytest.raises(RankError, match=r"raised SystemExit: usage: shard \[-h\]\nTraceback"):
-        pair.run(FAULTS["exits_with_a_message"].function)
-
-
-def test_an_exception_that_cannot_be_sent_is_named_and_not_sent(pair: World) -> None:
-    with pytest.raises(RankError, match=r"rank 1 of 2 raised .*Speechless") as caught:
-        pair.run(FAULTS["raises_what_has_no_text"].function)
-    assert caught.value.exception is None
-
-
 def test_a_hang_is_reported_with_every_ranks_stack(pair: World) -> None:
     pair.run(identity)  # what is to be imported is
     began = time.monotonic()
     with pytest.raises(RankError) as caught:
-        pair.run(hang_on_rank_1, deadline=1)
-    assert time.monotonic() - began < 1 + 2 * world_module.GRACE
-    for rank in (0, 1):
-        assert re.search(
-            rf"rank {rank} of 2 had not answered after \d\.\d s; it was in .*hang_on_rank_1 \(test_world.py:\d+\)\n",
-            str(caught.value),
-        )
+        pair.run(FAULTS["sleeps"].function, deadline=1)
+    assert time.monotonic() - began < 1 + 2 * GRACE
+    for rank, place in ((0, "barrier, called in meet"), (1, "sleeps")):
+        line = rf"rank {rank} of 2 had not answered after \d\.\d s; it was in {place} \(\w+\.py:\d+\)\n"
+        assert re.search(line, str(caught.value))
 
 
 def test_a_rank_that_crashes_leaves_its_stack(pair: World) -> None:
-    with pytest.raises(
-        RankError, match=r"(?s)rank 1 of 2 was killed by SIGSEGV: was a .*\?\nFatal Python error.*in crash_on_rank_1"
-    ):
-        pair.run(crash_on_rank_1)
+    with pytest.raises(RankError, match=r"(?s)was killed by SIGSEGV.*\?\nFatal Python error.*in reads_nowhere"):
+        pair.run(FAULTS["reads_nowhere"].function)
 
 
 @pytest.mark.parametrize("error", [Unsupported, LookupError, SystemExit])
@@ -152,17 +112,15 @@ def test_unless_it_leaves_a_message_that_nobody_has_received(pair: World) -> Non
     assert not pair.alive
 
 
-@pytest.mark.parametrize("function", [raise_on_rank_1, hang_on_rank_1, crash_on_rank_1])
-def test_a_failure_ends_every_rank_and_the_next_test_gets_a_new_world(
-    function: Callable[[], None], device: str
-) -> None:
+@pytest.mark.parametrize("name", ["raises", "sleeps", "reads_nowhere"])
+def test_a_failure_ends_every_rank_and_the_next_test_gets_a_new_world(name: str, device: str) -> None:
     if available_ranks(device) < 2:
         pytest.skip("needs two ranks")
     worlds = Worlds(device)
     before = worlds.get(2)
     pids, directory = before.pids, before._directory
     with pytest.raises(RankError):
-        before.run(function, deadline=0.5)
+        before.run(FAULTS[name].function, deadline=0.5)
     assert not any(map(is_running, pids)) and not directory.exists()
     after = worlds.get(2)
     assert after is not before and [rank for rank, _, _ in after.run(identity)] == [0, 1]

@@ -1,4 +1,4 @@
-"""Steps of which one knows what they do, and what they are counted to do."""
+"""Small steps whose work is known, and their counters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from shardmark.meter.counters import Counters, count
 
 
 class Step:
-    """What `forward` makes of the model and its input is added up; then backward."""
+    """Forward is the sum of `forward(model, x)`; backward follows."""
 
     backend = "none"
 

@@ -32,8 +32,8 @@ def entry(
     error: float = 0.0,
     **sections: dict[str, Any],
 ) -> Entry:
-    """Of a step that takes `seconds`, each round give or take `error`; `race` is its peer, and the ratio between the
-    ends of its interval."""
+    """An entry of a step that takes `seconds`, with standard error `error`. `race` is (peer, low, ratio, high): the
+    ratio to the peer between the ends of its interval."""
     row = new_row(Identity(family, implementation, Case(case), "cpu", ranks), "smoke", None)
     if race is not None:
         peer, low, ratio, high = race

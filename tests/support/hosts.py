@@ -3,10 +3,8 @@
 import os
 import signal
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +12,10 @@ from pathlib import Path
 from correctness.support.waiting import wait_until
 from shardmark.ranks.link import INTERFACE, Host, Link
 from tests.support.processes import running
-from tests.support.runs import OPTIONS, environment_of_a_run
+from tests.support.runs import LIMIT, Fresh, torchrun
 
 RATE = "10gbit"
 ADDRESS, PORT = "10.64.0.1", 29500  # of the first host, where nothing else listens
-LIMIT = 300.0
-"""Seconds after which a launch counts as hung."""
 
 
 @dataclass
@@ -34,20 +30,16 @@ class Launch:
     def kill(self, cut: bool) -> None:
         """End all that runs there at once; with `cut` nobody hears of it, as of a machine without power."""
         if cut:
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(self._cut).result()
+            down = ["ip", "link", "set", INTERFACE, "down"]
+            subprocess.run(["nsenter", f"--net={self.host.namespace}", *down], check=True)
         while left := running(self.tag):
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
 
-    def _cut(self) -> None:
-        self.host.enter()
-        subprocess.run(["ip", "link", "set", INTERFACE, "down"], check=True)
-
-    def ends(self, seconds: float = LIMIT) -> str:
+    def ends(self) -> str:
         """Wait until all processes of the host have ended, and return what they printed."""
-        output, _ = self.process.communicate(timeout=seconds)
+        output, _ = self.process.communicate(timeout=LIMIT)
         assert wait_until(lambda: not running(self.tag), 20), "a rank has outlived its torchrun"
         return output
 
@@ -61,18 +53,10 @@ def two_hosts(folder: Path, *arguments: str, **environment: str | None) -> Itera
         try:
             for node, host in enumerate(link.hosts):
                 tag = uuid.uuid4().hex
-                command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
-                command += [f"--node-rank={node}", f"--master-addr={ADDRESS}", f"--master-port={PORT}"]
-                process = subprocess.Popen(
-                    [*command, "-m", "pytest", *OPTIONS, *arguments],
-                    cwd=folder,
-                    env=environment_of_a_run(**{**ours, **environment, "RUN_TAG": tag}),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    preexec_fn=host.enter,
-                )
-                launches.append(Launch(host, process, tag))
+                own = torchrun("--nnodes=2", f"--node-rank={node}", f"--master-addr={ADDRESS}", f"--master-port={PORT}")
+                below = ["nsenter", f"--net={host.namespace}", *own]
+                run = Fresh(folder, list(arguments), {**ours, **environment, "RUN_TAG": tag}, below)
+                launches.append(Launch(host, run.start(), tag))
             yield launches
         finally:
             for launch in launches:

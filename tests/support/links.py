@@ -8,7 +8,7 @@ import pytest
 PROBE = (
     "ip link add end0 type veth peer name end1 && tc qdisc add dev end0 root tbf rate 1gbit burst 256kb latency 50ms"
 )
-"""What a link needs of the machine, without our code: in a namespace that is gone with the command."""
+"""Commands that a link needs, run in a namespace that ends with them."""
 
 
 def _can_make_links() -> bool:

@@ -13,7 +13,7 @@ def stand_in(name: str) -> Implementation:
 
 
 def row_by(observer: Observer, ranks: list[Measured]) -> Row:
-    """A row with the times of these ranks and what the observer fills in, of a family "naps" and its "long" one."""
+    """A row of implementation "long" of family "naps": the times of these ranks, and the observer's fields."""
     row = new_row(Identity("naps", "long", "a case", "cpu"), "smoke", None)
     row["time"], _ = time_entry(ranks, None)
     observer.fill(row, ranks)

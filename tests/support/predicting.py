@@ -1,4 +1,4 @@
-"""What is metered on real ranks, to hold predictions to; and programs whose every allocation can be told."""
+"""Memory metered on real ranks, beside which predictions are judged; programs whose allocations are predicted."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,11 +41,11 @@ from shardmark.meter.plan import Plan
 from shardmark.meter.recording import recording
 
 PASSES = 3
-"""How often the meter runs. The least of each figure counts: on a busy machine a backend may release a tensor late."""
+"""Metered passes; the smallest figure counts, as a busy machine's backend may release a tensor late."""
 
 
 def metered(plan: Plan) -> Memory:
-    """On this rank. The first pass of a process has what libraries keep from then on."""
+    """Meter the plan on this rank. The first pass of a process includes what libraries keep for good."""
     passes = [meter_pass(plan)[1] for _ in range(PASSES)]
     return Memory(
         phases=_least([each.phases for each in passes]),
@@ -199,7 +199,7 @@ CASES: dict[str, tuple[type[Any], list[Any], tuple[int, ...]]] = {
     "sharded_optimizer": (ShardedStep, [ShardedStepCase("tiny", 2, 32), OWN], (2, 3)),
     "fsdp": (FSDPStep, [FSDPCase("tiny", 2, 32), FSDPCase("tiny", 2, 32, dtype="bfloat16"), OWN], (2, 3)),
 }
-"""Of each family a workload, cases and numbers of ranks."""
+"""By family: its workload, cases and numbers of ranks."""
 
 COMPILED = ("compile", "flex", "triton")
-"""Parts of the names of what is not eager."""
+"""Parts of the names of implementations that are not eager."""

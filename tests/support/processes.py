@@ -9,16 +9,26 @@ from contextlib import suppress
 from pathlib import Path
 
 
+def _status(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the third on: the process's state, its parent, and more."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def is_running(pid: int) -> bool:
     """Whether the process is there and no zombie."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return _status(pid)[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):  # it ended before the file was opened, or before it was read
         return False
 
 
+def parent_of(pid: int) -> int:
+    """The process that started it; of a rank the server that all ranks are forked from."""
+    return int(_status(pid)[1])
+
+
 def running(tag: str) -> list[str]:
-    """Processes with that word in their environment."""
+    """Processes with that text in their environment."""
     found = []
     for file in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -29,25 +39,9 @@ def running(tag: str) -> list[str]:
     return found
 
 
-def listening_addresses() -> set[str]:
-    """Local addresses of this rank's TCP sockets, as hexadecimal; 0100007F is 127.0.0.1."""
-    inodes = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            inodes.add(os.readlink(f"/proc/self/fd/{fd}"))
-        except FileNotFoundError:  # the listing's own descriptor
-            continue
-    addresses = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if f"socket:[{fields[9]}]" in inodes:
-                addresses.add(fields[1].split(":")[0])
-    return addresses
-
-
 def listeners(pids: Iterable[int]) -> tuple[set[str], list[str]]:
-    """The addresses on which these processes listen by TCP, and the files on which they listen by Unix sockets."""
+    """Addresses on which these processes listen by TCP, in the caller's network namespace, and paths of their listening
+    Unix sockets."""
     inodes = set()
     for pid in pids:
         for file in Path(f"/proc/{pid}/fd").iterdir():
@@ -64,3 +58,8 @@ def listeners(pids: Iterable[int]) -> tuple[set[str], list[str]]:
     unix = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     listening = [fields for fields in unix if int(fields[3], 16) & 0x10000 and fields[6] in inodes]
     return addresses, [fields[7] if len(fields) > 7 else "" for fields in listening]
+
+
+def own_addresses() -> list[str]:
+    """Addresses on which this rank listens by TCP."""
+    return sorted(listeners([os.getpid()])[0])

@@ -66,7 +66,7 @@ def test_world(worlds):
 OPTIONS = ("--device=cpu", "-p", "no:cacheprovider", "--benchmark-quiet", "-q")
 
 ENDS = signal.SIGTERM, signal.SIGHUP
-"""Of which nohup has us ignore the second."""
+"""A run below nohup ignores the second."""
 
 LIMIT = 300.0
 """Seconds after which a run counts as hung."""
@@ -167,6 +167,11 @@ def environment_of_a_run(**changes: str | None) -> dict[str, str]:
     return {name: value for name, value in changed.items() if value is not None}
 
 
+def torchrun(*options: str) -> list[str]:
+    """The command below which a run is two ranks of this host."""
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *options, "--no-python"]
+
+
 @dataclass
 class Fresh:
     """How a run is to be started."""
@@ -175,12 +180,12 @@ class Fresh:
     arguments: list[str] = field(default_factory=list)
     environment: dict[str, str | None] = field(default_factory=dict)
     below: list[str] = field(default_factory=list)
-    """The command that it is an argument of."""
+    """The command that starts the run, and its arguments."""
     limits: dict[int, int] = field(default_factory=dict)
-    """Of `resource`."""
+    """Limits by their number in `resource`."""
     stdout: Any = subprocess.PIPE
     shell: str | None = None
-    """What follows the command in a shell, such as a redirection."""
+    """Shell text after the command, such as a redirection."""
 
     def start(self) -> subprocess.Popen[str]:
         command = [*self.below, sys.executable, "-m", "pytest", *OPTIONS, *self.arguments]

@@ -1,4 +1,4 @@
-"""The single steps by which a file is written, and something that happens at one of them."""
+"""Interrupt a run at any single step of writing a file: by a signal or an error."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 from unittest.mock import patch
 
 CALLS = ("pwrite", "ftruncate", "link", "replace", "unlink")
-"""What changes what is on the disk."""
+"""Calls that change the disk."""
 
 Act = Callable[[], object]
 
 
 class Steps:
-    """Counts those calls, each a step, and each pwrite two: before it and halfway. `act` comes at step `at`."""
+    """Count the steps of those calls: one each, two of pwrite (before it, and halfway). Call `act` at step `at`."""
 
     def __init__(self, at: int = -1, act: Act = lambda: None) -> None:
         self.count = 0
