@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from correctness.collectives.summing import Call, assert_right, small_integers
+from correctness.collectives.summing import Call, small_integers
 from correctness.support.communication import delayed
 from correctness.support.contracts import is_ours
+from correctness.support.on_ranks import assert_nothing_wrong
 from correctness.support.paths import ROOT
 from correctness.support.waiting import wait_until
 from impl.collectives import Ring, collectives_for, count_bytes_sent
@@ -54,7 +55,7 @@ def test_a_collective_goes_on_while_the_other_ranks_do_something_else(
 ) -> None:
     if world.size == 1:
         pytest.skip("one rank has no others")
-    assert_right(world.run(while_others_do_not_wait, implementation, waits, uuid4().hex, device))
+    assert_nothing_wrong(world.run(while_others_do_not_wait, implementation, waits, uuid4().hex, device))
 
 
 def with_a_late_rank(implementation: Implementation, late: int, async_op: bool, device: str) -> list[str]:
@@ -78,7 +79,7 @@ def with_a_late_rank(implementation: Implementation, late: int, async_op: bool, 
 def test_results_are_there_when_it_returns(
     implementation: Implementation, world: World, late: int, device: str
 ) -> None:
-    assert_right(world.run(with_a_late_rank, implementation, late, False, device))
+    assert_nothing_wrong(world.run(with_a_late_rank, implementation, late, False, device))
 
 
 @pytest.mark.family("collectives")
@@ -86,7 +87,7 @@ def test_results_are_there_when_it_returns(
 def test_results_are_there_when_wait_returns(
     implementation: Implementation, world: World, late: int, device: str
 ) -> None:
-    assert_right(world.run(with_a_late_rank, implementation, late, True, device))
+    assert_nothing_wrong(world.run(with_a_late_rank, implementation, late, True, device))
 
 
 def on_nccl(implementation: Implementation) -> None:

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from correctness.data_parallel.averaging import (
     Products,
-    assert_nothing_wrong,
     backward,
     group_ranks,
     values,
     wrap,
     wrong_averages,
 )
+from correctness.support.on_ranks import assert_nothing_wrong
 from shardmark.api import Implementation
 from shardmark.ranks.world import World
 

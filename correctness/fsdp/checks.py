@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from correctness.support.on_ranks import running_on_ranks
 from correctness.support.whole_batch import DIM, batch, loss, share
 from shardmark.api import Implementation
 
@@ -219,14 +220,12 @@ def first(problems: Iterator[str] | Sequence[str]) -> str:
 
 
 def assert_none(problems: Sequence[str]) -> None:
-    """Fail with the first rank's problem; skip where ranks report a limit of PyTorch's own."""
+    """Fail with the first rank's problem."""
     __tracebackhide__ = True
     for rank, problem in enumerate(problems):
-        if problem.startswith(UNSUPPORTED):
-            pytest.skip(problem.removeprefix(UNSUPPORTED))
         if problem:
             pytest.fail(f"rank {rank} of {len(problems)}: {problem}", pytrace=False)
 
 
-UNSUPPORTED = "unsupported: "
-"""Prefix of a rank's reply that reports a limit of PyTorch's own."""
+on_every_rank = running_on_ranks(assert_none)
+"""Decorator of a test whose body runs on every rank, and returns the first problem there, or ""."""

@@ -20,6 +20,7 @@ from correctness.fsdp.checks import (
     gradients_of,
     local,
     make,
+    on_every_rank,
     own_batch,
     parameters_of,
     poisoned,
@@ -47,16 +48,13 @@ pytestmark = pytest.mark.family("fsdp")
 LINEARS = by_type(nn.Linear)
 
 
-def start_on_rank(implementation: Implementation, kind: type[nn.Module], device: str) -> str:
+@pytest.mark.parametrize("kind", [Odd, TiedAndFrozen], ids=["odd", "tied_and_frozen"])
+@on_every_rank
+def test_every_rank_starts_from_rank_0s_parameters(
+    implementation: Implementation, kind: type[nn.Module], device: str
+) -> str:
     model = wrap(implementation, make(kind, dist.get_rank(), device), wrap=whole)
     return as_expected("rank 0's", full(model), parameters_of(make(kind, 0, device)), tolerance=0)
-
-
-@pytest.mark.parametrize("kind", [Odd, TiedAndFrozen], ids=["odd", "tied_and_frozen"])
-def test_every_rank_starts_from_rank_0s_parameters(
-    implementation: Implementation, world: World, kind: type[nn.Module], device: str
-) -> None:
-    assert_none(world.run(start_on_rank, implementation, kind, device))
 
 
 class Table(nn.Module):
@@ -82,7 +80,11 @@ class Buffered(nn.Module):
         self.deep = nn.Sequential(nn.Identity(), nn.ModuleList([Table()]))
 
 
-def buffers_on_rank(implementation: Implementation, units: type[nn.Module] | None, device: str) -> str:
+@pytest.mark.parametrize("units", [None, nn.Linear], ids=["whole", "linears"])
+@on_every_rank
+def test_every_rank_starts_with_rank_0s_buffers(
+    implementation: Implementation, units: type[nn.Module] | None, device: str
+) -> str:
     model = wrap(
         implementation, make(Buffered, dist.get_rank(), device), wrap=by_type(units) if units is not None else whole
     )
@@ -93,14 +95,8 @@ def buffers_on_rank(implementation: Implementation, units: type[nn.Module] | Non
     return as_expected("rank 0's buffer", found, expected, tolerance=0)
 
 
-@pytest.mark.parametrize("units", [None, nn.Linear], ids=["whole", "linears"])
-def test_every_rank_starts_with_rank_0s_buffers(
-    implementation: Implementation, world: World, units: type[nn.Module] | None, device: str
-) -> None:
-    assert_none(world.run(buffers_on_rank, implementation, units, device))
-
-
-def names_on_rank(implementation: Implementation, device: str) -> str:
+@on_every_rank
+def test_names_are_the_unwrapped_modules(implementation: Implementation, device: str) -> str:
     plain = make(Deep, 0, device)
     model = wrap(implementation, make(Deep, 0, device), wrap=LINEARS)
     expected, found = parameters_of(plain), full(model)
@@ -109,11 +105,9 @@ def names_on_rank(implementation: Implementation, device: str) -> str:
     return as_expected("the gathered", found, expected, tolerance=0)
 
 
-def test_names_are_the_unwrapped_modules(implementation: Implementation, world: World, device: str) -> None:
-    assert_none(world.run(names_on_rank, implementation, device))
-
-
-def classes_on_rank(implementation: Implementation, device: str) -> str:
+@on_every_rank
+def test_modules_keep_their_classes(implementation: Implementation, device: str) -> str:
+    """Wrappers may insert modules around the user's."""
     model = wrap(implementation, make(Deep, 0, device), wrap=LINEARS)
     found = list(model.module.modules())
     for kind in {type(part) for part in Deep().modules()}:
@@ -124,12 +118,9 @@ def classes_on_rank(implementation: Implementation, device: str) -> str:
     return ""
 
 
-def test_modules_keep_their_classes(implementation: Implementation, world: World, device: str) -> None:
-    """Wrappers may insert modules around the user's."""
-    assert_none(world.run(classes_on_rank, implementation, device))
-
-
-def forward_on_rank(implementation: Implementation, name: str, device: str) -> str:
+@pytest.mark.parametrize("name", ODD_MODULES)
+@on_every_rank
+def test_forward_computes_with_the_full_parameters(implementation: Implementation, name: str, device: str) -> str:
     kind = ODD_MODULES[name]
     plain, model = make(kind, 0, device), wrap(implementation, make(kind, 0, device), wrap=LINEARS)
     x, _ = own_batch(0, device)
@@ -140,14 +131,11 @@ def forward_on_rank(implementation: Implementation, name: str, device: str) -> s
 
 
 @pytest.mark.parametrize("name", ODD_MODULES)
-def test_forward_computes_with_the_full_parameters(
-    implementation: Implementation, world: World, name: str, device: str
-) -> None:
-    assert_none(world.run(forward_on_rank, implementation, name, device))
-
-
+@on_every_rank
 @poisoned
-def one_step_on_rank(implementation: Implementation, name: str, device: str) -> str:
+def test_one_step_applies_the_mean_of_the_ranks_gradients(
+    implementation: Implementation, name: str, device: str
+) -> str:
     kind = ODD_MODULES[name]
     plain, model = make(kind, 0, device), wrap(implementation, make(kind, 0, device), wrap=LINEARS)
     whole_backward(plain, 0, device)
@@ -156,14 +144,8 @@ def one_step_on_rank(implementation: Implementation, name: str, device: str) -> 
     return as_expected("the mean over the ranks of the gradient of", averaged_gradients(model), gradients_of(plain))
 
 
-@pytest.mark.parametrize("name", ODD_MODULES)
-def test_one_step_applies_the_mean_of_the_ranks_gradients(
-    implementation: Implementation, world: World, name: str, device: str
-) -> None:
-    assert_none(world.run(one_step_on_rank, implementation, name, device))
-
-
-def shapes_on_rank(implementation: Implementation, device: str) -> str:
+@on_every_rank
+def test_each_gradient_has_the_shape_and_dtype_of_its_shard(implementation: Implementation, device: str) -> str:
     options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "wrap": LINEARS}
     model = wrap(implementation, make(Odd, 0, device, torch.float64), **options)
     x, _ = own_batch(0, device)
@@ -180,14 +162,9 @@ def shapes_on_rank(implementation: Implementation, device: str) -> str:
     return ""
 
 
-def test_each_gradient_has_the_shape_and_dtype_of_its_shard(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_none(world.run(shapes_on_rank, implementation, device))
-
-
+@on_every_rank
 @poisoned
-def input_gradient_on_rank(implementation: Implementation, device: str) -> str:
+def test_an_inputs_gradient_is_the_ranks_own(implementation: Implementation, device: str) -> str:
     plain, model = make(Odd, 0, device), wrap(implementation, make(Odd, 0, device), wrap=LINEARS)
     x, y = own_batch(0, device)
     mine, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -198,10 +175,6 @@ def input_gradient_on_rank(implementation: Implementation, device: str) -> str:
         return "the input requires a gradient and got none"
     assert expected.grad is not None
     return as_expected("this rank's own gradient of", {"the input": mine.grad}, {"the input": expected.grad})
-
-
-def test_an_inputs_gradient_is_the_ranks_own(implementation: Implementation, world: World, device: str) -> None:
-    assert_none(world.run(input_gradient_on_rank, implementation, device))
 
 
 class Arguments(nn.Module):
@@ -217,7 +190,8 @@ class Arguments(nn.Module):
         return {"hidden": hidden, "more": (hidden.sum(), len(tokens)), "nothing": None}
 
 
-def arguments_on_rank(implementation: Implementation, device: str) -> str:
+@on_every_rank
+def test_arguments_and_outputs_are_the_modules_own(implementation: Implementation, device: str) -> str:
     plain, model = make(Arguments, 0, device), wrap(implementation, make(Arguments, 0, device), wrap=LINEARS)
     tokens, (x, _) = torch.tensor([0, 3, 6], device=device), batch(0, 1, device)  # equal on every rank
     found, expected = (each(tokens, (x, 0.5), scale=x.abs()) for each in (model, plain))
@@ -228,10 +202,6 @@ def arguments_on_rank(implementation: Implementation, device: str) -> str:
     model.finish_gradient_synchronization()
     hidden = as_expected("the output", {"hidden": found["hidden"]}, {"hidden": expected["hidden"]})
     return first([hidden, as_expected("the gradient of", averaged_gradients(model), gradients_of(plain))])
-
-
-def test_arguments_and_outputs_are_the_modules_own(implementation: Implementation, world: World, device: str) -> None:
-    assert_none(world.run(arguments_on_rank, implementation, device))
 
 
 def train_on_rank(implementation: Implementation, name: str, device: str) -> dict[str, Tensor]:

@@ -11,18 +11,17 @@ from correctness.fsdp.checks import (
     Odd,
     SGDs,
     as_expected,
-    assert_none,
     averaged_gradients,
     first,
     gradients_of,
     make,
+    on_every_rank,
     poisoned,
     wrap,
 )
 from correctness.support.whole_batch import DIM, batch
 from impl.fsdp import by_type
 from shardmark.api import Implementation
-from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
 
@@ -69,8 +68,12 @@ class Forks(nn.Module):
         return {"tuple": tuples(x), "dict": dicts(x=x), "nested": nested({"x": x})}
 
 
+@pytest.mark.parametrize("units", [Fork, pytest.param(nn.Linear, marks=pytest.mark.judged)], ids=["forks", "linears"])
+@on_every_rank
 @poisoned
-def outputs_on_rank(implementation: Implementation, units: type[nn.Module], device: str) -> str:
+def test_a_loss_may_use_some_of_a_units_outputs(
+    implementation: Implementation, units: type[nn.Module], device: str
+) -> str:
     plain, model = make(Forks, 0, device), wrap(implementation, make(Forks, 0, device), wrap=by_type(units))
     optimizers = SGDs(model, plain, lr=1.0)
     for form in FORMS:
@@ -88,13 +91,6 @@ def outputs_on_rank(implementation: Implementation, units: type[nn.Module], devi
                 return problem
             optimizers.optimizers[1].step()
     return ""
-
-
-@pytest.mark.parametrize("units", [Fork, pytest.param(nn.Linear, marks=pytest.mark.judged)], ids=["forks", "linears"])
-def test_a_loss_may_use_some_of_a_units_outputs(
-    implementation: Implementation, world: World, units: type[nn.Module], device: str
-) -> None:
-    assert_none(world.run(outputs_on_rank, implementation, units, device))
 
 
 class Recording(nn.Module):
@@ -137,7 +133,11 @@ class Recording(nn.Module):
         return x * self.weight
 
 
-def recorded_on_rank(implementation: Implementation, compute: torch.dtype | None, device: str) -> str:
+@pytest.mark.parametrize("compute", [None, torch.bfloat16, torch.float16], ids=["none", "bfloat16", "float16"])
+@on_every_rank
+def test_floating_point_inputs_are_cast_wherever_they_are(
+    implementation: Implementation, compute: torch.dtype | None, device: str
+) -> str:
     inner = make(Recording, 0, device, torch.float32)
     model = wrap(implementation, inner, compute_dtype=compute, wrap=LINEARS)
     x = torch.ones(2, DIM, device=device)
@@ -155,13 +155,6 @@ def recorded_on_rank(implementation: Implementation, compute: torch.dtype | None
     return "" if inner.seen else "the module's forward was not called"
 
 
-@pytest.mark.parametrize("compute", [None, torch.bfloat16, torch.float16], ids=["none", "bfloat16", "float16"])
-def test_floating_point_inputs_are_cast_wherever_they_are(
-    implementation: Implementation, world: World, compute: torch.dtype | None, device: str
-) -> None:
-    assert_none(world.run(recorded_on_rank, implementation, compute, device))
-
-
 def _double(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return tuple(2 * x for x in args), {name: 2 * x for name, x in kwargs.items()}
 
@@ -170,7 +163,10 @@ def _triple(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return 3 * output
 
 
-def hooks_on_rank(implementation: Implementation, when: str, keyword: bool, device: str) -> str:
+@pytest.mark.parametrize("keyword", [False, True], ids=["positional", "keyword"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_every_rank
+def test_the_modules_own_hooks_run(implementation: Implementation, when: str, keyword: bool, device: str) -> str:
     """Hooks of the root and of an inner layer that change inputs and outputs."""
     plain, inner = make(Odd, 0, device), make(Odd, 0, device)
 
@@ -193,11 +189,3 @@ def hooks_on_rank(implementation: Implementation, when: str, keyword: bool, devi
     where = f"with hooks registered {when} the module is wrapped, the"
     output = as_expected(where, {"output": found.detach()}, {"output": expected.detach()})
     return first([output, as_expected(f"{where} gradient of", averaged_gradients(model), gradients_of(plain))])
-
-
-@pytest.mark.parametrize("keyword", [False, True], ids=["positional", "keyword"])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_the_modules_own_hooks_run(
-    implementation: Implementation, world: World, when: str, keyword: bool, device: str
-) -> None:
-    assert_none(world.run(hooks_on_rank, implementation, when, keyword, device))

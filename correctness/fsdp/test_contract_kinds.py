@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from correctness.engine.examples import BESIDE_LAUNCHES
 from correctness.fsdp.checks import (
-    UNSUPPORTED,
     SGDs,
     as_expected,
     assert_none,
@@ -19,6 +18,7 @@ from correctness.fsdp.checks import (
     full,
     gradients_of,
     make,
+    on_every_rank,
     own_batch,
     parameters_of,
     poisoned,
@@ -27,7 +27,7 @@ from correctness.fsdp.checks import (
 )
 from correctness.support.whole_batch import DIM, TiedAndFrozen, batch, loss
 from impl.fsdp import by_type, whole
-from shardmark.api import Implementation
+from shardmark.api import Implementation, Unsupported
 from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
@@ -49,8 +49,9 @@ class Skipping(nn.Module):
         return self.last(x if skip else self.perhaps(x).tanh())
 
 
+@on_every_rank
 @poisoned
-def unused_on_rank(implementation: Implementation, device: str) -> str:
+def test_an_unused_parameter_gets_no_gradient_and_stops_nothing(implementation: Implementation, device: str) -> str:
     """Take a step that uses all layers, one that skips a layer, and one that uses all again."""
     plain, model = make(Skipping, 0, device), wrap(implementation, make(Skipping, 0, device), wrap=LINEARS)
     optimizers = SGDs(plain, model)
@@ -67,12 +68,6 @@ def unused_on_rank(implementation: Implementation, device: str) -> str:
     return ""
 
 
-def test_an_unused_parameter_gets_no_gradient_and_stops_nothing(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_none(world.run(unused_on_rank, implementation, device))
-
-
 class Either(nn.Module):
     """Two parameters that forward reads, of which it uses one."""
 
@@ -87,11 +82,14 @@ class Either(nn.Module):
         return self.layer(x * either[which])
 
 
+@on_every_rank
 @poisoned
-def one_ranks_on_rank(implementation: Implementation, device: str) -> str:
+def test_a_parameter_that_one_rank_uses_counts_as_zero_on_the_others(
+    implementation: Implementation, device: str
+) -> str:
     plain, model = make(Either, 0, device), wrap(implementation, make(Either, 0, device), wrap=whole)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return f"{UNSUPPORTED}DTensors are reduced one by one, so every rank must have each gradient"
+        raise Unsupported("DTensors are reduced one by one, so every rank must have each gradient")
     ranks = dist.get_world_size()
     x, y = batch(0, ranks, device)
     for rank in range(ranks):
@@ -105,13 +103,8 @@ def one_ranks_on_rank(implementation: Implementation, device: str) -> str:
     )
 
 
-def test_a_parameter_that_one_rank_uses_counts_as_zero_on_the_others(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_none(world.run(one_ranks_on_rank, implementation, device))
-
-
-def frozen_on_rank(implementation: Implementation, device: str) -> str:
+@on_every_rank
+def test_frozen_parameters_have_no_gradient_and_do_not_change(implementation: Implementation, device: str) -> str:
     """Step AdamW over all parameters: its weight decay would change a frozen one that has a zero gradient."""
     frozen = ("frozen.weight", "frozen.bias")
     model = wrap(implementation, make(TiedAndFrozen, 0, device), wrap=whole)
@@ -129,13 +122,8 @@ def frozen_on_rank(implementation: Implementation, device: str) -> str:
     return as_expected("after a step, the frozen", {n: found[n] for n in frozen}, {n: start[n] for n in frozen}, 0)
 
 
-def test_frozen_parameters_have_no_gradient_and_do_not_change(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_none(world.run(frozen_on_rank, implementation, device))
-
-
-def tied_on_rank(implementation: Implementation, device: str) -> str:
+@on_every_rank
+def test_tied_parameters_stay_one(implementation: Implementation, device: str) -> str:
     """All names of a tied parameter have equal values, before and after steps with the sum of both gradients."""
     plain, model = make(TiedAndFrozen, 0, device), wrap(implementation, make(TiedAndFrozen, 0, device), wrap=whole)
     if problem := as_expected("at the start, the gathered", full(model), parameters_of(plain), tolerance=0):
@@ -148,10 +136,6 @@ def tied_on_rank(implementation: Implementation, device: str) -> str:
     return as_expected("tied to another, the gradient of", found, gradients_of(plain)) or (
         "" if same else "embed.weight and tied.weight are one parameter and got different gradients"
     )
-
-
-def test_tied_parameters_stay_one(implementation: Implementation, world: World, device: str) -> None:
-    assert_none(world.run(tied_on_rank, implementation, device))
 
 
 class Shift(nn.Module):

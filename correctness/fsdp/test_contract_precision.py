@@ -13,12 +13,12 @@ from correctness.fsdp.checks import (
     Odd,
     SGDs,
     as_expected,
-    assert_none,
     averaged_gradients,
     full,
     gradients_of,
     local,
     make,
+    on_every_rank,
     own_batch,
     parameters_of,
     wrap,
@@ -156,7 +156,8 @@ def test_parameters_are_gathered_in_the_compute_dtype(
             return
 
 
-def stored_on_rank(implementation: Implementation, device: str) -> str:
+@on_every_rank
+def test_parameters_are_kept_in_their_own_dtype(implementation: Implementation, device: str) -> str:
     """Parameters with values that bfloat16 cannot hold, and a step so small that bfloat16 would round it away."""
     plain = make(Odd, 0, device, torch.float32)
     options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16, "wrap": LINEARS}
@@ -186,11 +187,11 @@ def stored_on_rank(implementation: Implementation, device: str) -> str:
     return "" if any(step.any() for step in expected_steps.values()) else "a small step of the optimizer is lost"
 
 
-def test_parameters_are_kept_in_their_own_dtype(implementation: Implementation, world: World, device: str) -> None:
-    assert_none(world.run(stored_on_rank, implementation, device))
-
-
-def rounded_on_rank(implementation: Implementation, reduce: torch.dtype | None, device: str) -> str:
+@pytest.mark.parametrize("reduce", [None, torch.float32], ids=["reduced_in_bfloat16", "reduced_in_float32"])
+@on_every_rank
+def test_low_precision_errs_no_more_than_twice_as_much_as_one_process(
+    implementation: Implementation, reduce: torch.dtype | None, device: str
+) -> str:
     """Compare with float64: the error is at most twice that of an unsharded module in bfloat16."""
     ranks = dist.get_world_size()
     exact, rounded = make(Wide, 0, device), make(Wide, 0, device, torch.bfloat16)
@@ -215,10 +216,3 @@ def rounded_on_rank(implementation: Implementation, reduce: torch.dtype | None, 
 
     allowed = 2 * (error(sums) + torch.finfo(torch.bfloat16).eps)
     return "" if error(found) <= allowed else f"relative error of a gradient {error(found):.2e}, allowed {allowed:.2e}"
-
-
-@pytest.mark.parametrize("reduce", [None, torch.float32], ids=["reduced_in_bfloat16", "reduced_in_float32"])
-def test_low_precision_errs_no_more_than_twice_as_much_as_one_process(
-    implementation: Implementation, world: World, reduce: torch.dtype | None, device: str
-) -> None:
-    assert_none(world.run(rounded_on_rank, implementation, reduce, device))

@@ -29,7 +29,7 @@ from correctness.fsdp.checks import (
 )
 from correctness.support.communication import delayed
 from impl.fsdp import by_type, whole
-from shardmark.api import Implementation
+from shardmark.api import Implementation, Unsupported
 from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
@@ -107,7 +107,7 @@ def clip_on_rank(implementation: Implementation, name: str, max_norm: float, dev
     kind = ODD_MODULES[name]
     plain, model = make(kind, 0, device), wrap(implementation, make(kind, 0, device), wrap=whole)
     if not hasattr(model, "clip_grad_norm_"):
-        return "unsupported: it has no clip_grad_norm_(), which may be left out"
+        raise Unsupported("it has no clip_grad_norm_(), which may be left out")
     whole_backward(plain, 0, device)
     backward(model, 0, device)
     model.finish_gradient_synchronization()
@@ -131,7 +131,7 @@ def clip_half_on_rank(implementation: Implementation, device: str) -> str:
     plain = nn.Sequential(nn.Linear(8, 8)).to(device, torch.float16)
     model = wrap(implementation, copy.deepcopy(plain), wrap=whole)
     if not hasattr(model, "clip_grad_norm_"):
-        return "unsupported: it has no clip_grad_norm_(), which may be left out"
+        raise Unsupported("it has no clip_grad_norm_(), which may be left out")
     for each in (plain, model):
         (64 * each(torch.ones(4, 8, dtype=torch.float16, device=device))).sum().backward()
     model.finish_gradient_synchronization()

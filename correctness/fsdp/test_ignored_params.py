@@ -18,6 +18,7 @@ from correctness.fsdp.checks import (
     full,
     gradients_of,
     make,
+    on_every_rank,
     whole_backward,
     wrap,
 )
@@ -79,7 +80,9 @@ def test_replicated_parameters_train_as_in_a_single_process(
     assert_equal_states(ranks, single_process(name, world.size, device))
 
 
-def clip_on_rank(implementation: Implementation, device: str) -> str:
+@pytest.mark.family("fsdp", option="ignored_params")
+@on_every_rank
+def test_a_gradient_that_every_rank_has_counts_once_in_the_norm(implementation: Implementation, device: str) -> str:
     plain, model = make(Odd, 0, device), wrap(implementation, make(Odd, 0, device), **OPTIONS)
     whole_backward(plain, 0, device)
     backward(model, 0, device)
@@ -87,13 +90,6 @@ def clip_on_rank(implementation: Implementation, device: str) -> str:
     norm = model.clip_grad_norm_(0.05).cpu()
     problem = as_expected("the returned", {"norm": norm}, {"norm": nn.utils.clip_grad_norm_(plain.parameters(), 0.05)})
     return problem or as_expected("clipped, the gradient of", averaged_gradients(model), gradients_of(plain))
-
-
-@pytest.mark.family("fsdp", option="ignored_params")
-def test_a_gradient_that_every_rank_has_counts_once_in_the_norm(
-    implementation: Implementation, world: World, device: str
-) -> None:
-    assert_none(world.run(clip_on_rank, implementation, device))
 
 
 def communicated_on_rank(implementation: Implementation, dtype: torch.dtype | None, device: str) -> list[str]:
