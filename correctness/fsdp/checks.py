@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from correctness.support.on_ranks import running_on_ranks
-from correctness.support.whole_batch import DIM, batch, loss, share
+from correctness.support.whole_batch import DIM, STEPS, adam, batch, loss, module, share
+from impl.fsdp import by_type
 from shardmark.api import Implementation
 
+LINEARS = by_type(nn.Linear)
 HANG = 30.0
 """Deadline in seconds of tests in which a wrong implementation is likely to hang."""
 
@@ -80,11 +82,18 @@ def make(kind: Any, seed: int, device: str, dtype: torch.dtype = torch.float64) 
 
 
 def wrap(implementation: Implementation, module: nn.Module, **options: Any) -> Any:
-    """Shard the module; options beyond the contract are passed if the implementation accepts them."""
+    """Shard the module; units are its linears by default. Options beyond the contract are passed if the implementation
+    accepts them."""
     every = ("process_group", "compute_dtype", "reduce_dtype")
+    options = {"wrap": LINEARS, **options}
     return implementation.adapted(
-        module, **{k: value for k, value in options.items() if k in every or implementation.accepts(k)}
+        module, **{k: v for k, v in options.items() if k in every or implementation.accepts(k)}
     )
+
+
+def both(implementation: Implementation, kind: Any, device: str, **options: Any) -> tuple[Any, Any]:
+    """Make a sharded and an unsharded module with the same weights."""
+    return wrap(implementation, make(kind, 0, device), **options), make(kind, 0, device)
 
 
 def full(model: Any) -> dict[str, Tensor]:
@@ -115,9 +124,33 @@ def backward(model: Any, step: int, device: str, group: dist.ProcessGroup | None
     loss(model, *own_batch(step, device, group)).backward()
 
 
+def synchronized_backward(model: Any, step: int, device: str, group: dist.ProcessGroup | None = None) -> None:
+    """Run forward and backward on this rank's rows, and synchronize the gradients."""
+    backward(model, step, device, group)
+    model.finish_gradient_synchronization()
+
+
 def whole_backward(module: nn.Module, step: int, device: str, group: dist.ProcessGroup | None = None) -> None:
     """Run forward and backward on all ranks' rows in an unsharded module: the reference."""
     loss(module, *batch(step, dist.get_world_size(group), device)).backward()
+
+
+def train(model: Any, device: str) -> None:
+    """Take STEPS steps of Adam on this rank's rows."""
+    optimizer = adam(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        synchronized_backward(model, step, device)
+        optimizer.step()
+
+
+def trained(implementation: Implementation, name: str, device: str, **options: Any) -> dict[str, Tensor]:
+    """Train one of MODULES from this rank's own weights. Return the full state under the unwrapped module's names."""
+    model = wrap(implementation, module(name, dist.get_rank(), device), **options)
+    train(model, device)
+    buffers = {key: local(buffer).cpu() for key, buffer in model.module.named_buffers()}
+    found = buffers | full(model)
+    return {key: found[key] for key in module(name, 0, "cpu").state_dict()}
 
 
 def averaged_gradients(model: Any) -> dict[str, Tensor]:
@@ -181,6 +214,16 @@ def as_expected(what: str, found: dict[str, Tensor], expected: dict[str, Tensor]
         if not torch.allclose(got.double(), value.double(), rtol=tolerance, atol=tolerance):
             return f"{what} {name} is not as expected: {_difference(got.double(), value.double())}"
     return ""
+
+
+def gradients_as_expected(what: str, model: Any, plain: nn.Module, tolerance: float = 1e-12) -> str:
+    """`as_expected` of the averaged gradients, against those of an unsharded module. Changes the parameters."""
+    return as_expected(what, averaged_gradients(model), gradients_of(plain), tolerance)
+
+
+def parameters_as_expected(what: str, model: Any, plain: nn.Module, tolerance: float = 1e-12) -> str:
+    """`as_expected` of the full parameters, against those of an unsharded module."""
+    return as_expected(what, full(model), parameters_of(plain), tolerance)
 
 
 def as_sum_of(what: str, found: dict[str, Tensor], backwards: Sequence[dict[str, Tensor]]) -> str:

@@ -13,17 +13,18 @@ from correctness.fsdp.checks import (
     Odd,
     as_expected,
     assert_none,
-    averaged_gradients,
-    backward,
+    both,
     first,
     full,
-    gradients_of,
+    gradients_as_expected,
     local,
     make,
     on_every_rank,
     own_batch,
     parameters_of,
     poisoned,
+    synchronized_backward,
+    trained,
     whole_backward,
     wrap,
 )
@@ -33,10 +34,8 @@ from correctness.support.whole_batch import (
     MODULES,
     STEPS,
     TiedAndFrozen,
-    adam,
     batch,
     loss,
-    module,
     single_process,
 )
 from impl.fsdp import by_type, whole, with_blocks
@@ -44,8 +43,6 @@ from shardmark.api import Implementation, OwnModelCase
 from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
-
-LINEARS = by_type(nn.Linear)
 
 
 @pytest.mark.parametrize("kind", [Odd, TiedAndFrozen], ids=["odd", "tied_and_frozen"])
@@ -98,7 +95,7 @@ def test_every_rank_starts_with_rank_0s_buffers(
 @on_every_rank
 def test_names_are_the_unwrapped_modules(implementation: Implementation, device: str) -> str:
     plain = make(Deep, 0, device)
-    model = wrap(implementation, make(Deep, 0, device), wrap=LINEARS)
+    model = wrap(implementation, make(Deep, 0, device))
     expected, found = parameters_of(plain), full(model)
     if extra := [name for name in found if name not in expected]:
         return f"gather_full_parameters() has {extra[0]!r}; the module's names are {', '.join(expected)}"
@@ -108,7 +105,7 @@ def test_names_are_the_unwrapped_modules(implementation: Implementation, device:
 @on_every_rank
 def test_modules_keep_their_classes(implementation: Implementation, device: str) -> str:
     """Wrappers may insert modules around the user's."""
-    model = wrap(implementation, make(Deep, 0, device), wrap=LINEARS)
+    model = wrap(implementation, make(Deep, 0, device))
     found = list(model.module.modules())
     for kind in {type(part) for part in Deep().modules()}:
         before = sum(isinstance(part, kind) for part in Deep().modules())
@@ -122,7 +119,7 @@ def test_modules_keep_their_classes(implementation: Implementation, device: str)
 @on_every_rank
 def test_forward_computes_with_the_full_parameters(implementation: Implementation, name: str, device: str) -> str:
     kind = ODD_MODULES[name]
-    plain, model = make(kind, 0, device), wrap(implementation, make(kind, 0, device), wrap=LINEARS)
+    model, plain = both(implementation, kind, device)
     x, _ = own_batch(0, device)
     before = x.clone()
     with torch.no_grad():
@@ -137,16 +134,15 @@ def test_one_step_applies_the_mean_of_the_ranks_gradients(
     implementation: Implementation, name: str, device: str
 ) -> str:
     kind = ODD_MODULES[name]
-    plain, model = make(kind, 0, device), wrap(implementation, make(kind, 0, device), wrap=LINEARS)
+    model, plain = both(implementation, kind, device)
     whole_backward(plain, 0, device)
-    backward(model, 0, device)
-    model.finish_gradient_synchronization()
-    return as_expected("the mean over the ranks of the gradient of", averaged_gradients(model), gradients_of(plain))
+    synchronized_backward(model, 0, device)
+    return gradients_as_expected("the mean over the ranks of the gradient of", model, plain)
 
 
 @on_every_rank
 def test_each_gradient_has_the_shape_and_dtype_of_its_shard(implementation: Implementation, device: str) -> str:
-    options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "wrap": LINEARS}
+    options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     model = wrap(implementation, make(Odd, 0, device, torch.float64), **options)
     x, _ = own_batch(0, device)
     model(x).sum().backward()
@@ -165,7 +161,7 @@ def test_each_gradient_has_the_shape_and_dtype_of_its_shard(implementation: Impl
 @on_every_rank
 @poisoned
 def test_an_inputs_gradient_is_the_ranks_own(implementation: Implementation, device: str) -> str:
-    plain, model = make(Odd, 0, device), wrap(implementation, make(Odd, 0, device), wrap=LINEARS)
+    model, plain = both(implementation, Odd, device)
     x, y = own_batch(0, device)
     mine, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
     loss(model, mine, y).backward()
@@ -192,7 +188,7 @@ class Arguments(nn.Module):
 
 @on_every_rank
 def test_arguments_and_outputs_are_the_modules_own(implementation: Implementation, device: str) -> str:
-    plain, model = make(Arguments, 0, device), wrap(implementation, make(Arguments, 0, device), wrap=LINEARS)
+    model, plain = both(implementation, Arguments, device)
     tokens, (x, _) = torch.tensor([0, 3, 6], device=device), batch(0, 1, device)  # equal on every rank
     found, expected = (each(tokens, (x, 0.5), scale=x.abs()) for each in (model, plain))
     if not isinstance(found, dict) or list(found) != list(expected) or found["more"][1] != 3:
@@ -201,20 +197,7 @@ def test_arguments_and_outputs_are_the_modules_own(implementation: Implementatio
         (output["hidden"].square().mean() + output["more"][0]).backward()
     model.finish_gradient_synchronization()
     hidden = as_expected("the output", {"hidden": found["hidden"]}, {"hidden": expected["hidden"]})
-    return first([hidden, as_expected("the gradient of", averaged_gradients(model), gradients_of(plain))])
-
-
-def train_on_rank(implementation: Implementation, name: str, device: str) -> dict[str, Tensor]:
-    model = wrap(implementation, module(name, dist.get_rank(), device), wrap=LINEARS)
-    optimizer = adam(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(model, step, device)
-        model.finish_gradient_synchronization()
-        optimizer.step()
-    buffers = {name: local(buffer).cpu() for name, buffer in model.module.named_buffers()}
-    found = buffers | full(model)
-    return {name: found[name] for name in module(name, 0, "cpu").state_dict()}
+    return first([hidden, gradients_as_expected("the gradient of", model, plain)])
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -222,7 +205,7 @@ def test_twenty_steps_equal_a_single_process_on_the_whole_batch(
     implementation: Implementation, world: World, name: str, device: str
 ) -> None:
     expected = single_process(name, world.size, device)
-    ranks = world.run(train_on_rank, implementation, name, device)
+    ranks = world.run(trained, implementation, name, device)
     assert_none([as_expected(f"after {STEPS} steps,", found, expected) for found in ranks])
 
 

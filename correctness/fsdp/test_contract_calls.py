@@ -12,7 +12,9 @@ from correctness.fsdp.checks import (
     SGDs,
     as_expected,
     averaged_gradients,
+    both,
     first,
+    gradients_as_expected,
     gradients_of,
     make,
     on_every_rank,
@@ -24,8 +26,6 @@ from impl.fsdp import by_type
 from shardmark.api import Implementation
 
 pytestmark = pytest.mark.family("fsdp")
-
-LINEARS = by_type(nn.Linear)
 
 FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "tuple": lambda a, b: (a, b),
@@ -74,7 +74,7 @@ class Forks(nn.Module):
 def test_a_loss_may_use_some_of_a_units_outputs(
     implementation: Implementation, units: type[nn.Module], device: str
 ) -> str:
-    plain, model = make(Forks, 0, device), wrap(implementation, make(Forks, 0, device), wrap=by_type(units))
+    model, plain = both(implementation, Forks, device, wrap=by_type(units))
     optimizers = SGDs(model, plain, lr=1.0)
     for form in FORMS:
         for used in ((0,), (1,), (0, 1)):
@@ -139,7 +139,7 @@ def test_floating_point_inputs_are_cast_wherever_they_are(
     implementation: Implementation, compute: torch.dtype | None, device: str
 ) -> str:
     inner = make(Recording, 0, device, torch.float32)
-    model = wrap(implementation, inner, compute_dtype=compute, wrap=LINEARS)
+    model = wrap(implementation, inner, compute_dtype=compute)
     x = torch.ones(2, DIM, device=device)
     rows, mask = torch.arange(2, device=device), torch.ones(2, dtype=torch.bool, device=device)
     positional = x, (x, {"wide": x.double()}), [x], {"name": x}
@@ -177,7 +177,7 @@ def test_the_modules_own_hooks_run(implementation: Implementation, when: str, ke
 
     if when == "before":
         register(inner)
-    model = wrap(implementation, inner, wrap=LINEARS)
+    model = wrap(implementation, inner)
     if when == "after":
         register(model.module)
     register(plain)
@@ -188,4 +188,4 @@ def test_the_modules_own_hooks_run(implementation: Implementation, when: str, ke
     model.finish_gradient_synchronization()
     where = f"with hooks registered {when} the module is wrapped, the"
     output = as_expected(where, {"output": found.detach()}, {"output": expected.detach()})
-    return first([output, as_expected(f"{where} gradient of", averaged_gradients(model), gradients_of(plain))])
+    return first([output, gradients_as_expected(f"{where} gradient of", model, plain)])

@@ -14,14 +14,17 @@ from correctness.fsdp.checks import (
     as_expected,
     assert_none,
     averaged_gradients,
-    backward,
+    both,
     full,
+    gradients_as_expected,
     gradients_of,
     make,
     on_every_rank,
     own_batch,
+    parameters_as_expected,
     parameters_of,
     poisoned,
+    synchronized_backward,
     whole_backward,
     wrap,
 )
@@ -31,8 +34,6 @@ from shardmark.api import Implementation, Unsupported
 from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
-
-LINEARS = by_type(nn.Linear)
 
 
 class Skipping(nn.Module):
@@ -53,7 +54,7 @@ class Skipping(nn.Module):
 @poisoned
 def test_an_unused_parameter_gets_no_gradient_and_stops_nothing(implementation: Implementation, device: str) -> str:
     """Take a step that uses all layers, one that skips a layer, and one that uses all again."""
-    plain, model = make(Skipping, 0, device), wrap(implementation, make(Skipping, 0, device), wrap=LINEARS)
+    model, plain = both(implementation, Skipping, device)
     optimizers = SGDs(plain, model)
     for step, skip in enumerate((False, True, False)):
         optimizers.zero_grad()
@@ -63,7 +64,7 @@ def test_an_unused_parameter_gets_no_gradient_and_stops_nothing(implementation: 
         loss(lambda rows, skip=skip: plain(rows, skip=skip), *batch(step, dist.get_world_size(), device)).backward()
         optimizers.step()
         when = "which left a layer out, parameter" if skip else "parameter"
-        if problem := as_expected(f"after step {step + 1}, {when}", full(model), parameters_of(plain)):
+        if problem := parameters_as_expected(f"after step {step + 1}, {when}", model, plain):
             return problem
     return ""
 
@@ -87,7 +88,7 @@ class Either(nn.Module):
 def test_a_parameter_that_one_rank_uses_counts_as_zero_on_the_others(
     implementation: Implementation, device: str
 ) -> str:
-    plain, model = make(Either, 0, device), wrap(implementation, make(Either, 0, device), wrap=whole)
+    model, plain = both(implementation, Either, device, wrap=whole)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise Unsupported("DTensors are reduced one by one, so every rank must have each gradient")
     ranks = dist.get_world_size()
@@ -98,9 +99,7 @@ def test_a_parameter_that_one_rank_uses_counts_as_zero_on_the_others(
     x, y = own_batch(0, device)
     (model(x, min(dist.get_rank(), 1)) - y).square().mean().backward()
     model.finish_gradient_synchronization()
-    return as_expected(
-        "where some ranks do not use it, the gradient of", averaged_gradients(model), gradients_of(plain)
-    )
+    return gradients_as_expected("where some ranks do not use it, the gradient of", model, plain)
 
 
 @on_every_rank
@@ -113,8 +112,7 @@ def test_frozen_parameters_have_no_gradient_and_do_not_change(implementation: Im
     trainable = [p for p in model.parameters() if p.requires_grad]
     if len(list(model.parameters())) == count + len(frozen) and len(trainable) != count:
         return f"{len(trainable)} parameters require a gradient, expected {count}"
-    backward(model, 0, device)
-    model.finish_gradient_synchronization()
+    synchronized_backward(model, 0, device)
     if any(p.grad is not None for p in model.parameters() if not p.requires_grad):
         return "a frozen parameter has a gradient, expected None"
     torch.optim.AdamW(model.parameters(), lr=0.1).step()
@@ -125,12 +123,11 @@ def test_frozen_parameters_have_no_gradient_and_do_not_change(implementation: Im
 @on_every_rank
 def test_tied_parameters_stay_one(implementation: Implementation, device: str) -> str:
     """All names of a tied parameter have equal values, before and after steps with the sum of both gradients."""
-    plain, model = make(TiedAndFrozen, 0, device), wrap(implementation, make(TiedAndFrozen, 0, device), wrap=whole)
-    if problem := as_expected("at the start, the gathered", full(model), parameters_of(plain), tolerance=0):
+    model, plain = both(implementation, TiedAndFrozen, device, wrap=whole)
+    if problem := parameters_as_expected("at the start, the gathered", model, plain, tolerance=0):
         return problem
     whole_backward(plain, 0, device)
-    backward(model, 0, device)
-    model.finish_gradient_synchronization()
+    synchronized_backward(model, 0, device)
     found = averaged_gradients(model)
     same = torch.equal(found["embed.weight"], found["tied.weight"])
     return as_expected("tied to another, the gradient of", found, gradients_of(plain)) or (
@@ -162,12 +159,11 @@ class Shifts(nn.Module):
 
 @poisoned
 def many_on_rank(implementation: Implementation, count: int, of: str, device: str) -> str:
-    kind, units = partial(Shifts, count), by_type(Shift) if of == "units" else whole
-    plain, model = make(kind, 0, device), wrap(implementation, make(kind, 0, device), wrap=units)
+    units = by_type(Shift) if of == "units" else whole
+    model, plain = both(implementation, partial(Shifts, count), device, wrap=units)
     whole_backward(plain, 0, device)
-    backward(model, 0, device)
-    model.finish_gradient_synchronization()
-    return as_expected(f"of {count} {of}, the gradient of", averaged_gradients(model), gradients_of(plain))
+    synchronized_backward(model, 0, device)
+    return gradients_as_expected(f"of {count} {of}, the gradient of", model, plain)
 
 
 @pytest.mark.examples(1, 3, 6)

@@ -16,30 +16,26 @@ from correctness.fsdp.checks import (
     assert_none,
     averaged_gradients,
     backward,
+    both,
     contains,
     first,
     full,
+    gradients_as_expected,
     gradients_of,
     make,
     on_every_rank,
     own_batch,
+    parameters_as_expected,
     parameters_of,
+    synchronized_backward,
     whole_backward,
     wrap,
 )
 from correctness.support.whole_batch import DIM, UsedTwice, batch, loss
-from impl.fsdp import by_type
 from shardmark.api import Implementation, Unsupported
 from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
-
-LINEARS = by_type(nn.Linear)
-
-
-def both(implementation: Implementation, kind: Any, device: str) -> tuple[Any, nn.Module]:
-    """Make a sharded and an unsharded module with the same weights."""
-    return wrap(implementation, make(kind, 0, device), wrap=LINEARS), make(kind, 0, device)
 
 
 @pytest.mark.parametrize("finish_each", [False, True], ids=["finish_once", "finish_each"])
@@ -66,10 +62,9 @@ def steps_on_rank(implementation: Implementation, zeroing: bool, device: str) ->
         if zeroing:
             optimizers.zero_grad()
         whole_backward(plain, step, device)
-        backward(model, step, device)
-        model.finish_gradient_synchronization()
+        synchronized_backward(model, step, device)
         optimizers.step()
-        if problem := as_expected(f"after step {step + 1},", full(model), parameters_of(plain)):
+        if problem := parameters_as_expected(f"after step {step + 1},", model, plain):
             return problem
     return ""
 
@@ -126,14 +121,14 @@ def test_a_model_may_be_applied_to_its_own_output(implementation: Implementation
     x, _ = own_batch(0, device)
     model(model(x)).square().mean().backward()
     model.finish_gradient_synchronization()
-    return as_expected("of the model of the model, the gradient of", averaged_gradients(model), gradients_of(plain))
+    return gradients_as_expected("of the model of the model, the gradient of", model, plain)
 
 
 @on_every_rank
 def test_two_models_do_not_disturb_each_other(implementation: Implementation, device: str) -> str:
     """Two models of equal shapes: forward of both, backward of both, then steps of both."""
     seeds = (0, 1)
-    models = [wrap(implementation, make(Odd, seed, device), wrap=LINEARS) for seed in seeds]
+    models = [wrap(implementation, make(Odd, seed, device)) for seed in seeds]
     plains = [make(Odd, seed, device) for seed in seeds]
     optimizers = SGDs(*models, *plains)
     for step in range(2):
@@ -147,7 +142,7 @@ def test_two_models_do_not_disturb_each_other(implementation: Implementation, de
             model.finish_gradient_synchronization()
         optimizers.step()
     found = [
-        as_expected(f"of two models, model {i + 1}'s", full(model), parameters_of(plain))
+        parameters_as_expected(f"of two models, model {i + 1}'s", model, plain)
         for i, (model, plain) in enumerate(zip(models, plains, strict=True))
     ]
     return first(found)
@@ -176,7 +171,7 @@ def evaluate_on_rank(implementation: Implementation, within: bool, device: str) 
         forward.backward()
         model.finish_gradient_synchronization()
         optimizers.step()
-    return as_expected("after three steps with evaluation in between,", full(model), parameters_of(plain))
+    return parameters_as_expected("after three steps with evaluation in between,", model, plain)
 
 
 def _set_training(model: Any, plain: nn.Module, to: bool) -> None:
@@ -207,21 +202,19 @@ def test_gathered_parameters_are_copies(implementation: Implementation, device: 
     for step in range(2):
         optimizers.zero_grad()
         whole_backward(plain, step, device)
-        backward(model, step, device)
-        model.finish_gradient_synchronization()
+        synchronized_backward(model, step, device)
         optimizers.step()
         model.gather_full_parameters()
     kept = as_expected("gathered before training, then changed by it:", _cpu(gathered), before, tolerance=0)
     with torch.no_grad():
         for tensor in model.gather_full_parameters().values():
             tensor.fill_(7.0)
-    return kept or as_expected("after its gathered copy was written to,", full(model), parameters_of(plain))
+    return kept or parameters_as_expected("after its gathered copy was written to,", model, plain)
 
 
 def _step(model: Any, optimizers: SGDs, step: int, device: str) -> None:
     optimizers.zero_grad()
-    backward(model, step, device)
-    model.finish_gradient_synchronization()
+    synchronized_backward(model, step, device)
     optimizers.step()
 
 
@@ -244,4 +237,4 @@ def test_a_state_dict_loaded_brings_the_parameters_back(implementation: Implemen
         reference.zero_grad()
         whole_backward(plain, step, device)
         reference.step()
-    return as_expected("after load_state_dict() and two steps,", full(model), parameters_of(plain))
+    return parameters_as_expected("after load_state_dict() and two steps,", model, plain)

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from correctness.fsdp.checks import (
     Odd,
     SGDs,
-    as_expected,
     averaged_gradients,
     full,
     gradients_of,
@@ -20,19 +19,17 @@ from correctness.fsdp.checks import (
     make,
     on_every_rank,
     own_batch,
-    parameters_of,
+    parameters_as_expected,
     wrap,
 )
 from correctness.support.communication import recorded
 from correctness.support.whole_batch import DIM, batch
-from impl.fsdp import by_type
 from shardmark.api import Implementation
 from shardmark.meter.communication import Communication
 from shardmark.ranks.world import World
 
 pytestmark = pytest.mark.family("fsdp")
 
-LINEARS = by_type(nn.Linear)
 ELEMENTS = 64
 """Messages with at most this many elements are not gradients but facts about them, such as their norm."""
 GATHERS = ("all_gather", "broadcast", "gather", "scatter")
@@ -57,7 +54,7 @@ def _named(dtypes: set[torch.dtype]) -> str:
 
 def _float32(implementation: Implementation, device: str, **options: Any) -> tuple[Any, Tensor, Tensor]:
     """Make a sharded float32 module and this rank's batch."""
-    model = wrap(implementation, make(Wide, 0, device, torch.float32), wrap=LINEARS, **options)
+    model = wrap(implementation, make(Wide, 0, device, torch.float32), **options)
     x, y = own_batch(0, device)
     return model, x.float(), y.float()
 
@@ -160,7 +157,7 @@ def test_parameters_are_gathered_in_the_compute_dtype(
 def test_parameters_are_kept_in_their_own_dtype(implementation: Implementation, device: str) -> str:
     """Parameters with values that bfloat16 cannot hold, and a step so small that bfloat16 would round it away."""
     plain = make(Odd, 0, device, torch.float32)
-    options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16, "wrap": LINEARS}
+    options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
     model = wrap(implementation, make(Odd, 0, device, torch.float32), **options)
     gathered = model.gather_full_parameters()
     for name, tensor in gathered.items():
@@ -169,7 +166,7 @@ def test_parameters_are_kept_in_their_own_dtype(implementation: Implementation, 
     for parameter in model.parameters():
         if parameter.dtype != torch.float32:
             return f"with compute_dtype=bfloat16 a shard is of {parameter.dtype}, and its own dtype is torch.float32"
-    if problem := as_expected("with compute_dtype=bfloat16, the stored", full(model), parameters_of(plain), 0):
+    if problem := parameters_as_expected("with compute_dtype=bfloat16, the stored", model, plain, 0):
         return problem
     x, _ = own_batch(0, device)
     model(x.float()).float().sum().backward()
@@ -203,7 +200,7 @@ def test_low_precision_errs_no_more_than_twice_as_much_as_one_process(
         (rounded(x[rows].bfloat16()).double() - y[rows]).square().mean().backward()
         for name, gradient in gradients_of(rounded).items():
             sums[name] = sums.get(name, torch.zeros_like(gradient)) + gradient / ranks  # summed in bfloat16
-    options = {"compute_dtype": torch.bfloat16, "reduce_dtype": reduce, "wrap": LINEARS}
+    options = {"compute_dtype": torch.bfloat16, "reduce_dtype": reduce}
     model = wrap(implementation, make(Wide, 0, device, torch.float32), **options)
     x, y = own_batch(0, device)
     (model(x.float()).double() - y).square().mean().backward()

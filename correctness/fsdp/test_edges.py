@@ -109,7 +109,6 @@ def test_dtypes_mix_shards_may_be_empty_and_the_optimizer_may_come_first(world: 
 
 def wrong_uses_on_rank(device: str) -> list[str]:
     """Return the error of each wrong use on this rank; all ranks make the same mistake or get the same error."""
-    last = dist.get_rank() == dist.get_world_size() - 1
     said = []
 
     def attempt(function: Any, *args: Any, **kwargs: Any) -> None:
@@ -119,12 +118,11 @@ def wrong_uses_on_rank(device: str) -> list[str]:
         except (ValueError, RuntimeError) as error:
             said.append(f"{type(error).__name__}: {error}")
 
-    attempt(FullyShardedDataParallel, nn.Sequential(nn.Linear(4, 5 if last else 4)).to(device))
-    attempt(FullyShardedDataParallel, nn.Linear(4, 4).requires_grad_(False).to(device))
     model = FullyShardedDataParallel(nn.Linear(4, 4).to(device))
     optimizer = torch.optim.SGD(model.parameters())
     model(torch.ones(1, 4, device=device)).sum().backward()
     attempt(optimizer.step)
+    attempt(model.clip_grad_norm_, 1.0)
     attempt(torch.optim.SGD([nn.Parameter(torch.ones(1))]).step)  # another model's optimizer may step
     model.finish_gradient_synchronization()
     attempt(optimizer.step)
@@ -139,13 +137,11 @@ def wrong_uses_on_rank(device: str) -> list[str]:
 
 def test_wrong_uses_are_one_line_on_every_rank(world: World, device: str) -> None:
     for said in world.run(wrong_uses_on_rank, device):
-        differ, *rest = said
-        assert world.size == 1 or differ.startswith("ValueError: the ranks' modules differ at '0.weight'")
         for line, wanted in zip(
-            rest,
+            said,
             [
-                "ValueError: Linear has no trainable parameters",
                 "RuntimeError: optimizer.step() before finish_gradient_synchronization()",
+                "RuntimeError: clip_grad_norm_() before finish_gradient_synchronization()",
                 "nothing",
                 "nothing",
                 "ValueError: compute_dtype is a floating-point dtype or None, got torch.int32",
@@ -157,24 +153,6 @@ def test_wrong_uses_are_one_line_on_every_rank(world: World, device: str) -> Non
             strict=True,
         ):
             assert line.startswith(wanted) and "\n" not in line
-
-
-def clip_halves_on_rank(device: str) -> tuple[float, float]:
-    """Clip float16 gradients whose squares overflow float16. Return the norm, and the sum of the clipped gradients."""
-    model = FullyShardedDataParallel(nn.Linear(4, 4, bias=False).to(device, torch.float16))
-    model(torch.full((1, 4), 128.0, device=device, dtype=torch.float16)).sum().backward()
-    model.finish_gradient_synchronization()
-    norm = model.clip_grad_norm_(4.0).item()
-    return norm, sum(p.grad.float().sum().item() for p in model.parameters())
-
-
-def test_half_precision_gradients_of_large_norm_are_clipped_and_not_lost(world: World, device: str) -> None:
-    ranks = world.run(clip_halves_on_rank, device)
-    # Rounding in float32: each rank's root to one ulp, squares and sums to half an ulp.
-    rounded = (2 + world.size / 4) * torch.finfo(torch.float32).eps
-    assert [norm for norm, _ in ranks] == pytest.approx([128.0 * 4] * world.size, rel=rounded)
-    # each clipped gradient is exactly 1 in float16, whatever those roundings
-    assert sum(clipped for _, clipped in ranks) == 16.0
 
 
 def made_from_meta_on_rank(device: str) -> tuple[int, int, int, list[str], list[float]]:
@@ -228,45 +206,6 @@ def test_units_are_foretold_in_the_order_of_the_step_before() -> None:
     assert [order.next_after(unit) for unit in units] == [[second, third], [third], []]
     order.begin()
     assert order.next_after(third) == [], "a step unlike the last foretells nothing"
-
-
-def applied_to_its_own_output_on_rank(device: str) -> None:
-    """The backward of one call must not free what that of the other call is about to read."""
-    torch.manual_seed(0)
-    plain = nn.Linear(DIM, DIM).double().to(device)
-    layer = nn.Linear(DIM, DIM).double().to(device)
-    layer.load_state_dict(plain.state_dict())
-    model = FullyShardedDataParallel(nn.Sequential(layer, layer, layer), wrap=by_type(nn.Linear))
-    x = torch.ones(2, DIM, dtype=torch.float64, device=device)
-    plain(plain(plain(x))).square().sum().backward()
-    model(x).square().sum().backward()
-    model.finish_gradient_synchronization()
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    torch.optim.SGD(plain.parameters(), lr=1.0).step()
-    torch.testing.assert_close(model.gather_full_parameters()["2.weight"], plain.weight.detach())
-
-
-def test_a_unit_may_be_applied_to_its_own_output(world: World, device: str) -> None:
-    world.run(applied_to_its_own_output_on_rank, device)
-
-
-def clip_one_element(device: str) -> tuple[str, float]:
-    """Return the error of clipping before synchronization, and the norm of a gradient that one rank alone holds."""
-    model = FullyShardedDataParallel(nn.Linear(1, 1, bias=False).double().to(device))
-    model(torch.full((1, 1), 3.0, dtype=torch.float64, device=device)).sum().backward()
-    try:
-        model.clip_grad_norm_(1.0)
-        said = "nothing"
-    except RuntimeError as error:
-        said = str(error)
-    model.finish_gradient_synchronization()
-    return said, model.clip_grad_norm_(1.0).item()
-
-
-def test_clipping_counts_ranks_without_elements_and_waits_for_synchronization(pair: World, device: str) -> None:
-    for said, norm in pair.run(clip_one_element, device):
-        assert said == "clip_grad_norm_() before finish_gradient_synchronization()"
-        assert norm == 3.0
 
 
 @dataclass

@@ -1,74 +1,43 @@
 """Options and error messages of our own implementations, beyond the contract."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from correctness.fsdp.checks import backward, full, own_batch, wrap
-from correctness.support.whole_batch import ONE_MODULE, STEPS, adam, assert_equal_states, module, single_process
-from impl.fsdp import FullyShardedDataParallel, by_size, by_type, whole
+from correctness.fsdp.checks import trained
+from correctness.support.whole_batch import ONE_MODULE, assert_equal_states, single_process
+from impl.fsdp import FullyShardedDataParallel, by_size, whole
 from impl.fsdp.checkpoint import load, save
 from impl.fsdp.flat_parameters import Sharding
 from shardmark.api.registry import Implementation, check_contract, family
 from shardmark.ranks.world import World
 
 OURS = ("sharded_plain", "sharded", "sharded_kept")
-WRAPS = {"by_size": by_size(100), "whole": whole}
-LINEARS = by_type(nn.Linear)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "by_size": {"wrap": by_size(100)},
+    "whole": {"wrap": whole},
+    "two_ahead": {"forward_prefetch": 2, "backward_prefetch": 2},
+    "kept_two_ahead": {"forward_prefetch": 2, "backward_prefetch": 0, "reshard_after_forward": False},
+    "offloaded": {"cpu_offload": True},
+}
 
 
-def train_on_rank(implementation: Implementation, name: str, device: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the full final state, under the unwrapped module's names."""
-    wrapping = WRAPS.get(options.get("wrap", ""), LINEARS)
-    model = wrap(implementation, module(name, dist.get_rank(), device), **options | {"wrap": wrapping})
-    optimizer = adam(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(model, step, device)
-        model.finish_gradient_synchronization()
-        optimizer.step()
-    plain = module(name, 0, device)
-    found = dict(plain.named_buffers()) | full(model)
-    return {name: found[name].cpu() for name in plain.state_dict()}
+def train_on_rank(implementation: Implementation, name: str, device: str, option: str) -> dict[str, Tensor]:
+    return trained(implementation, name, device, **OPTIONS[option])
 
 
-def _assert_equals_a_single_process(
-    implementation: Implementation, world: World, name: str, device: str, **options: Any
-) -> None:
-    ranks = world.run(train_on_rank, implementation, name, device, options)
-    assert_equal_states(ranks, single_process(name, world.size, device))
-
-
-@pytest.mark.family("fsdp", only=OURS, option="wrap")
-@pytest.mark.parametrize("units", WRAPS)
-@pytest.mark.parametrize("name", ONE_MODULE)
-def test_units_of_any_size_give_the_same(
-    implementation: Implementation, world: World, name: str, units: str, device: str
-) -> None:
-    _assert_equals_a_single_process(implementation, world, name, device, wrap=units)
-
-
-@pytest.mark.family("fsdp", only=("sharded",))
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"forward_prefetch": 2, "backward_prefetch": 2},
-        {"forward_prefetch": 2, "backward_prefetch": 0, "reshard_after_forward": False},
-        {"cpu_offload": True},
-    ],
-    ids=["two_ahead", "kept_two_ahead", "offloaded"],
-)
+@pytest.mark.family("fsdp", only=OURS)
+@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", ONE_MODULE)
 def test_every_option_gives_the_same(
-    implementation: Implementation, world: World, name: str, options: dict[str, Any], device: str
+    implementation: Implementation, world: World, name: str, option: str, device: str
 ) -> None:
-    _assert_equals_a_single_process(implementation, world, name, device, **options)
+    ranks = world.run(train_on_rank, implementation, name, device, option)
+    assert_equal_states(ranks, single_process(name, world.size, device))
 
 
 class Listening(TorchFunctionMode):
@@ -180,67 +149,3 @@ def test_every_registered_implementation_may_be_named_by_a_user(name: str) -> No
     """Registered `functools.partial` objects too."""
     entry = family("fsdp").implementations[name]
     check_contract(entry, "cpu")
-
-
-def shard_again(implementation: Implementation, device: str) -> list[str]:
-    """Return the errors of wrapping a wrapper, and of wrapping a module whose parameters are sharded already."""
-    plain = nn.Sequential(nn.Linear(4, 4)).to(device)
-    model = wrap(implementation, plain, wrap=whole)
-    said = []
-    for again in (model, plain):
-        with pytest.raises(ValueError, match="already") as error:
-            wrap(implementation, again)
-        said.append(str(error.value))
-    return said
-
-
-@pytest.mark.family("fsdp", only=("sharded", "simple", "fsdp1", "fsdp2"))
-def test_to_wrap_twice_is_one_line(implementation: Implementation, world: World, device: str) -> None:
-    for said in world.run(shard_again, implementation, device):
-        assert len(said) == 2
-        for line in said:
-            assert re.fullmatch(
-                r"this \w+ is sharded over ranks already(, at '[\w.]+')?: give it an unsharded module", line
-            )
-
-
-def wrap_without_parameters(implementation: Implementation) -> None:
-    with pytest.raises(
-        ValueError, match=r"^Sequential has no trainable parameters, so there is no gradient to average$"
-    ):
-        wrap(implementation, nn.Sequential(nn.ReLU()))
-
-
-@pytest.mark.family("fsdp", only=("sharded", "simple", "fsdp1", "fsdp2"))
-def test_a_module_without_parameters_is_one_line(implementation: Implementation, world: World) -> None:
-    world.run(wrap_without_parameters, implementation)
-
-
-def mixed_precision_on_rank(name: str, device: str, reduce_dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Averaged gradients: of float32 parameters with bfloat16 compute, or of float64 as the reference."""
-    exact = name == "float64"
-    options: dict[str, Any] = {} if exact else {"compute_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
-    entry = family("fsdp").implementations["sharded" if exact else name]
-    plain = module("plain", 0, device)
-    model = wrap(entry, plain if exact else plain.float(), wrap=LINEARS, **options)
-    x, y = own_batch(0, device)
-    before = model.gather_full_parameters()
-    output = model(x if exact else x.float())
-    assert output.dtype == (torch.float64 if exact else torch.bfloat16)
-    (output.double() - y).square().mean().backward()
-    model.finish_gradient_synchronization()
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    after = model.gather_full_parameters()
-    return {key: (before[key] - after[key]).double().cpu() for key in before}
-
-
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=["reduced_in_bfloat16", "reduced_in_float32"])
-def test_low_precision_errs_no_more_than_twice_as_much_as_fsdp2(
-    world: World, reduce_dtype: torch.dtype | None, device: str
-) -> None:
-    exact, ours, theirs = (
-        world.run(mixed_precision_on_rank, name, device, reduce_dtype)[0] for name in ("float64", "sharded", "fsdp2")
-    )
-    # The largest error over all tensors: that of one small tensor may be small by luck.
-    error, allowed = (max((other[k] - exact[k]).norm() / exact[k].norm() for k in exact) for other in (ours, theirs))
-    assert 0 < error <= 2 * allowed, f"{error} against {allowed} of FSDP2"

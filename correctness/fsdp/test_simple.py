@@ -189,15 +189,11 @@ def complaint(what: str, device: str) -> str:
                 data_parallel(model, line, "hybrid_shard")
             case "two_dimensions":
                 data_parallel(model, square)
-            case "twice":
-                data_parallel(data_parallel(model, line), line)
             case "part":
                 data_parallel(nn.Sequential(data_parallel(model, line)), line)
             case "scalar":
                 model.scale = nn.Parameter(torch.ones((), device=device))
                 data_parallel(model, line)
-            case "frozen":
-                data_parallel(model.requires_grad_(False), line)
             case "different":
                 data_parallel(nn.Linear(4, 4 + dist.get_rank()).to(device), line)
             case "changed":
@@ -218,10 +214,8 @@ def complaint(what: str, device: str) -> str:
         ("mode", "ValueError: mode is one of replicate, fully_shard, hybrid_shard, not 'sharded'"),
         ("hybrid", "ValueError: hybrid_shard takes a mesh of 2 dimensions, got (2,)"),
         ("two_dimensions", "ValueError: fully_shard takes a mesh of 1 dimension, got (2, 1)"),
-        ("twice", "ValueError: this Linear is sharded over ranks already: give it an unsharded module"),
         ("part", "ValueError: this Sequential is sharded over ranks already, at '0': give it an unsharded module"),
         ("scalar", "ValueError: fully_shard splits rows, and scale has none: give it the shape (1,)"),
-        ("frozen", "ValueError: Linear has no trainable parameters, so there is no gradient to average"),
         (
             "different",
             "ValueError: the ranks' modules differ at 'weight': (4, 4) of torch.float32, trainable on rank 0, "
