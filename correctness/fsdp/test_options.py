@@ -1,4 +1,4 @@
-"""Options and error messages of our own implementations, beyond the contract."""
+"""Options and error messages of our own implementations, beyond the contract; units and their prefetch order."""
 
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from correctness.fsdp.checks import trained
+from correctness.fsdp.checks import LINEARS, Odd, trained
 from correctness.support.whole_batch import ONE_MODULE, assert_equal_states, single_process
-from impl.fsdp import FullyShardedDataParallel, by_size, whole
+from impl.fsdp import FullyShardedDataParallel, by_size, by_type, whole
 from impl.fsdp.checkpoint import load, save
 from impl.fsdp.flat_parameters import Sharding
+from impl.fsdp.prefetch_order import Order
+from impl.model.mlp import MLPBlock, MLPLanguageModel, MLPSize
 from shardmark.api.registry import Implementation, check_contract, family
 from shardmark.ranks.world import World
 
@@ -149,3 +151,74 @@ def test_every_registered_implementation_may_be_named_by_a_user(name: str) -> No
     """Registered `functools.partial` objects too."""
     entry = family("fsdp").implementations[name]
     check_contract(entry, "cpu")
+
+
+def wrong_uses_on_rank(device: str) -> list[str]:
+    """Return the error of each wrong use on this rank; all ranks make the same mistake or get the same error."""
+    said = []
+
+    def attempt(function: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+            said.append("nothing")
+        except (ValueError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    model = FullyShardedDataParallel(nn.Linear(4, 4).to(device))
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(1, 4, device=device)).sum().backward()
+    attempt(optimizer.step)
+    attempt(model.clip_grad_norm_, 1.0)
+    attempt(torch.optim.SGD([nn.Parameter(torch.ones(1))]).step)  # another model's optimizer may step
+    model.finish_gradient_synchronization()
+    attempt(optimizer.step)
+    attempt(FullyShardedDataParallel, nn.Linear(4, 4), compute_dtype=torch.int32)
+    attempt(FullyShardedDataParallel, nn.Linear(4, 4), forward_prefetch=-1)
+    attempt(FullyShardedDataParallel, nn.Sequential(nn.ModuleList([nn.Linear(1, 1)])), wrap=by_type(nn.ModuleList))
+    attempt(FullyShardedDataParallel, nn.Linear(4, 4), wrap=lambda module: [nn.Linear(1, 1)])
+    with torch.device("meta"):
+        attempt(FullyShardedDataParallel, Odd())
+    return said
+
+
+def test_wrong_uses_are_one_line_on_every_rank(world: World, device: str) -> None:
+    for said in world.run(wrong_uses_on_rank, device):
+        for line, wanted in zip(
+            said,
+            [
+                "RuntimeError: optimizer.step() before finish_gradient_synchronization()",
+                "RuntimeError: clip_grad_norm_() before finish_gradient_synchronization()",
+                "nothing",
+                "nothing",
+                "ValueError: compute_dtype is a floating-point dtype or None, got torch.int32",
+                "ValueError: forward_prefetch is how many units to prefetch, from 0 on, got -1",
+                "ValueError: a ModuleList has no forward, so it cannot be a unit",
+                "ValueError: the wrapping policy chose a Linear that is not part of the module",
+                "ValueError: a Odd on the meta device has no reset_parameters()",
+            ],
+            strict=True,
+        ):
+            assert line.startswith(wanted) and "\n" not in line
+
+
+def test_policies_choose_units() -> None:
+    model = MLPLanguageModel(MLPSize(4, 2, vocab=8))
+    types = by_type(MLPBlock, nn.Linear)(model)
+    assert types == [*model.blocks, model.output]
+    assert LINEARS(model) == [b for block in model.blocks for b in (block.w1, block.w2)] + [model.output]
+    assert by_size(70)(model) == [model.blocks[0].w1, model.blocks[1].w1]
+    assert by_size(100)(model) == [*model.blocks]
+    assert whole(model) == []
+    for wrong in (lambda: by_type(), lambda: by_type(3), lambda: by_size(0), lambda: by_size("a")):
+        with pytest.raises(ValueError, match="takes"):
+            wrong()
+
+
+def test_units_are_foretold_in_the_order_of_the_step_before() -> None:
+    _, second, third = units = [object() for _ in range(3)]
+    order = Order("forward_prefetch", 2)
+    assert [order.next_after(unit) for unit in units] == [[], [], []]
+    order.begin()
+    assert [order.next_after(unit) for unit in units] == [[second, third], [third], []]
+    order.begin()
+    assert order.next_after(third) == [], "a step unlike the last foretells nothing"
