@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from correctness.collectives.summing import Call, small_integers
 from correctness.engine.examples import BESIDE_LAUNCHES
+from correctness.engine.histories import even_and_odd_ranks
 from correctness.support.on_ranks import assert_nothing_wrong
 from impl.collectives import Backend, OnGloo, accounting, count_bytes_sent, segments
 from impl.collectives.cases import COLLECTIVES
@@ -127,11 +128,9 @@ def test_all_calls_are_of_one_object(implementation: Implementation) -> None:
     assert implementation.adapted is implementation.adapted
 
 
-def even_and_odd_ranks(implementation: Implementation, device: str) -> list[str]:
+def in_groups_side_by_side(implementation: Implementation, device: str) -> list[str]:
     """Use two groups side by side and, at the same time, the world."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    groups = [dist.new_group(members) for members in ([*range(0, ranks, 2)], [*range(1, ranks, 2)]) if members]
-    return _wrong_in(implementation, [groups[rank % 2], None], device)
+    return _wrong_in(implementation, [even_and_odd_ranks()[1], None], device)
 
 
 def _wrong_in(implementation: Implementation, groups: list[dist.ProcessGroup | None], device: str) -> list[str]:
@@ -155,7 +154,7 @@ def _wrong_in(implementation: Implementation, groups: list[dist.ProcessGroup | N
 def test_groups_side_by_side_have_their_own_results(
     implementation: Implementation, any_world: World, device: str
 ) -> None:
-    assert_nothing_wrong(any_world.run(even_and_odd_ranks, implementation, device))
+    assert_nothing_wrong(any_world.run(in_groups_side_by_side, implementation, device))
 
 
 def all_but_rank_0(implementation: Implementation, device: str) -> list[str]:
