@@ -74,9 +74,6 @@ def naive_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
     return _peak(case, Technique(), device)
 
 
-overlapped_peak = naive_peak
-
-
 def flat_peak(case: TrainingStepCase, device: str = "cpu") -> Bytes:
     """Peak in bytes when all gradients are copied into one tensor after backward."""
     return _peak(case, Flat(), device)
