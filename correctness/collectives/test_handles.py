@@ -20,7 +20,7 @@ from correctness.support.contracts import is_ours
 from correctness.support.on_ranks import assert_nothing_wrong
 from correctness.support.paths import ROOT
 from correctness.support.waiting import wait_until
-from impl.collectives import Ring, collectives_for, count_bytes_sent
+from impl.collectives import collectives_for, count_bytes_sent
 from impl.collectives.cases import COLLECTIVES
 from impl.collectives.messages import GLOO_ALONE
 from shardmark.api import Implementation, Unsupported
@@ -198,20 +198,6 @@ def threads_after_a_group(implementation: Implementation) -> list[int]:
 @pytest.mark.family("collectives", only=("ring",))
 def test_a_thread_ends_with_its_process_group(implementation: Implementation, pair: World) -> None:
     assert pair.run(threads_after_a_group, implementation) == [[0, 1, 0]] * 2
-
-
-def group_of_its_own() -> float:
-    """Sum over the odd ranks, or over the even ones."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    groups = [dist.new_group(list(range(first, ranks, 2))) for first in (0, 1)]
-    tensor = torch.tensor(float(rank))  # a tensor without dimensions
-    Ring().all_reduce(tensor, groups[rank % 2])
-    return tensor.item()
-
-
-def test_ranks_count_within_their_group(device: str) -> None:
-    with World(4, "cpu") as world:
-        assert world.run(group_of_its_own) == [0 + 2, 1 + 3, 0 + 2, 1 + 3]
 
 
 def chosen() -> list[str]:
