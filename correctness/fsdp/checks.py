@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from correctness.support.on_ranks import running_on_ranks
-from correctness.support.whole_batch import DIM, STEPS, adam, batch, loss, module, share
+from correctness.support.whole_batch import DIM, adam, batch, loss, module, own_batch, train
 from impl.fsdp import by_type
 from shardmark.api import Implementation
 
@@ -112,13 +112,6 @@ def gradients_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: (torch.zeros_like(p) if p.grad is None else p.grad.clone()).cpu() for name, p in named}
 
 
-def own_batch(step: int, device: str, group: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
-    """Return this rank's rows of the group's batch."""
-    x, y = batch(step, dist.get_world_size(group), device)
-    own = share(dist.get_rank(group))
-    return x[own], y[own]
-
-
 def backward(model: Any, step: int, device: str, group: dist.ProcessGroup | None = None) -> None:
     """Run forward and backward on this rank's rows."""
     loss(model, *own_batch(step, device, group)).backward()
@@ -135,19 +128,10 @@ def whole_backward(module: nn.Module, step: int, device: str, group: dist.Proces
     loss(module, *batch(step, dist.get_world_size(group), device)).backward()
 
 
-def train(model: Any, device: str) -> None:
-    """Take STEPS steps of Adam on this rank's rows."""
-    optimizer = adam(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        synchronized_backward(model, step, device)
-        optimizer.step()
-
-
 def trained(implementation: Implementation, name: str, device: str, **options: Any) -> dict[str, Tensor]:
     """Train one of MODULES from this rank's own weights. Return the full state under the unwrapped module's names."""
     model = wrap(implementation, module(name, dist.get_rank(), device), **options)
-    train(model, device)
+    train(model, adam(model), device, model.finish_gradient_synchronization)
     buffers = {key: local(buffer).cpu() for key, buffer in model.module.named_buffers()}
     found = buffers | full(model)
     return {key: found[key] for key in module(name, 0, "cpu").state_dict()}

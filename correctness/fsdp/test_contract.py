@@ -20,7 +20,6 @@ from correctness.fsdp.checks import (
     local,
     make,
     on_every_rank,
-    own_batch,
     parameters_of,
     poisoned,
     synchronized_backward,
@@ -36,6 +35,7 @@ from correctness.support.whole_batch import (
     TiedAndFrozen,
     batch,
     loss,
+    own_batch,
     single_process,
 )
 from impl.fsdp import by_type, whole, with_blocks

@@ -20,7 +20,6 @@ from correctness.fsdp.checks import (
     gradients_of,
     make,
     on_every_rank,
-    own_batch,
     parameters_as_expected,
     parameters_of,
     poisoned,
@@ -28,7 +27,7 @@ from correctness.fsdp.checks import (
     whole_backward,
     wrap,
 )
-from correctness.support.whole_batch import DIM, TiedAndFrozen, batch, loss
+from correctness.support.whole_batch import DIM, TiedAndFrozen, batch, loss, own_batch
 from impl.fsdp import by_type, whole
 from shardmark.api import Implementation, Unsupported
 from shardmark.ranks.world import World

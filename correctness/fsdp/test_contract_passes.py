@@ -24,14 +24,13 @@ from correctness.fsdp.checks import (
     gradients_of,
     make,
     on_every_rank,
-    own_batch,
     parameters_as_expected,
     parameters_of,
     synchronized_backward,
     whole_backward,
     wrap,
 )
-from correctness.support.whole_batch import DIM, UsedTwice, batch, loss
+from correctness.support.whole_batch import DIM, UsedTwice, batch, loss, own_batch
 from shardmark.api import Implementation, Unsupported
 from shardmark.ranks.world import World
 

@@ -18,12 +18,11 @@ from correctness.fsdp.checks import (
     local,
     make,
     on_every_rank,
-    own_batch,
     parameters_as_expected,
     wrap,
 )
 from correctness.support.communication import recorded
-from correctness.support.whole_batch import DIM, batch
+from correctness.support.whole_batch import DIM, batch, own_batch
 from shardmark.api import Implementation
 from shardmark.meter.communication import Communication
 from shardmark.ranks.world import World

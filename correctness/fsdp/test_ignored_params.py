@@ -19,7 +19,6 @@ from correctness.fsdp.checks import (
     gradients_as_expected,
     on_every_rank,
     synchronized_backward,
-    train,
     whole_backward,
     wrap,
 )
@@ -32,6 +31,7 @@ from correctness.support.whole_batch import (
     error_line,
     module,
     single_process,
+    train,
 )
 from impl.fsdp import FullyShardedDataParallel, by_type, norms_and_biases
 from impl.fsdp.checkpoint import load, save
@@ -57,7 +57,7 @@ def train_on_rank(implementation: Implementation, name: str, policy: str, device
     shapes = {key: p.shape for key, p in plain.named_parameters()}
     ignored = [key for key, p in plain.named_parameters() if any(p is q for q in POLICIES[policy](plain))]
     model = wrap(implementation, plain, **OPTIONS | {"ignored_params": POLICIES[policy]})
-    train(model, device)
+    train(model, adam(model), device, model.finish_gradient_synchronization)
     own = {key: p.detach() for key, p in model.module.named_parameters() if key in ignored}
     assert {key: p.shape for key, p in own.items()} == {key: shapes[key] for key in ignored}
     plain = module(name, 0, device)

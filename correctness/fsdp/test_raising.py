@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from correctness.support.whole_batch import DIM, adam, assert_equal_states, batch, error_line, loss, share
+from correctness.support.whole_batch import DIM, adam, assert_equal_states, batch, error_line, loss, own_batch
 from impl.fsdp import FullyShardedDataParallel, by_type
 from shardmark.ranks.world import World
 
@@ -94,9 +93,7 @@ def trapped(device: str) -> Trapped:
 def step_on_rank(model: FullyShardedDataParallel, step: int, device: str) -> tuple[int, int]:
     """Take a step; return how many flat tensors are gathered after forward, and how many gradients backward left
     unreduced."""
-    x, y = batch(step, dist.get_world_size(), device)
-    own = share(dist.get_rank())
-    loss_of_rank = loss(model, x[own], y[own])
+    loss_of_rank = loss(model, *own_batch(step, device))
     flats = [flat for unit in model.units for flat in unit.flats]
     gathered = sum(flat.gathered for flat in flats)
     loss_of_rank.backward()
@@ -172,9 +169,8 @@ def test_after_a_step_that_raised_the_next_is_clean(
 def throw_a_step_away(of_the_model: bool, device: str) -> dict[str, Tensor]:
     """Return the state after a step that follows one abandoned between backward and synchronization."""
     model = FullyShardedDataParallel(trapped(device), wrap=by_type(nn.Linear, Trap))
-    optimizer, own = adam(model), share(dist.get_rank())
-    x, y = batch(2, dist.get_world_size(), device)
-    loss(model, x[own], y[own]).backward()
+    optimizer = adam(model)
+    loss(model, *own_batch(2, device)).backward()
     (model if of_the_model else optimizer).zero_grad()
     step_on_rank(model, 0, device)
     optimizer.step()
