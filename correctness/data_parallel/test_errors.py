@@ -158,7 +158,7 @@ def steps(implementation: Implementation, device: str, more_on_rank_0: int) -> N
         model.finish_gradient_synchronization()
 
 
-def test_a_different_number_of_steps_is_told_with_the_stack(worlds: WorldsBySize, device: str) -> None:
+def test_a_different_number_of_steps_is_reported_with_the_stack(worlds: WorldsBySize, device: str) -> None:
     bucketed = family("data_parallel").implementations["bucketed"]
     worlds(2).run(steps, bucketed, device, 0)
     with pytest.raises(RankError, match=r"rank 0 of 2 had not answered after") as caught:

@@ -1,4 +1,4 @@
-"""Helpers that run on ranks: wrap a module, run a step, describe the first unexpected tensor."""
+"""Helpers that run on ranks: wrap a module, run a step, describe the first tensor that is not as expected."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps

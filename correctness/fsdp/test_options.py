@@ -214,11 +214,11 @@ def test_policies_choose_units() -> None:
             wrong()
 
 
-def test_units_are_foretold_in_the_order_of_the_step_before() -> None:
+def test_units_are_prefetched_in_the_order_of_the_step_before() -> None:
     _, second, third = units = [object() for _ in range(3)]
     order = Order("forward_prefetch", 2)
     assert [order.next_after(unit) for unit in units] == [[], [], []]
     order.begin()
     assert [order.next_after(unit) for unit in units] == [[second, third], [third], []]
     order.begin()
-    assert order.next_after(third) == [], "a step unlike the last foretells nothing"
+    assert order.next_after(third) == [], "a step unlike the last predicts nothing"

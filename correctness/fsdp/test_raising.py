@@ -166,7 +166,7 @@ def test_after_a_step_that_raised_the_next_is_clean(
         )
 
 
-def throw_a_step_away(of_the_model: bool, device: str) -> dict[str, Tensor]:
+def discard_a_step(of_the_model: bool, device: str) -> dict[str, Tensor]:
     """Return the state after a step that follows one abandoned between backward and synchronization."""
     model = FullyShardedDataParallel(trapped(device), wrap=by_type(nn.Linear, Trap))
     optimizer = adam(model)
@@ -178,11 +178,11 @@ def throw_a_step_away(of_the_model: bool, device: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("of_the_model", [True, False], ids=["model", "optimizer"])
-def test_nothing_of_a_step_that_zero_grad_throws_away_comes_into_the_next(
+def test_nothing_of_a_step_that_zero_grad_discards_enters_the_next(
     world: World, of_the_model: bool, device: str
 ) -> None:
     plain = trapped("cpu")
     optimizer = adam(plain)
     loss(plain, *batch(0, world.size, "cpu")).backward()
     optimizer.step()
-    assert_equal_states(world.run(throw_a_step_away, of_the_model, device), plain.state_dict())
+    assert_equal_states(world.run(discard_a_step, of_the_model, device), plain.state_dict())

@@ -45,9 +45,9 @@ class Flat(Technique):
 class Bucketed(Technique):
     """Gradients live in buckets that exist from the start.
 
-    Reduced in fewer bytes an element, a copy of each gradient exists from its bucket's launch until the step has all of
-    it: of every gradient once backward is done; before that, where they do not all fit one bucket, of at most those
-    that are there.
+    If `reduce_bytes` an element are fewer than the gradients', each gradient has a copy in the narrower dtype from its
+    bucket's launch until the step has waited for all. Once backward is done, every gradient has one; before that, if
+    there are several buckets, at most those that have arrived.
     """
 
     def __init__(self, reduce_bytes: int = FLOAT) -> None:

@@ -41,7 +41,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scale gradients so that their norm over all ranks is at most `max_norm`; return their norm before that.
 
     All ranks call. Any placement will do: torch's norms handle DTensors, and return one. In float32 or more, unlike
-    `torch.nn.utils.clip_grad_norm_`, which squares the ranks' norms in the gradients' dtype: float16's are inf soon.
+    `torch.nn.utils.clip_grad_norm_`, which squares the ranks' norms in the gradients' dtype: in float16 they overflow.
     """
     parameters = [p for p in model.parameters() if p.grad is not None]
     dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)

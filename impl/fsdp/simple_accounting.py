@@ -35,7 +35,7 @@ def stages(case: RankRung) -> dict[str, int]:
 
 
 GENERATOR = 5056
-"""Bytes of a CPU generator's state, which is put aside while shards are drawn."""
+"""Bytes of a CPU generator's state, which is saved while shards are drawn."""
 
 
 def peak_of_stages(case: RankRung) -> int:
@@ -98,9 +98,9 @@ class Simple(Technique):
     def begin(self) -> None:
         self.forward = True
         self.reads: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
-        """Reads to come in forward and in backward, those of forward computed again among the latter."""
+        """Reads still to come, in forward (True) and in backward; a recomputed forward is part of backward."""
         self.computed_again: set[str] = set()
-        """Modules whose forward is."""
+        """Modules whose forward runs again in backward."""
         forward = True
         for moment in self.plain.moments:
             forward = forward and moment.kind != AFTER_FORWARD
@@ -162,12 +162,12 @@ class Simple(Technique):
             self.ledger.free(FULL, self.itemsize * self.rows(parameter))
 
     def gradient(self, parameter: str) -> None:
-        """It goes; its shard stays. Where rows are uneven, the shards of ranks that have fewer, or none, are padded
-        first, and all are copied."""
+        """Reduce the gradient: it is freed, and this rank's shard of it stays. Where rows are uneven, shards of ranks
+        with fewer rows, or none, are padded first, and all shards are copied."""
         take, free, q = self.ledger.take, self.ledger.free, self.reduce_bytes
         nbytes, whole = self.itemsize * self.values[parameter], q * self.rows(parameter)
         cast = q * self.values[parameter] if q != self.itemsize else 0
-        if self.ranks == 1:  # as it is
+        if self.ranks == 1:  # nothing is reduced
             if cast:
                 take(GRADIENTS, cast)
                 free(GRADIENTS, nbytes)
@@ -187,7 +187,7 @@ class Simple(Technique):
 
 
 def _module(parameter: str) -> str:
-    """The name of the module that has it."""
+    """Name of the parameter's module."""
     return parameter.rpartition(".")[0]
 
 
