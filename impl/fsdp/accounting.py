@@ -7,7 +7,6 @@ norm.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from impl.accounting.beside import BYTES, FLOAT, Technique, beside
 from impl.accounting.ledger import Bytes
 from impl.accounting.model import training_work
 from impl.accounting.plain import PlainLanguageModel
-from impl.collectives.accounting import padded, reduce_scatter_buffers
+from impl.collectives.accounting import padded, reduce_scatter_buffers, work_of_all
 from impl.model.sizes import SIZES
 from shardmark.api import BACKWARD, ENTER, GRADIENTS, LEAVE, PARAMETERS, Moment, OwnModelCase, Work, followed
 
@@ -243,10 +242,4 @@ def work(case: FSDPCase | OwnModelCase, kept: bool = False, norms_replicated: bo
         root = padded(norms, case.ranks)
         once, again = 2 * table + blocks + root, table + blocks
     sent = BYTES[case.dtype] * (2 * once + (0 if kept else again))
-    return replace(
-        one,
-        flops=case.ranks * one.flops,
-        model_flops=case.ranks * one.model_flops,
-        bytes_moved=case.ranks * one.bytes_moved,
-        bytes_communicated=sent * (case.ranks - 1) // case.ranks,
-    )
+    return work_of_all(one, case.ranks, sent * (case.ranks - 1) // case.ranks)

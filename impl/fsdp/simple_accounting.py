@@ -9,14 +9,13 @@ reduce-scatter copies what it reduces.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from impl.accounting.beside import BYTES, FLOAT, Technique, beside, peak_of_first_step
 from impl.accounting.ledger import Bytes
 from impl.accounting.plain import PlainLanguageModel
-from impl.collectives.accounting import padded
+from impl.collectives.accounting import padded, work_of_all
 from impl.model.mlp import MLP_SIZES
 from impl.training_step import accounting as training_step
 from shardmark.api import AFTER_FORWARD, BACKWARD, ENTER, GRADIENTS, READ, READ_END, Moment, Work, followed
@@ -73,13 +72,7 @@ def work(case: RankRung) -> Work:
     again = size.parameters - size.vocab * size.dim - (0 if case.checkpointed else biases)
     gathered = BYTES[case.dtype] * (size.parameters + again)
     reduced = BYTES[case.reduce_dtype] * size.parameters
-    return replace(
-        one,
-        flops=case.ranks * one.flops,
-        model_flops=case.ranks * one.model_flops,
-        bytes_moved=case.ranks * one.bytes_moved,
-        bytes_communicated=(case.ranks - 1) * (gathered + reduced) // case.ranks,
-    )
+    return work_of_all(one, case.ranks, (case.ranks - 1) * (gathered + reduced) // case.ranks)
 
 
 FULL, REDUCED = "full parameters", "shard of gradients"
